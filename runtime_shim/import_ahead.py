@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 
-_PATIENCE = 60.0  # seconds; a disk that does not answer then
+from gpusnap.runtime_shim import threads
 
 
-@contextmanager
-def importing(*names: str) -> Iterator[None]:
-    """Import modules in a thread while the block runs, and wait for that.
-
-    Nothing is decided here: who uses a module imports it, too, and has the error.
-    """
-    thread = threading.Thread(target=_import, args=(names,), name="gpusnap-import", daemon=True)
-    begun = False
-    with suppress(RuntimeError):  # no thread is to be had, and it only saves time
-        thread.start()
-        begun = True
-    try:
-        yield
-    finally:
-        if begun:
-            thread.join(_PATIENCE)
+def importing(*names: str) -> AbstractContextManager[None]:
+    """Import modules, one after another, while the block runs; see threads.meanwhile."""
+    return threads.meanwhile(partial(_import, names), name="gpusnap-import")
 
 
 def _import(names: tuple[str, ...]) -> None:

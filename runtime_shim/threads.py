@@ -1,4 +1,4 @@
-"""Threads of ours, where this host lets us have one more.
+"""Threads of ours, where this host lets us have one more, and what they do while others wait.
 
 threading.Thread.start waits without a deadline until the new thread says that it runs (cpython,
 Lib/threading.py). Where the kernel has no memory for what that thread does first, it ends without a word, and
@@ -8,11 +8,16 @@ so would we wait for ever: seen with ENOMEM injected into one mmap(2).
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from gpusnap.runtime_shim.errors import no_thread
 
 # Seconds for a thread to run at last. On a busy host it takes some milliseconds.
 _BEGINNING = 30.0
+# And for what `meanwhile` has begun to end: a disk or a driver that does not answer then.
+_PATIENCE = 60.0
 
 _start = threading.Thread.start
 
@@ -64,3 +69,29 @@ def start(thread: threading.Thread) -> None:
         thread.start()
     except RuntimeError as error:
         raise no_thread(error) from error
+
+
+@contextmanager
+def meanwhile(*calls: Callable[[], object], name: str) -> Iterator[None]:
+    """Have each of these done in a thread of its own while the block runs, and wait for that, not for ever.
+
+    It only saves time, and nothing is decided here: whoever needs what they do does it, too, and has the
+    error. `name`: of the threads.
+    """
+    begun: list[threading.Thread] = []
+    for call in calls:
+        thread = threading.Thread(target=_try, args=(call,), name=name, daemon=True)
+        with suppress(RuntimeError):  # no thread is to be had
+            thread.start()
+            begun.append(thread)
+    try:
+        yield
+    finally:
+        end = time.monotonic() + _PATIENCE
+        for thread in begun:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+def _try(call: Callable[[], object]) -> None:
+    with suppress(Exception):
+        call()

@@ -172,7 +172,8 @@ def _texts(found: Mapping[str, Any], key: str) -> dict[str, str]:
 class Listing:
     """The IDs of all containers: asked for when this is entered, and waited for when they are needed.
 
-    They are asked for again where that was seconds before: what is not among them may be taken for new.
+    They are asked for again where that was a second before, or somebody has had them: what is not among them
+    may be taken for new.
     """
 
     def __init__(self) -> None:
@@ -185,7 +186,7 @@ class Listing:
         return self
 
     def _ask(self) -> None:
-        self._asked = time.monotonic()
+        self._asked, self._failed = time.monotonic(), None
         try:
             self._question = Question("ps", "--all", "--quiet", "--no-trunc")
         except GpusnapError as error:
@@ -196,14 +197,18 @@ class Listing:
             self._question.close()
 
     def ids(self) -> set[str]:
-        """Once. Raises GpusnapError, also where Podman cannot be run."""
+        """As they are now. Raises GpusnapError, also where Podman cannot be run."""
         if self._question is not None and time.monotonic() - self._asked > _FRESH:
             self._question.close()
+            self._question = None
+        if self._question is None and self._failed is None:
             self._ask()
         if self._failed is not None:
-            raise self._failed
+            failed, self._failed = self._failed, None
+            raise failed
         assert self._question is not None
-        done = self._question.answer()
+        question, self._question = self._question, None
+        done = question.answer()
         if done.code:
             raise GpusnapError(f"Podman does not list its containers: {sentence(done)}")
         return set(done.out.split())

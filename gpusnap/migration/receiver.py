@@ -203,9 +203,9 @@ class _Receiver:
         finally:
             self._restoring = False
             del os.environ[records.MARK]
-        self._record = replace(record, state="running", container=done.container.id)
+        self._record = replace(record, state="running", container=done.container)
         self._record.write()
-        return {"container": done.container.name, "containerId": done.container.id, "seconds": done.seconds}
+        return {"container": done.name, "containerId": done.container, "seconds": done.seconds}
 
     def _confirm(self) -> dict[str, Any]:
         record = self._record

@@ -2,6 +2,9 @@
 
 The schema is manifest.schema.json beside this file. What it cannot say (a GPU listed twice, a process with a
 GPU that is not in the list) is checked here. A manifest may come from anywhere, so each number has a bound.
+
+jsonschema takes as long to be imported as all of a small restore's own modules. So a document is compared
+with the schema in a process beside ours, a Companion, where question_process has one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, ManifestError, ManifestVersion, own_file_unreadable
+from gpusnap.runtime_shim.question_process import Companion
 from gpusnap.runtime_shim.records.manifest import (
     LARGEST,
     VERSION,
@@ -32,6 +36,10 @@ from gpusnap.runtime_shim.records.manifest import (
     Written,
 )
 from gpusnap.runtime_shim.transaction import Step
+
+_COMPANION = Companion()
+# Seconds for its import there, and for an answer; then it is done here.
+_PATIENCE = 30.0
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -67,14 +75,21 @@ def decode(data: bytes, where: str) -> Manifest:
 
 
 def prepare() -> None:
-    """Import what a manifest is checked with, which takes 0.05 s. Whoever needs it says what fails."""
-    with suppress(GpusnapError, ImportError):
-        _validator()
+    """Have what a manifest is checked with imported: 0.05 s, in a Companion where there is one.
+
+    Whoever needs it says what fails.
+    """
+    with suppress(GpusnapError, ImportError, TimeoutError):
+        _COMPANION.ask(_load, within=_PATIENCE)
+
+
+def _load() -> None:
+    _validator()
 
 
 @functools.cache
 def _validator() -> Any:
-    # Imported here: it takes 0.1 s, and a container without a GPU must not pay for it.
+    # Imported here: a container without a GPU must not wait for it.
     import jsonschema
 
     path = os.path.join(os.path.dirname(__file__), "manifest.schema.json")
@@ -96,13 +111,27 @@ def _check_version(document: Any, where: str) -> None:
         )
 
 
-def _check(document: Any, where: str) -> None:
+def _fault(document: Any) -> str:
+    """Where a document is not as the schema has it, and why; "" where it is."""
     error = min(
         _validator().iter_errors(document), key=lambda e: list(map(str, e.absolute_path)), default=None
     )
-    if error is not None:
-        place = "/".join(map(str, error.absolute_path)) or "the top level"
-        raise ManifestError(f"{where} is not a gpusnap manifest: at {place}, {error.message[:200]}")
+    if error is None:
+        return ""
+    place = "/".join(map(str, error.absolute_path)) or "the top level"
+    return f"at {place}, {error.message[:200]}"
+
+
+def _check(document: Any, where: str) -> None:
+    if _validator.cache_info().currsize:
+        fault = _fault(document)
+    else:
+        try:
+            fault = _COMPANION.ask(_fault, document, within=_PATIENCE)
+        except (TimeoutError, RecursionError):  # or it is too deep for a message
+            fault = _fault(document)
+    if fault:
+        raise ManifestError(f"{where} is not a gpusnap manifest: {fault}")
     for what, names in (
         ("GPU", [gpu["uuid"] for gpu in document["gpus"]]),
         ("process", [process["pid"] for process in document["processes"]]),

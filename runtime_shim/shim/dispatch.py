@@ -25,7 +25,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
 from gpusnap.runtime_shim.gpu.opening import opening
 from gpusnap.runtime_shim.progress import VARIABLE, reporter
-from gpusnap.runtime_shim.records import cri_layout, manifest_file
+from gpusnap.runtime_shim.records import cri_layout, manifest_file, manifest_json
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime import find as locate
@@ -214,7 +214,8 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
         _hand_over(call, real)
     valid = _valid(settings)
     question_process.start()  # before there are threads
-    with opening(find_driver(), host=True):
+    checks = threads.meanwhile(manifest_json.prepare, name="gpusnap-schema")
+    with opening(find_driver(), host=True), checks:
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.snapshot import restored_containers
         from gpusnap.runtime_shim.snapshot.restore import restore

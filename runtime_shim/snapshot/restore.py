@@ -70,10 +70,10 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     """
     images = str(call.images(real.kind))
     found = find_driver()
-    record = manifest_file.read(images)
     # Refuses where it is missing. Its import takes as long as to open a driver, and five times as long beside
-    # the threads that bring the bytes.
+    # the threads that bring the bytes. What compares the manifest with its schema is imported meanwhile.
     pycriu_package.load()
+    record = manifest_file.read(images)
     driver = driver_for(record, criu_plugin.of_record(record, found))
     with (
         interruptible(),

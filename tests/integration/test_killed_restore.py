@@ -155,7 +155,7 @@ def test_all_at_once(real: str, *, early: bool) -> None:
     """
     settings(real, "criu")
     container = checkpointed("criu")
-    # Some end with CRIU, by themselves, and then there is nothing to see; or the runtime has ended before them.
+    # Some end with CRIU, by themselves, and then there is nothing to see; or the runtime has ended before.
     assert any(_killed_all(real, early=early) for _ in range(8)), "nothing stood there, in eight restores"
     restored(container)
 

@@ -303,8 +303,6 @@ def restore(
     store), kept (the name in the store of what came from a registry, empty where that did not keep it) and
     seconds.
     """
-    from gpusnap.operations.restoring import restore as restoring
-
     require_root("restore")
     if name and tcp_established:  # as podman container restore has it
         raise UsageError(
@@ -313,6 +311,11 @@ def restore(
         )
     if bool(what) == (file is not None):
         raise UsageError("name what to restore: one or more checkpoints, or --import FILE")
+    from gpusnap.operations.restoring.ahead import ahead
+
+    asked = click.get_current_context().with_resource(ahead())
+    from gpusnap.operations.restoring import restore as restoring
+
     if gpu_map:
         from gpusnap.runtime_shim.snapshot.devices.choose import gpu_request
 
@@ -339,13 +342,13 @@ def restore(
         )
         find_name = partial(restoring.container_of, wish.what)
         with recorded("restore", name, find_name=find_name) as record, Progress() as progress:
-            done = restoring.restore(wish, progress)
-            record.container = done.container.name
+            done = restoring.restore(wish, progress, asked=asked)
+            record.container = done.name
             record.figures |= {"digest": done.digest} if done.digest else {}
         return done
 
     def show(done: restoring.Restored) -> None:
-        click.echo(f"{done.container.name}  {done.container.id}  {done.seconds:.1f} s")
+        click.echo(f"{done.name}  {done.container}  {done.seconds:.1f} s")
         if done.source is None:
             return
         source = done.source.entry
@@ -356,8 +359,8 @@ def restore(
 
     def document(done: restoring.Restored) -> dict[str, object]:
         return {
-            "container": done.container.name,
-            "containerId": done.container.id,
+            "container": done.name,
+            "containerId": done.container,
             "digest": done.digest,
             "name": done.source.entry.name if done.source is not None else "",
             "kept": done.kept,

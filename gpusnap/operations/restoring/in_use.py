@@ -23,13 +23,18 @@ _BIND = re.compile(r"Can't bind inet socket .*Address already in use")
 _ADDRESS = re.compile(r"requested ip address (\S+) is already allocated(?: to container ID ([0-9a-f]+))?")
 
 
+def is_name(text: str) -> bool:
+    """Whether a container may have that name."""
+    return _NAME.fullmatch(text) is not None
+
+
 def check_name(wanted: str) -> None:
     """Raise UsageError for a --name that no container can have.
 
     Podman checks it when it makes a container, and not at a restore from an archive (libpod,
     CRImportCheckpoint).
     """
-    if wanted and not _NAME.fullmatch(wanted):
+    if wanted and not is_name(wanted):
         raise UsageError(
             f"{wanted!r} is no name of a container",
             hint="a name has letters, digits, _, . and -, and begins with a letter or a digit",
@@ -58,7 +63,7 @@ def told(error: GpusnapError, wanted: str) -> GpusnapError | None:
             "have the files of the checkpoint",
             code="GPS-518",
         )
-    if _CONTAINER.search(text) and _NAME.fullmatch(wanted):
+    if _CONTAINER.search(text) and is_name(wanted):
         return _container(wanted)
     return None
 

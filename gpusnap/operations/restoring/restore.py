@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from gpusnap.checkpoints import artifact as kept
@@ -114,7 +114,10 @@ class Wish:
 class Restored:
     """A container that runs again."""
 
-    container: podman.Container
+    container: str
+    """Its ID."""
+    name: str
+    """Of the container."""
     seconds: float
     digest: str = ""
     """Of the checkpoint, where it was an artifact."""
@@ -124,10 +127,24 @@ class Restored:
     """What it was in this host's store, where it came from there."""
 
 
-def restore(wish: Wish, progress: Progress) -> Restored:
-    """Have it run again. Raises NotFound, Damaged, Interrupted, GpusnapError."""
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A container that Podman has restored."""
+
+    id: str
+    name: str
+    """As the checkpoint, or whoever wished it, has it; "" where that is not known."""
+    annotated: bool
+    """It may have a command to be run now."""
+
+
+def restore(wish: Wish, progress: Progress, *, asked: podman.Listing | None = None) -> Restored:
+    """Have it run again. `asked`: a Podman that lists its containers already.
+
+    Raises NotFound, Damaged, Interrupted, GpusnapError.
+    """
     began = time.monotonic()
-    digest = name = ""
+    digest = kept_as = ""
     source: locator.Chosen | None = None
     in_use.check_name(wish.name)
     settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
@@ -137,21 +154,24 @@ def restore(wish: Wish, progress: Progress) -> Restored:
                 found, digest = _from_file(wish, path, progress)
             case locator.InStore():
                 source = in_podman.chosen(wish.what)
-                found, digest = _from_store(wish, source.place, progress)
+                found, digest = _from_store(wish, source.place, progress, asked)
             case locator.InRegistry():
                 try:
-                    found, digest, name = _from_registry(wish, wish.what, progress)
+                    found, digest, kept_as = _from_registry(wish, wish.what, progress)
                 except RegistryError as error:  # before Podman was asked: what its runtime says is another
                     copy = stand_in(wish.what, error)
                     if copy is None:
                         raise
                     source = copy.chosen()
                     found, digest = _from_store(wish, source.place, progress)
-    restored = podman.container(found)
     if digest and wish.not_migrated:
         migrations.forget(digest)
-    run_after(restored, CHECKPOINT, progress)
-    return Restored(restored, time.monotonic() - began, digest, name, source)
+    name = found.name
+    if found.annotated or not name:
+        container = podman.container(found.id)
+        name = container.name
+        run_after(container, CHECKPOINT, progress)
+    return Restored(found.id, name, time.monotonic() - began, digest, kept_as, source)
 
 
 def container_of(what: locator.Place) -> str:
@@ -179,7 +199,7 @@ def _check_here(wish: Wish, digest: str) -> None:
         migrations.check(digest)
 
 
-def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[str, str]:
+def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[_Running, str]:
     if os.path.isdir(path):
         raise UsageError(
             f"{path} is a folder, and Podman restores archives",
@@ -192,7 +212,7 @@ def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[str, str]:
         return _from_layout(wish, path, found, progress), found.root.digest
 
 
-def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> str:
+def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> _Running:
     """From an image layout in a file, which nothing is kept of."""
     if found.kind == "containerd":
         raise Refused(
@@ -217,15 +237,15 @@ def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> 
         progress.stage("archive")
         choice = _volumes(wish, volumes.of_artifact(whole.artifact, layout))
         push_pull.write_archive(whole, layout, archive, volumes=not choice.ignore, progress=progress)
-        return _run(wish, archive, {}, progress, lambda: _name_of(whole), choice)
+        return _run(wish, archive, {}, progress, choice)
 
 
-def _from_archive(wish: Wish, path: str, progress: Progress) -> str:
+def _from_archive(wish: Wish, path: str, progress: Progress) -> _Running:
     """From Podman's own archive."""
     progress.stage(f"looking through {path}")
     choice = _volumes(wish, _check_files(path))
     try:
-        return _run(wish, path, {}, progress, lambda: _name_in(path), choice)
+        return _run(wish, path, {}, progress, choice)
     except GpusnapError as error:
         if not isinstance(error, Interrupted) and _OF_ITS_CONTENT.search(str(error)):
             _check_archive(path, error, progress)
@@ -272,9 +292,11 @@ def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
         ) from error
 
 
-def _from_store(wish: Wish, place: locator.InStore, progress: Progress) -> tuple[str, str]:
+def _from_store(
+    wish: Wish, place: locator.InStore, progress: Progress, asked: podman.Listing | None = None
+) -> tuple[_Running, str]:
     try:
-        return _from_artifact(wish, place, progress)
+        return _from_artifact(wish, place, progress, asked)
     except EngineImage:
         store, root = place.store, place.entry().descriptor
         with ExitStack() as stack:
@@ -285,10 +307,18 @@ def _from_store(wish: Wish, place: locator.InStore, progress: Progress) -> tuple
             return _from_archive(wish, blob_path(store.layout, layer.digest), progress), root.digest
 
 
-def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tuple[str, str]:
+def _from_artifact(
+    wish: Wish, place: locator.InStore, progress: Progress, asked: podman.Listing | None
+) -> tuple[_Running, str]:
     _check_here(wish, place.entry().descriptor.digest)
     # Podman answers while the checkpoint is read.
-    with podman.Listing() as asked, kept.held(place) as (store, found):
+    with (
+        podman.Listing() if asked is None else nullcontext(asked) as listing,
+        kept.held(place) as (
+            store,
+            found,
+        ),
+    ):
         found.check_podman()
         with (
             _room(store) as folder,
@@ -298,9 +328,7 @@ def _from_artifact(wish: Wish, place: locator.InStore, progress: Progress) -> tu
             archive, choice = _records(wish, found, store.layout, folder, progress)
             environment = {fetching.STORE: store.path, **begun}
             try:
-                container = _run(
-                    wish, archive, environment, progress, lambda: _name_of(found), choice, ids=asked.ids
-                )
+                container = _run(wish, archive, environment, progress, choice, ids=listing.ids)
             except GpusnapError as error:
                 if (damaged := _of_damage(error, found, store)) is not None:
                     raise damaged from error
@@ -317,14 +345,14 @@ def _records(wish: Wish, found: Kept, layout: Layout, folder: str, progress: Pro
     return archive, choice
 
 
-def _from_registry(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[str, str, str]:
+def _from_registry(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[_Running, str, str]:
     try:
         return _pulled(wish, place, progress)
     except EngineImage as image:
         return *_from_image(wish, place, image, progress), ""
 
 
-def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[str, str, str]:
+def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[_Running, str, str]:
     store, name = locator.default_store(), store_name(place.reference)
     pull_from = locator.InRegistry(place.reference, place.plain_http or wish.plain_http).repository
     coming = pull.fetched(
@@ -346,14 +374,14 @@ def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[
             staging.close()  # others who want the same need not wait
         environment = {fetching.STORE: store.path, fetching.PULL_FROM: pull_from}
         fetched = grown(os.path.dirname(staging.path))
-        container = _run(wish, archive, environment, progress, lambda: _name_of(found), choice, fetched)
+        container = _run(wish, archive, environment, progress, choice, fetched)
         whole = whole or _keep(store, staging, found, name, before)
     return container, found.root.digest, name if whole else ""
 
 
 def _from_image(
     wish: Wish, place: locator.InRegistry, image: EngineImage, progress: Progress
-) -> tuple[str, str]:
+) -> tuple[_Running, str]:
     """From an ordinary image in a registry, which nothing is kept of."""
     with (
         locator.default_store().create().stage() as staging,
@@ -381,17 +409,16 @@ def _run(
     archive: str,
     environment: Mapping[str, str],
     progress: Progress,
-    name: Callable[[], str],
     choice: Choice,
     measure: Callable[[], int] = lambda: 0,
     ids: Callable[[], set[str]] = podman.ids,
-) -> str:
+) -> _Running:
     """Have Podman do it; where that fails, no container is left, and no volume that came with it.
 
-    `name`: of the container in the checkpoint; `choice`: what becomes of its volumes; `ids`: of all
-    containers.
+    `choice`: what becomes of the container's volumes; `ids`: of all containers.
     """
     progress.stage("restore")
+    name, annotated = wish.name or choice.of.name, choice.of.annotated
     chosen = {GPU_MAP: wish.gpu_map} if wish.gpu_map else {}
     wish = replace(wish, ignore_volumes=choice.ignore)
     before = ids()
@@ -406,27 +433,29 @@ def _run(
         tick = progress.following(shown, "restore", measure)
         variables = {**environment, **chosen}
         if ended is not None:
-            return in_place.restore(ended, variables, tick, progress.say)
-        return _imported(
-            wish,
+            found = in_place.restore(ended, variables, tick, progress.say)
+            return _Running(found, ended.container.name, annotated)
+        found = _imported(
             lambda: podman_work.restore(archive, wish.options(), variables, tick=tick, say=progress.say),
             name,
             before,
         )
+        return _Running(found, name if in_use.is_name(name) else "", annotated)
 
 
-def _imported(wish: Wish, work: Callable[[], str], name: Callable[[], str], before: set[str]) -> str:
-    """Have Podman make a container from an archive; where that fails, none is left. `before`: all IDs."""
+def _imported(work: Callable[[], str], name: str, before: set[str]) -> str:
+    """Have Podman make a container from an archive; where that fails, none is left.
+
+    `name`: that which it gets; `before`: the IDs of all containers.
+    """
     try:
         return work()
     except Killed:
         raise  # the runtime may still be at work in what Podman has made
     except GpusnapError as error:
-        wanted = ""
-        with suppress(GpusnapError, OciError):
-            wanted = wish.name or name()
-            _remove_new(wanted, before)
-        if (refused := in_use.told(error, wanted)) is not None:
+        with suppress(GpusnapError):
+            _remove_new(name, before)
+        if (refused := in_use.told(error, name)) is not None:
             raise refused from error
         raise
 
@@ -458,10 +487,6 @@ def _remove_new(name: str, before: set[str]) -> None:
     left = podman.container(name) if name else None
     if left is not None and left.id not in before and left.status != "running":
         podman.remove(left.id)
-
-
-def _name_of(found: Kept) -> str:
-    return found.artifact.annotations.get(f"{CRIU}container.name", "")
 
 
 def _name_in(path: str) -> str:

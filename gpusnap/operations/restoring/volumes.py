@@ -22,6 +22,7 @@ from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.tar.archive import Entry
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.settings import ANNOTATION_PREFIX
 from gpusnap.user_errors import Killed
 
 CODE = "GPS-518"
@@ -35,6 +36,10 @@ class Inside:
     there: frozenset[str] = frozenset()
     pod: str = ""
     """The ID of the pod that the container was in."""
+    name: str = ""
+    """The container's, as the checkpoint has it: anything, where that is from elsewhere."""
+    annotated: bool = False
+    """It may have annotations or labels of ours."""
 
 
 def named(config: bytes) -> tuple[str, ...]:
@@ -49,21 +54,24 @@ def named(config: bytes) -> tuple[str, ...]:
 def inside(found: Iterable[Entry]) -> Inside:
     """The volumes of a checkpoint, by the entries of its archive or of its records."""
     names: tuple[str, ...] = ()
-    pod = ""
+    pod = name = ""
     there: set[str] = set()
+    annotated = False
     for entry in found:
-        if entry.name == FIRST[0] and entry.content is not None:
-            config = entry.content.read(LARGEST_DUMP)
-            names, pod = named(config), pod_of(config)
-        elif name := records.name_of(entry.name) or records.name_in_chunks(entry.name):
-            there.add(name)
-    return Inside(names, frozenset(there), pod)
+        if entry.name in FIRST and entry.content is not None:
+            content = entry.content.read(LARGEST_DUMP)
+            annotated = annotated or ANNOTATION_PREFIX.encode() in content
+            if entry.name == FIRST[0]:
+                names, pod, name = named(content), text_in(content, "pod"), text_in(content, "name")
+        elif volume := records.name_of(entry.name) or records.name_in_chunks(entry.name):
+            there.add(volume)
+    return Inside(names, frozenset(there), pod, name, annotated)
 
 
-def pod_of(config: bytes) -> str:
-    """The ID of a container's pod by its config.dump (libpod, ContainerConfig.Pod); "" without one."""
+def text_in(config: bytes, key: str) -> str:
+    """A field of a container's config.dump (libpod, ContainerConfig); "" without one."""
     try:
-        found = parse_json(config)["pod"]
+        found = parse_json(config)[key]
         return found if isinstance(found, str) else ""
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""

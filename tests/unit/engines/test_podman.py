@@ -97,6 +97,15 @@ def test_a_list_that_is_old(fake: FakePodman, monkeypatch: pytest.MonkeyPatch, *
     assert calls.read_text().splitlines() == ["ps --all --quiet --no-trunc"] * (1 + late)
 
 
+def test_a_list_twice(fake: FakePodman) -> None:
+    """The second time it is asked for anew."""
+    fake.lists("a" * 64)
+    with podman.Listing() as asked:
+        assert asked.ids() == {"a" * 64}
+        fake.lists("b" * 64)
+        assert asked.ids() == {"b" * 64}
+
+
 def test_no_podman(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One sentence."""
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import bz2
 import io
+import json
 import lzma
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from archives import listed
+from archives import CONFIG_DUMP, listed, record, regions, written
 from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry
 from kept_checkpoints import an_archive, keep, keep_pages
@@ -26,6 +27,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
 from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring import volumes
 from gpusnap.operations.restoring.restore import Restored, Wish
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
@@ -66,7 +68,7 @@ def test_from_a_store(fake: FakePodman, store: Store, tmp_path: Path) -> None:
     archive = an_archive(tmp_path)
     digest = keep(store, archive, ["w"])
     done = restored(InStore(store, "w"), name="x", gpu_map="0=1", tcp_established=True, ignore_rootfs=True)
-    assert (done.container.id, done.digest) == (ID, digest)
+    assert (done.container, done.digest) == (ID, digest)
     given = listed(str(fake.imported))
     assert given["checkpoint/gpusnap/manifest.json"] == listed(archive)["checkpoint/gpusnap/manifest.json"]
     assert not [name for name in given if "/blobs/" in name]
@@ -77,6 +79,31 @@ def test_from_a_store(fake: FakePodman, store: Store, tmp_path: Path) -> None:
     (call,) = fake.calls()
     assert call.endswith("podman.tar --tcp-established --ignore-rootfs --name x")
     assert os.listdir(store.path + "/staging") == []
+
+
+NAMED = {**CONFIG_DUMP, "name": "w7"}
+
+
+@pytest.mark.parametrize(
+    ("config", "spec", "asked"),
+    [
+        (NAMED, {}, 0),
+        (CONFIG_DUMP, {}, 1),  # not a name that Podman gives
+        ({**NAMED, "labels": {"io.gpusnap.post-restore": "true"}}, {}, 1),
+        (NAMED, {"annotations": {"io.gpusnap.post-restore": "true"}}, 1),
+    ],
+)
+def test_what_podman_is_asked_afterwards(
+    fake: FakePodman, tmp_path: Path, config: Mapping[str, object], spec: Mapping[str, object], asked: int
+) -> None:
+    """Of the container, where it may have a command that is run now; else the checkpoint has said it all."""
+    source = Layout(tmp_path / "source").create()
+    more = {"config.dump": json.dumps(config).encode(), "spec.dump": json.dumps(spec).encode()}
+    archive = written(tmp_path / "in.tar", source, record(regions(source)), more=more)
+    done = restored(InFile(archive))
+    assert (done.container, done.name) == (ID, "w" if asked else "w7")
+    calls = (fake.folder / "calls").read_text().splitlines()
+    assert len([call for call in calls if call.startswith("container inspect")]) == asked
 
 
 def test_images_ahead(
@@ -202,7 +229,7 @@ def test_the_container_is_there(
 ) -> None:
     """As after a checkpoint that ended it: the sentence says which one, and what to do."""
     keep(store, an_archive(tmp_path), ["w"])
-    monkeypatch.setattr(restoring, "_name_of", lambda _: "w")
+    monkeypatch.setattr(volumes, "text_in", lambda _, key: "w" if key == "name" else "")
     fake.lists(ID)
     fake.fails(f"Error: {text}\n")
     with pytest.raises(GpusnapError) as raised:

@@ -50,7 +50,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, archive: str) -> FakeP
 def restored(what: Place, **more: object) -> list[str]:
     """Restore it; the ID."""
     done = restoring.restore(Wish(what=what, **more), QUIET)  # type: ignore[arg-type]
-    return [done.container.id]
+    return [done.container]
 
 
 def test_from_a_file(fake: FakePodman, archive: str) -> None:

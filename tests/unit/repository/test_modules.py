@@ -41,6 +41,7 @@ GROUND = {
     "gpusnap.runtime_shim.errors",
     "gpusnap.runtime_shim.process.proc",
     "gpusnap.runtime_shim.question_process",
+    "gpusnap.runtime_shim.threads",
 }
 TRACING = "gpusnap.runtime_shim.process.ptrace"
 # By click.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes import wait_for
 
-from gpusnap.runtime_shim import import_ahead
+from gpusnap.runtime_shim import import_ahead, threads
 from gpusnap.runtime_shim.import_ahead import importing
 
 
@@ -38,7 +38,7 @@ def test_the_error_of_the_block(folder: Path) -> None:
 
 def test_one_that_never_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it without end."""
-    monkeypatch.setattr(import_ahead, "_PATIENCE", 0.05)
+    monkeypatch.setattr(threads, "_PATIENCE", 0.05)
     may = threading.Event()
     monkeypatch.setattr(import_ahead, "_import", lambda names: may.wait())
     with importing("ahead_never"):

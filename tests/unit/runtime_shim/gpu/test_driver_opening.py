@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from gpusnap.runtime_shim.gpu import opening as module
+from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import DriverMissing
 from gpusnap.runtime_shim.gpu.opening import opening
@@ -52,7 +52,7 @@ def test_one_that_we_do_not_call() -> None:
 
 def test_one_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it without end."""
-    monkeypatch.setattr(module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(threads, "_PATIENCE", 0.05)
     slow = Slow()
     with opening(cast(Driver, slow)):
         pass
