@@ -326,7 +326,7 @@ def _from_artifact(
             images_ahead.ahead(found.record, store.layout, settings_file.load().memory) as begun,
         ):
             archive, choice = _records(wish, found, store.layout, folder, progress)
-            environment = {fetching.STORE: store.path, **begun}
+            environment = {fetching.STORE: store.path, fetching.ARTIFACT: found.root.digest, **begun}
             try:
                 container = _run(wish, archive, environment, progress, choice, ids=listing.ids)
             except GpusnapError as error:

@@ -1,8 +1,10 @@
 """The chunks of a checkpoint that lie in a store, or in a registry that it was pushed to.
 
 All that the store has is linked into a staging folder of its first, so that nothing can take it away while
-the restore runs. Of the rest a registry is asked, before anything is started, whether it has it; then those
-who need a chunk fetch it, each in the thread that waits for it, while CRIU restores the container.
+the restore runs. Where the caller says which artifact of the store the checkpoint is, as `gpusnap restore`
+does, that is held instead: some thousand links take 0.1 s to be made, and as long to be removed. Of the rest
+a registry is asked, before anything is started, whether it has it; then those who need a chunk fetch it, each
+in the thread that waits for it, while CRIU restores the container.
 
 Which store and which registry is for this host to say (the settings, or the caller's environment), never for
 the checkpoint: an archive from elsewhere cannot make us speak to anybody, nor send anybody our credentials.
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 STORE, PULL_FROM = "GPUSNAP_STORE", "GPUSNAP_PULL_FROM"
 """The caller's environment, which reaches a restore, before store.path and store.pull-from; several
 repositories with spaces between."""
+ARTIFACT = "GPUSNAP_ARTIFACT"
+"""There as well: the digest of the manifest, in that store, of the checkpoint as an artifact."""
 # Connections that ask and fetch at once: what bounds them is the network, not this host's cores.
 _CONNECTIONS = 16
 
@@ -52,16 +56,20 @@ _CONNECTIONS = 16
 class Fetching:
     """`gpusnap.oci.layout.blobs.Blobs` for one restore. A context manager; ended by `finish`, or given up."""
 
-    def __init__(self, record: Manifest, images: str, store: str, pull_from: Sequence[str]) -> None:
+    def __init__(
+        self, record: Manifest, images: str, store: str, pull_from: Sequence[str], artifact: str = ""
+    ) -> None:
         """Have what the store has, and know where the rest is.
 
         `images`: the image directory, in which `gpusnap pull -o` may have put the chunks all the same.
+        `artifact`: the digest of the checkpoint in that store; "" where that is not known.
         Raises Refused, which names a chunk that is nowhere, and ImageError.
         """
         self._record = record
         self._beside = Layout(os.path.join(images, FOLDER))
         self._store = Store(os.path.realpath(store))
         self._staging: Staging | None = None
+        self._held = contextlib.ExitStack()
         self._remote: dict[str, Repository] = {}
         self._connected = contextlib.ExitStack()
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -72,7 +80,7 @@ class Fetching:
         wanted = self._beside.lacks(every)
         self._there = {each.digest for each in every} - {each.digest for each in wanted}
         try:
-            missing = self._taken(wanted) if wanted else []
+            missing = self._taken(wanted) if wanted and not self._hold(artifact, wanted) else []
             if missing:
                 self._found(missing, pull_from)
         except BaseException:
@@ -89,7 +97,8 @@ class Fetching:
     ) -> Fetching:
         """As the caller's environment says, or else the settings."""
         pull_from = environ.get(PULL_FROM, "").split() or settings.pull_from
-        return cls(record, images, environ.get(STORE) or settings.path, pull_from)
+        artifact = environ.get(ARTIFACT, "") if environ.get(STORE) else ""
+        return cls(record, images, environ.get(STORE) or settings.path, pull_from, artifact)
 
     def __enter__(self) -> Fetching:
         return self
@@ -143,10 +152,24 @@ class Fetching:
     def close(self) -> None:
         """Let go of the staging folder, and of registries. May be called twice."""
         self._connected.close()
+        self._held.close()
         if self._staging is not None:
             staging, self._staging = self._staging, None
             with contextlib.suppress(OciError, OSError):  # a leftover is gc's
                 staging.close()
+
+    def _hold(self, artifact: str, wanted: Sequence[Descriptor]) -> bool:
+        """Keep an artifact of the store, with all its chunks, from gc; whether it has those that are wanted.
+
+        Should it be that of another checkpoint, a gc may take a chunk meanwhile, and the restore fails.
+        """
+        if artifact:
+            with contextlib.suppress(OciError):
+                self._held.enter_context(self._store.hold(artifact))
+                if not self._store.layout.lacks(wanted):
+                    return True
+        self._held.close()
+        return False
 
     def _taken(self, wanted: Sequence[Descriptor]) -> list[Descriptor]:
         """Link what the store has, and return the rest."""

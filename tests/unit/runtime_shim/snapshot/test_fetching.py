@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from fakes import a_manifest
+from kept_checkpoints import keep_pages
 
 from gpusnap.oci.base.errors import BlobError, Unreachable
 from gpusnap.oci.chunks.buffers import Buffer
@@ -124,6 +125,45 @@ def test_all_of_it_is_in_the_store(
         fetching.finish()
     assert registry.asked == []
     assert idle(tmp_path / "store")
+
+
+def test_the_artifact_is_held(
+    tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository, content: bytes
+) -> None:
+    """Who knows which artifact of the store it is links nothing; gc takes nothing away until the end."""
+    record, layout = made
+    store = stored(tmp_path / "store", record, layout)
+    (entry,) = store.entries()
+    environ = {"GPUSNAP_STORE": store.path, "GPUSNAP_ARTIFACT": entry.descriptor.digest}
+    blobs = tmp_path / "store" / "blobs" / "sha256"
+    with Fetching.of(record, NOWHERE, Settings(path=str(tmp_path)), environ) as fetching:
+        assert idle(tmp_path / "store")
+        assert fetching.folders == (store.path,)
+        store.remove(entry.descriptor.digest)
+        store.collect()
+        assert bytes_of(region_of(record), fetching) == content
+        fetching.finish()
+    store.collect()
+    assert not list(blobs.iterdir())
+    assert registry.asked == []
+
+
+@pytest.mark.parametrize("what", ["another", "none", "no digest"])
+def test_another_artifact(
+    tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository, content: bytes, what: str
+) -> None:
+    """What it does not have is linked, or asked for, as without it."""
+    record, _ = made
+    store = Store(tmp_path / "store")
+    other = keep_pages(store)
+    artifact = {"another": other, "none": f"sha256:{'0' * 64}", "no digest": "x"}[what]
+    with Fetching(record, NOWHERE, store.path, ["r.example/a"], artifact) as fetching:
+        assert bytes_of(region_of(record), fetching) == content
+        assert bytes_of(record.files[0].table, fetching) == content[::-1]
+        fetching.finish()
+    assert registry.fetched
+    assert idle(tmp_path / "store")
+    assert not list((tmp_path / "store" / "holds").iterdir())
 
 
 def test_what_the_store_lacks_is_fetched_and_kept(
