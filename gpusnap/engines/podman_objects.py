@@ -54,6 +54,9 @@ def running() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(each for each in names if each in mine), tuple(each for each in names if each not in mine)
 
 
+_WITH_PROCESSES = ("running", "paused", "stopping")  # libpod, define.ContainerStatus
+
+
 @dataclass(frozen=True, slots=True)
 class Listed:
     """A container that has processes."""
@@ -66,21 +69,16 @@ class Listed:
 
 
 def with_processes() -> tuple[Listed, ...]:
-    """The containers that run or are paused, whatever runtime they have. Raises GpusnapError."""
-    words = (
-        "ps",
-        "--no-trunc",
-        "--filter",
-        "status=running",
-        "--filter",
-        "status=paused",
-        "--format",
-        "json",
-    )
+    """The containers that run, are paused or being stopped, of any runtime. Raises GpusnapError.
+
+    Podman has no filter for one that is being stopped, which keeps its GPU memory until its process ends.
+    """
+    told = podman.said("ps", "--all", "--no-trunc", "--format", "json", wanted="its containers")
     try:
         return tuple(
             Listed(str(each["Id"]), str(each["Names"][0]), int(each["Pid"]), each["State"] == "paused")
-            for each in parse_json(podman.said(*words, wanted="its containers") or "[]")
+            for each in parse_json(told or "[]")
+            if each["State"] in _WITH_PROCESSES
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise GpusnapError(f"what Podman says of its containers is not understood: {error!r}") from error

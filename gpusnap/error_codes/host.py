@@ -51,9 +51,9 @@ CODES = (
         "A file system does not have the room that a checkpoint needs, or a quota or the limit on the size "
         "of files (`ulimit -f`) does not allow it. gpusnap asks for the room before it begins; /run is in "
         "RAM, and is small.",
-        "Make room there: `gpusnap rm` and `gpusnap gc` for the store, `podman rm` for containers that a "
-        "checkpoint ended, old archives. Podman keeps the images below /var/lib/containers before it packs "
-        "them; `gpusnap checkpoint` into a store does not pack.",
+        "Make room there: `gpusnap prune --gc` and `gpusnap rm --gc` in a store, `podman rm` for containers "
+        "that a checkpoint ended, old archives. Podman keeps the images below /var/lib/containers before it "
+        "packs them; `gpusnap checkpoint` into a store does not pack.",
     ),
     ErrorCode(
         "GPS-020",

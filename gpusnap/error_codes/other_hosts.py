@@ -10,7 +10,7 @@ CODES = (
         "other-host-not-reached",
         "The other host is not reached by ssh, gpusnap does not run there, or the connection ended or was "
         "silent for 30 seconds, or the other host got no further for as long as `--patience` says. If the "
-        "container had been stopped, the message says where it is.",
+        "container had been stopped, the message says where it is; if not, it was not touched, and runs on.",
         "See that `ssh HOST gpusnap version` works as the same user. `--remote-command 'sudo -n gpusnap'` "
         "runs it there as root, and `--ssh 'ssh -i KEY'` gives options to ssh. Then run the same command "
         "again.",

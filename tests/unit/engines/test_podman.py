@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -159,3 +160,19 @@ def test_a_command_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.M
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert podman.execute("w", ["noise"], {}, seconds=20) == (3, "last\n\n")
+
+
+def test_those_with_processes(fake: FakePodman) -> None:
+    """One that is being stopped has them until they end."""
+    states = ["created", "exited", "paused", "running", "stopping"]
+    listed = [{"Id": at, "Names": [state], "Pid": 7, "State": state} for at, state in enumerate(states)]
+    fake.lists(json.dumps(listed))
+    found = podman_objects.with_processes()
+    assert [(each.name, each.paused) for each in found] == [
+        ("paused", True),
+        ("running", False),
+        ("stopping", False),
+    ]
+    fake.lists('[{"Id": 1}]')
+    with pytest.raises(GpusnapError, match="is not understood"):
+        podman_objects.with_processes()
