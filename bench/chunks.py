@@ -5,7 +5,8 @@
 For each kind of data (random, zero, bf16 weights, text) and each setting: GiB/s to write and to read, and the
 ratio of plain bytes to stored ones. In the same run, on the same disk: memcpy and sha256 in one thread, and
 plain writes and reads of files of a chunk's size, which is what there is to gain. No fsync, and a warm page
-cache, but for the rows named "durable": there the clock stops after fsync, or after `Layout.commit`.
+cache, but for the rows named "durable": there the clock of a write stops after fsync, or after
+`Layout.commit`, and what is read comes from the disk. --durable: only these.
 
 The default run stays below a minute on two idle cores: it changes one thing at a time, and measures what zstd
 packs on a part of the region; the column MiB says how much. --all measures every setting on all of it.
@@ -127,6 +128,15 @@ def in_threads(count: int, size: int, chunk: int, action: Callable[[int, int], N
     return time.perf_counter() - begun
 
 
+def forget(folder: Path) -> None:
+    """Have what is read from the files below a folder come from the disk; they are written to it already."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
 def plain_files(
     folder: Path, memory: Memory, back: Memory, chunk: int, threads: int, *, durable: bool
 ) -> Row:
@@ -145,7 +155,10 @@ def plain_files(
         os.preadv(descriptor, [back.view[at : at + length]], 0)
         os.close(descriptor)
 
-    wrote, got = (in_threads(threads, size, chunk, action) for action in (put, get))
+    wrote = in_threads(threads, size, chunk, put)
+    if durable:
+        forget(folder)
+    got = in_threads(threads, size, chunk, get)
     shutil.rmtree(folder)
     folder.mkdir()
     what = "plain files, durable" if durable else "plain files"
@@ -172,6 +185,8 @@ def chunks(
     if durable:
         layout.commit(Index())
     wrote = time.perf_counter() - begun
+    if durable:
+        forget(folder)
     begun = time.perf_counter()
     read(tables, layout, [Buffer(back)], threads=threads, ceiling=ceiling)
     got = time.perf_counter() - begun
@@ -219,6 +234,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
     parser.add_argument("--data", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--all", action="store_true", help="every setting, on the whole region")
+    parser.add_argument("--durable", action="store_true", help="only the rows that wait for the disk")
     parser.add_argument("--folder", help="where to write; the default is the system's temporary folder")
     parser.add_argument("--json", help="write the figures there too")
     return parser.parse_args()
@@ -250,9 +266,13 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
     rows = floor(memory, back)
     # Once for nothing: the first files of a run pay for room on the disk.
     plain_files(folder, memory, back, middle, most, durable=False)
-    for threads in options.threads:
-        rows.append(plain_files(folder, memory, back, middle, threads, durable=False))
     kind = "random"
+    if options.durable:
+        options.data = []
+    else:
+        rows += [
+            plain_files(folder, memory, back, middle, threads, durable=False) for threads in options.threads
+        ]
     for kind in sorted(options.data, key=KINDS.index):
         if kind != "random":
             fill(memory, kind)
