@@ -5,7 +5,7 @@
             transaction.undo("unlock", unlock)      # before or after the deed: an undo must bear both
             lock()
         …
-        transaction.commit()                        # from here on nothing is undone
+        transaction.commit()                        # from here on nothing is undone, and no signal raises
 
 Leaving the block without commit, by an exception or not, undoes what was registered. An undo that fails does
 not keep the others from running; what it said takes the place of the hint in the error that the user sees,
@@ -97,9 +97,13 @@ class Transaction:
         self._undo.append((name, action))
 
     def commit(self) -> None:
-        """What has been done stays."""
+        """What has been done stays.
+
+        No signal says otherwise from here on (see `interruptible`): an engine that is told of a failure takes
+        a container away that was restored. Whoever can still stop half-way asks with `stop_if_asked`.
+        """
         self._undo.clear()
-        self.committed = True
+        self.committed = _Signals.committed = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -158,8 +162,12 @@ def _words(error: Exception) -> str:
 class _Signals:
     """What the handler needs to know: it can only raise where stopping half-way does no harm."""
 
+    depth = 0
+    """Blocks of `interruptible` that we are in."""
     held = 0
     pending = 0
+    committed = False
+    """What has been done stays: nobody is to be told that it was left as it was."""
     stopping = False
     """One signal has been raised, and the steps are being undone: a second must not break into that."""
 
@@ -171,7 +179,7 @@ def _interrupted(number: int) -> Interrupted:
 
 
 def _handler(number: int, _frame: FrameType | None) -> None:
-    if _Signals.held or _Signals.stopping:
+    if _Signals.held or _Signals.committed or _Signals.stopping:
         _Signals.pending = number
     else:
         _Signals.stopping = True
@@ -182,14 +190,21 @@ def _handler(number: int, _frame: FrameType | None) -> None:
 def interruptible() -> Iterator[None]:
     """Turn SIGINT, SIGTERM and SIGHUP into Interrupted, so that a transaction undoes its steps.
 
-    A signal that is ignored (nohup) stays ignored.
+    Until the transaction commits. A signal that is ignored (nohup) stays ignored. One block may be within
+    another: a suspend that has to make room spills another container first.
     """
-    _Signals.pending, _Signals.stopping = 0, False
+    outer = _Signals.committed
+    _Signals.committed = False
+    if not _Signals.depth:
+        _Signals.pending, _Signals.stopping = 0, False
+    _Signals.depth += 1
     handled = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _handler) for number in handled}
     try:
         yield
     finally:
+        _Signals.depth -= 1
+        _Signals.committed = outer
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -210,14 +225,17 @@ def held_signals() -> Iterator[None]:
 
 @contextmanager
 def forwarded_signals(pid: int) -> Iterator[None]:
-    """Hand those signals on to a child that stands for us, and go on."""
+    """Hand those signals on to a child that stands for us, and go on; one that was held back, too."""
 
     def forward(number: int, _frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
     before = {number: signal.signal(number, forward) for number in _STOPPING}
+    number, _Signals.pending = _Signals.pending, 0
     try:
+        if number:
+            forward(number, None)
         yield
     finally:
         for number, handler in before.items():

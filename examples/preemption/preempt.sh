@@ -14,6 +14,9 @@
 # exit code is that of gpusnap, or 124 if the time was not enough.
 set -eu
 
+# systemd's PATH lacks /root/.local/bin, where pipx puts commands for root.
+PATH=$PATH:/usr/local/bin:/root/.local/bin
+
 seconds= to= file= url= signal=
 
 usage() {
@@ -34,6 +37,11 @@ done
 shift $((OPTIND - 1))
 [ $# -eq 1 ] && [ "${seconds:-0}" -gt 0 ] || usage
 [ -n "$file$url$signal" ] || usage
+# Now, and not when the notice comes.
+if ! command -v gpusnap >/dev/null; then
+    echo "preempt.sh: gpusnap is not found in $PATH" >&2
+    exit 1
+fi
 
 noticed=
 trap 'noticed=1' USR1

@@ -75,10 +75,19 @@ def run_before(found: podman.Container, pair: Pair, progress: Progress) -> bool:
     return True
 
 
-def run_after(found: podman.Container, pair: Pair, progress: Progress) -> None:
-    """Run the command after, if there is one, in a container that runs. Raises as `run_before`."""
-    if _words(found, pair.after):
+def run_after(found: podman.Container, pair: Pair, progress: Progress, *, done: str = "") -> None:
+    """Run the command after, if there is one, in a container that runs. Raises as `run_before`.
+
+    `done`: what stays done where the command fails, for the error.
+    """
+    if not _words(found, pair.after):
+        return
+    try:
         _run(found, pair.after, progress)
+    except ContainerError as error:
+        if not done:
+            raise
+        raise ContainerError(f"{done}, but {error}", hint=error.hint, code=error.code) from error
 
 
 def undo(found: podman.Container, pair: Pair, progress: Progress) -> None:
@@ -105,12 +114,7 @@ def around_checkpoint(found: podman.Container, progress: Progress, *, leave_runn
             undo(found, CHECKPOINT, progress)
         raise
     if ran and leave_running:
-        try:
-            run_after(found, CHECKPOINT, progress)
-        except ContainerError as error:
-            raise ContainerError(
-                f"the checkpoint is made, but {error}", hint=error.hint, code=error.code
-            ) from error
+        run_after(found, CHECKPOINT, progress, done="the checkpoint is made")
 
 
 def _run(found: podman.Container, event: str, progress: Progress) -> None:

@@ -26,6 +26,7 @@ from suspendhost import (
     usage,
 )
 
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 
 SUSPEND_STEPS = ("inspect", "pause", "look", "hold", "lock", "driver checkpoint", "pages", "freeze")
@@ -142,6 +143,19 @@ def test_an_end_that_nobody_saw(crun: None) -> None:
     until(lambda: container.inspect()["State"]["Status"] == "exited", "Podman's clean-up")
     suspensions.write(found)  # as if the runtime had never been asked to delete it
     assert usage("w") == {}
+    nothing_left()
+
+
+def test_a_worker_that_is_killed(crun: None) -> None:
+    """While the container is suspended: a resume brings the others back, and says which one is gone."""
+    container = Container.start("w", "--procs", "2", workers=2)
+    suspended(container)
+    worker = next(iter(suspensions.find())).processes[-1]
+    os.kill(worker.pid, signal.SIGKILL)
+    until(lambda: not proc.same(worker.pid, worker.start), "its end")
+    said = gpusnap("resume", "w")
+    assert said.code == 0, said.err
+    assert f"process {worker.pid} of container w (in it, {worker.inner_pid}) was killed while" in said.err
     nothing_left()
 
 

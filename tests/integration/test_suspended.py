@@ -301,7 +301,9 @@ def test_a_swap_whose_command_fails(crun: None) -> None:
     first = Container.start("first", options=("--annotation", "io.gpusnap.post-resume=exit 3"))
     suspended(first)
     second = Container.start("second")
-    assert "first runs, and second is suspended" in sentence(gpusnap("swap", "second", "first"))
+    said = sentence(gpusnap("swap", "second", "first"))
+    assert "first is resumed, but the command post-resume of the container first ended with exit" in said
+    assert "; second is suspended" in said
     first.goes_on()
     assert usage("second")["state"] == "suspended"
     first.remove()

@@ -170,7 +170,7 @@ def restore(wish: Wish, progress: Progress, *, asked: podman.Listing | None = No
     if found.annotated or not name:
         container = podman.container(found.id)
         name = container.name
-        run_after(container, CHECKPOINT, progress)
+        run_after(container, CHECKPOINT, progress, done="the container is restored")
     return Restored(found.id, name, time.monotonic() - began, digest, kept_as, source)
 
 

@@ -39,7 +39,8 @@ def after_resume(engine: str, container_id: str, asked: podman.Inspection | None
     keeps its labels.
     """
     if engine == _PODMAN:
-        run_after(_asked(container_id, asked), SUSPEND, Progress(shown=False))
+        found = _asked(container_id, asked)
+        run_after(found, SUSPEND, Progress(shown=False), done=f"{found.name} is resumed")
 
 
 def _asked(container_id: str, asked: podman.Inspection | None) -> podman.Container:

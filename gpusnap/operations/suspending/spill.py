@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 from gpusnap.engines import podman
 from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.snapshot.suspended import spill as spilling
 
 
@@ -22,15 +24,24 @@ def spill(name: str, asked: podman.Inspection) -> int:
 
 
 def spill_behind(name: str, asked: podman.Inspection) -> None:
-    """The same, by a process of its own that nobody waits for; what goes wrong stays in RAM."""
-    program = shutil.which(sys.argv[0]) or sys.argv[0]
+    """The same, by a process of its own that nobody waits for; what goes wrong stays in RAM.
+
+    Raises NotFound, GpusnapError where it cannot be started.
+    """
+    program = os.path.abspath(shutil.which(sys.argv[0]) or sys.argv[0])  # it runs in another folder
     found = targets.suspended(name, asked)
     whole = f"{found.namespace}/{found.name}" if found.namespace else found.container
-    subprocess.Popen(
-        [program, "suspend", "--spill", "--wait", whole],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        cwd="/",
-    )
+    try:
+        subprocess.Popen(
+            [program, "suspend", "--spill", "--wait", whole],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+    except OSError as error:
+        raise GpusnapError(
+            f"{name} is suspended, and stays in RAM: {program} cannot be run: {reason(error)}",
+            hint=f"gpusnap suspend --spill --wait {name} moves it to the store",
+        ) from error

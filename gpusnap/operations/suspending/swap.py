@@ -12,8 +12,9 @@ back, unless the second runs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
+from gpusnap.engines import podman
 from gpusnap.oci.base.errors import OciError
 from gpusnap.operations.suspending import make_way, targets
 from gpusnap.operations.suspending.ahead import Ahead
@@ -22,14 +23,16 @@ from gpusnap.operations.suspending.resume import resume_this
 from gpusnap.operations.suspending.suspend import suspend_this
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, UsageError
+from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.records import suspensions
-from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended import load
 from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
 from gpusnap.runtime_shim.snapshot.suspended.load import Loading
+from gpusnap.runtime_shim.transaction import interruptible
 
 _Used = Mapping[int, Mapping[str, int]]
 """Bytes of GPU memory by PID and GPU UUID."""
@@ -57,20 +60,42 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
         loading = _begin_loading(found, settings, used)
         if loading is not None:
             stack.callback(loading.close)
-        suspended = suspend_this(target, early, leaving=found.key)
+        # A signal between the two is an error as any other.
+        stack.enter_context(interruptible())
         try:
+            suspended = suspend_this(target, early, leaving=found.key)
             return suspended, resume_this(found, settings, driver, second, request, loading)
         except GpusnapError as error:
-            if found.lives and suspensions.read(found.key) is None:  # it runs: its own command failed
-                error.hint = "; ".join(filter(None, [error.hint, f"{into} runs, and {out} is suspended"]))
-                raise
-            try:
-                resume_this(suspended.container, settings, driver, first)
-            except GpusnapError as other:
-                error.hint = f"{out} is suspended, and could not be resumed: {other.sentence()}"
-            else:
-                error.hint = "; ".join(filter(None, [error.hint, f"{out} runs on"]))
+            off = _on_file(container.id)
+            if off is not None and off.stage is Stage.SUSPENDED:
+                there = f"{out} is suspended" if _runs(found) else _back(off, settings, driver, first)
+                error.hint = "; ".join(filter(None, [error.hint, there]))
             raise
+
+
+def _on_file(container: str) -> Suspension | None:
+    """What is on file of a container by its ID; None where that cannot be read: the first error is told."""
+    with suppress(GpusnapError):
+        return suspensions.of_container(container)
+    return None
+
+
+def _runs(found: Suspension) -> bool:
+    """Whether a container is resumed, and only its own command has failed."""
+    with suppress(GpusnapError):
+        return found.lives and suspensions.read(found.key) is None
+    return False
+
+
+def _back(off: Suspension, settings: Settings, driver: Driver, asked: podman.Inspection) -> str:
+    """Resume the first container again; what has become of it, in words."""
+    try:
+        resume_this(off, settings, driver, asked)
+    except GpusnapError as error:
+        if not _runs(off):
+            return f"{off.name} is suspended, and could not be resumed: {error.sentence()}"
+        return f"{off.name} runs on; {error.sentence()}"
+    return f"{off.name} runs on"
 
 
 def _check_order(out: str, into: str, early: Ahead) -> None:

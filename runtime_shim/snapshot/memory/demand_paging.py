@@ -198,11 +198,13 @@ class DemandPaging:
     def attach(self, found: Mapping[int, tuple[Userfault, Sequence[int]]]) -> None:
         """Processes have the files of these regions mapped, and have not touched them yet: let them.
 
-        By PID; the userfaultfds are closed with this from now on. Raises OSError where the kernel does not
-        take one: no thread waits then, and all has to be there before one may run.
+        By PID; the userfaultfds are closed with this from now on. Where the filling has ended by an error,
+        they are ended at once: the driver would wait in them for what no longer comes. Raises OSError where
+        the kernel does not take one: no thread waits then, and all has to be there before one may run.
         """
-        for pid, (userfault, regions) in found.items():
-            self._mapped[pid] = _Mapped(userfault, list(regions))
+        with self._lock:
+            for pid, (userfault, regions) in found.items():
+                self._mapped[pid] = _Mapped(userfault, list(regions))
         for userfault, regions in found.values():
             for at in regions:
                 area = self._regions[at].area
@@ -210,7 +212,8 @@ class DemandPaging:
         pidfd.remember((each.pid, each.start) for each in map(proc.process, found) if each is not None)
         with self._lock:
             if self._error is not None:
-                return  # `wait` says so, and `close` ends them
+                self._kill()
+                return
             self._moved = self._begun = time.monotonic()
             for pid, (userfault, regions) in found.items():
                 for at in regions:
@@ -248,6 +251,10 @@ class DemandPaging:
     def wait(self) -> None:
         """Return when all of it is there. Raises what ended the filling."""
         self._over.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what ended the filling, if something did."""
         if self._error is not None:
             raise self._error
 
@@ -271,8 +278,6 @@ class DemandPaging:
         self.stop()
         for thread in self._threads:
             thread.join()
-        if self._error is not None:
-            self._kill()  # whoever was attached after the failure
         for mapped in self._mapped.values():
             mapped.userfault.close()
 

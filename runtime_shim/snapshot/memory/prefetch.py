@@ -219,6 +219,8 @@ class Filling:
             paging.detach()
         for error in errors:
             raise error
+        with transfer.as_image_error(self._path):
+            paging.check()
         if not paging.attached(found):
             self._all_there()
         paging.serve(self._reading.hurry, self._reading.check)

@@ -9,7 +9,7 @@ from dataclasses import field
 from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, unforeseen
 from gpusnap.runtime_shim.gpu import holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node
 from gpusnap.runtime_shim.log import say
@@ -341,4 +341,6 @@ def _failed(action: Callable[[], object]) -> GpusnapError | None:
         action()
     except GpusnapError as error:
         return error
+    except Exception as error:  # of whatever kind: what follows has to be done all the same
+        return unforeseen(error)
     return None

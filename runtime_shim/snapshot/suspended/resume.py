@@ -21,6 +21,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.gpu.assignment import ELSEWHERE, FREE, MORE, plan
 from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
@@ -93,9 +94,10 @@ def resume(
         ended = not found.lives  # of itself it cannot before it goes on
         with held_signals(), or_recover(found.container):
             _finish(found, transaction, go_on)
-        transaction.commit()
+            transaction.commit()
         if ended:
             raise found.ended("resumed")
+        _tell_of_ended(found)
         return found, tuple(transaction.steps)
 
 
@@ -104,7 +106,7 @@ def recover(key: str, settings: Settings, driver: Driver, go_on: Callable[[], ob
 
     Raises GpusnapError, also where another gpusnap is at work on that container.
     """
-    with journal.held(key), Transaction() as transaction:
+    with interruptible(), journal.held(key), Transaction() as transaction:
         found = suspensions.read(key)
         if found is None:
             return "somebody else has put it right"
@@ -118,7 +120,7 @@ def recover(key: str, settings: Settings, driver: Driver, go_on: Callable[[], ob
             if stage is not Stage.RESUMED:
                 _bring_back(found, settings, driver, transaction, {}, cut_off=True)
             _finish(found, transaction, go_on)
-        transaction.commit()
+            transaction.commit()
         return "it was not suspended, and runs on" if stage in suspensions.THERE else "it is resumed"
 
 
@@ -236,6 +238,17 @@ def _or_suspended(found: Suspension) -> Iterator[None]:
             raise
         with or_recover(found.container):
             raise
+
+
+def _tell_of_ended(found: Suspension) -> None:
+    """Say which of its GPU processes were killed while none of them could end of itself."""
+    for each in found.processes:
+        if not proc.same(each.pid, each.start) or proc.dying(each.pid):
+            note(
+                f"process {each.pid} of container {found.name} (in it, {each.inner_pid}) was killed while it "
+                "was suspended; the container goes on without it",
+                code="GPS-316",
+            )
 
 
 def _is_suspended(key: str) -> bool:

@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended.spilled import WHOSE
-from gpusnap.runtime_shim.transaction import Transaction, held_signals
+from gpusnap.runtime_shim.transaction import Transaction, held_signals, interruptible
 
 
 def spill(key: str, settings: Settings) -> int:
@@ -30,6 +30,11 @@ def spill(key: str, settings: Settings) -> int:
 
     Raises GpusnapError; what is suspended stays so, in RAM or in the store as a whole.
     """
+    with interruptible():
+        return _spill(key, settings)
+
+
+def _spill(key: str, settings: Settings) -> int:
     found, entry = _suspended(key)
     staged = sum(each.size for process in entry.processes for each in process.staged)
     if not staged:
@@ -57,6 +62,7 @@ def spill(key: str, settings: Settings) -> int:
                 raise Refused(f"container {found.name} was resumed meanwhile", code="GPS-206")
             journal.write(key, "", records, layout=home.layout.path)
             pages.leave()
+            transaction.commit()
             _free(found)
     except BaseException:
         with suppress(GpusnapError):

@@ -89,7 +89,7 @@ def test_the_container_of_a_failed_restore(
     else:
         assert gpusnap("checkpoint", "w", "--name", "mine:1")[0] == 0
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise GpusnapError("Podman failed")
 
     monkeypatch.setattr("gpusnap.operations.restoring.restore.restore", fail)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +14,7 @@ import pytest
 from fakes import FakeDriver
 
 from gpusnap.engines import podman
-from gpusnap.operations.suspending import budget, commands, targets, usage
+from gpusnap.operations.suspending import budget, commands, spill, targets, usage
 from gpusnap.operations.suspending.usage import Usage
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
 from gpusnap.runtime_shim.process import proc
@@ -97,7 +100,7 @@ def test_the_command_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
         return podman.Container(wanted, "another", "crun", "running", init=1)
 
     monkeypatch.setattr(podman, "container", container)
-    monkeypatch.setattr(commands, "run_after", lambda found, pair, progress: ran.append(found.name))
+    monkeypatch.setattr(commands, "run_after", lambda found, *_, **__: ran.append(found.name))
     commands.after_resume("podman", "aaaa0001", Asked(llama="aaaa0001").by("llama"))
     assert (ran, asked) == (["llama"], [])
     commands.after_resume("podman", "aaaa0002", Asked(llama="aaaa0001").by("llama"))
@@ -189,3 +192,25 @@ def test_ps(gpusnap: Callable[..., tuple[int, str, str]], monkeypatch: pytest.Mo
     assert "the fields are Name, State" in gpusnap("ps", "--format", "{{.Digest}}")[2]
     monkeypatch.setattr(usage, "usages", tuple)
     assert "none is suspended" in gpusnap("ps")[1]
+
+
+def test_a_spill_that_nobody_waits_for(there: list[Suspension], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in / and has to find gpusnap from there; where it cannot be run, that is a sentence."""
+    called: list[list[str]] = []
+
+    def run(argv: list[str], **_: object) -> None:
+        called.append(argv)
+        if len(called) > 1:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", run)
+    monkeypatch.setattr(sys, "argv", ["bin/gpusnap"])
+    spill.spill_behind("llama", Asked().by("llama"))
+    assert called == [
+        [f"{os.getcwd()}/bin/gpusnap", "suspend", "--spill", "--wait", ONE.container],
+    ]
+    with pytest.raises(
+        GpusnapError, match=r"llama is suspended, and stays in RAM: .* cannot be run"
+    ) as caught:
+        spill.spill_behind("llama", Asked().by("llama"))
+    assert "suspend --spill --wait llama" in caught.value.hint

@@ -41,3 +41,24 @@ def test_scripts_are_of_sh(script: Path) -> None:
     done = subprocess.run(["sh", str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert re.search(rf"^ *{re.escape(script.name)} ", done.stderr, re.M)
+
+
+@pytest.mark.skipif(
+    shutil.which("gpusnap", path="/usr/local/bin:/root/.local/bin") is not None, reason="gpusnap is installed"
+)
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("quadlet/keep.sh", ("stop", "w")), ("preemption/preempt.sh", ("-t", "1", "-f", "/", "w"))],
+)
+def test_without_gpusnap(script: str, words: tuple[str, ...]) -> None:
+    """It is said when the script starts, not when it has to act."""
+    done = subprocess.run(
+        ["sh", str(EXAMPLES / script), *words],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "gpusnap is not found in /usr/bin:/bin:/usr/local/bin:/root/.local/bin" in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from gpusnap.runtime_shim.records.manifest_json import decode, encode
 from gpusnap.runtime_shim.transaction import (
     Transaction,
     announce,
+    forwarded_signals,
     held_signals,
     interruptible,
     or_recover,
@@ -206,6 +208,47 @@ def test_held_signals() -> None:
         work()
     assert done == ["held", "still"]
     stop_if_asked()  # once told, it is told
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_after_the_commit(number: int) -> None:
+    """Raises nothing: whoever is told of a failure would take away what is there."""
+    done: list[str] = []
+    with interruptible(), Transaction() as transaction:
+        transaction.undo("it", lambda: done.append("undone"))
+        with held_signals():
+            transaction.commit()
+        stop(number)
+        done.append("said")
+    assert done == ["said"]
+
+
+def test_a_transaction_within_another() -> None:
+    """What the inner one has done stays; the outer one can still be stopped, and is undone."""
+    done: list[str] = []
+
+    def work() -> None:
+        with interruptible(), Transaction() as outer:
+            outer.undo("outer", lambda: done.append("undone"))
+            with interruptible(), Transaction() as inner:
+                inner.commit()
+                stop()
+                done.append("inner")
+            stop_if_asked()
+            pytest.fail("the signal was forgotten")
+
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        work()
+    assert done == ["inner", "undone"]
+
+
+def test_a_signal_before_the_child_stands_for_us() -> None:
+    """Is handed on to it when it does."""
+    with subprocess.Popen(["sleep", "1000"]) as child, interruptible(), Transaction() as transaction:
+        transaction.commit()
+        stop()
+        with forwarded_signals(child.pid):
+            assert child.wait(60) == -signal.SIGTERM
 
 
 def test_a_signal_does_not_outlive_its_transaction() -> None:
