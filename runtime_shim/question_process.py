@@ -146,16 +146,20 @@ class _Forker:
             theirs.close()
         self._socket = ours
         ours.settimeout(_START)
+        self.in_step = True
+        """Whether it has answered all that it was asked: else the next answer would be to an earlier one."""
 
     def worker(self) -> _Worker:
         """A new one. Raises OSError where the kernel gives none, and where the forker is no more."""
         ours, theirs = socket.socketpair()
         try:
+            self.in_step = False
             socket.send_fds(self._socket, [_READY], [theirs.fileno()])
             data = self._socket.recv(_NUMBER.size)
             if not data:
                 raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
             (pid,) = _NUMBER.unpack(data)
+            self.in_step = True
             if pid < 0:
                 raise OSError(-pid, os.strerror(-pid))
         except BaseException:
@@ -178,7 +182,11 @@ class _Forker:
 
 
 class Companion:
-    """A worker for questions of one kind. It is there where `start` was called, and the kernel gives one."""
+    """A worker for questions of one kind. It is there where `start` was called, and the kernel gives one.
+
+    One that is ended in the middle of a question is replaced, once: what ended it, such as a library that
+    crashes, would end us where we asked ourselves.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -186,24 +194,31 @@ class Companion:
         _State.companions.append(self)
 
     def ask(self, function: Callable[..., T], *arguments: object, within: float) -> T:
-        """What `function` gives, asked in the worker; here where there is none.
+        """What `function` gives, asked in the worker; here, without a deadline, where there never was one.
 
-        Raises what the function raises; TimeoutError after `within` seconds.
+        Raises what the function raises; TimeoutError after `within` seconds; GpusnapError where two workers
+        were ended by it.
         """
         question = pickle.dumps((function, arguments))
+        ended: _Ended | None = None
         with self._lock:
-            if self._worker is None:
-                self._worker = _started_worker()
-            if self._worker is not None:
+            for _ in range(2):
+                if self._worker is None:
+                    self._worker = _started_worker()
+                if self._worker is None:
+                    break
                 try:
                     return self._worker.ask(question, within)  # type: ignore[no-any-return]
                 except _Raised as error:
                     raise error.error from None
-                except _Ended:  # killed for memory, or by somebody
+                except _Ended as error:  # killed for memory, or by somebody
                     self._leave()
+                    ended = error
                 except BaseException:
                     self._leave()
                     raise
+        if ended is not None:
+            raise _was_ended(f"asked {function.__name__}") from ended
         return function(*arguments)
 
     def end(self) -> None:
@@ -279,11 +294,7 @@ def ask(
         except _Ended as error:  # killed for memory, or by somebody
             worker.leave()
             if not first:
-                raise GpusnapError(
-                    f"a child process of gpusnap that looked at {what} was ended",
-                    hint="look for who kills processes in the kernel log (dmesg), and try again",
-                    code="GPS-003",
-                ) from error
+                raise _was_ended(f"looked at {what}") from error
         except BaseException:  # a signal's
             worker.leave()
             raise
@@ -345,12 +356,30 @@ def _unanswered(pid: int, what: str, within: float) -> Unanswered:
     )
 
 
+def _was_ended(doing: str) -> GpusnapError:
+    return GpusnapError(
+        f"a child process of gpusnap that {doing} was ended",
+        hint="look for who kills processes in the kernel log (dmesg), and try again",
+        code="GPS-003",
+    )
+
+
 def _started_worker() -> _Worker | None:
     """A new worker where there is a forker already."""
     with _State.lock, suppress(OSError):  # TimeoutError is one
         if _State.forker is not None:
-            return _State.forker.worker()
+            return _forker().worker()
     return None
+
+
+def _forker() -> _Forker:
+    """The one that answers, a new one where there is none. The lock is held. Raises OSError."""
+    if _State.forker is not None and not _State.forker.in_step:
+        _State.forker.close()
+        _State.forker = None
+    if _State.forker is None:
+        _State.forker = _Forker()
+    return _State.forker
 
 
 def _take() -> _Worker:
@@ -360,17 +389,10 @@ def _take() -> _Worker:
     with _State.lock:
         for first in (True, False):
             try:
-                if _State.forker is None:
-                    _State.forker = _Forker()
-                return _State.forker.worker()
+                return _forker().worker()
             except OSError as error:
-                if _State.forker is not None and (
-                    isinstance(error, TimeoutError) or error.errno in (errno.EPIPE, errno.ECONNRESET)
-                ):
-                    _State.forker.close()
-                    _State.forker = None
-                    if first:
-                        continue
+                if first and _State.forker is not None and not _State.forker.in_step:
+                    continue  # with another one
                 why = "it did not begin in time" if isinstance(error, TimeoutError) else reason(error)
                 raise GpusnapError(
                     f"no child process could be started: {why}",

@@ -5,19 +5,22 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from fakes import wait_for
 
 from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.gpu.amd import device_files as amd_files
 from gpusnap.runtime_shim.gpu.api import device_files, device_nodes
 from gpusnap.runtime_shim.process import environ, proc
@@ -178,10 +181,54 @@ def test_a_companion_that_does_not_answer(companion: Companion) -> None:
     assert companion.ask(os.getpid, within=9) not in (ME, pid)
 
 
+def test_a_companion_that_is_killed(companion: Companion, tmp_path: Path) -> None:
+    """Another one is asked, once; never are we, who would be killed next by what has killed them."""
+    pid = companion.ask(os.getpid, within=9)
+    os.kill(pid, signal.SIGKILL)
+    assert companion.ask(os.getpid, within=9) not in (ME, pid)
+    asked = tmp_path / "asked"
+    with pytest.raises(GpusnapError, match="a child process of gpusnap that asked crash was ended"):
+        companion.ask(crash, str(asked), within=9)
+    assert asked.read_text() == "xx"
+
+
+def crash(asked: str) -> None:
+    with open(asked, "a") as file:
+        file.write("x")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError()])
+def test_an_answer_that_nobody_has_waited_for(
+    companion: Companion, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Is taken for no later one: each worker is left by its own PID."""
+    forker = question_process._State.forker
+    assert forker is not None
+
+    class Interrupting:
+        """Breaks in between the request and its answer, once."""
+
+        def __init__(self, whole: socket.socket) -> None:
+            self.whole = whole
+
+        def recv(self, size: int) -> bytes:
+            forker._socket = self.whole
+            raise error
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.whole, name)
+
+    monkeypatch.setattr(forker, "_socket", Interrupting(forker._socket))
+    with suppress(KeyboardInterrupt):
+        companion.ask(os.getpid, within=9)
+    worker = question_process._take()
+    assert worker.ask(pickle.dumps((os.getpid, ())), 9) == worker.pid
+    worker.leave()
+
+
 def test_without_a_companion(companion: Companion) -> None:
-    """We answer ourselves: where it was killed, where nobody has called `start`, and in a child by fork."""
-    os.kill(companion.ask(os.getpid, within=9), signal.SIGKILL)
-    assert companion.ask(os.getpid, within=9) == ME
+    """We answer ourselves: where nobody has called `start`, and in a child by fork."""
     other = companion.ask(os.getpid, within=9)
     assert other != ME
     pid = os.fork()
