@@ -150,6 +150,19 @@ CODES = (
         "Where the GPU memory only passes through RAM, a lower `memory.ceiling` is enough.",
     ),
     ErrorCode(
+        "GPS-217",
+        "device-access",
+        "The container may not open the device nodes of its GPUs any more. Its processes go on with those "
+        "that they have open, but the GPU's driver has to open them again when it restores GPU state. "
+        "`podman update` takes them away (crun writes the rules of the container's cgroup anew, without what "
+        "--device gave), and so can `systemctl daemon-reload`. gpusnap has the runtime write the rules once "
+        "more, and says so; an error is where that does not help.",
+        "For a container that runs: start it again (`podman restart`) at a moment that suits it, and it has "
+        "its device nodes. For one that is suspended: `gpusnap checkpoint` makes a checkpoint of it from RAM "
+        "for a new container. Against daemon-reload: `nvidia-ctk system "
+        "create-dev-char-symlinks --create-all`, as NVIDIA's documentation of its container toolkit says.",
+    ),
+    ErrorCode(
         "GPS-225",
         "does-not-stop",
         "A thread of the container cannot be stopped in time, or the kernel does not say in time what a "

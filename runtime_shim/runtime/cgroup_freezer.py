@@ -32,6 +32,11 @@ def frozen(group: str) -> bool:
     return _read(group, "cgroup.freeze").strip() == "1"
 
 
+def standing(group: str) -> bool:
+    """Whether all in it stand, whichever cgroup above it is frozen. Raises GpusnapError."""
+    return "frozen 1" in _read(group, "cgroup.events").splitlines()
+
+
 def gone(group: str) -> bool:
     """Whether the cgroup has been removed, so that no process is in it. Raises GpusnapError."""
     try:

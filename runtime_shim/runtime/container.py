@@ -196,6 +196,12 @@ def frozen_group(pid: int, container_id: str) -> str | None:
     return next(filter(cgroup_freezer.frozen, _groups(pid, container_id, tops[0])), None) if tops else None
 
 
+def cgroup_folder(pid: int) -> str | None:
+    """The folder of the cgroup (version 2) that a process is in; None where there is none."""
+    tops, path = _mounted(), proc.cgroups(pid).get("")
+    return f"{tops[0].rstrip('/')}{path}".rstrip("/") if tops and path is not None else None
+
+
 def _mounted() -> list[str]:
     """Where version 2 of the cgroups is mounted."""
     return [mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"]

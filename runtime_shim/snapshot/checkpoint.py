@@ -50,7 +50,7 @@ from gpusnap.runtime_shim.runtime.criu.run import Invoked, invoke
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.describe import describe
-from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
+from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, device_access, remap
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
@@ -191,6 +191,9 @@ def _inspect(job: Job) -> None:
     preflight.states(found)
     preflight.complete(job.container, job.processes(), list(found))
     preflight.shared(list(found), job.settings.nvidia, job.host)
+    if job.driver.plugin is None and found:
+        allow = partial(device_access.update, job.real, job.container)
+        device_access.check(job.container.pid, job.container.id, job.nodes, allow)
     if left_out := preflight.sessions(job.container, job.processes()):
         names = ", ".join(f"{each.pid} ({each.comm})" for each in left_out)
         note(f"what exec started in the container is not in its checkpoint: process {names}", code="GPS-212")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,29 @@ def test_checkpoint(real: str, tmp_path: Path) -> None:
             good(gpusnap("restore", what))
             container = Container("w")
             container.goes_on()
+
+
+def test_device_nodes_that_are_taken_away(store: Store) -> None:
+    """podman update takes them, with crun; they are back before the driver has to open them again."""
+    container = Container.start("w", "--mib", "8")
+    suspended(container)
+    podman("update", "--cpus", "0.5", "w")
+    said = gpusnap("resume", "w")
+    assert said.code == 0, said.err
+    assert re.search(r"note: container w could not open .*/dev/nvidia0.*; it may again \[GPS-217\]", said.err)
+    container.goes_on()
+    podman("update", "--cpus", "0.5", "w")
+    said = gpusnap("checkpoint", "--leave-running", "w")
+    assert said.code == 0, said.err
+    assert "it may again [GPS-217]" in said.err
+    container.goes_on()
+    said = gpusnap("checkpoint", "--leave-running", "w")
+    assert "GPS-217" not in said.err
+    podman("update", "--cpus", "0.5", "w")
+    said = gpusnap("suspend", "w")
+    assert "container w could not open" in said.err
+    resumed(container)
+    nothing_left()
 
 
 def test_plain_podman_does_not_checkpoint_it(crun: None, tmp_path: Path) -> None:

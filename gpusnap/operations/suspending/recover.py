@@ -43,4 +43,5 @@ def recover(found: Suspension) -> str:
     """Finish or undo what a killed gpusnap had begun; what was done, in words. Raises GpusnapError."""
     engine = targets.engine_of(found)
     with overrides.alone(found.container):
-        return resuming.recover(found.key, settings_file.load(), needed_driver(), engine.go_on)
+        settings, driver = settings_file.load(), needed_driver()
+        return resuming.recover(found.key, settings, driver, engine.go_on, allow=engine.allow)

@@ -47,11 +47,17 @@ def resume_this(
     `asked`: what Podman tells of it. `loading`: what was spilled of it, on its way into RAM.
     """
     began = time.monotonic()
-    go_on = targets.engine_of(found).go_on
+    engine = targets.engine_of(found)
     with overrides.alone(found.container):
         try:
             done, steps = resuming.resume(
-                found.key, settings, driver, go_on, request=request, loading=loading
+                found.key,
+                settings,
+                driver,
+                engine.go_on,
+                allow=engine.allow,
+                request=request,
+                loading=loading,
             )
         except resuming.NoRoom as error:
             make_way.propose(error, found, driver, request)

@@ -17,11 +17,13 @@ from pathlib import Path
 from gpusnap.engines import ctr, podman
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.command_line import Globals, render_globals
 from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
+from gpusnap.runtime_shim.snapshot.devices import device_access
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspended.engine import Engine
@@ -61,7 +63,7 @@ def running(name: str, asked: podman.Inspection) -> Running:
             code="GPS-203",
         )
     podman.check(found)
-    roots = [root for root, kept in _roots() if _is_file(f"{root}/{found.id}/{kept}")]
+    roots = _with_podman(found.id)
     if not roots:
         raise GpusnapError(
             f"neither crun nor runc knows the container {found.name}, which Podman has as running",
@@ -135,14 +137,36 @@ def engine(kind: str, container_id: str, name: str, namespace: str) -> Engine:
             namespace,
             partial(ctr.pause, namespace, container_id),
             partial(ctr.go_on, namespace, container_id),
+            partial(_allow, [os.path.join(_CONTAINERD_ROOT, namespace)], container_id),
         )
-    return Engine(kind, name, "", partial(podman.pause, container_id), partial(podman.go_on, container_id))
+    return Engine(
+        kind,
+        name,
+        "",
+        partial(podman.pause, container_id),
+        partial(podman.go_on, container_id),
+        partial(_allow, None, container_id),
+    )
+
+
+def _allow(roots: Sequence[str] | None, container_id: str, nodes: Sequence[Node]) -> Sequence[Node]:
+    """Have its runtime allow a container its device nodes; None stands for the roots of Podman."""
+    found: list[Node] = []
+    for root in _with_podman(container_id) if roots is None else roots:
+        container, real = _known(container_id, root)
+        found += device_access.update(real, container, nodes)
+    return found
 
 
 def _known(container_id: str, root: str) -> tuple[containers.Container, RealRuntime]:
     real = locate.start(["checkpoint", container_id], 0, root, lambda path, _: identify(Path(path)))
     command = render_globals(Globals(root=root), real)
     return containers.find(command, container_id, root=root), real
+
+
+def _with_podman(container_id: str) -> list[str]:
+    """Where crun or runc keep a container of Podman's."""
+    return [root for root, kept in _roots() if _is_file(f"{root}/{container_id}/{kept}")]
 
 
 def _roots() -> Iterator[tuple[str, str]]:

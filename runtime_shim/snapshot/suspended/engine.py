@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.runtime_shim.snapshot.devices.device_access import Update
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Who runs the container: its name there, and how it is paused and let go on."""
+    """Who runs the container: its name there, and how it is paused, let go on, and given device nodes."""
 
     kind: str
     """podman, or containerd."""
@@ -17,3 +18,5 @@ class Engine:
     namespace: str
     pause: Callable[[], object]
     go_on: Callable[[], object]
+    allow: Update
+    """How its runtime allows it device nodes that it has lost."""

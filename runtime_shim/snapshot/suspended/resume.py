@@ -27,6 +27,8 @@ from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import bring_back
+from gpusnap.runtime_shim.snapshot.devices import device_access
+from gpusnap.runtime_shim.snapshot.devices.device_access import Update
 from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
 from gpusnap.runtime_shim.snapshot.memory import kept, transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
@@ -61,13 +63,15 @@ def resume(
     driver: Driver,
     go_on: Callable[[], object],
     *,
+    allow: Update | None = None,
     request: GpuMap = (),
     loading: Loading | None = None,
 ) -> tuple[Suspension, Sequence[Step]]:
     """Resume a suspended container; what was on file of it, and how long each step took.
 
-    `request`: which GPUs it shall have. `go_on` has the engine let it run. `loading`: what was spilled of it,
-    on its way into RAM. Raises a GpusnapError: Refused where no GPU fits, and nothing has been changed.
+    `request`: which GPUs it shall have. `go_on` has the engine let it run, `allow` its runtime give it device
+    nodes that it may not open any more. `loading`: what was spilled of it, on its way into RAM. Raises a
+    GpusnapError: Refused where no GPU fits, and nothing has been changed.
     """
     question_process.start()
     with interruptible(), journal.held(key), Transaction() as transaction:
@@ -90,7 +94,7 @@ def resume(
             found = replace(found, stage=Stage.RESUMING, owner=state_files.owner(), pairs=pairs)
             with held_signals(), _or_suspended(found):
                 suspensions.write(found)
-                _bring_back(found, settings, driver, transaction, loaded, cut_off=False)
+                _bring_back(found, settings, driver, transaction, loaded, allow, cut_off=False)
         ended = not found.lives  # of itself it cannot before it goes on
         with held_signals(), or_recover(found.container):
             _finish(found, transaction, go_on)
@@ -101,10 +105,18 @@ def resume(
         return found, tuple(transaction.steps)
 
 
-def recover(key: str, settings: Settings, driver: Driver, go_on: Callable[[], object]) -> str:
+def recover(
+    key: str,
+    settings: Settings,
+    driver: Driver,
+    go_on: Callable[[], object],
+    *,
+    allow: Update | None = None,
+) -> str:
     """Finish a resume, or undo a suspend, whose gpusnap was killed; what was done, in words.
 
-    Raises GpusnapError, also where another gpusnap is at work on that container.
+    `go_on` and `allow` as for `resume`. Raises GpusnapError, also where another gpusnap is at work on that
+    container.
     """
     with interruptible(), journal.held(key), Transaction() as transaction:
         found = suspensions.read(key)
@@ -118,7 +130,7 @@ def recover(key: str, settings: Settings, driver: Driver, go_on: Callable[[], ob
         stage = found.stage
         with held_signals():
             if stage is not Stage.RESUMED:
-                _bring_back(found, settings, driver, transaction, {}, cut_off=True)
+                _bring_back(found, settings, driver, transaction, {}, allow, cut_off=True)
             _finish(found, transaction, go_on)
             transaction.commit()
         return "it was not suspended, and runs on" if stage in suspensions.THERE else "it is resumed"
@@ -188,6 +200,7 @@ def _bring_back(
     driver: Driver,
     transaction: Transaction,
     loaded: Loaded,
+    allow: Update | None,
     *,
     cut_off: bool,
 ) -> None:
@@ -206,6 +219,9 @@ def _bring_back(
             let_go = paused.let_go
         with transaction.step("driver restore"):
             try:
+                if allow is not None and found.lives:
+                    init = found.init[0]
+                    device_access.check(init, found.name, driver.nodes(init), allow)
                 bring_back.bring_back(
                     entry,
                     driver,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpusnap.runtime_shim import question_process, state_files
@@ -24,6 +25,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.devices import device_access
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended import preflight
@@ -54,6 +56,8 @@ def suspend(
     with interruptible(), journal.held(container.key), Transaction() as transaction:
         with transaction.step("inspect"):
             seen = preflight.inspect(container, driver, engine.name)
+            allow = partial(device_access.update, real, container)
+            device_access.check(container.pid, engine.name, seen.nodes, allow)
             room(seen.memory)
         begun = _begun(container, real, engine, seen.init)
         way_back = _WayBack(container, begun, engine)

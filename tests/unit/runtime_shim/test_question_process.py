@@ -203,8 +203,9 @@ def test_an_answer_that_nobody_has_waited_for(
     companion: Companion, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """Is taken for no later one: each worker is left by its own PID."""
-    forker = question_process._State.forker
-    assert forker is not None
+    found = question_process._State.forker
+    assert found is not None
+    forker = found
 
     class Interrupting:
         """Breaks in between the request and its answer, once."""

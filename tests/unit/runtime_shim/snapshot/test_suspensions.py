@@ -151,7 +151,7 @@ def test_resume_of_one_that_is_being_suspended() -> None:
 
 
 def back(found: Suspension, go_on: Callable[[], object]) -> suspend._WayBack:
-    engine = Engine("podman", "w", "", lambda: None, go_on)
+    engine = Engine("podman", "w", "", lambda: None, go_on, list)
     return suspend._WayBack(SimpleNamespace(key=found.key), found, engine)  # type: ignore[arg-type]
 
 
@@ -201,8 +201,8 @@ def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(take, "job_of", paused)
     monkeypatch.setattr(suspend, "_begun", lambda *_: begun)
     monkeypatch.setattr(take, "_described", lambda *_: replace(begun, stage=Stage.SUSPENDED, init=GONE))
-    container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun")
-    engine = Engine("podman", "w", "", lambda: None, lambda: done.append("goes on"))
+    container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun", pid=1)
+    engine = Engine("podman", "w", "", lambda: None, lambda: done.append("goes on"), list)
     with pytest.raises(ContainerError, match="container w ended while it was suspended"):
         suspend.suspend(container, None, Settings(), FakeDriver(), engine)  # type: ignore[arg-type]
     assert done == ["frozen", "goes on"]
@@ -358,7 +358,7 @@ def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, 
 
     monkeypatch.setattr(resume, "_stay", stay)
     with pytest.raises(type(error), match=str(error)):
-        resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, cut_off=cut_off)
+        resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, None, cut_off=cut_off)
     assert stayed == ([] if cut_off else [found.name])
 
 

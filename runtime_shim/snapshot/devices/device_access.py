@@ -1,0 +1,161 @@
+"""Whether a container may open its GPUs' device nodes, and that it may again.
+
+The kernel asks the programs of a cgroup when a process opens a device node (Linux,
+Documentation/admin-guide/cgroup-v2.rst, Device controller), and not while it has one open. So a container can
+lose its GPUs, and its processes work on: `podman update` has crun write these programs anew, without what
+--device gave (src/libcrun/cgroup-resources.c); a daemon-reload of systemd can do the same. A GPU's driver
+opens the nodes once more when it restores GPU state, and cannot then. So whoever is about to take GPU state
+looks before, and so does whoever gives it back after a while. In between Podman holds the container's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from gpusnap.runtime_shim import question_process
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, RuntimeFailed, reason
+from gpusnap.runtime_shim.gpu.api.driver import Node
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.runtime import cgroup_freezer
+from gpusnap.runtime_shim.runtime import container as containers
+
+if TYPE_CHECKING:
+    from gpusnap.runtime_shim.runtime.identify import RealRuntime
+
+Update = Callable[[Sequence[Node]], Sequence[Node]]
+"""Has a container's runtime allow it what its configuration gives it, and says which nodes: see `update`."""
+
+_SECONDS = 30.0  # for the runtime
+_RULE = {"allow": True, "access": "rwm"}
+_NUMBER = ("type", "major", "minor")
+
+
+def check(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> None:
+    """See that the container of a process, which is not frozen, may open these nodes of its /dev.
+
+    What it has lost is given back, and said. Raises Refused where that cannot be done.
+    """
+    lost, why = _given_back(pid, container, nodes, allow)
+    if lost:
+        raise Refused(
+            f"container {container} may not open {_paths(lost)} any more, so that the GPU's driver cannot "
+            f"restore its GPU state{f': {why}' if why else ''}",
+            hint="gpusnap explain GPS-217 says what takes device nodes away",
+            code="GPS-217",
+        )
+
+
+def update(real: RealRuntime, container: containers.Container, nodes: Sequence[Node]) -> Sequence[Node]:
+    """Have a container's runtime allow it again what its config.json does; which of these nodes that are.
+
+    Nothing is done where it gives it none of them: they are in its /dev, and never were its own. The limits
+    of its other resources stay. Raises GpusnapError.
+    """
+    import json  # hardly anybody needs these
+    import tempfile
+
+    from gpusnap.runtime_shim.runtime import bundle
+    from gpusnap.runtime_shim.runtime.child_process import run
+    from gpusnap.runtime_shim.runtime.command_line import Globals, render_globals
+    from gpusnap.runtime_shim.runtime.criu import scratch_files
+
+    config = containers.bundle_config(container.bundle)
+    rules = _rules(config, bundle.devices(config))
+    given = [node for node in nodes if _allowed(rules, node)]
+    if not given:
+        return ()
+    command = render_globals(Globals(root=container.root or None), real)
+    prefix = scratch_files.prefix("devices")
+    with tempfile.NamedTemporaryFile(prefix=prefix, dir=scratch_files.scratch(), mode="w") as file:
+        json.dump({"devices": rules}, file)
+        file.flush()
+        done = run([*command, "update", "--resources", file.name, container.id], seconds=_SECONDS)
+    if done.code != 0:
+        said = done.err.strip().rpartition("\n")[2]
+        raise RuntimeFailed(f"{real.name} update failed: {said}", code="GPS-217")
+    return given
+
+
+def _rules(config: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rules for its devices that a configuration gives a container, the last that fits one counts.
+
+    Those of linux.resources.devices, and that it may use what is in linux.devices.
+    """
+    linux = config.get("linux")
+    resources = linux.get("resources") if isinstance(linux, dict) else None
+    rules = resources.get("devices") if isinstance(resources, dict) else None
+    found = [each for each in rules if isinstance(each, dict)] if isinstance(rules, list) else []
+    return [*found, *(_RULE | {word: each.get(word) for word in _NUMBER} for each in devices)]
+
+
+def _allowed(rules: Sequence[Mapping[str, Any]], node: Node) -> bool:
+    """Whether a device may be read and written: runtime-spec, config-linux.md, Allowed Device list."""
+    allowed = False
+    for rule in rules:
+        wanted = {"type": "c", "major": node.major, "minor": node.minor}
+        if all(rule.get(word) in (None, -1, "a", wanted[word]) for word in _NUMBER) and {"r", "w"} <= set(
+            rule.get("access") or "rwm"
+        ):
+            allowed = rule.get("allow") is True
+    return allowed
+
+
+def _given_back(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> tuple[Sequence[Node], str]:
+    """Have the nodes back that were lost: which still are, and why."""
+    lost, why = _denied(pid, nodes), ""
+    if not lost:
+        return (), ""
+    try:
+        lost = allow(lost)
+    except (GpusnapError, OSError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+    still = _denied(pid, lost)
+    if lost and not still:
+        note(
+            f"container {container} could not open {_paths(lost)} any more, as after podman update; it may "
+            "again",
+            code="GPS-217",
+        )
+    return still, why
+
+
+def _paths(nodes: Sequence[Node]) -> str:
+    return ", ".join(node.path for node in nodes)
+
+
+def _denied(pid: int, nodes: Sequence[Node]) -> Sequence[Node]:
+    """Those that a process in the cgroup of `pid` may not open; none where that cannot be told."""
+    group, own = containers.cgroup_folder(pid), containers.cgroup_folder(os.getpid())
+    if group is None or own is None or group == own or not nodes:
+        return ()
+    with suppress(GpusnapError, OSError):
+        if not cgroup_freezer.standing(group):  # whoever enters one that is frozen stands as well
+            by_path = {f"/proc/{pid}/root{node.path}": node for node in nodes}
+            denied = question_process.ask(pid, "its device nodes", _ask, group, own, [*by_path])
+            return [by_path[path] for path in denied]
+    return ()
+
+
+def _ask(group: str, own: str, paths: Sequence[str]) -> list[str]:
+    """In a child: which of these nodes a process of that cgroup may not open, without opening any."""
+    there = [path for path in paths if _is_there(path)]
+    _enter(group)
+    try:
+        return [path for path in there if not os.access(path, os.R_OK | os.W_OK)]
+    finally:
+        _enter(own)
+
+
+def _is_there(path: str) -> bool:
+    with suppress(OSError):
+        os.stat(path)
+        return True
+    return False
+
+
+def _enter(group: str) -> None:
+    with open(f"{group}/cgroup.procs", "w", encoding="ascii") as file:
+        file.write("0")
