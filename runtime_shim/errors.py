@@ -64,6 +64,17 @@ class ContainerError(GpusnapError):
     """The container does not exist or is in a state in which it cannot be checkpointed."""
 
 
+class AlreadyPaused(ContainerError):
+    """Somebody has paused the container before the engine was asked to, and may unpause it."""
+
+    def __init__(self, container: str) -> None:
+        super().__init__(
+            f"the container {container} was paused by somebody else",
+            hint="unpause it, then suspend it",
+            code="GPS-203",
+        )
+
+
 class Refused(GpusnapError):
     """Pre-flight found a reason not to begin; the container was not touched."""
 

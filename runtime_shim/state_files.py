@@ -105,9 +105,8 @@ def locked(
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)
-        with contextlib.suppress(
-            OSError
-        ):  # it is closed all the same (close(2)), and with it the lock is gone
+        # It is closed all the same (close(2)), and with it the lock is gone.
+        with contextlib.suppress(OSError):
             unlock(lock)
 
 

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING
 
 from gpusnap.oci.base.errors import reason
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError
 from gpusnap.runtime_shim.runtime.child_process import Child, output
 from gpusnap.user_errors import NotFound
 
@@ -149,8 +149,13 @@ def unpack(namespace: str, digest: str, snapshotter: str) -> None:
 
 
 def pause(namespace: str, container_id: str) -> None:
-    """Pause a task. Raises GpusnapError."""
-    _ask(namespace, "tasks", "pause", container_id)
+    """Pause a task. Raises AlreadyPaused, GpusnapError."""
+    try:
+        _ask(namespace, "tasks", "pause", container_id)
+    except GpusnapError as error:
+        if "paused container" in str(error):  # containerd, cmd/containerd-shim-runc-v2/process/init_state.go
+            raise AlreadyPaused(container_id) from error
+        raise
 
 
 def go_on(namespace: str, container_id: str) -> None:

@@ -26,7 +26,7 @@ from gpusnap.engines.podman_command import (
 from gpusnap.engines.podman_options import Option
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError
 from gpusnap.user_errors import NotFound
 
 # Seconds for which a list of containers counts as new.
@@ -324,8 +324,10 @@ def remove(container_id: str) -> None:
 
 
 def pause(container_id: str) -> None:
-    """Pause a container that runs. Raises GpusnapError."""
+    """Pause a container that runs. Raises AlreadyPaused, GpusnapError."""
     done = ask("pause", container_id)
+    if done.code and "already paused" in done.err:  # libpod, container_api.go
+        raise AlreadyPaused(container_id[:12])
     if done.code:
         raise GpusnapError(f"the container {container_id[:12]} cannot be paused: {sentence(done)}")
 

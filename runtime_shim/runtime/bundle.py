@@ -69,6 +69,7 @@ def prepare(
         _add_hook(config, dict(edits.hook))
     _change_devices(config, edits)
     _change_rules(config, edits)
+    _allow_devices(config)
     return write(bundle, config, noted=noted) if config != before else lambda: None
 
 
@@ -124,6 +125,39 @@ def devices(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     linux = config.get("linux")
     found = linux.get("devices") if isinstance(linux, dict) else None
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+
+def device_rules(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rules for devices that a configuration gives a container, of which the last that fits one counts.
+
+    Those of linux.resources.devices, and one more for each of linux.devices that they leave out: `podman
+    update` leaves them all out, and so takes the GPUs away at the next restore.
+    """
+    resources = _resources(config)
+    rules = resources.get("devices") if resources is not None else None
+    found = [each for each in rules if isinstance(each, dict)] if isinstance(rules, list) else []
+    for each in devices(config):
+        kind, (major, minor) = str(each.get("type")), _number(each)
+        if major >= 0 and not access(found, kind, major, minor):
+            rule = {"allow": True, "type": kind, "major": major, "minor": minor, "access": "rwm"}
+            found.append(rule)
+    return found
+
+
+def access(rules: Iterable[Mapping[str, Any]], kind: str, major: int, minor: int) -> str:
+    """What rules allow with a device, "c" or "b" by number: letters of "rwm" (runtime-spec, devices)."""
+    allowed = ""
+    wanted = {"type": kind, "major": major, "minor": minor}
+    for rule in rules:
+        if all(rule.get(word) in (None, -1, "a", "", wanted[word]) for word in wanted):
+            allowed = str(rule.get("access") or "rwm") if rule.get("allow") is True else ""
+    return allowed
+
+
+def _resources(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    linux = config.get("linux")
+    found = linux.get("resources") if isinstance(linux, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def _mend(mount: dict[str, Any]) -> None:
@@ -185,10 +219,9 @@ def _number(entry: Mapping[str, Any]) -> _Number:
 
 def _change_rules(config: dict[str, Any], edits: Edits) -> None:
     """linux.resources.devices (runtime-spec, config-linux.md): allowed and forbidden devices by number."""
-    linux = config.get("linux")
-    resources = linux.get("resources") if isinstance(linux, dict) else None
-    rules = resources.get("devices") if isinstance(resources, dict) else None
-    if not isinstance(resources, dict) or not isinstance(rules, list):
+    resources = _resources(config)
+    rules = resources.get("devices") if resources is not None else None
+    if resources is None or not isinstance(rules, list):
         return
     of = _numbers(edits.changes)
     majors = {old[0]: new[0][0] for old, new in of.items()}
@@ -207,6 +240,15 @@ def _change_rules(config: dict[str, Any], edits: Edits) -> None:
             new_rules = [rule] if (major, minor) not in strange else []
         after += new_rules
     resources["devices"] = after
+
+
+def _allow_devices(config: dict[str, Any]) -> None:
+    """Where there are rules, have them allow what the configuration gives."""
+    resources = _resources(config)
+    rules = resources.get("devices") if resources is not None else None
+    if resources is not None and isinstance(rules, list):
+        more = device_rules(config)[len([each for each in rules if isinstance(each, dict)]) :]
+        resources["devices"] = [*rules, *more]
 
 
 def _numbers(changes: Iterable[Change]) -> dict[_Number, Sequence[_Number]]:

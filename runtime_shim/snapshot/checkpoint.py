@@ -428,9 +428,8 @@ def _discard(job: Job) -> None:
     whole = _has(job, manifest.FOLDER, manifest.NAME)
     # An earlier one in the same place may consist of the same chunks.
     job.pages.discard(layout=not whole)
-    if (
-        not job.suspended and job.asleep is None
-    ):  # what is staged has gone by now: nobody would find it without the journal
+    # What is staged has gone by then: nobody would find it without the journal.
+    if not job.suspended and job.asleep is None:
         journal.remove(job.container.key)
     _clean(job)
 

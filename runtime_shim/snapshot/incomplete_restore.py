@@ -130,7 +130,7 @@ def find(place: Place, since: int) -> tuple[proc.Process, ...]:
 def let_runtime_end(
     owner: tuple[int, int], container: str, *, enough: Callable[[], bool] = lambda: False
 ) -> None:
-    """Wait for the runtime that a killed gpusnap called for a container, as `leavings.let_end`.
+    """Wait for the runtime that a killed gpusnap called for a container, as `scratch_files.let_end`.
 
     CRIU alone is not waited for: what it brings back nobody takes over.
     """

@@ -26,6 +26,8 @@ from suspendhost import (
     usage,
 )
 
+from gpusnap.engines import podman as engine
+from gpusnap.runtime_shim.errors import AlreadyPaused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 
@@ -73,6 +75,16 @@ def test_unpause_is_refused(real: str) -> None:
     assert usage("w")["state"] == "suspended"
     resumed(container)
     good(podman("pause", "w"))
+    good(podman("unpause", "w"))
+    container.goes_on()
+
+
+def test_a_pause_of_somebody_else(crun: None) -> None:
+    """Between our look and our own pause: it stays, and the suspend says whose it is."""
+    container = Container.start("w")
+    good(podman("pause", "w"))
+    with pytest.raises(AlreadyPaused, match="was paused by somebody else"):
+        engine.pause(container.inspect()["Id"])
     good(podman("unpause", "w"))
     container.goes_on()
 

@@ -12,6 +12,9 @@ from storehost import COMMAND
 from support import GPUS_CONF, Done, faults, good, run, sentence
 from suspendhost import ends_without_a_trace, nothing_left, usage
 
+from gpusnap.engines import ctr
+from gpusnap.runtime_shim.errors import AlreadyPaused
+
 
 @pytest.fixture(scope="module")
 def server(host: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containerd]:
@@ -46,6 +49,18 @@ def test_there_and_back(server: Containerd, real: str, tmp_path: Path) -> None:
     assert server.tasks()["w"][1] == "RUNNING"
     work.goes_on()
     nothing_left()
+
+
+def test_a_pause_of_somebody_else(
+    server: Containerd, real: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told from a pause that failed."""
+    Work.start(server, "w", tmp_path / "w", GPUS_CONF)
+    monkeypatch.setenv("CONTAINERD_ADDRESS", str(server.address))
+    server.ctr("task", "pause", "w")
+    with pytest.raises(AlreadyPaused, match="was paused by somebody else"):
+        ctr.pause("default", "w")
+    server.ctr("task", "resume", "w")
 
 
 def test_a_suspend_that_fails(server: Containerd, real: str, tmp_path: Path) -> None:

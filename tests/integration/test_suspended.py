@@ -92,6 +92,26 @@ def test_device_nodes_that_are_taken_away(store: Store) -> None:
     nothing_left()
 
 
+def test_a_restore_after_an_update(real: str, tmp_path: Path) -> None:
+    """Podman keeps rules that forbid all devices; a restore, in place or anew, has those of the devices."""
+    with empty_store(f'runtime = "{real}"\n[store]\npath = "{STORE}"\n'):
+        container = Container.start("w", "--mib", "8")
+        good(podman("update", "--restart=no", "w"))
+        config = Path(container.inspect()["OCIConfigPath"])
+        rules = json.loads(config.read_text())["linux"]["resources"]["devices"]
+        assert not any(each["allow"] for each in rules), "Podman does so no longer"
+        done("checkpoint", "w")
+        good(gpusnap("restore", "w"))
+        container.goes_on()
+        done("checkpoint", "w", "--leave-running")
+        container.goes_on()
+        container.remove()
+        good(gpusnap("restore", "w"))
+        container = Container("w")
+        container.goes_on()
+        container.remove()
+
+
 def test_plain_podman_does_not_checkpoint_it(crun: None, tmp_path: Path) -> None:
     """Podman refuses a paused container, and our runtime one that would end."""
     container = Container.start("w")

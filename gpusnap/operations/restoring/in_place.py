@@ -72,7 +72,7 @@ def restore(
     tick: Callable[[], None],
     say: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """Have Podman restore it; its ID. Parameters and errors as of gpusnap.engines.podman.restore."""
+    """Have Podman restore it; its ID. Parameters and errors as of gpusnap.engines.podman_work.restore."""
     try:
         return podman_work.restore_in_place(target.container, target.options, environment, tick=tick, say=say)
     except Killed:

@@ -1,9 +1,10 @@
 """Whether a container may open its GPUs' device nodes, and that it may again.
 
 The kernel asks the programs of a cgroup when a process opens a device node (Linux,
-Documentation/admin-guide/cgroup-v2.rst, Device controller), and not while it has one open. So a container can
-lose its GPUs, and its processes work on: `podman update` has crun write these programs anew, without what
---device gave (src/libcrun/cgroup-resources.c); a daemon-reload of systemd can do the same. A GPU's driver
+Documentation/admin-guide/cgroup-v2.rst, Device controller), and not while it has one open. So a container
+can lose its GPUs, and its processes work on: `podman update` hands crun rules that forbid all devices, in
+place of those that --device gave, and has them in config.json from then on; a daemon-reload of systemd takes
+the nodes away, too. A GPU's driver
 opens the nodes once more when it restores GPU state, and cannot then. So whoever is about to take GPU state
 looks before, and so does whoever gives it back after a while. In between Podman holds the container's lock.
 """
@@ -11,9 +12,9 @@ looks before, and so does whoever gives it back after a while. In between Podman
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, RuntimeFailed, reason
@@ -29,8 +30,6 @@ Update = Callable[[Sequence[Node]], Sequence[Node]]
 """Has a container's runtime allow it what its configuration gives it, and says which nodes: see `update`."""
 
 _SECONDS = 30.0  # for the runtime
-_RULE = {"allow": True, "access": "rwm"}
-_NUMBER = ("type", "major", "minor")
 
 
 def check(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> None:
@@ -63,8 +62,8 @@ def update(real: RealRuntime, container: containers.Container, nodes: Sequence[N
     from gpusnap.runtime_shim.runtime.criu import scratch_files
 
     config = containers.bundle_config(container.bundle)
-    rules = _rules(config, bundle.devices(config))
-    given = [node for node in nodes if _allowed(rules, node)]
+    rules = bundle.device_rules(config)
+    given = [node for node in nodes if {"r", "w"} <= {*bundle.access(rules, "c", node.major, node.minor)}]
     if not given:
         return ()
     command = render_globals(Globals(root=container.root or None), real)
@@ -77,30 +76,6 @@ def update(real: RealRuntime, container: containers.Container, nodes: Sequence[N
         said = done.err.strip().rpartition("\n")[2]
         raise RuntimeFailed(f"{real.name} update failed: {said}", code="GPS-217")
     return given
-
-
-def _rules(config: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rules for its devices that a configuration gives a container, the last that fits one counts.
-
-    Those of linux.resources.devices, and that it may use what is in linux.devices.
-    """
-    linux = config.get("linux")
-    resources = linux.get("resources") if isinstance(linux, dict) else None
-    rules = resources.get("devices") if isinstance(resources, dict) else None
-    found = [each for each in rules if isinstance(each, dict)] if isinstance(rules, list) else []
-    return [*found, *(_RULE | {word: each.get(word) for word in _NUMBER} for each in devices)]
-
-
-def _allowed(rules: Sequence[Mapping[str, Any]], node: Node) -> bool:
-    """Whether a device may be read and written: runtime-spec, config-linux.md, Allowed Device list."""
-    allowed = False
-    for rule in rules:
-        wanted = {"type": "c", "major": node.major, "minor": node.minor}
-        if all(rule.get(word) in (None, -1, "a", wanted[word]) for word in _NUMBER) and {"r", "w"} <= set(
-            rule.get("access") or "rwm"
-        ):
-            allowed = rule.get("allow") is True
-    return allowed
 
 
 def _given_back(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> tuple[Sequence[Node], str]:

@@ -153,8 +153,8 @@ def states(users: Mapping[proc.Process, ProcessState]) -> None:
 def leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> None:
     """A process that holds device files but has no GPU state: CRIU cannot dump those files.
 
-    `strangers` gives such processes, but for those of which `leftover.clear` can take them; it is asked again
-    for a moment, since a process that is just starting CUDA looks the same.
+    `strangers` gives such processes, but for those of which `inherited_handles.clear` can take them; it is
+    asked again for a moment, since a process that is just starting CUDA looks the same.
     """
     holders = _lasting(strangers)
     for process, files in holders.items():

@@ -9,8 +9,7 @@
         <key>.masks              the signal masks of threads that are held, see process/ptrace/signal_masks.py
         <key>.<pid>.idle         a process without GPU state, while it stands still for us (`leftover`)
         <key>.paused             which processes of a paused container were stopped, see paused_container.py;
-        or
-                                 that it was gpusnap who paused it, see dump_pause.py
+                                 or that it was gpusnap who paused it, see dump_pause.py
         <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next one would hide:
                                  they are not called whole
     /run/gpusnap/restored/

@@ -226,7 +226,7 @@ def unlock(driver: Driver, pid: int) -> None:
 
 
 def let_finish(driver: Driver, pid: int, *, within: float, quiet: float) -> None:
-    """Let the driver's thread of a process that stands end what it is at, as `suspension.let_finish`."""
+    """Let the driver's thread of a process that stands end what it is at, as `gpu_state.let_finish`."""
     with _in_its_hands(pid):
         tid = driver.restore_thread(pid)
         deadline = time.monotonic() + within

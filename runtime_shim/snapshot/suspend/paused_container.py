@@ -4,11 +4,11 @@ containerd pauses a task before it has it checkpointed and resumes it afterwards
 CheckpointContainer, and a user may. A frozen process cannot answer the GPU's driver. So
 
     hold      while all is frozen each process that runs gets a SIGSTOP, then the cgroup is thawed
-    …         for the driver's calls its own threads alone are let run, see standing.py
+    …         for the driver's calls its own threads alone are let run, see driver_calls.py
     freeze    the cgroup is frozen, then each of those processes gets a SIGCONT
 
 and neither way a process runs a single instruction of its own, but for threads that stand within the C
-library, which leave it one by one (stillness.settle). A SIGSTOP that was sent to a frozen process is
+library, which leave it one by one (stopping/stop.py, settle). A SIGSTOP that was sent to a frozen process is
 taken when it is thawed, before it returns to user space, and by one thread for all; a SIGCONT leads a stopped
 process of a frozen cgroup into the freezer (Linux, kernel/signal.c: get_signal looks for a stop and for the
 freezer before anything else, and do_freezer_trap sleeps with signals pending). A process that was stopped

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.snapshot.devices.device_access import Update
+
+if TYPE_CHECKING:
+    from gpusnap.runtime_shim.snapshot.devices.device_access import Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,7 @@ class Engine:
     name: str
     namespace: str
     pause: Callable[[], object]
+    """Raises AlreadyPaused."""
     go_on: Callable[[], object]
     allow: Update
     """How its runtime allows it device nodes that it has lost."""

@@ -11,14 +11,15 @@ What is needed from the pause on is imported while the engine pauses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
 from gpusnap.runtime_shim import question_process, state_files
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.import_ahead import importing
 from gpusnap.runtime_shim.process import proc
@@ -64,7 +65,7 @@ def suspend(
         transaction.undo("forgetting the suspend", way_back.forget)
         suspensions.write(begun)
         transaction.undo("letting the container go on", way_back.go_on)
-        with transaction.step("pause"), importing(_TAKE):
+        with transaction.step("pause"), importing(_TAKE), way_back.unless_paused():
             engine.pause()
         from gpusnap.runtime_shim.snapshot.suspended import take
 
@@ -95,10 +96,21 @@ class _WayBack:
         self._key, self._begun, self._engine = container.key, begun, engine
         self.job: Job | None = None
         """Once the container is paused."""
-        self._failed = False
+        self._failed = self._others = False
+
+    @contextmanager
+    def unless_paused(self) -> Iterator[None]:
+        """Around the pause: what somebody else has paused stays so."""
+        try:
+            yield
+        except AlreadyPaused:
+            self._others = True
+            raise
 
     def go_on(self) -> None:
         """Have the engine let the container go on, which it may not do before it is on file."""
+        if self._others:
+            return
         try:
             suspensions.write(replace(self._begun, stage=Stage.UNDONE))
         except GpusnapError:

@@ -151,6 +151,21 @@ def test_a_gpu_outside_the_plan_is_given_nowhere(bundle: Path) -> None:
     assert rules == [rule(195, 3), {**rule(195, 0), "type": "b"}]
 
 
+def test_rules_that_podman_update_has_left_out(bundle: Path) -> None:
+    """Each device has one again, after its remap; one that is there stays as it is, read only or not."""
+    every, fuse = {"allow": False, "access": "rwm"}, Node("/dev/fuse", 10, 229)
+    read_only = rule(10, 229) | {"access": "r"}
+    odd = {"path": "/dev/x", "type": "p"}
+    devices, rules = given_devices(
+        bundle,
+        [device(ZERO), device(UVM), device(fuse), odd],
+        [every, read_only],
+        Edits((Change(ZERO, (THREE,)),), strange=(ZERO,)),
+    )
+    assert devices == [device(THREE), device(UVM), device(fuse), odd]
+    assert rules == [every, read_only, rule(195, 3), rule(511, 0)]
+
+
 def test_sources_are_this_hosts(bundle: Path) -> None:
     """A bind mount takes its source from the edits; its destination stays, and so do other mounts."""
     library = {"destination": "/lib/libcuda.so.1.2", "source": "/lib/libcuda.so.1.2", "options": ["rbind"]}

@@ -15,7 +15,7 @@ import pytest
 from fakes import FakeDriver
 
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
+from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import parse_map
 from gpusnap.runtime_shim.process.memory import tmpfs
@@ -179,6 +179,26 @@ def test_an_engine_that_does_not_let_it_go_on(monkeypatch: pytest.MonkeyPatch, s
     way_back.forget()
     assert list(suspensions.find()) == ([replace(found, stage=Stage.UNDONE)] if stuck else [])
     assert hints == ["gpusnap recover c0ffee tries again"] * stuck
+
+
+def test_a_container_that_somebody_else_has_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between our look and our pause: it stays so, and nothing of the suspend is left."""
+    begun = suspension(stage=Stage.SUSPENDING)
+    seen = preflight.Seen(SimpleNamespace(), None, (), 0)  # type: ignore[arg-type]
+    monkeypatch.setattr(preflight, "inspect", lambda *_: seen)
+    monkeypatch.setattr(suspend, "_begun", lambda *_: begun)
+    done: list[str] = []
+
+    def pause() -> None:
+        assert [each.stage for each in suspensions.find()] == [Stage.SUSPENDING]
+        raise AlreadyPaused("w")
+
+    container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun", pid=1)
+    engine = Engine("podman", "w", "", pause, lambda: done.append("goes on"), list)
+    with pytest.raises(AlreadyPaused, match="the container w was paused by somebody else"):
+        suspend.suspend(container, None, Settings(), FakeDriver(), engine)  # type: ignore[arg-type]
+    assert done == []
+    assert list(suspensions.find()) == []
 
 
 def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatch) -> None:
