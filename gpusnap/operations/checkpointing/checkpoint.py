@@ -47,6 +47,7 @@ from gpusnap.runtime_shim.errors import (
     Interrupted,
     UsageError,
 )
+from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
@@ -370,7 +371,14 @@ def _awake(found: podman.Container) -> Iterator[None]:
     try:
         yield
     finally:
-        podman.pause(found.id)
+        try:
+            podman.pause(found.id)
+        except GpusnapError as error:  # its processes stand all the same, and the checkpoint may be made
+            note(
+                f"Podman shows the suspended container {found.name} as running: {error}; gpusnap recover "
+                "puts that right",
+                code="GPS-021",
+            )
 
 
 def _memory_of(export: Export) -> int:

@@ -10,7 +10,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import field
 from typing import Literal
 
@@ -66,7 +66,12 @@ def exported(export: Export, runs_on: Callable[[], None] = lambda: None) -> Iter
         left = _left(export)
         if left == "running":
             export.kept = False
+            # First: on a disk that is full nothing could be taken out of a store either.
+            with suppress(OSError):
+                os.unlink(export.archive)
             runs_on()
+            if export.whole and "runs on" not in said.sentence():  # else its runtime has said what is so
+                said.hint = "; ".join(filter(None, [said.hint, f"{export.found.name} runs on"]))
             raise said from error
         raise _after(export, said, left) from error
     export.kept = False

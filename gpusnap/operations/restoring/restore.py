@@ -373,6 +373,8 @@ def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[
             kept.hold(store, found.root.digest, stack)
             staging.close()  # others who want the same need not wait
         environment = {fetching.STORE: store.path, fetching.PULL_FROM: pull_from}
+        if whole:
+            environment[fetching.ARTIFACT] = found.root.digest
         fetched = grown(os.path.dirname(staging.path))
         container = _run(wish, archive, environment, progress, choice, fetched)
         whole = whole or _keep(store, staging, found, name, before)

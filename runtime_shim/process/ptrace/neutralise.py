@@ -46,7 +46,8 @@ def neutralise(
     as before. `lent` gets a thread's own registers, for `remote_syscall.put_back`, and holds while the thread
     makes system calls for us; whoever is killed just then leaves at most a descriptor of the null device, or
     a page of arguments, too many. Raises Refused, before anything is replaced, where the process has no null
-    device or a mapping is not there; OSError where a descriptor is not, it cannot be traced or a call in it fails.
+    device or a mapping is not there; OSError where a descriptor is not, it cannot be traced or a call in it
+    fails.
     """
     numbers = tuple(sorted(set(fds)))
     wanted = sorted(set(ranges))

@@ -312,14 +312,17 @@ def test_we_fail_and_it_runs_on(pages: FakePodman, store: Store, monkeypatch: py
 
     def forget(_: Store, container: str, since: datetime, before: set[str]) -> None:
         forgotten.append((container, since, before))
+        # Where the disk is full its room is needed to take anything out of the store.
+        assert not list(Path(store.path, "staging").glob("*/*.tar"))
 
     def fails(*_: object, **__: object) -> None:
         raise DiskFull("the disk is full")
 
     monkeypatch.setattr(convert, "take_in", fails)
     monkeypatch.setattr(kept, "forget_pages_of", forget)
-    with pytest.raises(GpusnapError, match=r"^the disk is full$"):
+    with pytest.raises(GpusnapError, match=r"^the disk is full$") as raised:
         made(leave_running=True)
+    assert raised.value.hint.endswith("; w runs on")
     ((container, since, before),) = forgotten
     assert (container, before) == (ID, set())
     assert since <= datetime.now(UTC)
