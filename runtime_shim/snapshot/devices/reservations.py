@@ -1,7 +1,8 @@
-"""Room on GPUs that restores under way have claimed, so that two of them do not choose the same.
+"""Room that is claimed by those under way: on GPUs by restores, in RAM by those who take GPU memory off.
 
 NVML says what is used now; a restore fills its GPUs minutes after it has chosen them. So each restore writes
-down what it took, and counts what the others wrote besides NVML's figures, which errs to the safe side:
+down what it took, and counts what the others wrote besides NVML's figures, which errs to the safe side. The
+same holds for RAM (RAM in place of a UUID), of which the kernel would end somebody where there is too little:
 
     /run/gpusnap/room/        0700, gone with the next boot
         lock                  held (flock) from before the inventory is read until ours is written
@@ -33,6 +34,8 @@ from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.process import proc
 
 FOLDER = "/run/gpusnap/room"
+RAM = "RAM"
+"""Stands for this host's memory, in place of a GPU's UUID."""
 PATIENCE = 10.0
 """Seconds to wait for others who are choosing; choosing takes them less than one."""
 _LOCK = "lock"
@@ -64,7 +67,7 @@ class Room:
         self._path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(4)}.json")
         self._lock = lock
         self.reserved: Mapping[str, int] = _others(folder, tidy=True)
-        """Bytes by GPU UUID that other restores have taken."""
+        """Bytes that others have taken, by GPU UUID, or RAM."""
 
     def take(self, wanted: Mapping[str, int]) -> None:
         """Write down `wanted`, bytes by GPU UUID, and let others choose. To be called once.
@@ -95,7 +98,7 @@ def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[Room]
     """
     path = os.path.join(folder, _LOCK)
     busy = GpusnapError(
-        f"another restore has kept {folder} locked for more than {patience:g} s",
+        f"another gpusnap has kept {folder} locked for more than {patience:g} s",
         hint=f"try again; fuser {path} shows who has it open",
     )
     with contextlib.ExitStack() as lock:
@@ -140,8 +143,8 @@ def sweep(folder: str = FOLDER) -> None:
 
 def _unusable(path: str, error: OSError) -> GpusnapError:
     return GpusnapError(
-        f"room on the GPUs cannot be reserved in {path}: {reason(error)}",
-        hint="a restore onto GPUs needs root and a /run that can be written",
+        f"room cannot be reserved in {path}: {reason(error)}",
+        hint="gpusnap needs root and a /run that can be written",
     )
 
 
@@ -153,7 +156,7 @@ def _make_folder(folder: str) -> None:
         raise _unusable(folder, error) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise GpusnapError(
-            f"room on the GPUs cannot be reserved in {folder}: others can write it, or it is no folder",
+            f"room cannot be reserved in {folder}: others can write it, or it is no folder",
             hint="remove it",
         )
 

@@ -18,15 +18,19 @@ from gpusnap.runtime_shim.units import human
 _HEAP_GROWTH = 150 << 20
 
 
-def room_in_memory(gpu_bytes: Mapping[int, int], init: int, settings: Memory | None = None) -> None:
+def room_in_memory(
+    gpu_bytes: Mapping[int, int], init: int, settings: Memory | None = None, *, reserved: int = 0
+) -> None:
     """The GPUs' memory has to fit beside what runs: on the host, in the container's limit, in our own.
 
     `gpu_bytes` is by PID. Where the driver puts it into the process itself, the container's memory limit
     counts it, and where it is staged by us, our own does; over a limit the kernel would kill the process,
-    work and all. With `settings`, what would be staged by them is asked for.
+    work and all. With `settings`, what would be staged by them is asked for. `reserved`: bytes that others
+    are about to take.
     """
     need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
-    _fits(need, "have to move to", "this host", _available())
+    free = _available()
+    _fits(need, "have to move to", "this host", None if free is None else max(0, free - reserved))
     _fits(need, "have to move to", "the container's memory limit", _limit(init))
     _fits_us(need, "have to move to", settings)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import field
 from functools import partial
 
@@ -21,6 +21,7 @@ from gpusnap.runtime_shim.runtime.criu.images import directory as image
 from gpusnap.runtime_shim.runtime.criu.run import quiet
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.devices.reservations import RAM, claim
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
@@ -273,9 +274,20 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
     all_bytes = sum(r.used for r in records.values()) + sum(r.used for r in job.records.values())
     used = {pid: r.used for pid, r in records.items()}
     plugin = job.driver.plugin
-    if plugin is None or plugin.into_memory:
-        staged = job.settings.memory if plugin is None else None
-        space.room_in_memory(used, job.container.pid, staged)
+    with ExitStack() as room:
+        if plugin is None:
+            # Two who look at once would both find room that is there once.
+            claimed = room.enter_context(claim())
+            others = claimed.reserved.get(RAM, 0)
+            space.room_in_memory(used, job.container.pid, job.settings.memory, reserved=others)
+            claimed.take({RAM: sum(used.values())})
+        elif plugin.into_memory:
+            space.room_in_memory(used, job.container.pid)
+        _take_off(job, records, all_bytes)
+
+
+def _take_off(job: Job, records: Mapping[int, Record], all_bytes: int) -> None:
+    """Have the driver take the GPU state of these; `all_bytes` of GPU memory, with what it took before."""
     if job.on_disk:
         space.room_on_disk(
             job.image_path,
@@ -285,7 +297,7 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
             place=job.pages.place,
         )
     job.records |= records
-    if plugin is not None:
+    if job.driver.plugin is not None:
         return  # CRIU will have it done
     job.pages.note(list(job.records))
     timeout = job.settings.nvidia.lock_timeout

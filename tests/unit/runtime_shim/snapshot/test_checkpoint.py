@@ -25,6 +25,7 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu.run import invoke
 from gpusnap.runtime_shim.settings import Nvidia
 from gpusnap.runtime_shim.snapshot import checkpoint
+from gpusnap.runtime_shim.snapshot.devices import reservations
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
@@ -105,6 +106,21 @@ def test_all_at_once(scene: Scene) -> None:
     assert scene.checkpoint().code == 0
     operations = [call.operation for call in scene.driver.calls if call.operation in ("lock", "checkpoint")]
     assert operations == ["lock"] * 3 + ["checkpoint"] * 3
+
+
+def test_memory_is_claimed(scene: Scene) -> None:
+    """For as long as it takes to fill: another one that looks meanwhile does not count on it."""
+    (pid,) = scene.gpu_processes(1)
+    claimed: list[int] = []
+    used = sum(scene.driver.memory_used([pid])[pid].values())
+    before = reservations.reserved().get(reservations.RAM, 0)
+    scene.driver.when(
+        "checkpoint", lambda _: claimed.append(reservations.reserved().get(reservations.RAM, 0) - before), pid
+    )
+    scene.checkpoint()
+    assert claimed == [used]
+    assert used > 0
+    assert reservations.reserved().get(reservations.RAM, 0) == before
 
 
 def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +321,10 @@ def no_memory(_scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> Non
     patch.setattr(space, "_available", lambda: 1 << 20)
 
 
+def memory_for_another(_scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reservations, "_others", lambda *_, **__: {reservations.RAM: 1 << 60})
+
+
 def no_lock(scene: Scene, pids: list[int], _patch: pytest.MonkeyPatch) -> None:
     scene.set(nvidia=Nvidia(lock_timeout=0.3))
     scene.driver.fail("lock", pids[1], LockTimeout("it is busy"))
@@ -356,6 +376,7 @@ BEFORE_THE_DUMP: dict[str, tuple[Prepare, str]] = {
     "a leftover handle": (suspended, "has no CUDA state of its own"),
     "folder not writable": (no_folder, "gpusnap cannot be written: access is refused"),
     "no memory": (no_memory, "of GPU memory have to move to RAM"),
+    "memory for another": (memory_for_another, "this host leaves 0 B"),
     "lock of one": (no_lock, "its GPU work did not stop within 0.3 s"),
     "driver checkpoint of one": (no_checkpoint, MANAGED),
     "a process dies in the driver": (dies, "has ended"),

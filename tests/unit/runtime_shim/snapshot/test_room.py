@@ -290,7 +290,7 @@ def test_the_wait_has_an_end(folder: str) -> None:
         assert time.monotonic() - begin >= 0.1
         assert locked(folder)
     assert caught.value.sentence() == (
-        f"another restore has kept {folder} locked for more than 0.1 s; "
+        f"another gpusnap has kept {folder} locked for more than 0.1 s; "
         f"try again; fuser {folder}/lock shows who has it open"
     )
 
@@ -312,8 +312,8 @@ def test_no_usable_run(folder: str, monkeypatch: pytest.MonkeyPatch, call: str, 
     with pytest.raises(GpusnapError) as caught, claim(folder):
         pytest.fail("claimed nothing")
     text = caught.value.sentence()
-    assert text.startswith(f"room on the GPUs cannot be reserved in {folder}: ")
-    assert text.endswith("a restore onto GPUs needs root and a /run that can be written")
+    assert text.startswith(f"room cannot be reserved in {folder}: ")
+    assert text.endswith("gpusnap needs root and a /run that can be written")
     assert not any(words in text.lower() for words in POISON)
 
 
