@@ -38,7 +38,7 @@ from gpusnap.runtime_shim.gpu import find_drivers
 from gpusnap.runtime_shim.gpu.assignment import Plan, plan
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.snapshot.devices.choose import choose, gpu_request
-from gpusnap.runtime_shim.snapshot.devices.reservations import reserved
+from gpusnap.runtime_shim.snapshot.records.reservations import reserved
 from gpusnap.runtime_shim.units import human
 from gpusnap.user_errors import failure, told
 

@@ -34,7 +34,6 @@ from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.devices import remap
 from gpusnap.runtime_shim.snapshot.devices.choose import choose, given, gpu_request
-from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
 from gpusnap.runtime_shim.snapshot.memory import images_ahead, transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.memory.images_ahead import Joined
@@ -42,6 +41,7 @@ from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
 from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding
 from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records.reservations import Room, claim
 from gpusnap.runtime_shim.snapshot.restore_job import Job
 
 _WRITTEN = ("restore.log", "stats-restore")

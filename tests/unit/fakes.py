@@ -43,8 +43,8 @@ from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
 from gpusnap.runtime_shim.settings import Memory, Settings
 from gpusnap.runtime_shim.shim import dispatch
-from gpusnap.runtime_shim.snapshot.devices import remap, reservations
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.devices import remap
+from gpusnap.runtime_shim.snapshot.records import journal, reservations
 from gpusnap.runtime_shim.snapshot.suspend import choose_driver, gpu_state
 from gpusnap.runtime_shim.transaction import Step
 

@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import identify as real
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
-from gpusnap.runtime_shim.snapshot.devices.reservations import reserved
+from gpusnap.runtime_shim.snapshot.records.reservations import reserved
 from gpusnap.user_errors import NotFound
 
 

@@ -21,11 +21,11 @@ from gpusnap.runtime_shim.runtime.criu.images import directory as image
 from gpusnap.runtime_shim.runtime.criu.run import quiet
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.snapshot.devices.reservations import RAM, claim
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
+from gpusnap.runtime_shim.snapshot.records.reservations import RAM, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.records.volumes import Volume
 from gpusnap.runtime_shim.snapshot.suspend import driver_watch, inherited_handles, paused_container

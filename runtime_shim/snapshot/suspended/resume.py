@@ -29,10 +29,10 @@ from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import bring_back
 from gpusnap.runtime_shim.snapshot.devices import device_access
 from gpusnap.runtime_shim.snapshot.devices.device_access import Update
-from gpusnap.runtime_shim.snapshot.devices.reservations import Room, claim
 from gpusnap.runtime_shim.snapshot.memory import kept, transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records.reservations import Room, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls, driver_watch, paused_container
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Pairs

@@ -37,9 +37,8 @@ from gpusnap.runtime_shim.settings import Settings, load
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import restore_record, restored_containers
-from gpusnap.runtime_shim.snapshot.devices import reservations
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records import journal, reservations
 from gpusnap.runtime_shim.transaction import Step
 
 ROOT = Path(__file__).parents[3]

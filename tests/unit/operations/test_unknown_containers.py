@@ -30,9 +30,8 @@ from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.identify import identify
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import restore_record, restored_containers
-from gpusnap.runtime_shim.snapshot.devices import reservations
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records import journal, reservations
 from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
 
 ARGUMENTS = ("--root", "/s", "--network-config-dir", "", "--transient-store=false", "container", "cleanup")

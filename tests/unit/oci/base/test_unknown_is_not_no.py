@@ -44,7 +44,7 @@ HARMLESS = {
     "runtime_shim/runtime/criu/scratch_files.py": 1,
     "runtime_shim/snapshot/devices/nvidia_hooks.py": 2,
     "runtime_shim/snapshot/devices/remap.py": 1,
-    "runtime_shim/snapshot/devices/reservations.py": 1,
+    "runtime_shim/snapshot/records/reservations.py": 1,
     "runtime_shim/snapshot/memory/chunk_cache.py": 1,
     "runtime_shim/snapshot/records/volumes.py": 1,
     "runtime_shim/snapshot/recover_restore.py": 1,

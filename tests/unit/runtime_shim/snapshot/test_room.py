@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.snapshot.devices import reservations
-from gpusnap.runtime_shim.snapshot.devices.reservations import claim, reserved
+from gpusnap.runtime_shim.snapshot.records import reservations
+from gpusnap.runtime_shim.snapshot.records.reservations import claim, reserved
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 # A PID that no process has: the largest there can be (include/linux/threads.h, PID_MAX_LIMIT).
@@ -29,7 +29,7 @@ NONE = 4194304
 # Takes whichever of two GPUs nobody has, says which, and keeps it until its input ends.
 RESTORE = """
 import sys
-from gpusnap.runtime_shim.snapshot.devices.reservations import claim
+from gpusnap.runtime_shim.snapshot.records.reservations import claim
 with claim(sys.argv[1]) as room:
     free = [uuid for uuid in ("GPU-aaaa", "GPU-bbbb") if uuid not in room.reserved]
     room.take({free[0]: 5} if free else {})
@@ -164,7 +164,7 @@ def test_a_killed_restore(folder: str) -> None:
 def test_killed_while_choosing(folder: str) -> None:
     """The kernel lets go of the lock of who is killed."""
     program = (
-        "import sys; from gpusnap.runtime_shim.snapshot.devices import reservations as r"
+        "import sys; from gpusnap.runtime_shim.snapshot.records import reservations as r"
         "\nwith r.claim(sys.argv[1]): print(flush=True); input()"
     )
     with subprocess.Popen(
