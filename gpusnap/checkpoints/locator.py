@@ -26,6 +26,7 @@ from dataclasses import replace
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import LayoutError, NotThere, RegistryError, StoreError
+from gpusnap.oci.base.files import no_file
 from gpusnap.oci.layout import reference
 from gpusnap.oci.layout.graph import is_document
 from gpusnap.oci.layout.reference import PLAIN_HTTP, TRANSPORT, Reference
@@ -164,13 +165,7 @@ def find(word: str, *, remote: bool = True) -> Place:
         return _in_folder(word)
     file, word = word.startswith(_LAYOUT_FILE), word.removeprefix(_LAYOUT_FILE)
     if file or _is_file(word):
-        check_access(word)
-        if not os.path.exists(word):
-            raise NotFound(
-                f"there is no file {word}",
-                hint="check the path; gpusnap ls lists the checkpoints in the store",
-                code="GPS-102",
-            )
+        in_file(word)
         if os.path.isdir(word) and not _has_images(word):
             raise NotFound(
                 f"{word} is a directory without a checkpoint",
@@ -182,6 +177,26 @@ def find(word: str, *, remote: bool = True) -> Place:
     if remote and (found := registry_or_none(word)) is not None:
         return found
     return in_store(word)
+
+
+def in_file(path: str) -> InFile:
+    """A file or a folder of that path. Raises NotFound, UsageError for what cannot be read as one."""
+    check_access(path)
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise NotFound(
+            f"there is no file {path}",
+            hint="check the path; gpusnap ls lists the checkpoints in the store",
+            code="GPS-102",
+        ) from error
+    if kind := no_file(status):
+        raise UsageError(
+            f"{path} is {kind}, and no file",
+            hint="a checkpoint is read from a file: write it to one first",
+            code="GPS-102",
+        )
+    return InFile(path)
 
 
 def in_containerd(word: str) -> InContainerd | None:

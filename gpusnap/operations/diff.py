@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.volumes import records as volumes
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.files import open_named
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.tar.archive import Content, Entry
 from gpusnap.oci.tar.compression import Readable
@@ -146,7 +147,7 @@ def _on_disk(path: str, name: str, seen: Callable[[int], object]) -> dict[str, F
         return {name: File("folder", 0, "")}
     if not os.path.isfile(path):
         return {}
-    with open(path, "rb") as file:
+    with open_named(path) as file:
         digest = _digest(file, seen)
         return {name: File("file", file.tell(), digest)}
 

@@ -19,6 +19,7 @@ from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import default_store, open_store
 from gpusnap.checkpoints.statistics import parts
 from gpusnap.oci.base.errors import ArchiveError, LayoutError
+from gpusnap.oci.base.files import open_named
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.threads import for_each
 from gpusnap.oci.chunks import planes
@@ -116,7 +117,7 @@ def in_archive(path: str, progress: Progress) -> Verified:
     images = Images(path)
     done, whole = 0, os.path.getsize(path)
     try:
-        with open(path, "rb") as file:
+        with open_named(path) as file:
             for entry in entries(file, where=path):
                 ours = ours or f"{entry.name}/".startswith(_FOLDER)
                 images.add(entry)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
+from gpusnap.oci.base.files import open_named
 from gpusnap.oci.base.json_text import parse_json
 
 MASK = "***"
@@ -113,7 +114,7 @@ def known_secrets(environ: Mapping[str, str] = os.environ, auth_files: Iterable[
     # PWD and SSH_AUTH_SOCK are paths.
     found = {each for name, each in environ.items() if _IS_NAME.fullmatch(name) and not each.startswith("/")}
     for path in auth_files:
-        with suppress(OSError, ValueError, RecursionError), open(path, "rb") as file:
+        with suppress(OSError, ValueError, RecursionError), open_named(path) as file:
             found |= {*_texts(parse_json(file.read(1 << 20)))}
     return found
 

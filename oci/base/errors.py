@@ -179,9 +179,10 @@ _NO_ROOM = {
 
 
 def reason(error: OSError) -> str:
-    """The errno of `error` in words that Podman shows as they are."""
-    number = error.errno or 0
-    return _REWORDED.get(number) or os.strerror(number)
+    """The errno of `error` in words that Podman shows as they are; its own words where it has none."""
+    if not error.errno:
+        return str(error) or os.strerror(0)
+    return _REWORDED.get(error.errno) or os.strerror(error.errno)
 
 
 def binary_size(size: int) -> str:

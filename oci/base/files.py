@@ -2,7 +2,8 @@
 
 The one way in which gpusnap opens what lies in a directory that somebody else can put files into: images,
 the engine's directory into which it unpacked an archive, layouts. A link is not followed but replaced, and a
-FIFO or a device is never waited for.
+FIFO or a device is never waited for. What a user names, such as an archive, `open_named` opens: there a link
+is followed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _ALL_NAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS}
 _PIECE = 1 << 30
 
+# What is at a path where a file is wanted, and can be read from for ever, or is waited for.
+_NO_FILES = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_NULL = os.makedev(1, 3)  # Documentation/admin-guide/devices.txt
+
 # stat(2): nothing is there, or can be.
 _NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
@@ -46,6 +56,31 @@ def is_folder(path: str) -> bool:
     """Whether a folder is there, or a link to one. Raises OSError as `exists` does."""
     mode = _mode(path, follow=True)
     return mode is not None and stat.S_ISDIR(mode)
+
+
+def no_file(status: os.stat_result) -> str:
+    """What it is instead, such as "a FIFO", where it is neither a file nor a folder; "" for those.
+
+    /dev/null counts as a file, an empty one.
+    """
+    if stat.S_ISCHR(status.st_mode) and status.st_rdev == _NULL:
+        return ""
+    return _NO_FILES.get(stat.S_IFMT(status.st_mode), "")
+
+
+def open_named(path: str) -> io.BufferedReader:
+    """The file at a path that a user names, to read; links are followed, nothing is waited for.
+
+    Raises OSError, also for a FIFO, a socket or a device, which is not opened.
+    """
+    _check_file(os.stat(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_file(os.fstat(descriptor))  # it may be another one by now
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def open_folder(*names: str) -> int:
@@ -244,6 +279,13 @@ def _parent(top: str, name: str) -> Iterator[tuple[int, str]]:
         yield folder, last
     finally:
         os.close(folder)
+
+
+def _check_file(status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if kind := no_file(status):
+        raise OSError(f"it is {kind}, and no file")
 
 
 def _mode(path: str, *, follow: bool) -> int | None:

@@ -12,7 +12,7 @@ import tempfile
 from contextlib import suppress
 
 from gpusnap.oci.base.errors import ArchiveError, BlobError, DigestError, LayoutError, NotACheckpoint, reason
-from gpusnap.oci.base.files import all_written
+from gpusnap.oci.base.files import all_written, open_named
 from gpusnap.oci.layout.digests import PREFIX, encoded
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Index, parse_document
 from gpusnap.oci.layout.layout import Layout
@@ -49,7 +49,7 @@ class LayoutArchive(Layout):
         super().__init__(path)
         self.path = path
         try:
-            self._file = open(path, "rb")
+            self._file = open_named(path)
         except OSError as error:
             raise ArchiveError(f"{path} cannot be read: {reason(error)}") from error
         try:

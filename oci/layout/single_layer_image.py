@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, TypeAlias
 
 from gpusnap.oci.base.errors import ArchiveError, reason
+from gpusnap.oci.base.files import open_named
 from gpusnap.oci.layout.documents import Descriptor, Manifest, written_document
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import entries
@@ -151,7 +152,7 @@ def _add_layer(
     if not isinstance(archive, str):
         return _layer_of(layout, archive, "the archive", packing, threads)
     try:
-        file = open(archive, "rb")
+        file = open_named(archive)
     except OSError as error:
         raise ArchiveError(f"{archive} cannot be read: {reason(error)}") from error
     with file:

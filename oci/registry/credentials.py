@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import Unauthorized, reason
+from gpusnap.oci.base.files import open_named
 from gpusnap.oci.base.json_text import parse_json
 
 RUN = "/run/containers"
@@ -90,7 +91,7 @@ def _files(environ: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
 
 def _read(path: str, needed: bool) -> Mapping[str, object] | None:
     try:
-        with open(path, "rb") as file:
+        with open_named(path) as file:
             data = file.read(_LARGEST_FILE)
     except (FileNotFoundError, NotADirectoryError) as error:
         if needed:

@@ -20,7 +20,7 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import RegistryError, reason
-from gpusnap.oci.base.files import exists
+from gpusnap.oci.base.files import exists, open_named
 from gpusnap.oci.layout.reference import Reference, parse
 
 FOLDER = "/etc/containers"
@@ -124,7 +124,7 @@ def _files(environ: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
 
 def _read(path: str, needed: bool) -> list[dict[str, Any]]:
     try:
-        with open(path, "rb") as file:
+        with open_named(path) as file:
             data = file.read(_LARGEST)
     except FileNotFoundError as error:
         if needed:

@@ -23,7 +23,7 @@ import zstandard
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, DiskError, binary_size, disk_error, reason
-from gpusnap.oci.base.files import all_written, open_folder, unnamed_file
+from gpusnap.oci.base.files import all_written, open_folder, open_named, unnamed_file
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.compression import Plain, Readable, packer
 
@@ -78,7 +78,7 @@ def entries(
         file: Readable
         if isinstance(archive, str):
             try:
-                file = opened.enter_context(open(archive, "rb"))
+                file = opened.enter_context(open_named(archive))
             except OSError as error:
                 raise ArchiveError(f"{where} cannot be read: {reason(error)}") from error
         else:

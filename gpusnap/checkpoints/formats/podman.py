@@ -24,6 +24,7 @@ from gpusnap.checkpoints.formats.podman_reader import Crew, Taken, Taking
 from gpusnap.checkpoints.formats.podman_writer import Giving
 from gpusnap.checkpoints.formats.whole_archive import whole as self_contained
 from gpusnap.oci.base.errors import reason
+from gpusnap.oci.base.files import open_named
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Progress, Table
@@ -61,7 +62,7 @@ def take_in(
     """
     try:
         size = os.stat(archive_path).st_size
-        file = open(archive_path, "rb")
+        file = open_named(archive_path)
     except OSError as error:
         raise ImageError(f"{archive_path} cannot be read: {reason(error)}") from error
     with file, Crew(threads or copies.cores()) as crew:

@@ -325,7 +325,7 @@ def restore(
 
     def work(one: str) -> restoring.Restored:
         wish = restoring.Wish(
-            what=locator.InFile(one) if file is not None else locator.find(one),
+            what=locator.in_file(one) if file is not None else locator.find(one),
             name=name,
             gpu_map=gpu_map,
             tcp_established=tcp_established,

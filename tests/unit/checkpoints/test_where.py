@@ -79,6 +79,10 @@ def test_a_name_that_looks_like_a_reference() -> None:
         ("oci:gone:w", NotFound, "there is no store gone"),
         ("./gone.tar", NotFound, "there is no file ./gone.tar"),
         ("./empty", NotFound, "./empty is a directory without a checkpoint"),
+        ("./fifo", UsageError, "./fifo is a FIFO, and no file"),
+        ("fifo", UsageError, "fifo is a FIFO, and no file"),
+        ("oci-archive:fifo", UsageError, "fifo is a FIFO, and no file"),
+        ("/dev/zero", UsageError, "/dev/zero is a device, and no file"),
         ("two words", UsageError, "'two words' is no checkpoint"),
         ("http://nohost/x", UsageError, "names no registry"),
         ("registry.example/W:v1", UsageError, "is no name of a repository"),
@@ -87,6 +91,7 @@ def test_a_name_that_looks_like_a_reference() -> None:
 def test_what_stands_for_nothing(word: str, kind: type[Exception], said: str) -> None:
     """One sentence each."""
     Path("empty").mkdir()
+    os.mkfifo("fifo")
     with pytest.raises(kind, match=said.replace("(", r"\(")):
         locator.find(word)
 

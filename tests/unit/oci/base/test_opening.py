@@ -1,22 +1,24 @@
-"""Every file in a directory that somebody else can fill is opened by gpusnap.oci.base.files.
+"""Every file that a user names, or in a folder that others can fill, is opened by gpusnap.oci.base.files.
 
-Image directories, the engines' directories that they unpack archives into, and layouts.
+Image directories, the engines' directories that they unpack archives into, layouts, and archives.
 """
 
 from __future__ import annotations
 
 import ast
 import os
+import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from gpusnap.oci.base.files import open_below, read_below, replace_below
+from gpusnap.oci.base.errors import reason
+from gpusnap.oci.base.files import open_below, open_named, read_below, replace_below
 
 ROOT = Path(__file__).parents[4]
-# The modules that touch such directories.
+# The modules that touch such directories and files.
 TOUCHING = (
     "runtime_shim/runtime/bundle.py",
     "runtime_shim/snapshot/checkpoint.py",
@@ -45,7 +47,16 @@ TOUCHING = (
     "oci/chunks/verify.py",
     "gpusnap/checkpoints/damage.py",
     "gpusnap/checkpoints/formats/criu_images.py",
+    "gpusnap/checkpoints/formats/podman.py",
     "gpusnap/checkpoints/locator.py",
+    "gpusnap/operations/diff.py",
+    "gpusnap/operations/open.py",
+    "gpusnap/operations/verify_files.py",
+    "oci/layout/archive.py",
+    "oci/layout/single_layer_image.py",
+    "oci/registry/credentials.py",
+    "oci/registry/registries_conf.py",
+    "oci/tar/archive.py",
 )
 # What opens otherwise there, and why it may.
 OTHERS = {
@@ -59,6 +70,7 @@ OTHERS = {
     ("runtime_shim/records/cri_layout.py", "_move"): "directories, without following a link",
     ("runtime_shim/log.py", "report"): "the caller's log, without following a link or waiting for a FIFO",
     ("runtime_shim/records/manifest_json.py", "_validator"): "the schema, in this package",
+    ("oci/layout/archive.py", "_new_file"): "memory, which is nobody else's",
     (
         "runtime_shim/runtime/criu/images/overlay.py",
         "_fill",
@@ -112,6 +124,50 @@ def test_no_link_is_followed_no_special_file_opened(tmp_path: Path, kind: str, n
     for read in (lambda: open_below(str(tmp_path), name), lambda: read_below(str(tmp_path), name, limit=9)):
         with pytest.raises((OSError, ValueError)):
             read()
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+def a_fifo_behind_a_link(path: Path) -> None:
+    os.mkfifo(path.with_name("other"))
+    path.symlink_to("other")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (os.mkfifo, "it is a FIFO, and no file"),
+        (a_fifo_behind_a_link, "it is a FIFO, and no file"),
+        (a_socket, "it is a socket, and no file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, and no file"),
+        (Path.mkdir, "Is a directory"),
+    ],
+)
+def test_what_a_user_names_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object], said: str
+) -> None:
+    """What is none is not waited for, nor is a FIFO that comes between the look and the open."""
+    make(tmp_path / "x")
+    with pytest.raises(OSError, match=said) as caught:
+        open_named(str(tmp_path / "x"))
+    assert reason(caught.value) == said
+    (tmp_path / "y").touch()
+    before = os.stat(tmp_path / "y")
+    monkeypatch.setattr("os.stat", lambda path: before)
+    if said.startswith("it is a FIFO"):
+        with pytest.raises(OSError, match="FIFO"):
+            open_named(str(tmp_path / "x"))
+
+
+def test_a_file_behind_a_link_and_the_null_device(tmp_path: Path) -> None:
+    """They are read: whoever names them means them."""
+    (tmp_path / "x").write_text("content")
+    (tmp_path / "link").symlink_to("x")
+    with open_named(str(tmp_path / "link")) as file, open_named("/dev/null") as null:
+        assert (file.read(), null.read()) == (b"content", b"")
 
 
 def test_no_folder_that_is_a_link(tmp_path: Path) -> None:
