@@ -104,8 +104,11 @@ CODES = (
     ErrorCode(
         "GPS-808",
         "registry-at-fault",
-        "The registry, or a proxy in front of it, does not keep to the OCI distribution specification.",
-        "Look into its log, update it, or use another registry.",
+        "The registry, or a proxy in front of it, does not keep to the OCI distribution specification. Or "
+        "what answers there is no registry, but a web server or a log-in page.",
+        "Check the host and the port of the reference, and whether a proxy or a portal answers in the "
+        "registry's place (`curl -i https://HOST/v2/`). Else look into its log, update it, or use another "
+        "registry.",
     ),
     ErrorCode(
         "GPS-809",

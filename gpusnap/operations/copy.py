@@ -115,7 +115,7 @@ def _relayed(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Pr
     with open_repository(to, plain_http=plain_http, mirrors=False) as there:
 
         def lacks(one: Descriptor) -> bool:
-            return not there.has_blob(one.digest, pushing=True)
+            return not there.has_blob(one.digest, one.size, pushing=True)
 
         coming = fetched(store, what, after=referrers, wanted=lacks, plain_http=plain_http, progress=progress)
         with coming as (staging, found, _):

@@ -243,7 +243,7 @@ def _asked(
     def check(blob: Descriptor) -> None:
         nonlocal done
         fault = ""
-        if not repository.has_blob(blob.digest):
+        if not repository.has_blob(blob.digest, blob.size):
             fault = "missing"
         elif layout is not None:
             try:

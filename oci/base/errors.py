@@ -21,6 +21,7 @@
     │   ├── NotInRegistry what was asked for is not in it
     │   ├── Unreachable  … after all attempts: how many there were, and why the last one broke
     │   └── Rejected     the registry refuses a request, in its own words
+    │       └── NotARegistry … it answers with what no registry says
     └── Cancelled        the caller asked for an end
 
 A message is one sentence; `code`, such as GPS-601, is what it is found under in docs/errors.md. It avoids
@@ -159,6 +160,12 @@ class Rejected(RegistryError):
         super().__init__(message, code=code)
         self.status = status
         self.says = says
+
+
+class NotARegistry(Rejected):
+    """A host that answers, and not as a registry does: with a web page, or for what it does not have."""
+
+    code = "GPS-808"
 
 
 class Cancelled(OciError):

@@ -25,6 +25,7 @@ from urllib.parse import urljoin
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import RegistryError, Unreachable
+from gpusnap.oci.registry.answers import no_registry
 from gpusnap.oci.registry.auth import Tokens
 from gpusnap.oci.registry.credentials import Credentials
 from gpusnap.oci.registry.http import PIECE, Answer, Broken, address, clear, exchange, host_of, make_pool
@@ -138,6 +139,9 @@ class Client:
                     f"{host_of(answer.url)} speaks TLS, and was asked in plain HTTP; {request.what}",
                     code="GPS-804",
                 )
+            if answer.status < 400:
+                how = f"it answers {request.method} with status {answer.status}"
+                raise no_registry(host_of(answer.url), how, request.what)
             raise refusal(answer.status, body, request.what)
 
     def persist(

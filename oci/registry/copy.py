@@ -173,7 +173,7 @@ def push(
             crew.check()
             tally.part(one, at)
 
-        if repository.has_blob(one.digest, pushing=True):
+        if repository.has_blob(one.digest, one.size, pushing=True):
             tally.skipped(one)
         elif repository.send_blob(one, layout, mount_from=mount_from, step=step):
             tally.skipped(one, mounted=True)

@@ -16,18 +16,20 @@ from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,
     LayoutError,
+    NotARegistry,
     NotInRegistry,
     RegistryError,
     Rejected,
     Unauthorized,
 )
 from gpusnap.oci.layout.blobs import Blobs
-from gpusnap.oci.layout.digests import PREFIX, digest_of, encoded
+from gpusnap.oci.layout.digests import digest_of, encoded
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document
 from gpusnap.oci.layout.graph import INDEXES, MANIFESTS
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.partial_blob import Incoming
 from gpusnap.oci.layout.reference import Reference, check_tag, is_tag
+from gpusnap.oci.registry import answers
 from gpusnap.oci.registry.client import Client, Request
 from gpusnap.oci.registry.credentials import Credentials
 from gpusnap.oci.registry.http import Answer, Broken
@@ -41,8 +43,7 @@ _MOST_PAGES = 64
 # Of what refers to a manifest: a page of 4 MiB may list tens of thousands.
 _MOST_REFERRERS = 4096
 # What servers say of a document that they have no type for.
-_VAGUE = ("", "application/json", "text/plain", "application/octet-stream")
-_LENGTH = re.compile(r"[0-9]{1,18}", re.ASCII)
+_VAGUE = ("", "application/json", "text/plain", "text/html", "application/octet-stream")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|\*)", re.ASCII)
 
 
@@ -127,9 +128,10 @@ class Repository:
 
         def attempt() -> tuple[str, str, bytes]:
             with self._client.ask(request) as answer:
-                told = answer.header("Docker-Content-Digest")
+                answers.check_no_page(answer, request.what)
+                told = answers.digest(answer)
                 content = answer.body(DOCUMENT_LIMIT + 1)
-                length = _length(answer)
+                length = answers.length(answer)
                 if length is not None and len(content) < min(length, DOCUMENT_LIMIT + 1):
                     raise Broken(f"the manifest ended after {len(content)} of {length} bytes")
                 return answer.header("Content-Type"), told, content
@@ -139,10 +141,10 @@ class Repository:
         if len(content) > DOCUMENT_LIMIT:
             raise BlobError(f"the manifest {shown} has more than the {DOCUMENT_LIMIT} bytes that are allowed")
         digest = digest_of(content)
-        for expected in (wanted if _is_digest(wanted) else "", told if told.startswith(PREFIX) else ""):
+        for expected in (wanted if _is_digest(wanted) else "", told):
             if expected not in ("", digest):
                 raise BlobError(f"the manifest {shown} came as {digest}, not as {expected[:80]}")
-        media_type = _media_type(kind)
+        media_type = answers.media_type(kind)
         if media_type in _VAGUE:
             value = parse_document(content, f"the manifest {shown}")
             media_type = str(value.get("mediaType")) if isinstance(value, dict) else ""
@@ -150,7 +152,10 @@ class Repository:
         return Descriptor.from_json(head, f"the manifest {shown}"), content
 
     def put_manifest(self, content: bytes, media_type: str, wanted: str = "") -> Descriptor:
-        """Give the registry a manifest under a tag, or under its digest; all that it names must be there."""
+        """Give the registry a manifest under a tag, or under its digest; all that it names must be there.
+
+        It is asked for it where its answer does not say that it has it.
+        """
         digest = digest_of(content)
         wanted = wanted or digest
         if _is_digest(wanted) and wanted != digest:
@@ -166,16 +171,35 @@ class Repository:
             lambda: [content],
         )
 
-        def attempt() -> str:
+        def attempt() -> tuple[int, str]:
             with self._client.ask(request) as answer:
-                return answer.header("Docker-Content-Digest")
+                return answer.status, answers.digest(answer)
 
-        told = self._client.persist(attempt, request.what)
-        if told.startswith(PREFIX) and told != digest:
+        status, told = self._client.persist(attempt, request.what)
+        if told not in ("", digest):
             raise RegistryError(
                 f"{self._to.shown} took the manifest {digest} as {told[:80]!r}", code="GPS-808"
             )
+        if (status, told) != (201, digest):
+            self._check_taken(wanted, digest)
         return Descriptor(media_type, digest, len(content))
+
+    def _check_taken(self, wanted: str, digest: str) -> None:
+        """Raise NotARegistry where the registry does not have a manifest that it took."""
+        found = ""
+        try:
+            found = self.resolve(wanted, pushing=True).digest
+        except NotARegistry:
+            raise
+        except (Unauthorized, Rejected):
+            return  # it may be written, and not be read
+        except NotInRegistry:
+            pass
+        if found != digest:
+            shown = _named(self._to.shown, wanted)
+            has = f"has {found}" if found else "does not have it"
+            how = f"it said that it took the manifest {digest}, and {has}"
+            raise answers.no_registry(self.reference.registry, how, f"{shown} is not there")
 
     def read_referrers(self, digest: str, *, pushing: bool = False) -> tuple[Descriptor, ...] | None:
         """What refers to a manifest, as far as the registry lists it; None where it keeps no such lists.
@@ -195,7 +219,7 @@ class Repository:
                 kind, more, content = self._client.persist(page, what)
             except (NotInRegistry, Rejected, Unauthorized):
                 return None
-            if _media_type(kind) != INDEX or len(content) > DOCUMENT_LIMIT:
+            if answers.media_type(kind) != INDEX or len(content) > DOCUMENT_LIMIT:
                 return None
             found += Index.from_json(
                 parse_document(content, f"the list of what refers to {digest}")
@@ -233,18 +257,19 @@ class Repository:
     def _page(self, request: Request) -> tuple[str, str, bytes]:
         """Media type, links and content of one page of a list."""
         with self._client.ask(request) as answer:
+            answers.check_no_page(answer, request.what)
             content = answer.body(DOCUMENT_LIMIT + 1)
             return answer.header("Content-Type"), answer.header("Link"), content
 
     # Blobs
 
-    def has_blob(self, digest: str, *, pushing: bool = False) -> bool:
-        """Whether the repository has that blob. pushing: as for `resolve`."""
+    def has_blob(self, digest: str, size: int | None = None, *, pushing: bool = False) -> bool:
+        """Whether the repository has that blob, of that size. pushing: as for `resolve`."""
         request = self._blob("HEAD", digest, (200, 404), pushing=pushing)
 
         def attempt() -> bool:
             with self._client.ask(request) as answer:
-                return answer.status == 200
+                return answer.status == 200 and answers.has(answer, digest, size, request.what)
 
         return self._client.persist(attempt, request.what)
 
@@ -304,7 +329,8 @@ class Repository:
     def _pieces(self, wanted: Descriptor, start: int) -> Iterator[bytes]:
         """The bytes of a blob from `start` on, as far as they come."""
         headers = {"Range": f"bytes={start}-"} if start else {}
-        with self._client.ask(self._blob("GET", wanted.digest, (200, 206), headers)) as answer:
+        request = self._blob("GET", wanted.digest, (200, 206), headers)
+        with self._client.ask(request) as answer:
             at = 0
             if answer.status == 206:
                 match = _CONTENT_RANGE.fullmatch(answer.header("Content-Range").strip())
@@ -314,7 +340,9 @@ class Repository:
                         code="GPS-808",
                     )
                 at = start
-            length = _length(answer)
+            length = answers.length(answer)
+            if length is None or at + length != wanted.size:
+                answers.check_no_page(answer, request.what)
             if length is not None and at + length != wanted.size:
                 raise BlobError(
                     f"the blob {wanted.digest} has {at + length} bytes in {self._to.shown}, not {wanted.size}"
@@ -364,20 +392,10 @@ def _named(name: str, wanted: str) -> str:
     return f"{name}{'@' if _is_digest(wanted) else ':'}{wanted[:200]}"
 
 
-def _length(answer: Answer) -> int | None:
-    """What an answer says of its length; None where that is no number, or one as no body has."""
-    text = answer.header("Content-Length")
-    return int(text) if _LENGTH.fullmatch(text) else None
-
-
-def _media_type(header: str) -> str:
-    return header.partition(";")[0].strip()
-
-
 def _told(answer: Answer, wanted: str) -> Descriptor | None:
     """The descriptor that the head of an answer amounts to; None where it does not say all of it."""
-    digest, length = answer.header("Docker-Content-Digest"), _length(answer)
-    media_type = _media_type(answer.header("Content-Type"))
+    digest, length = answers.digest(answer), answers.length(answer)
+    media_type = answers.media_type(answer.header("Content-Type"))
     if media_type in _VAGUE or length is None or (_is_digest(wanted) and digest != wanted):
         return None
     try:

@@ -31,6 +31,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, NotInRegistry, RegistryError, Rejected, Unauthorized, reason
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.registry import answers
 from gpusnap.oci.registry.client import Client, Request
 from gpusnap.oci.registry.http import PIECE, Answer, Broken
 
@@ -128,7 +129,12 @@ class Upload:
         request = Request(
             "HEAD", f"{self._to.url}blobs/{self._blob.digest}", self._what, self._to.scopes, (200, 404)
         )
-        return self._insist(request, lambda answer: answer.status == 200)
+        return self._insist(
+            request,
+            lambda answer: (
+                answer.status == 200 and answers.has(answer, self._blob.digest, self._blob.size, self._what)
+            ),
+        )
 
     def _insist(self, request: Request, take: Callable[[Answer], T]) -> T:
         """What is taken from the answer to a request without a body, which has attempts of its own.

@@ -17,7 +17,7 @@ from gpusnap.cli.completion import complete_store
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.listing.filters import Line, chosen, rows_of
 from gpusnap.listing.templates import template
-from gpusnap.oci.base.errors import NotThere, OciError, Rejected
+from gpusnap.oci.base.errors import NotARegistry, NotThere, OciError, Rejected
 from gpusnap.oci.store.store import Store
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
@@ -162,6 +162,8 @@ def _of_registry(place: InRegistry, *, limit: int, plain_http: bool, progress: P
 
     try:
         return remote_listing(place, limit=limit, plain_http=plain_http, step=progress.at)
+    except NotARegistry:
+        raise
     except Rejected as error:
         raise GpusnapError(
             str(error),

@@ -172,7 +172,8 @@ def checkpoint(wish: Wish, progress: Progress, asked: podman.Inspection | None =
 def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:
     """See that the registry answers and lets us in, before a container ends for its sake."""
     with told(), source.open_repository(to, plain_http=plain_http, mirrors=False) as repository:
-        repository.has_blob(empty_descriptor().digest, pushing=True)
+        empty = empty_descriptor()
+        repository.has_blob(empty.digest, empty.size, pushing=True)
 
 
 def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: float) -> Made:

@@ -7,7 +7,7 @@ import json
 import random
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from gpusnap.oci.base.errors import (
     DigestError,
     DiskFull,
     LayoutError,
+    NotARegistry,
     NotInRegistry,
     RegistryError,
     Rejected,
@@ -210,6 +211,78 @@ def test_has_blob(registry: FakeRegistry) -> None:
     """It has what it has."""
     assert registry.repository().has_blob(registry.add_blob(DATA))
     assert not registry.repository().has_blob(registry.add_blob(b"x", "other"))
+
+
+PAGE = b"<html>Log in</html>"
+
+
+def page(registry: FakeRegistry, *methods: str) -> None:
+    """From now on it is a web server that answers everything with one page."""
+    for method in methods:
+        registry.rule(method, "", Say(200, {"Content-Type": "text/html; charset=utf-8"}, PAGE), times=99)
+
+
+def test_a_web_page_is_no_registry(registry: FakeRegistry, layout: Layout) -> None:
+    """Nothing is there, and nothing is taken, where everything is answered with 200 and a page."""
+    content, blob = manifest(registry), wanted(registry, DATA)
+    page(registry, "HEAD", "GET", "POST", "PUT")
+    repository = registry.repository()
+    layout.add_blob(DATA)
+    calls: list[Callable[[], object]] = [
+        lambda: repository.has_blob(blob.digest, blob.size),
+        lambda: repository.send_blob(blob, layout),
+        lambda: repository.resolve("v1"),
+        lambda: repository.read_manifest("v1"),
+        lambda: repository.read_tags(),
+        lambda: repository.put_manifest(content, MANIFEST, "v1"),
+        lambda: repository.fetch_blob(blob, Layout(layout.path + "-2").create()),
+    ]
+    for call in calls:
+        with pytest.raises(NotARegistry, match=f"^{registry.host} does not answer as a registry does: "):
+            call()
+    assert repository.read_referrers(blob.digest) is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "there"),
+    [
+        ({"Docker-Content-Digest": "DIGEST", "Content-Type": "text/html"}, True),
+        ({"Docker-Content-Digest": "DIGEST", "Content-Length": "0"}, True),
+        ({"Docker-Content-Digest": "sha256:" + "0" * 64, "Content-Length": str(len(DATA))}, False),
+        ({"Content-Type": "application/octet-stream", "Content-Length": str(len(DATA))}, True),
+        ({"Content-Type": "binary/octet-stream", "Content-Length": ""}, True),
+        ({"Content-Length": str(len(DATA) - 1)}, False),
+        ({"Content-Type": "text/plain", "Content-Length": "2"}, False),
+    ],
+)
+def test_what_a_head_is_believed_for(registry: FakeRegistry, headers: dict[str, str], there: bool) -> None:
+    """The digest, else the size; the answer of a registry or a store of objects that leaves out both."""
+    digest = registry.add_blob(DATA)
+    said = {name: value.replace("DIGEST", digest) for name, value in headers.items()}
+    registry.rule("HEAD", "blobs", Say(200, {"Connection": "close", **said}))
+    assert registry.repository().has_blob(digest, len(DATA)) == there
+
+
+@pytest.mark.parametrize("status", [200, 201, 202])
+def test_a_manifest_that_is_taken_and_not_there(registry: FakeRegistry, status: int) -> None:
+    """An answer without the digest is not believed: the registry is asked for it."""
+    content, repository = manifest(registry), registry.repository()
+    registry.rule("PUT", "manifests", Say(status), times=3)
+    with pytest.raises(NotARegistry, match=r"said that it took the manifest sha256:\w+, and does not"):
+        repository.put_manifest(content, MANIFEST, "v1")
+    registry.manifests["team/app", "v1"] = (MANIFEST, b"{}")
+    with pytest.raises(NotARegistry, match=r"took the manifest sha256:\w+, and has sha256:"):
+        repository.put_manifest(content, MANIFEST, "v1")
+    registry.manifests["team/app", "v1"] = (MANIFEST, content)
+    repository.put_manifest(content, MANIFEST, "v1")
+
+
+def test_a_manifest_that_may_only_be_written(registry: FakeRegistry) -> None:
+    """Who may not read it is not told that it is not there."""
+    content, repository = manifest(registry), registry.repository()
+    registry.rule("PUT", "manifests", Say(201))
+    registry.rule("HEAD", "manifests", Say(403))
+    repository.put_manifest(content, MANIFEST, "v1")
 
 
 @pytest.mark.parametrize("data", [DATA, b"", b"x"])
