@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.labels import labels_in
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import DigestError, LayoutError
+from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError
 from gpusnap.oci.chunks import artifact as artifacts
-from gpusnap.oci.layout.documents import EMPTY, Descriptor, parse_document
+from gpusnap.oci.layout.digests import PREFIX
+from gpusnap.oci.layout.documents import EMPTY, OCTETS, Descriptor, parse_document
 from gpusnap.oci.layout.graph import is_document, walk
 from gpusnap.oci.store.referrers import subject_of
 from gpusnap.oci.store.store import Store
@@ -60,6 +61,7 @@ class Row:
     subject: str
     """The digest of what a referrer refers to."""
     fault: str
+    """Why it cannot be restored: a manifest, or where `listing` has looked for them, a blob is not there."""
     labels: Mapping[str, str]
     migrating: str = ""
     """The other host that its container may run on: a migration to it has not ended."""
@@ -106,15 +108,21 @@ def blobs_of(store: Store, root: Descriptor) -> dict[str, int]:
     return {each.digest: each.size for each, _ in walk(root, store.read)}
 
 
-def listing(store: Store, step: Callable[[], object] = lambda: None) -> Listing:
+def listing(
+    store: Store, step: Callable[[], object] = lambda: None, *, look_for_blobs: bool = False
+) -> Listing:
     """All of a store; what is damaged is a row as well. Raises LayoutError for a broken index.
 
-    step: called after each manifest.
+    step: called after each manifest. look_for_blobs: of checkpoints, also a blob that is not there in its
+    size is a fault; none is read.
     """
     found = []
     for each in kept(store):
         found.append((each, _looked(store, each.root)))
         step()
+    if look_for_blobs:
+        lacking = _lacking(store, (looked.blobs for _, looked in found if looked.kind == "checkpoint"))
+        found = [(each, _with_fault(store, looked, lacking)) for each, looked in found]
     uses = Counter(digest for _, looked in found for digest in looked.blobs)
     rows = sorted((_row(each, looked, uses) for each, looked in found), key=lambda row: by_age(row.created))
     every = {digest: size for _, looked in found for digest, size in looked.blobs.items()}
@@ -142,6 +150,32 @@ def _looked(store: Store, root: Descriptor) -> _Looked:
         return _Looked(blobs, _annotations(read(root)), "referrer" if subject else "other", subject=subject)
     pages_only = artifact.records is None and artifact.config.media_type != EMPTY
     return _Looked(blobs, artifact.annotations, "pages" if pages_only else "checkpoint")
+
+
+def _lacking(store: Store, every: Iterable[Mapping[str, int]]) -> frozenset[tuple[str, int]]:
+    """Digest and bytes of those blobs that are not there; each is asked for once."""
+    wanted = {blob for blobs in every for blob in blobs.items() if blob[0].startswith(PREFIX)}
+    lacks = store.layout.lacks(Descriptor(OCTETS, digest, size) for digest, size in wanted)
+    return frozenset((each.digest, each.size) for each in lacks)
+
+
+def _with_fault(store: Store, looked: _Looked, lacking: Collection[tuple[str, int]]) -> _Looked:
+    if looked.kind != "checkpoint" or not lacking:
+        return looked
+    gone = sorted(blob for blob in looked.blobs.items() if blob in lacking)
+    if not gone:
+        return looked
+    more = f", and {len(gone) - 1} more of its {len(looked.blobs)} blobs" if len(gone) > 1 else ""
+    return replace(looked, fault=_why_lacking(store, *gone[0]) + more)
+
+
+def _why_lacking(store: Store, digest: str, size: int) -> str:
+    try:
+        store.layout.open_blob(digest, size).close()
+    except BlobError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            return str(error)
+    return f"the blob {digest} is missing"
 
 
 def _annotations(content: bytes) -> Mapping[str, str]:

@@ -1,10 +1,12 @@
 """`gpusnap prune`: take out of a store the checkpoints of each container that no rule keeps.
 
-Only whole checkpoints of gpusnap's are looked at: not the pages of one whose records Podman has, nothing that
-is damaged, and nothing of other tools. What has a name that `gpusnap checkpoint` does not give by itself
-stays: somebody gave it that name. So does what another process reads, such as a restore, the checkpoint of a
-migration that has not ended, and what is dated in the future, by a clock that was wrong or by somebody else:
-as the newest one it would take the place of all others.
+Only checkpoints of gpusnap's are looked at: not the pages of one whose records Podman has, and nothing of
+other tools. One that is not whole, with a manifest or a blob that is not there in its size, counts for no
+rule and is left: no whole one goes because of it, and a copy of what it lacks may be somewhere. What has a
+name that `gpusnap checkpoint` does not give by itself stays: somebody gave it that name. So does what another
+process reads, such as a restore, the checkpoint of a migration that has not ended, and what is dated in the
+future, by a clock that was wrong or by somebody else: as the newest one it would take the place of all
+others.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from gpusnap.retention.rules import Candidate, Rules, decide
 
 # By which the clocks of hosts may differ.
 _CLOCKS = timedelta(hours=1)
+_NOT_WHOLE = "not whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Verdict:
     own: int
     """Bytes of the blobs that nothing else in the store uses."""
     reasons: tuple[str, ...]
+    fault: str = ""
+    """What is missing of one that is not whole."""
 
     @property
     def goes(self) -> bool:
@@ -54,11 +59,20 @@ def prune(
     names: patterns; see `is_of`. Of each container by itself, those that are looked at count, no others.
     Raises LayoutError, StoreBusy, DiskFull, DiskError.
     """
-    verdicts = plan(listing(store).rows, rules, names)
+    verdicts = plan(_rows(store), rules, names)
     if dry_run:
         held = store.held()
         return tuple(_in_use(each) if each.goes and each.digest in held else each for each in verdicts)
     return tuple(_removed(store, each) if each.goes else each for each in verdicts)
+
+
+def _rows(store: Store) -> tuple[Row, ...]:
+    """Those of a store. What was removed while it was read, and may miss its blobs, is not there any more."""
+    rows = listing(store, look_for_blobs=True).rows
+    if not any(row.fault for row in rows):
+        return rows
+    left = {entry.descriptor.digest for entry in store.entries()}
+    return tuple(row for row in rows if row.digest in left)
 
 
 def plan(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[Verdict, ...]:
@@ -66,7 +80,7 @@ def plan(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[
     latest = datetime.now(UTC) + _CLOCKS
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        if row.kind == "checkpoint" and is_of(row, names):
+        if row.kind in ("checkpoint", "damaged") and is_of(row, names):
             groups.setdefault(container_of(row), []).append(row)
     found: list[Verdict] = []
     for container, members in sorted(groups.items()):
@@ -75,7 +89,9 @@ def plan(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[
         uncounted: dict[str, tuple[str, ...]] = {}
         for row in members:
             time = time_of(row)
-            if time is None:
+            if row.fault:
+                protected[row.digest] = (_NOT_WHOLE, *protected[row.digest])
+            elif time is None:
                 uncounted[row.digest] = ("age not known",)
             elif time > latest:
                 uncounted[row.digest] = ("dated in the future",)
@@ -90,6 +106,7 @@ def plan(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[
                 container,
                 row.own,
                 protected[row.digest] or kept[row.digest],
+                row.fault,
             )
             for row in members
         ]
@@ -97,7 +114,10 @@ def plan(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[
 
 
 def container_of(row: Row) -> str:
-    """The name of a row's container, or its ID."""
+    """The name of a row's container, or its ID; of one whose manifest is gone, what its own name says."""
+    if row.kind == "damaged" and not row.container:
+        stems = [stem for stem, _, tag in (name.rpartition(":") for name in row.names) if is_time(tag)]
+        return stems[0] if stems else ""
     return row.container or row.container_id[:12]
 
 

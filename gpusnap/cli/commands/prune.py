@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from gpusnap.checkpoints.locator import open_store
+from gpusnap.checkpoints.locator import is_default, open_store
 from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.commands.stores.upkeep import collect_store, collected_document, find_store
@@ -21,6 +21,7 @@ from gpusnap.progress import Progress
 from gpusnap.retention.prune import Verdict
 from gpusnap.retention.prune import prune as remove
 from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.units import human
 from gpusnap.user_errors import told
 
@@ -51,11 +52,15 @@ def prune(
     These always stay: the newest checkpoint of a container, what a restore or another command is reading, and
     a checkpoint with a name that is neither CONTAINER nor CONTAINER:TIME and does not fit NAME, such as one
     that `gpusnap tag` gave it. A NAME with * fits such a tag only if it has a colon, as in 'server:old*'.
+    One that is not whole, because its manifest or a blob is missing or cut short, counts for no rule: it is
+    named, and stays until `gpusnap rm`. Blobs are not read; `gpusnap verify` does that.
+
     What refers to a checkpoint, such as a signature, is removed with it. The blobs stay on disk until
     `gpusnap gc`. After that, Podman cannot restore the stopped container of a removed checkpoint either.
 
-    As JSON: store, dryRun, checkpoints (each with digest, names, created, container, own, reasons; without a
-    reason to stay, it is removed), collected (null, or what `gpusnap gc` says).
+    As JSON: store, dryRun, checkpoints (each with digest, names, created, container, own, reasons, fault;
+    without a reason to stay, it is removed; fault is what one that is not whole lacks), collected (null, or
+    what `gpusnap gc` says).
     """
     rules = rules_of(keep)
     if rules.is_empty():
@@ -71,6 +76,9 @@ def prune(
         progress.stage("reading the store")
         if word is not None or os.path.exists(store.path):  # this host's comes to be with the first one
             found = remove(open_store(store, write=not dry_run), rules, names, dry_run=dry_run)
+    _warn(found, store.path)
+    if not as_json:
+        _say(found, store.path, names, dry_run=dry_run)
     collected = collect_store(store, dry_run=False) if at_once and found and not dry_run else None
     if as_json:
         document = {
@@ -81,11 +89,24 @@ def prune(
         }
         click.echo(json.dumps(document, indent=1))
         return
-    _say(found, store.path, names, dry_run=dry_run)
     if collected is not None:
         store_tables.collected(show.output(), store.path, collected, dry_run=False)
     elif not dry_run and any(each.goes for each in found):
-        show.say(show.output(), "gpusnap gc frees the room that they took")
+        once = " when all others are whole" if any(each.fault for each in found) else ""
+        show.say(show.output(), f"gpusnap gc frees the room that they took{once}")
+
+
+def _warn(found: Sequence[Verdict], path: str) -> None:
+    """Name what is not whole."""
+    for each in found:
+        if each.fault:
+            name = each.names[0] if each.names else store_tables.short(each.digest)
+            word = name if is_default(path) else f"oci:{path}:{name}"
+            note(
+                f"the checkpoint {word} is not whole, so it counts for no rule and stays: {each.fault}; "
+                f"gpusnap verify {word} says what is damaged, and gpusnap rm {word} removes it",
+                code="GPS-601",
+            )
 
 
 def _say(found: Sequence[Verdict], path: str, names: Sequence[str], *, dry_run: bool) -> None:

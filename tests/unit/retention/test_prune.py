@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from checkpoints import ANNOTATIONS, keep
+from checkpoints import ANNOTATIONS, blob_path, keep
 from oci_checkpoints import begin, end, stagings
 
 from gpusnap.checkpoints import migrations
@@ -17,6 +17,7 @@ from gpusnap.checkpoints.labels import as_annotations
 from gpusnap.checkpoints.migrations import Leaving
 from gpusnap.checkpoints.names import dated_name
 from gpusnap.oci.layout.documents import Descriptor, Manifest, empty_descriptor
+from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.index import Catalog
 from gpusnap.oci.store.store import Store
 from gpusnap.retention.prune import prune
@@ -51,6 +52,18 @@ def made(
     }
     records: dict[str, bytes | str | None] = {"config.dump": f"{container} {day}".encode()}
     return keep(store, names=names, records=records, gpu=False, annotations=notes).digest
+
+
+def break_it(store: Store, digest: str, how: str) -> str:
+    """Have a checkpoint lack its records, or the end of them, or its manifest; the digest of that."""
+    manifest = json.loads(blob_path(store, digest).read_bytes())
+    broken = digest if how == "manifest" else str(manifest["layers"][0]["digest"])
+    path = blob_path(store, broken)
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    return broken
 
 
 def names(store: Store) -> set[str]:
@@ -157,17 +170,118 @@ def test_without_names(store: Store) -> None:
 
 
 def test_what_is_no_whole_checkpoint(store: Store) -> None:
-    """Pages whose records Podman has, what is damaged, and what has no age are left."""
+    """Pages whose records Podman has, and what has no age are left."""
     pages = keep(store, bytearray(b"x" * 5000), annotations=ANNOTATIONS).digest
     ageless = made(store, "a", 1, "a:20260101", created="yesterday")
-    damaged = made(store, "a", 2, "a:20260102")
-    Path(store.path, "blobs/sha256", damaged.removeprefix("sha256:")).write_bytes(b"{}")
     made(store, "a", 3, "a:20260103")
     made(store, "a", 4, "a:20260104")
     verdicts = prune(store, LAST)
-    assert names(store) == {"", "a:20260101", "a:20260102", "a:20260104"}
-    assert {entry.descriptor.digest for entry in store.entries()} >= {pages, ageless, damaged}
+    assert names(store) == {"", "a:20260101", "a:20260104"}
+    assert {entry.descriptor.digest for entry in store.entries()} >= {pages, ageless}
     assert [each.reasons for each in verdicts] == [("age not known",), (), ("last",)]
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "manifest"])
+def test_the_newest_is_not_whole(store: Store, how: str) -> None:
+    """It counts for no rule, whose number is of whole ones, and it is left."""
+    digests = [made(store, "a", day, f"a:{TIME % day}") for day in (1, 2, 3)]
+    broken = break_it(store, digests[2], how)
+    for dry_run in (True, False):
+        found = {each.digest: each for each in prune(store, LAST, ["a*"], dry_run=dry_run)}
+        assert [found[digest].reasons for digest in digests] == [(), ("last",), ("not whole",)]
+        assert [bool(found[digest].fault) for digest in digests] == [False, False, True]
+        assert broken in found[digests[2]].fault
+        assert found[digests[2]].container == "a"
+    assert names(store) == {f"a:{TIME % 2}", f"a:{TIME % 3}"}
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "manifest"])
+def test_none_is_whole(store: Store, how: str) -> None:
+    """All are left."""
+    for digest in [made(store, "a", day, f"a:{TIME % day}") for day in (1, 2)]:
+        break_it(store, digest, how)
+    assert [each.reasons for each in prune(store, LAST)] == [("not whole",)] * 2
+    assert names(store) == {f"a:{TIME % 1}", f"a:{TIME % 2}"}
+
+
+def test_some_are_whole(store: Store) -> None:
+    """Of each container by itself; the period of time begins at the newest whole one."""
+    a = [made(store, "a", day, f"a:{TIME % day}") for day in (1, 2, 3, 4, 5)]
+    b = [made(store, "b", day, f"b:{TIME % day}") for day in (1, 2)]
+    break_it(store, a[1], "missing")
+    break_it(store, a[4], "truncated")
+    store.tag(break_it(store, b[1], "manifest"), "best")
+    found = {each.digest: each.reasons for each in prune(store, Rules(last=1, within=timedelta(days=1)))}
+    assert [found[digest] for digest in a] == [
+        (),
+        ("not whole",),
+        ("within",),
+        ("last", "within"),
+        ("not whole",),
+    ]
+    assert [found[digest] for digest in b] == [("last", "within"), ("not whole", "has the name best")]
+
+
+def test_removed_while_the_store_was_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has gone, blobs and all, is nothing to be told of."""
+    digests = [made(store, "a", day, f"a:{TIME % day}") for day in (1, 2, 3)]
+    real = Layout.lacks
+
+    def late(self: Layout, wanted: Iterable[Descriptor]) -> list[Descriptor]:
+        monkeypatch.undo()
+        store.remove(digests[2])
+        store.collect()
+        return real(self, wanted)
+
+    monkeypatch.setattr(Layout, "lacks", late)
+    assert [(each.digest, each.reasons) for each in prune(store, LAST)] == [
+        (digests[0], ()),
+        (digests[1], ("last",)),
+    ]
+
+
+def test_what_is_said_of_one_that_is_not_whole(store: Store, gpusnap: Run) -> None:
+    """Its name, what is missing and what to do, also where gc then refuses to go on."""
+    digests = [made(store, "a", day, f"a:{TIME % day}") for day in (1, 2, 3)]
+    broken = break_it(store, digests[2], "missing")
+    words = ("prune", "--keep-last", "1")
+    note = (
+        "gpusnap: note: the checkpoint a:20260103 is not whole, so it counts for no rule and stays: "
+        f"the blob {broken} is missing; gpusnap verify a:20260103 says what is damaged, and "
+        "gpusnap rm a:20260103 removes it [GPS-601]\n"
+    )
+    code, out, err = gpusnap(*words, "--dry-run", "--json")
+    assert (code, err) == (0, note)
+    found = json.loads(out)["checkpoints"]
+    assert [each["fault"] for each in found] == ["", "", f"the blob {broken} is missing"]
+    code, out, err = gpusnap(*words, "--dry-run")
+    assert (code, err) == (0, note)
+    assert [line.split()[6:] for line in out.splitlines()[1:4]] == [["go"], ["last"], ["not", "whole"]]
+    code, out, err = gpusnap(*words, "--gc")
+    assert (code, err.startswith(note)) == (1, True)
+    assert "GPS-705" in err
+    assert "1 of 3 checkpoints removed" in out
+    assert names(store) == {f"a:{TIME % 2}", f"a:{TIME % 3}"}
+
+
+def test_blobs_that_several_checkpoints_have(store: Store) -> None:
+    """One that is missing is missing in each of them."""
+    shared = bytearray(b"x" * 5000)
+    notes = {**ANNOTATIONS, "org.criu.checkpoint.container.name": "a"}
+    digests = [
+        keep(
+            store,
+            shared,
+            names=[f"a:{TIME % day}"],
+            records={"config.dump": str(day).encode()},
+            annotations={**notes, "org.opencontainers.image.created": f"2026-01-{day:02}T12:00:00Z"},
+        ).digest
+        for day in (1, 2)
+    ]
+    manifest = json.loads(blob_path(store, digests[0]).read_bytes())
+    for layer in manifest["layers"][1:]:
+        blob_path(store, layer["digest"]).unlink()
+    assert [each.reasons for each in prune(store, LAST)] == [("not whole",)] * 2
 
 
 @pytest.mark.parametrize("created", ["9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+23:59"])
