@@ -276,7 +276,9 @@ def restore(
     GiB or more or the network is slow. It is kept in this host's store. If the registry does not answer, and
     the store has a checkpoint of the same name, that one is restored, and a note says so.
 
-    A name without a tag, such as server, is the newest checkpoint of that name, as is server:latest.
+    A name without a tag, such as server, is the newest checkpoint of that name, as is server:latest. If a
+    checkpoint has exactly that name, as `gpusnap tag` and `gpusnap copy` can give it, it is that one, and
+    those that are newer are named.
 
     A named volume that Podman has already is used as it is, and a note says so: no file in it is replaced.
     The restored processes do not know what was written to it since the checkpoint. Volumes that Podman does
@@ -353,7 +355,10 @@ def restore(
             return
         source = done.source.entry
         age = f", made {ago(source.created)}" if source.created else ""
-        click.echo(f"restored from {source.name or done.digest}{age}", err=True)
+        store = done.source.place.store.path
+        known = source.name or done.digest
+        where = known if store == locator.default_store().path else f"oci:{store}:{known}"
+        click.echo(f"restored from {where}{age}", err=True)
         if done.source.later:
             click.echo(f"note: newer than {source.name}: {listed(done.source.later)}", err=True)
 
@@ -363,6 +368,7 @@ def restore(
             "containerId": done.container,
             "digest": done.digest,
             "name": done.source.entry.name if done.source is not None else "",
+            "newer": list(done.source.later) if done.source is not None else [],
             "kept": done.kept,
             "seconds": round(done.seconds, 3),
         }

@@ -37,6 +37,8 @@ from gpusnap.runtime_shim.snapshot.records import journal, reservations, suspens
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep as sweep_suspended
 
+# Libpod's ContainerStateConfigured, as it prints it.
+_CREATED = "created"
 _NOTHING = "nothing to recover"
 
 
@@ -81,11 +83,13 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     """Clean up after a killed gpusnap or Podman, for all containers or for CONTAINER.
 
     CONTAINER is its ID, the beginning of it, or Podman's name. After a killed checkpoint, the processes are
-    stopped and their GPU memory is in RAM or in files: they are resumed. After a killed restore, the
-    incomplete container is removed, so that it can be restored again. A running container is left alone. A
-    suspend that was killed is undone, and a resume is finished; a suspended container stays suspended. After
-    a killed `gpusnap migrate`, the other host is asked by ssh where the container runs: if it runs there, its
-    checkpoint is removed here; if not, it can be restored here. On the other host, what had come is removed.
+    stopped and their GPU memory is in RAM or in files: they are resumed. After a killed restore, what had
+    come of the container is removed, so that it can be restored again. If Podman was killed too, it may keep
+    a container that never ran, which it has as created, as those of `podman create`: the next restore names
+    it, and `podman rm` removes it. A running container is left alone. A suspend that was killed is undone,
+    and a resume is finished; a suspended container stays suspended. After a killed `gpusnap migrate`, the
+    other host is asked by ssh where the container runs: if it runs there, its checkpoint is removed here; if
+    not, it can be restored here. On the other host, what had come is removed.
 
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
@@ -138,10 +142,15 @@ def _pause_again(suspended: Sequence[Suspension]) -> None:
 
 
 def _nothing_for(container: str) -> GpusnapError:
-    return GpusnapError(
-        f"there is nothing to recover for container {container}",
-        hint="gpusnap recover --list shows what there is",
-    )
+    hint = "gpusnap recover --list shows what there is"
+    with suppress(GpusnapError):
+        found = podman.container(container)
+        if found.status == _CREATED:
+            hint = (
+                f"Podman has {found.name} as created: if that is of a restore whose Podman was killed, "
+                f"podman rm {found.name} removes it"
+            )
+    return GpusnapError(f"there is nothing to recover for container {container}", hint=hint)
 
 
 def _list(

@@ -77,7 +77,7 @@ def test_all_as_json(store: Store, registry: FakeRegistry, tmp_path: Path) -> No
     pulled = document("pull", f"http://{ref}", "-o", str(tmp_path / "out.tar"))
     assert pulled.keys() == figures | {"store", "name", "file", "image", "baseImage"}
     restored = document("restore", "mine")
-    assert restored.keys() == {"container", "containerId", "digest", "name", "kept", "seconds"}
+    assert restored.keys() == {"container", "containerId", "digest", "name", "newer", "kept", "seconds"}
     assert restored["digest"] == made["digest"]
 
 
@@ -132,6 +132,10 @@ def test_lines(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
     back = ran("restore", "mine")
     assert back.stdout.startswith(f"w  {ID}  ")
     assert back.stderr.startswith("restored from mine, made ")
+    assert json.loads(ran("restore", "mine", "--json").stdout)["newer"] == []
+    other = f"oci:{tmp_path}/other:mine"
+    ran("copy", "mine", other)
+    assert ran("restore", other).stderr.startswith(f"restored from {other}, made ")
 
 
 @pytest.mark.parametrize(

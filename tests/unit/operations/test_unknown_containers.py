@@ -17,6 +17,7 @@ from fakes import ID, KEY, Scene, a_manifest
 
 from gpusnap.cli import main as cli
 from gpusnap.cli.commands import recover as recover_commands
+from gpusnap.engines import podman as engine
 from gpusnap.engines import podman_command
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.unknown_containers import chosen, unknown
@@ -473,3 +474,12 @@ def test_room_is_swept(tmp_path: Path) -> None:
     (folder / "1-abc.json").write_text('{"pid": 4194000, "start": 1, "bytes": {}}')
     reservations.sweep(str(folder))
     assert os.listdir(folder) == []
+
+
+def test_one_that_never_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Podman may have been killed with the restore; nobody can tell it from one of podman create."""
+    found = engine.Container(ID, "w", "crun", "created", init=0)
+    monkeypatch.setattr(engine, "container", lambda _: found)
+    said = recover_commands._nothing_for("w").sentence()
+    assert said.startswith("there is nothing to recover for container w; Podman has w as created: ")
+    assert said.endswith("podman rm w removes it")
