@@ -59,7 +59,8 @@ def listing(
             done += 1
             step(done, len(last))
 
-        for_each(last, look, threads=max(1, min(_CONNECTIONS, len(last))))
+        threads = max(1, min(_CONNECTIONS, len(last)))
+        for_each(last, look, threads=threads, ending=repository.interrupt)
     by_digest: dict[str, Row] = {}
     for row in sorted(found.values(), key=lambda row: (by_age(row.created), row.names)):
         before = by_digest.get(row.digest)

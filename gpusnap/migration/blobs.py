@@ -56,6 +56,9 @@ class Remote:
                 incoming.write(piece)
                 step(incoming.size)
 
+    def interrupt(self) -> None:
+        """Each answer has a deadline of its own."""
+
     @contextmanager
     def _answer(self, digest: str) -> Iterator[tuple[Iterator[bytes], int]]:
         """The bytes of the answer, and how many; those that are not taken are passed over."""

@@ -258,7 +258,8 @@ def _asked(
                 faults.append(Fault(blob, fault))
             progress(done, whole)
 
-    for_each(blobs, check, threads=max(1, min(_CONNECTIONS, len(blobs))))
+    threads = max(1, min(_CONNECTIONS, len(blobs)))
+    for_each(blobs, check, threads=threads, ending=repository.interrupt)
     return sorted(faults, key=lambda fault: fault.descriptor.digest)
 
 

@@ -30,9 +30,13 @@ class Shared(Iterator[T]):
 
 
 class Crew:
-    """A number of threads. `check` is theirs to call between steps; `join` raises the first error."""
+    """A number of threads. `check` is theirs to call between steps; `join` raises the first error.
 
-    def __init__(self) -> None:
+    ending: called by `stop`, to end what they wait for, such as an answer from the network.
+    """
+
+    def __init__(self, ending: Callable[[], object] = lambda: None) -> None:
+        self._ending = ending
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -77,6 +81,7 @@ class Crew:
     def stop(self) -> None:
         """End all workers at their next check, and wait for them."""
         self._fail(_Stopped())
+        self._ending()
         # One that has not begun by now never does.
         self._wait(lambda: self._ended == self._begun)
 
@@ -120,12 +125,18 @@ class Crew:
                 self._error = error
 
 
-def for_each(items: Iterable[T], do: Callable[[T], None], *, threads: int) -> None:
+def for_each(
+    items: Iterable[T],
+    do: Callable[[T], None],
+    *,
+    threads: int,
+    ending: Callable[[], object] = lambda: None,
+) -> None:
     """Call `do` with each item, in that many threads, or in this one where the system gives none.
 
-    Raises the first error; the rest is not begun then.
+    ending: as for Crew. Raises the first error; the rest is not begun then.
     """
-    crew, shared = Crew(), Shared(items)
+    crew, shared = Crew(ending), Shared(items)
 
     def work() -> None:
         for item in shared:

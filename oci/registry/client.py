@@ -112,6 +112,10 @@ class Client:
         """End all connections."""
         self._pool.clear()
 
+    def interrupt(self) -> None:
+        """End what other threads wait for; they, and whoever asks anything later, get Cancelled."""
+        self._pool.interrupt()
+
     def ask(self, request: Request) -> Answer:
         """One attempt: an answer of an accepted status, to be closed.
 
@@ -160,6 +164,7 @@ class Client:
         broken, furthest, served = 0, reached(), self._served
         while True:
             check()
+            self._pool.check()
             try:
                 done = attempt()
             except Broken as error:
@@ -225,5 +230,6 @@ class Client:
     def _pause(self, seconds: float, check: Callable[[], object]) -> None:
         while seconds > 0:
             check()
+            self._pool.check()
             self._wait(min(seconds, _STEP))
             seconds -= _STEP

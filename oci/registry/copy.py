@@ -39,6 +39,9 @@ class Source(Protocol):
     ) -> None:
         """Bring a blob into a layout, checked before it has its name there; as Repository.fetch_blob."""
 
+    def interrupt(self) -> None:
+        """Have nobody wait for long any more; as Repository.interrupt."""
+
 
 class InLayout:
     """The manifests of a layout as a source, which names them by their digests alone."""
@@ -64,6 +67,9 @@ class InLayout:
             while piece := read_piece(file):
                 incoming.write(piece)
                 step(incoming.size)
+
+    def interrupt(self) -> None:
+        """Nobody waits for a layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +171,7 @@ def push(
             blobs.append(one)
         else:
             documents.append((one, content))
-    tally, crew = _Tally(progress), Crew()
+    tally, crew = _Tally(progress), Crew(repository.interrupt)
     tally.expect([*blobs, *(one for one, _ in documents)])
 
     def send(one: Descriptor) -> None:
@@ -210,7 +216,7 @@ def pull(
     Raises BlobError, which names the blob, LayoutError, DiskFull, DiskError, RegistryError and those below
     it, and whatever have, wanted or progress raises. What was whole by then stays in the layout.
     """
-    tally, crew = _Tally(progress), Crew()
+    tally, crew = _Tally(progress), Crew(source.interrupt)
 
     def document(one: Descriptor) -> bytes:
         tally.expect([one])

@@ -13,7 +13,8 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -25,7 +26,7 @@ from urllib3.exceptions import HTTPError, LocationValueError, ProtocolError
 from urllib3.util import make_headers, parse_url
 from urllib3.util.ssl_ import create_urllib3_context
 
-from gpusnap.oci.base.errors import RegistryError, Unreachable, reason
+from gpusnap.oci.base.errors import Cancelled, RegistryError, Unreachable, reason
 from gpusnap.oci.registry import certificates
 from gpusnap.oci.registry.pace import Limits, Watch
 from gpusnap.oci.registry.proxies import proxy_for
@@ -43,6 +44,9 @@ _CONNECT, _LONGER = 30.0, 5.0
 # What is left of an answer is read, so that its connection can serve again, where it is no more than this.
 _LEFTOVER = 64 << 10
 _CONNECTIONS = 32
+# Seconds between looks whether a connection that is being made is still wanted.
+_LOOK = 0.1
+_INTERRUPTED = "it was interrupted"
 # A host or a port that is not there, or that says nothing at all.
 _NOBODY = (socket.gaierror, ConnectionRefusedError, TimeoutError, urllib3.exceptions.TimeoutError)
 # OpenSSL's words for a peer that does not speak TLS, by its version.
@@ -70,12 +74,35 @@ class Pool:
         self._lock = threading.Lock()
         # By the URL of the proxy, "" for none.
         self._made: dict[str, urllib3.PoolManager] = {}
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self._over = False
 
     def clear(self) -> None:
         """End all connections."""
         with self._lock:
             for each in self._made.values():
                 each.clear()
+
+    def interrupt(self) -> None:
+        """End all exchanges that other threads wait in; they, and whoever begins another, get Cancelled."""
+        with self._lock:
+            self._over = True
+            watches = list(self._watches)
+        for each in watches:
+            each.end(_INTERRUPTED)
+
+    def check(self) -> None:
+        """Raise Cancelled after `interrupt`."""
+        if self._over:
+            raise Cancelled(_INTERRUPTED)
+
+    def watch(self, method: str) -> Watch:
+        """For a new exchange. Raises Cancelled after `interrupt`."""
+        made = Watch(self.limits, method)
+        with self._lock:
+            self.check()
+            self._watches.add(made)
+        return made
 
     def at(self, proxy: str) -> urllib3.PoolManager:
         """Those through a proxy, or straight ones for "". Raises RegistryError for what is no proxy."""
@@ -109,9 +136,11 @@ class _Watched(HTTPConnection):
     """A connection that says to who watches an exchange what it goes over, and when it has been sent."""
 
     def _new_conn(self) -> socket.socket:
-        made = super()._new_conn()
-        if (watch := getattr(_current, "watch", None)) is not None:
-            watch.attach(made)
+        watch: Watch | None = getattr(_current, "watch", None)
+        if watch is None:
+            return super()._new_conn()
+        made = _connected(super()._new_conn, watch)
+        watch.attach(made)
         return made
 
     def putrequest(self, *args: Any, **more: Any) -> None:
@@ -125,6 +154,63 @@ class _Watched(HTTPConnection):
         if (watch := getattr(_current, "watch", None)) is not None:
             watch.sent()
         return super().getresponse(*args, **more)
+
+
+class _Connecting:
+    """A connection that a thread of its own makes: nothing ends a call of getaddrinfo(3) or connect(2)."""
+
+    def __init__(self, make: Callable[[], socket.socket]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._left = False
+        self._made: socket.socket | None = None
+        self._error: BaseException | None = None
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        """Make it, and close it where nobody waits for it any more."""
+        try:
+            made = self._make()
+        except BaseException as error:
+            self._error = error
+        else:
+            with self._lock:
+                if not self._left:
+                    self._made = made
+            if self._made is None:
+                made.close()
+        self.done.set()
+
+    def leave(self) -> None:
+        """Wait for it no longer."""
+        with self._lock:
+            self._left = True
+            if self._made is not None:
+                self._made.close()
+
+    def taken(self) -> socket.socket:
+        """The connection. Raises what making it raised."""
+        if self._made is None:
+            assert self._error is not None
+            raise self._error
+        return self._made
+
+
+def _connected(make: Callable[[], socket.socket], watch: Watch) -> socket.socket:
+    """A new connection, unless the exchange is ended, or a signal's exception comes, before it is there."""
+    connecting = _Connecting(make)
+    try:
+        threading.Thread(target=connecting.run, name="gpusnap-connect", daemon=True).start()
+    except RuntimeError:  # the system gives no thread
+        return make()
+    try:
+        while not connecting.done.wait(_LOOK):
+            if watch.why:
+                raise ConnectionAbortedError(watch.why)
+    except BaseException:
+        connecting.leave()
+        raise
+    return connecting.taken()
 
 
 class _WatchedTls(_Watched, HTTPSConnection):
@@ -245,12 +331,12 @@ def exchange(
     """Send one request and take the head of its answer, whatever its status; no redirect is followed.
 
     A body in pieces needs its Content-Length among the headers. Raises Broken; Unreachable where another
-    attempt would not help; whatever `body` raises, and then the other side never sees its end.
+    attempt would not help; Cancelled; whatever `body` raises, and then the other side never sees its end.
     """
     proxy = proxy_for(url)
     connections = pool.at(proxy)
     limits = pool.limits
-    watch = _current.watch = Watch(limits, method)
+    watch = _current.watch = pool.watch(method)
     try:
         with watch.waiting():
             response = connections.urlopen(
@@ -271,6 +357,7 @@ def exchange(
         ) from error
     except (HTTPError, http.client.HTTPException, OSError) as error:
         watch.close()
+        pool.check()
         _refuse_tls(error, url)
         by = f" through the proxy {host_of(proxy)}" if proxy else ""
         nobody = any(isinstance(each, _NOBODY) for each in _chain(error)) or bool(watch.why)

@@ -60,6 +60,8 @@ class Watch:
             # One of our own: the other may be closed, and its number be another file's, at any moment.
             with contextlib.suppress(OSError, ValueError):
                 self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+            if self.why:
+                self._end(self.why)
             self._begin()
 
     def sent(self) -> None:
@@ -86,6 +88,11 @@ class Watch:
         """Nobody waits in it any more. May be called twice."""
         with self._lock:
             self._let_go()
+
+    def end(self, why: str) -> None:
+        """Have whoever waits in it wait no longer."""
+        with self._lock:
+            self._end(why)
 
     def look(self, seconds: float) -> None:
         """So many seconds have passed since the last look: shut it down where it is too slow."""

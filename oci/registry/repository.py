@@ -97,6 +97,10 @@ class Repository:
         """End all connections."""
         self._client.close()
 
+    def interrupt(self) -> None:
+        """End what other threads wait for in it; they, and whoever asks anything later, get Cancelled."""
+        self._client.interrupt()
+
     # Manifests
 
     def resolve(self, wanted: str, *, pushing: bool = False) -> Descriptor:

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from gpusnap.oci.base.threads import Crew
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Held, Host, Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import GpuError, IllegalState, ProcessGone
@@ -89,6 +91,16 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"{what} did not come about within {DEADLINE:g} s"
         pause.wait(0.005)
+
+
+def joining(thread: int) -> bool:
+    """Whether a thread is within Crew.join."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is Crew.join.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def uuid(number: int) -> str:

@@ -219,12 +219,13 @@ class Fetching:
         lacking: list[Descriptor] = []
 
         def ask(each: Descriptor) -> None:
-            if repository.has_blob(each.digest):
+            if repository.has_blob(each.digest, each.size):
                 self._remote[each.digest] = repository
             else:
                 lacking.append(each)
 
-        for_each(missing, ask, threads=min(_CONNECTIONS, len(missing)))
+        threads = min(_CONNECTIONS, len(missing))
+        for_each(missing, ask, threads=threads, ending=repository.interrupt)
         return lacking
 
     def _fetch(self, repository: Repository, layout: Layout, digest: str, size: int) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 
 import pytest
-from fakes import wait_for
+from fakes import joining, wait_for
 
 from gpusnap.oci.base.threads import Crew, for_each
 
@@ -92,16 +91,6 @@ def test_the_first_error_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="the first"):
         for_each(range(9), do, threads=4)
     assert done == [0, 1, 2]
-
-
-def joining(thread: int) -> bool:
-    """Whether a thread is within Crew.join."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_code is Crew.join.__code__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def test_a_signal_while_it_waits() -> None:
