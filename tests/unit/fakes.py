@@ -486,13 +486,15 @@ class Scene:
         monkeypatch.setattr(locate, "become", _never_become)
         monkeypatch.setattr(gpu_state, "_PAUSE", 0.0)
         from gpusnap.runtime_shim.snapshot import restore, restore_plan
+        from gpusnap.runtime_shim.snapshot.suspend import job
 
         monkeypatch.setattr(restore, "find_driver", lambda: self.driver)
         monkeypatch.setattr(remap, "_hosts_dev", lambda init: False)  # though these processes share it
         monkeypatch.setattr(journal, "FOLDER", str(folder / "gpusnap" / "journal"))
         monkeypatch.setattr(dispatch, "JOURNAL", journal.FOLDER)
-        room = str(folder / "gpusnap" / "room")
-        monkeypatch.setattr(restore_plan, "claim", lambda: reservations.claim(room))
+        self.room = str(folder / "gpusnap" / "room")
+        for module in (restore_plan, job):
+            monkeypatch.setattr(module, "claim", lambda: reservations.claim(self.room))
 
     def __enter__(self) -> Scene:
         return self

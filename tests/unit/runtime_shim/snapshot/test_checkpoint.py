@@ -113,14 +113,15 @@ def test_memory_is_claimed(scene: Scene) -> None:
     (pid,) = scene.gpu_processes(1)
     claimed: list[int] = []
     used = sum(scene.driver.memory_used([pid])[pid].values())
-    before = reservations.reserved().get(reservations.RAM, 0)
-    scene.driver.when(
-        "checkpoint", lambda _: claimed.append(reservations.reserved().get(reservations.RAM, 0) - before), pid
-    )
+
+    def look(_: int) -> None:
+        claimed.append(reservations.reserved(scene.room)[reservations.RAM])
+
+    scene.driver.when("checkpoint", look, pid)
     scene.checkpoint()
     assert claimed == [used]
     assert used > 0
-    assert reservations.reserved().get(reservations.RAM, 0) == before
+    assert reservations.reserved(scene.room) == {}
 
 
 def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
