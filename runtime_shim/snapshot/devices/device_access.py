@@ -20,6 +20,7 @@ from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, RuntimeFailed, reason
 from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
 
@@ -35,7 +36,8 @@ _SECONDS = 30.0  # for the runtime
 def check(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> None:
     """See that the container of a process, which is not frozen, may open these nodes of its /dev.
 
-    What it has lost is given back, and said. Raises Refused where that cannot be done.
+    Of those that its configuration gives it, and those that it has open. What it has lost is given back, and
+    said. Raises Refused where that cannot be done.
     """
     lost, why = _given_back(pid, container, nodes, allow)
     if lost:
@@ -80,14 +82,17 @@ def update(real: RealRuntime, container: containers.Container, nodes: Sequence[N
 
 def _given_back(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> tuple[Sequence[Node], str]:
     """Have the nodes back that were lost: which still are, and why."""
-    lost, why = _denied(pid, nodes), ""
-    if not lost:
+    denied, why = _denied(pid, nodes), ""
+    if not denied:
         return (), ""
+    lost = denied
     try:
-        lost = allow(lost)
+        lost = allow(denied)
     except (GpusnapError, OSError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
-    still = _denied(pid, lost)
+    # NVIDIA's hook gives nodes without a word in config.json: whoever has one open was allowed it.
+    others = [node for node in denied if node not in lost]
+    still = [*_denied(pid, lost), *_open(pid, others)]
     if lost and not still:
         note(
             f"container {container} could not open {_paths(lost)} any more, as after podman update; it may "
@@ -112,6 +117,16 @@ def _denied(pid: int, nodes: Sequence[Node]) -> Sequence[Node]:
             denied = question_process.ask(pid, "its device nodes", _ask, group, own, [*by_path])
             return [by_path[path] for path in denied]
     return ()
+
+
+def _open(pid: int, nodes: Sequence[Node]) -> Sequence[Node]:
+    """Those that a process in the cgroup of `pid` has open."""
+    group, held = containers.cgroup_folder(pid), set[str]()
+    if group is not None and nodes:
+        with suppress(GpusnapError):
+            for member in cgroup_freezer.members(group):
+                held.update(target for _, target in proc.open_files(member))
+    return [node for node in nodes if node.path in held]
 
 
 def _ask(group: str, own: str, paths: Sequence[str]) -> list[str]:

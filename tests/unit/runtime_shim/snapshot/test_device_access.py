@@ -12,6 +12,7 @@ import pytest
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Node
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import bundle, cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.container import Container
@@ -90,9 +91,34 @@ def test_they_are_given_back(cgroup: Cgroup, capsys: pytest.CaptureFixture[str])
     assert "container w could not open /dev/nvidiactl, /dev/nvidia0 any more" in said
 
 
-def test_one_that_it_was_never_given(cgroup: Cgroup, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("held", [SECOND, None])
+def test_one_that_its_configuration_does_not_give_it(
+    cgroup: Cgroup, monkeypatch: pytest.MonkeyPatch, held: Node | None
+) -> None:
+    """It is lost where a process has it open, as NVIDIA's hook gave it; nobody can give it back."""
+    cgroup.denied = {FIRST, SECOND}
+    monkeypatch.setattr(cgroup_freezer, "members", lambda _: [7, 8])
+    paths = {8: held.path} if held is not None else {}
+    monkeypatch.setattr(proc, "open_files", lambda pid: [("/proc/x", paths.get(pid, "/dev/null"))])
+
+    def allow(nodes: Sequence[Node]) -> Sequence[Node]:
+        assert nodes == [FIRST, SECOND]
+        cgroup.denied = {SECOND}
+        return [FIRST]
+
+    if held is None:
+        device_access.check(7, "w", NODES, allow)
+        return
+    with pytest.raises(Refused, match=r"^container w may not open /dev/nvidia1 any more"):
+        device_access.check(7, "w", NODES, allow)
+
+
+def test_one_that_it_was_never_given(
+    cgroup: Cgroup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With --volume /dev:/dev it sees nodes that are not its own."""
     cgroup.denied = {SECOND}
+    monkeypatch.setattr(cgroup_freezer, "members", lambda _: [])
     device_access.check(7, "w", NODES, lambda _: ())
     assert capsys.readouterr().err == ""
 
