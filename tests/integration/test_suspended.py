@@ -347,7 +347,7 @@ def test_a_swap_whose_command_fails(crun: None) -> None:
     second = Container.start("second")
     said = sentence(gpusnap("swap", "second", "first"))
     assert "first is resumed, but the command post-resume of the container first ended with exit" in said
-    assert "; second is suspended" in said
+    assert "; first runs, and second is suspended" in said
     first.goes_on()
     assert usage("second")["state"] == "suspended"
     first.remove()

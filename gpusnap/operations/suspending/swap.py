@@ -68,7 +68,9 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
         except GpusnapError as error:
             off = _on_file(container.id)
             if off is not None and off.stage is Stage.SUSPENDED:
-                there = f"{out} is suspended" if _runs(found) else _back(off, settings, driver, first)
+                there = f"{into} runs, and {out} is suspended"
+                if not _runs(found):
+                    there = _back(off, settings, driver, first)
                 error.hint = "; ".join(filter(None, [error.hint, there]))
             raise
 

@@ -107,7 +107,8 @@ def test_only_the_command_of_the_second(swap: Swap) -> None:
     swap.fails("in", ContainerError("in is resumed, but its command failed"), None)
     with pytest.raises(ContainerError) as caught:
         swap.run()
-    assert caught.value.sentence() == "in is resumed, but its command failed; out is suspended"
+    said = "in is resumed, but its command failed; in runs, and out is suspended"
+    assert caught.value.sentence() == said
     assert swap.resumed == ["in"]
 
 
