@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import gc
 import os
 import stat
 import subprocess
@@ -166,6 +167,7 @@ def make() -> Iterator[Make]:
     def own() -> tuple[str, int, int]:
         return os.getcwd(), threading.active_count(), len(os.listdir("/proc/self/fd"))
 
+    gc.collect()  # what other tests have left open is not to be closed in between
     ours = own()
     # Neither in tmp_path nor in tox's folder, which a user namespace's root may not enter.
     with tempfile.TemporaryDirectory(prefix="gpusnap-inside-", dir="/tmp") as top:
