@@ -128,7 +128,7 @@ def _check(document: Any, where: str) -> None:
     else:
         try:
             fault = _COMPANION.ask(_fault, document, within=_PATIENCE)
-        except (TimeoutError, RecursionError):  # or it is too deep for a message
+        except (GpusnapError, TimeoutError, RecursionError):  # killed twice; or it is too deep for a message
             fault = _fault(document)
     if fault:
         raise ManifestError(f"{where} is not a gpusnap manifest: {fault}")

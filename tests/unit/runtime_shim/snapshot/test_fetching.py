@@ -67,7 +67,10 @@ class FakeRepository:
     def close(self) -> None:
         self.closes += 1
 
-    def has_blob(self, digest: str) -> bool:
+    def interrupt(self) -> None:
+        """Nobody waits for it."""
+
+    def has_blob(self, digest: str, size: int) -> bool:
         self.asked.append(digest)
         return digest != self.lacks
 
