@@ -40,6 +40,10 @@ class GpusnapError(Exception):
         if code:
             self.code = code
 
+    def add_hint(self, text: str) -> None:
+        """Say this, too, after what the hint says already."""
+        self.hint = "; ".join(filter(None, [self.hint, text]))
+
     def sentence(self) -> str:
         """Message, hint and code as one line for stderr and for the runtime's JSON log."""
         text = printable(" ".join(str(self).split()))

@@ -147,7 +147,7 @@ def or_recover(container: str) -> Iterator[None]:
     except Exception as error:
         found = error if isinstance(error, GpusnapError) else unforeseen(error)
         if _RECOVER not in found.sentence():
-            found.hint = "; ".join(filter(None, [found.hint, again]))
+            found.add_hint(again)
         if found is error:
             raise
         raise found from error

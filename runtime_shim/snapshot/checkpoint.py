@@ -120,7 +120,7 @@ def _whole_or_nothing(job: Job) -> Iterator[None]:
         undone = not job.transaction.committed and not job.transaction.failed
         runs = job.asleep is None and job.paused is None and _alive(job)
         if undone and runs and not isinstance(error, Refused) and "runs on" not in error.hint:
-            _add(error, "nothing of this checkpoint is left, and the container runs on")
+            error.add_hint("nothing of this checkpoint is left, and the container runs on")
         raise
 
 
@@ -341,8 +341,7 @@ def _complete(job: Job, draft: Draft) -> None:
             raise
         raise known from error
     if failure is not None:
-        _add(
-            failure,
+        failure.add_hint(
             f"the checkpoint in {job.image_path} is whole and can be restored; gpusnap recover "
             f"{job.container.id} brings back what still stands",
         )
@@ -374,20 +373,16 @@ def _finished(job: Job, record: manifest.Manifest) -> manifest.Manifest:
 def _not_written(job: Job, error: GpusnapError, failure: GpusnapError | None) -> None:
     """The dump is done, but not the rest: of a container that runs on nothing is kept, of another all."""
     if failure is not None:
-        _add(error, failure.sentence())
+        error.add_hint(failure.sentence())
     elif job.call.leave_running:
         try:
             job.suspended = False
             _discard(job)
-            _add(error, "the container runs on")
+            error.add_hint("the container runs on")
         except GpusnapError as other:
-            _add(error, other.sentence())
+            error.add_hint(other.sentence())
     else:
-        _add(error, f"the container is dumped: gpusnap recover {job.container.id} tries again")
-
-
-def _add(error: GpusnapError, hint: str) -> None:
-    error.hint = "; ".join(filter(None, [error.hint, hint]))
+        error.add_hint(f"the container is dumped: gpusnap recover {job.container.id} tries again")
 
 
 def _manifest(job: Job) -> manifest.Manifest:

@@ -71,7 +71,7 @@ def exported(export: Export, runs_on: Callable[[], None] = lambda: None) -> Iter
                 os.unlink(export.archive)
             runs_on()
             if export.whole and "runs on" not in said.sentence():  # else its runtime has said what is so
-                said.hint = "; ".join(filter(None, [said.hint, f"{export.found.name} runs on"]))
+                said.add_hint(f"{export.found.name} runs on")
             raise said from error
         raise _after(export, said, left) from error
     export.kept = False

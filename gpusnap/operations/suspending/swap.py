@@ -71,7 +71,7 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
                 there = f"{into} runs, and {out} is suspended"
                 if not _runs(found):
                     there = _back(off, settings, driver, first)
-                error.hint = "; ".join(filter(None, [error.hint, there]))
+                error.add_hint(there)
             raise
 
 
