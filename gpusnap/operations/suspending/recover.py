@@ -43,5 +43,4 @@ def recover(found: Suspension) -> str:
     """Finish or undo what a killed gpusnap had begun; what was done, in words. Raises GpusnapError."""
     engine = targets.engine_of(found)
     with overrides.alone(found.container):
-        settings, driver = settings_file.load(), needed_driver()
-        return resuming.recover(found.key, settings, driver, engine.go_on, allow=engine.allow)
+        return resuming.recover(found.key, settings_file.load(), needed_driver(), engine)

@@ -51,13 +51,7 @@ def resume_this(
     with overrides.alone(found.container):
         try:
             done, steps = resuming.resume(
-                found.key,
-                settings,
-                driver,
-                engine.go_on,
-                allow=engine.allow,
-                request=request,
-                loading=loading,
+                found.key, settings, driver, engine, request=request, loading=loading
             )
         except resuming.NoRoom as error:
             make_way.propose(error, found, driver, request)

@@ -129,7 +129,7 @@ def engine_of(found: Suspension) -> Engine:
 
 
 def engine(kind: str, container_id: str, name: str, namespace: str) -> Engine:
-    """How an engine pauses a container, and lets it go on if it is paused."""
+    """How an engine pauses a container, lets it go on if it is paused, and allows it its device nodes."""
     if kind == _CONTAINERD:
         return Engine(
             kind,
@@ -137,7 +137,7 @@ def engine(kind: str, container_id: str, name: str, namespace: str) -> Engine:
             namespace,
             partial(ctr.pause, namespace, container_id),
             partial(ctr.go_on, namespace, container_id),
-            partial(_allow, [os.path.join(_CONTAINERD_ROOT, namespace)], container_id),
+            partial(_allow, kind, namespace, container_id),
         )
     return Engine(
         kind,
@@ -145,14 +145,16 @@ def engine(kind: str, container_id: str, name: str, namespace: str) -> Engine:
         "",
         partial(podman.pause, container_id),
         partial(podman.go_on, container_id),
-        partial(_allow, None, container_id),
+        partial(_allow, kind, "", container_id),
     )
 
 
-def _allow(roots: Sequence[str] | None, container_id: str, nodes: Sequence[Node]) -> Sequence[Node]:
-    """Have its runtime allow a container its device nodes; None stands for the roots of Podman."""
+def _allow(kind: str, namespace: str, container_id: str, nodes: Sequence[Node]) -> Sequence[Node]:
+    """Have its runtime allow a container its device nodes, wherever that keeps it."""
+    of_task = kind == _CONTAINERD
+    roots = [os.path.join(_CONTAINERD_ROOT, namespace)] if of_task else _with_podman(container_id)
     found: list[Node] = []
-    for root in _with_podman(container_id) if roots is None else roots:
+    for root in roots:
         container, real = _known(container_id, root)
         found += device_access.update(real, container, nodes)
     return found

@@ -37,6 +37,7 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspend import driver_calls, driver_watch, paused_container
 from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Pairs
 from gpusnap.runtime_shim.snapshot.suspended import sweep
+from gpusnap.runtime_shim.snapshot.suspended.engine import Engine
 from gpusnap.runtime_shim.transaction import Step, Transaction, held_signals, interruptible, or_recover
 
 if TYPE_CHECKING:
@@ -61,16 +62,14 @@ def resume(
     key: str,
     settings: Settings,
     driver: Driver,
-    go_on: Callable[[], object],
+    engine: Engine,
     *,
-    allow: Update | None = None,
     request: GpuMap = (),
     loading: Loading | None = None,
 ) -> tuple[Suspension, Sequence[Step]]:
     """Resume a suspended container; what was on file of it, and how long each step took.
 
-    `request`: which GPUs it shall have. `go_on` has the engine let it run, `allow` its runtime give it device
-    nodes that it may not open any more. `loading`: what was spilled of it, on its way into RAM. Raises a
+    `request`: which GPUs it shall have. `loading`: what was spilled of it, on its way into RAM. Raises a
     GpusnapError: Refused where no GPU fits, and nothing has been changed.
     """
     question_process.start()
@@ -94,10 +93,10 @@ def resume(
             found = replace(found, stage=Stage.RESUMING, owner=state_files.owner(), pairs=pairs)
             with held_signals(), _or_suspended(found):
                 suspensions.write(found)
-                _bring_back(found, settings, driver, transaction, loaded, allow, cut_off=False)
+                _bring_back(found, settings, driver, transaction, loaded, engine.allow, cut_off=False)
         ended = not found.lives  # of itself it cannot before it goes on
         with held_signals(), or_recover(found.container):
-            _finish(found, transaction, go_on)
+            _finish(found, transaction, engine.go_on)
             transaction.commit()
         if ended:
             raise found.ended("resumed")
@@ -105,18 +104,10 @@ def resume(
         return found, tuple(transaction.steps)
 
 
-def recover(
-    key: str,
-    settings: Settings,
-    driver: Driver,
-    go_on: Callable[[], object],
-    *,
-    allow: Update | None = None,
-) -> str:
+def recover(key: str, settings: Settings, driver: Driver, engine: Engine) -> str:
     """Finish a resume, or undo a suspend, whose gpusnap was killed; what was done, in words.
 
-    `go_on` and `allow` as for `resume`. Raises GpusnapError, also where another gpusnap is at work on that
-    container.
+    Raises GpusnapError, also where another gpusnap is at work on that container.
     """
     with interruptible(), journal.held(key), Transaction() as transaction:
         found = suspensions.read(key)
@@ -130,8 +121,8 @@ def recover(
         stage = found.stage
         with held_signals():
             if stage is not Stage.RESUMED:
-                _bring_back(found, settings, driver, transaction, {}, allow, cut_off=True)
-            _finish(found, transaction, go_on)
+                _bring_back(found, settings, driver, transaction, {}, engine.allow, cut_off=True)
+            _finish(found, transaction, engine.go_on)
             transaction.commit()
         return "it was not suspended, and runs on" if stage in suspensions.THERE else "it is resumed"
 
@@ -200,7 +191,7 @@ def _bring_back(
     driver: Driver,
     transaction: Transaction,
     loaded: Loaded,
-    allow: Update | None,
+    allow: Update,
     *,
     cut_off: bool,
 ) -> None:
@@ -219,7 +210,7 @@ def _bring_back(
             let_go = paused.let_go
         with transaction.step("driver restore"):
             try:
-                if allow is not None and found.lives:
+                if found.lives:
                     init = found.init[0]
                     device_access.check(init, found.name, driver.nodes(init), allow)
                 bring_back.bring_back(

@@ -150,9 +150,14 @@ def test_resume_of_one_that_is_being_suspended() -> None:
     assert answer("resume", "c0ffee") is None
 
 
+def an_engine(go_on: Callable[[], object], pause: Callable[[], object] = lambda: None) -> Engine:
+    """One that gives no device node back, as none is lost."""
+    return Engine("podman", "w", "", pause, go_on, list)
+
+
 def back(found: Suspension, go_on: Callable[[], object]) -> suspend._WayBack:
-    engine = Engine("podman", "w", "", lambda: None, go_on, list)
-    return suspend._WayBack(SimpleNamespace(key=found.key), found, engine)  # type: ignore[arg-type]
+    container: Any = SimpleNamespace(key=found.key)
+    return suspend._WayBack(container, found, an_engine(go_on))
 
 
 def job(found: Suspension, *, suspended: bool = False) -> Any:
@@ -194,7 +199,7 @@ def test_a_container_that_somebody_else_has_paused(monkeypatch: pytest.MonkeyPat
         raise AlreadyPaused("w")
 
     container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun", pid=1)
-    engine = Engine("podman", "w", "", pause, lambda: done.append("goes on"), list)
+    engine = an_engine(lambda: done.append("goes on"), pause)
     with pytest.raises(AlreadyPaused, match="the container w was paused by somebody else"):
         suspend.suspend(container, None, Settings(), FakeDriver(), engine)  # type: ignore[arg-type]
     assert done == []
@@ -222,7 +227,7 @@ def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(suspend, "_begun", lambda *_: begun)
     monkeypatch.setattr(take, "_described", lambda *_: replace(begun, stage=Stage.SUSPENDED, init=GONE))
     container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun", pid=1)
-    engine = Engine("podman", "w", "", lambda: None, lambda: done.append("goes on"), list)
+    engine = an_engine(lambda: done.append("goes on"))
     with pytest.raises(ContainerError, match="container w ended while it was suspended"):
         suspend.suspend(container, None, Settings(), FakeDriver(), engine)  # type: ignore[arg-type]
     assert done == ["frozen", "goes on"]
@@ -378,7 +383,7 @@ def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, 
 
     monkeypatch.setattr(resume, "_stay", stay)
     with pytest.raises(type(error), match=str(error)):
-        resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, None, cut_off=cut_off)
+        resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, list, cut_off=cut_off)
     assert stayed == ([] if cut_off else [found.name])
 
 
@@ -410,7 +415,7 @@ class Trouble:
         suspensions.write(found)
         journal.write(found.key, "", {os.getpid(): ()})
         with pytest.raises(GpusnapError) as caught:
-            resume.resume(found.key, Settings(), FakeDriver(), go_on)
+            resume.resume(found.key, Settings(), FakeDriver(), an_engine(go_on))
         return caught.value.sentence()
 
 
@@ -478,7 +483,7 @@ def test_a_resume_that_cannot_be_noted(trouble: Trouble, error: Exception) -> No
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(suspensions, "write", raising(error))
         with pytest.raises(type(error)) as caught:
-            resume.resume(found.key, Settings(), FakeDriver(), lambda: None)
+            resume.resume(found.key, Settings(), FakeDriver(), an_engine(lambda: None))
     assert "gpusnap recover" not in str(caught.value)
     assert suspensions.read(found.key) == found
     assert trouble.caught(raising(error)).endswith(RECOVER)
