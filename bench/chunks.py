@@ -267,13 +267,9 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
     # Once for nothing: the first files of a run pay for room on the disk.
     plain_files(folder, memory, back, middle, most, durable=False)
     kind = "random"
-    if options.durable:
-        options.data = []
-    else:
-        rows += [
-            plain_files(folder, memory, back, middle, threads, durable=False) for threads in options.threads
-        ]
-    for kind in sorted(options.data, key=KINDS.index):
+    for threads in () if options.durable else options.threads:
+        rows.append(plain_files(folder, memory, back, middle, threads, durable=False))
+    for kind in () if options.durable else sorted(options.data, key=KINDS.index):
         if kind != "random":
             fill(memory, kind)
         for chunk, level, threads, mib in settings(options, kind):

@@ -45,11 +45,7 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.StoreError, GpusnapError, ""),
     (errors.NotInRegistry, NotFound, "check the name, the tag, and who may see it"),
     (errors.Unauthorized, GpusnapError, "log in with podman login, or look into the auth file"),
-    (
-        errors.NotARegistry,
-        GpusnapError,
-        "check host and port, and whether a proxy answers there",
-    ),
+    (errors.NotARegistry, GpusnapError, "check host and port, and whether a proxy answers there"),
     (errors.RegistryError, GpusnapError, ""),
     (errors.DiskFull, GpusnapError, MAKE_ROOM),
     (errors.DiskError, GpusnapError, ""),

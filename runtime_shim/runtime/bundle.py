@@ -133,14 +133,17 @@ def device_rules(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     Those of linux.resources.devices, and one more for each of linux.devices that they leave out: `podman
     update` leaves them all out, and so takes the GPUs away at the next restore.
     """
-    resources = _resources(config)
-    rules = resources.get("devices") if resources is not None else None
-    found = [each for each in rules if isinstance(each, dict)] if isinstance(rules, list) else []
+    found = [each for each in _rules(config) or () if isinstance(each, dict)]
+    return [*found, *_left_out(config, found)]
+
+
+def _left_out(config: Mapping[str, Any], rules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A rule for each device that a configuration gives, and that its rules do not allow in any way."""
+    found: list[dict[str, Any]] = []
     for each in devices(config):
         kind, (major, minor) = str(each.get("type")), _number(each)
-        if major >= 0 and not access(found, kind, major, minor):
-            rule = {"allow": True, "type": kind, "major": major, "minor": minor, "access": "rwm"}
-            found.append(rule)
+        if major >= 0 and not access([*rules, *found], kind, major, minor):
+            found.append({"allow": True, "type": kind, "major": major, "minor": minor, "access": "rwm"})
     return found
 
 
@@ -154,10 +157,12 @@ def access(rules: Iterable[Mapping[str, Any]], kind: str, major: int, minor: int
     return allowed
 
 
-def _resources(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rules(config: Mapping[str, Any]) -> list[Any] | None:
+    """linux.resources.devices (runtime-spec, config-linux.md) itself; None where it is no list."""
     linux = config.get("linux")
-    found = linux.get("resources") if isinstance(linux, dict) else None
-    return found if isinstance(found, dict) else None
+    resources = linux.get("resources") if isinstance(linux, dict) else None
+    found = resources.get("devices") if isinstance(resources, dict) else None
+    return found if isinstance(found, list) else None
 
 
 def _mend(mount: dict[str, Any]) -> None:
@@ -218,10 +223,9 @@ def _number(entry: Mapping[str, Any]) -> _Number:
 
 
 def _change_rules(config: dict[str, Any], edits: Edits) -> None:
-    """linux.resources.devices (runtime-spec, config-linux.md): allowed and forbidden devices by number."""
-    resources = _resources(config)
-    rules = resources.get("devices") if resources is not None else None
-    if resources is None or not isinstance(rules, list):
+    """Allowed and forbidden devices by number."""
+    rules = _rules(config)
+    if rules is None:
         return
     of = _numbers(edits.changes)
     majors = {old[0]: new[0][0] for old, new in of.items()}
@@ -239,16 +243,14 @@ def _change_rules(config: dict[str, Any], edits: Edits) -> None:
         else:
             new_rules = [rule] if (major, minor) not in strange else []
         after += new_rules
-    resources["devices"] = after
+    rules[:] = after
 
 
 def _allow_devices(config: dict[str, Any]) -> None:
     """Where there are rules, have them allow what the configuration gives."""
-    resources = _resources(config)
-    rules = resources.get("devices") if resources is not None else None
-    if resources is not None and isinstance(rules, list):
-        more = device_rules(config)[len([each for each in rules if isinstance(each, dict)]) :]
-        resources["devices"] = [*rules, *more]
+    rules = _rules(config)
+    if rules is not None:
+        rules += _left_out(config, [each for each in rules if isinstance(each, dict)])
 
 
 def _numbers(changes: Iterable[Change]) -> dict[_Number, Sequence[_Number]]:

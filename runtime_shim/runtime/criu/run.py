@@ -51,8 +51,7 @@ def invoke(
     """Run the real runtime with a CRIU configuration, and with a log of its own in place of the caller's.
 
     `capture` and `started` as in `child_process.run`; without capture, why the runtime failed is only in that
-    log.
-    `environment` is added to the caller's own, and reaches CRIU, the runtime's child.
+    log. `environment` is added to the caller's own, and reaches CRIU, the runtime's child.
     """
     with _log_file() as (own, path):
         own_log = replace(call.globals, log=path, log_format="json")

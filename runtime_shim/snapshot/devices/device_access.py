@@ -4,9 +4,9 @@ The kernel asks the programs of a cgroup when a process opens a device node (Lin
 Documentation/admin-guide/cgroup-v2.rst, Device controller), and not while it has one open. So a container
 can lose its GPUs, and its processes work on: `podman update` hands crun rules that forbid all devices, in
 place of those that --device gave, and has them in config.json from then on; a daemon-reload of systemd takes
-the nodes away, too. A GPU's driver
-opens the nodes once more when it restores GPU state, and cannot then. So whoever is about to take GPU state
-looks before, and so does whoever gives it back after a while. In between Podman holds the container's lock.
+the nodes away, too. A GPU's driver opens the nodes once more when it restores GPU state, and cannot then. So
+whoever is about to take GPU state looks before, and so does whoever gives it back after a while. In between
+Podman holds the container's lock.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gpusnap.oci.base.files import exists
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, RuntimeFailed, reason
 from gpusnap.runtime_shim.gpu.api.driver import Node
@@ -131,19 +132,12 @@ def _open(pid: int, nodes: Sequence[Node]) -> Sequence[Node]:
 
 def _ask(group: str, own: str, paths: Sequence[str]) -> list[str]:
     """In a child: which of these nodes a process of that cgroup may not open, without opening any."""
-    there = [path for path in paths if _is_there(path)]
+    there = [path for path in paths if exists(path)]
     _enter(group)
     try:
         return [path for path in there if not os.access(path, os.R_OK | os.W_OK)]
     finally:
         _enter(own)
-
-
-def _is_there(path: str) -> bool:
-    with suppress(OSError):
-        os.stat(path)
-        return True
-    return False
 
 
 def _enter(group: str) -> None:
