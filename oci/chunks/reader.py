@@ -138,6 +138,7 @@ class Reading:
     prepare: called likewise before a chunk is written into memory of ours; what it raises ends the reading.
     placed: called with the place of the table and the chunk, by a worker, once that is in its target.
     reads: entered while a blob is read, to have few of them read at once.
+    turns: entered by a worker for each chunk, to have few of them at work at once.
     behind: begin with the first chunk when that reading has begun with its last one, or has ended.
     progress: told after each chunk, by a worker, how many bytes of plain content were read, and of how many.
 
@@ -158,6 +159,7 @@ class Reading:
         prepare: Callable[[int, Chunk], None] | None = None,
         placed: Callable[[int, Chunk], None] | None = None,
         reads: AbstractContextManager[object] | None = None,
+        turns: AbstractContextManager[object] | None = None,
         behind: Begun | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -168,7 +170,8 @@ class Reading:
         self._threads = threads
         self._crew = Crew()
         self._reads: AbstractContextManager[object] = reads or nullcontext()
-        self._behind = behind
+        self._turns: AbstractContextManager[object] = turns or nullcontext()
+        self._behind, self._looking = behind, threading.Lock()
         self._alone = threading.Lock()
         self._changed = threading.Condition()
         self._unread = _Order(self._tables, groups or [0] * len(self._tables))
@@ -297,44 +300,61 @@ class Reading:
         window = max(min(self._slot_size, LARGE_CHUNK), 1 << 10)
         decompressor = zstandard.ZstdDecompressor(max_window_size=window)
         try:
-            while self._behind is not None and not self._behind.begun:
-                self._crew.check()
-                time.sleep(_LOOK_AHEAD)
-            while (step := self._next()) is not None:
-                part, place, ready = step
-                if not ready:
-                    into = place.view if isinstance(place, Memory) else place
-                    if self._prepare is not None and not isinstance(place, Memory):
-                        self._prepare(part.at, part.chunk)
-                    later = self._later and not isinstance(place, Memory)
-                    large = part.chunk.encoding != "plain" and part.chunk.size > LARGE_CHUNK
-                    with self._alone if large else nullcontext():
-                        # One for it alone, as each keeps the memory of its largest window.
-                        unpack = (
-                            zstandard.ZstdDecompressor(max_window_size=part.chunk.size) if large else None
-                        )
-                        _fetch(
-                            self._layout,
-                            part.chunk,
-                            into,
-                            packed.view,
-                            plane.view if plane is not None else packed.view,
-                            unpack or decompressor,
-                            reads=self._reads,
-                            later=later,
-                        )
-                        del unpack
-                    if later:
-                        self._unsure.append(part)
-                    self._count(part.chunk.size)
-                if isinstance(place, Memory):
-                    self._hand_over(part, place)
-                else:
-                    self._done(part)
+            self._await_turn()
+            more = True
+            while more:
+                with self._turns:
+                    more = self._step(packed, plane, decompressor)
         finally:
             packed.free()
             if plane is not None:
                 plane.free()
+
+    def _await_turn(self) -> None:
+        """Return when the reading that this one is behind has begun with its last chunk, or has ended.
+
+        One worker looks, and the others wait for it: each look takes the interpreter from whoever needs it.
+        """
+        with self._looking:
+            while self._behind is not None and not self._behind.begun:
+                self._crew.check()
+                time.sleep(_LOOK_AHEAD)
+            self._behind = None
+
+    def _step(self, packed: Memory, plane: Memory | None, decompressor: zstandard.ZstdDecompressor) -> bool:
+        """Bring the next chunk one step further; False where there is none."""
+        step = self._next()
+        if step is None:
+            return False
+        part, place, ready = step
+        if not ready:
+            into = place.view if isinstance(place, Memory) else place
+            if self._prepare is not None and not isinstance(place, Memory):
+                self._prepare(part.at, part.chunk)
+            later = self._later and not isinstance(place, Memory)
+            large = part.chunk.encoding != "plain" and part.chunk.size > LARGE_CHUNK
+            with self._alone if large else nullcontext():
+                # One for it alone, as each keeps the memory of its largest window.
+                unpack = zstandard.ZstdDecompressor(max_window_size=part.chunk.size) if large else None
+                _fetch(
+                    self._layout,
+                    part.chunk,
+                    into,
+                    packed.view,
+                    plane.view if plane is not None else packed.view,
+                    unpack or decompressor,
+                    reads=self._reads,
+                    later=later,
+                )
+                del unpack
+            if later:
+                self._unsure.append(part)
+            self._count(part.chunk.size)
+        if isinstance(place, Memory):
+            self._hand_over(part, place)
+        else:
+            self._done(part)
+        return True
 
     def _next(self) -> tuple[_Part, Memory | memoryview, bool] | None:
         """The next part, its slot or its place in a target, and whether it was read; None at the end."""

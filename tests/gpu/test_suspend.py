@@ -72,3 +72,23 @@ def test_swaps(real: str, machine: Machine) -> None:
     first.goes_on()
     good(gpusnap("resume", "second"))
     second.goes_on()
+
+
+def test_an_update_of_podmans(real: str, machine: Machine) -> None:
+    """It may forbid all devices: a suspend, a resume and a checkpoint that follow have them open again."""
+    needs(TORCH)
+    program = Program.begin("w", TORCH, machine.options())
+    good(podman("update", "--memory", "64g", "w"))
+    good(gpusnap("suspend", "w"))
+    good(podman("update", "--memory", "65g", "w"))
+    good(gpusnap("resume", "w"))
+    program.goes_on(more=5)
+    good(podman("update", "--memory", "64g", "w"))
+    made = json.loads(good(gpusnap("checkpoint", "--leave-running", "w", "--json")))
+    program.goes_on(more=5)
+    same_as_uninterrupted(program, TORCH)
+    program.remove()
+    good(gpusnap("restore", made["digest"]))
+    program.goes_on(more=5)
+    same_as_uninterrupted(program, TORCH)
+    good(gpusnap("rm", "--all", made["digest"]))

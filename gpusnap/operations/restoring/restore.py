@@ -320,19 +320,19 @@ def _from_artifact(
         ),
     ):
         found.check_podman()
-        with (
-            _room(store) as folder,
-            reading_ahead(store.layout, found.record),
-            images_ahead.ahead(found.record, store.layout, settings_file.load().memory) as begun,
-        ):
+        with _room(store) as folder:
             archive, choice = _records(wish, found, store.layout, folder, progress)
-            environment = {fetching.STORE: store.path, fetching.ARTIFACT: found.root.digest, **begun}
-            try:
-                container = _run(wish, archive, environment, progress, choice, ids=listing.ids)
-            except GpusnapError as error:
-                if (damaged := _of_damage(error, found, store)) is not None:
-                    raise damaged from error
-                raise
+            with (
+                images_ahead.ahead(found.record, store.layout, settings_file.load().memory) as begun,
+                reading_ahead(store.layout, found.record),
+            ):
+                environment = {fetching.STORE: store.path, fetching.ARTIFACT: found.root.digest, **begun}
+                try:
+                    container = _run(wish, archive, environment, progress, choice, ids=listing.ids)
+                except GpusnapError as error:
+                    if (damaged := _of_damage(error, found, store)) is not None:
+                        raise damaged from error
+                    raise
             return container, found.root.digest
 
 

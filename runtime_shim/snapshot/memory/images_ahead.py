@@ -55,6 +55,11 @@ _ENDING = 10.0
 _STUCK, _LOOK = 10.0, 0.005
 
 
+def _some_of(cores: int) -> int:
+    """Threads for them: with all cores the command that is to call Podman hardly got the interpreter."""
+    return max(min(cores, 2), cores * 3 // 8)
+
+
 @dataclass(frozen=True, slots=True)
 class _Files:
     """Which files they are."""
@@ -131,7 +136,7 @@ class _Ahead:
             record.files,
             blobs,
             "",
-            threads=settings.threads or copies.cores(),
+            threads=settings.threads or _some_of(copies.cores()),
             ceiling=transfer.ceiling(settings),
             stage=Unnamed(),
             reads=threading.Semaphore(_READS),

@@ -71,7 +71,8 @@ def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     filling._checking, filling._areas, filling._regions = None, [object()], []  # type: ignore[list-item]
     filling._path, filling._key, filling._paging = "", "", None
-    filling._reads = threading.Semaphore()
+    filling._reads = filling._turns = threading.Semaphore()
+    filling._workers = 1
 
     class Reading:
         def wait(self) -> None:

@@ -320,6 +320,88 @@ def test_behind_one_that_ended(layout: Layout, end: str) -> None:
     assert region == MIXED
 
 
+class Ahead:
+    """A reading that others are behind; who looked at it."""
+
+    def __init__(self) -> None:
+        self.begun_now = threading.Event()
+        self.looked: set[int] = set()
+        self.looks = 0
+
+    @property
+    def begun(self) -> bool:
+        self.looked.add(threading.get_ident())
+        self.looks += 1
+        return self.begun_now.is_set()
+
+
+def test_one_worker_looks(layout: Layout) -> None:
+    """Whether the reading that it is behind has got so far; the others do not take the processor for that."""
+    ahead, region = Ahead(), bytearray(len(MIXED))
+    with Reading(
+        save(layout, MIXED), layout, threads=4, ceiling=CEILING, targets=[Buffer(region)], behind=ahead
+    ) as reading:
+        wait_for(lambda: ahead.looks > 3)
+        assert len(ahead.looked) == 1
+        ahead.begun_now.set()
+        reading.wait()
+    assert len(ahead.looked) == 1
+    assert region == MIXED
+
+
+class Turns:
+    """So many at once; how many asked."""
+
+    def __init__(self, count: int) -> None:
+        self.semaphore = threading.Semaphore(count)
+        self.asked = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.asked += 1
+        self.semaphore.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.semaphore.release()
+
+
+def test_few_at_work(layout: Layout) -> None:
+    """No more workers than have their turn; all of them when there are more turns."""
+    held, turns, region = Held(layout), Turns(2), bytearray(len(MIXED))
+    tables = save(layout, MIXED)
+    count = len(tables[0].chunks)
+    assert count >= 4
+    with Reading(tables, held, threads=4, ceiling=CEILING, targets=[Buffer(region)], turns=turns) as reading:
+        wait_for(lambda: turns.asked == 4)
+        wait_for(partial(held.was_tried, 2))
+        turns.semaphore.release(2)
+        wait_for(partial(held.was_tried, 4))
+        held.may.release(count)
+        reading.wait()
+    assert region == MIXED
+
+
+def test_turns_of_one_that_is_closed(layout: Layout) -> None:
+    """Who waits for a turn gets one, and ends."""
+    held, turns = Held(layout), Turns(1)
+    reading = Reading(
+        save(layout, MIXED),
+        held,
+        threads=4,
+        ceiling=CEILING,
+        targets=[Buffer(bytearray(len(MIXED)))],
+        turns=turns,
+    )
+    wait_for(lambda: turns.asked == 4)
+    closing = threading.Thread(target=reading.close)
+    closing.start()
+    held.may.release()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert held.was_tried(1)
+
+
 def test_checked_later_though_compressed(layout: Layout) -> None:
     """A frame that holds something else than the chunk is found by verify."""
     data = fill(4 * PAGE, "text")
@@ -410,7 +492,7 @@ def test_large_windows_one_at_a_time(layout: Layout, monkeypatch: pytest.MonkeyP
         Condition = threading.Condition
 
     def fetch(*words: object, **more: object) -> None:
-        seen.append(locks[0].locked())
+        seen.append(any(each.locked() for each in locks))
         real(*words, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(reader, "threading", Locks)

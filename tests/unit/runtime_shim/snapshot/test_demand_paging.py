@@ -31,7 +31,6 @@ from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.maps import mappings
@@ -253,12 +252,28 @@ def test_few_reads_beside_criu(target: Target, gate: Gate) -> None:
     """CRIU does not wait behind all that the threads would read; once it is done they all do."""
     region = Region(target, gate.layout, random_bytes(8 * MIB))
     disk = Disk(gate.layout)
-    with filling_of(disk, (7, [region]), threads=5) as filling:
+    threads = prefetch._AT_FIRST * prefetch._READS
+    with filling_of(disk, (7, [region]), threads=threads) as filling:
         wait_for(partial(disk.are_reading, prefetch._READS), "some read")
         assert not disk.may.wait(0.1)
         assert disk.are_reading(prefetch._READS)
         filling.deliver({7: target.pid})
-        wait_for(partial(disk.are_reading, min(5, prefetch._READS + copies.cores())), "all read")
+        wait_for(partial(disk.are_reading, threads), "all read")
+        disk.may.set()
+        filling.right()
+        assert target.ask(region.reads()) == region.digest
+
+
+def test_few_workers_beside_criu(target: Target, gate: Gate) -> None:
+    """Nor do all of them take the processors before; and a few bring the bytes meanwhile."""
+    region = Region(target, gate.layout, random_bytes(8 * MIB))
+    disk = Disk(gate.layout)
+    with filling_of(disk, (7, [region]), threads=prefetch._AT_FIRST) as filling:
+        wait_for(partial(disk.are_reading, 1), "one reads")
+        assert not disk.may.wait(0.1)
+        assert disk.are_reading(1)
+        filling.deliver({7: target.pid})
+        wait_for(partial(disk.are_reading, prefetch._AT_FIRST), "all read")
         disk.may.set()
         filling.right()
         assert target.ask(region.reads()) == region.digest
