@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,6 +31,7 @@ __all__ = ["NAME", "BenchError", "Log", "Place", "Stamp", "Work", "command", "pl
 CHECKOUT = Path(__file__).resolve().parents[1]
 NAME = "gpusnap-bench"
 SLICES = 16  # ticks until a workload has checked all of its memory
+_FEW = 256  # … on a GPU, whose memory it checks on the CPU
 _LIMIT = 1200.0  # seconds for one command
 _UNDOING = 120.0  # … and for one that was interrupted to undo what it did
 _TICK = 0.02  # seconds between ticks: what a pause is known to
@@ -120,10 +121,12 @@ class Place:
     """Of `podman run`: the GPU, the program, a log in a file."""
     deadline: float
     """Seconds for the first ticks."""
+    gpuwork: bool = False
+    """Whether that holds the block, and not PyTorch."""
 
     def block(self, case: Case, *, inside: bool = True) -> list[str]:
         """The command of the program that holds a block, in a container or outside of any."""
-        if not self.software:
+        if not self.gpuwork:
             folder = "/programs" if inside else str(CHECKOUT / "tests/gpu/programs")
             words = ["--mib", str(case.mib), "--procs", str(case.procs), "--pause", str(_TICK)]
             return [sys.executable, f"{folder}/torch_block.py", "--data", case.data, *words]
@@ -136,7 +139,15 @@ class Place:
             case.data,
         ]
         words += ["--procs", str(case.procs)] if case.procs > 1 else []
-        return ["/gpuwork" if inside else GPUWORK, *words, "--slices", str(SLICES), "--touch", "2", "--clock"]
+        slices = SLICES if self.software else _FEW
+        return ["/gpuwork" if inside else GPUWORK, *words, "--slices", str(slices), "--touch", "2", "--clock"]
+
+    def with_gpuwork(self) -> Place:
+        """Here, with gpuwork in the place of PyTorch's program, and less that it checks on the CPU."""
+        if self.gpuwork:
+            return self
+        program = CHECKOUT / "softgpu/build/bin/gpuwork"
+        return replace(self, gpuwork=True, options=(*self.options, "--volume", f"{program}:/gpuwork:ro,bind"))
 
     def training(self) -> list[str]:
         """The command of a program that computes as fast as it can."""
@@ -190,7 +201,7 @@ def place(minor: int | None) -> Iterator[Place]:
     with ExitStack() as stack:
         if minor is None:
             options = stack.enter_context(_softgpu())
-            yield Place(True, "localhost/base", options, 60.0)
+            yield Place(True, "localhost/base", options, 60.0, gpuwork=True)
             return
         machine = stack.enter_context(realhost.machine(minor))
         yield Place(False, realhost.IMAGE, tuple(machine.options()), realhost.START)
