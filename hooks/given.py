@@ -7,11 +7,12 @@ NVIDIA: the nodes /dev/nvidia*, and the driver's files as nvidia-ctk's CDI speci
 from __future__ import annotations
 
 import os
-import re
 import stat
 from typing import Any
 
-_DRIVER_FILE = re.compile(
+from gpusnap.oci.base.patterns import compile_later
+
+_DRIVER_FILE = compile_later(
     r"""(?x) .*/(?:
         lib(?:cuda|cudadebugger|nvcuvid|nvoptix|nvidia-[\w-]+|(?:GLX|EGL|vdpau|GLESv1_CM|GLESv2)_nvidia)\.so[\w.]*
         | firmware/(?:updates/)?(?:[^/]+/)?nvidia/.+
@@ -20,7 +21,7 @@ _DRIVER_FILE = re.compile(
         | proc/driver/nvidia(?:/.*)?
     )"""
 )
-_VERSIONED = re.compile(r"/lib(?:cuda|nvidia-ml)\.so\.(\d{2,4}(?:\.\d{1,4}){1,2})$")
+_VERSIONED = compile_later(r"/lib(?:cuda|nvidia-ml)\.so\.(\d{2,4}(?:\.\d{1,4}){1,2})$")
 _CDI = "cdi.k8s.io/"
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 
 from gpusnap.hooks import folder
 from gpusnap.hooks.errors import HookError
+from gpusnap.oci.base.patterns import compile_later
 
 # runc (libcontainer/factory_linux.go) and containerd (pkg/identifiers) allow no more than this.
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,254}")
+_ID = compile_later(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,254}")
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DEPTH = 8
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import UsageError
 
 _PREFIX = "io.gpusnap.label."
-_KEY = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?", re.ASCII)
+_KEY = compile_later(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?", re.ASCII)
 _LONGEST = 1024
 _MOST = 64
 

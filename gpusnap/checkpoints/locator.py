@@ -27,6 +27,7 @@ from dataclasses import replace
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import LayoutError, NotThere, RegistryError, StoreError
 from gpusnap.oci.base.files import no_file
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout import reference
 from gpusnap.oci.layout.graph import is_document
 from gpusnap.oci.layout.reference import PLAIN_HTTP, TRANSPORT, Reference
@@ -44,12 +45,12 @@ _STORE = "oci:"
 _CONTAINERD = "containerd:"
 _LAYOUT_FILE = "oci-archive:"
 # containerd's grammars: pkg/identifiers of its namespaces; names of images are free, these are what there is.
-_NAMESPACE = re.compile(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", re.ASCII)
-_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
+_NAMESPACE = compile_later(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", re.ASCII)
+_IMAGE = compile_later(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
 _KUBERNETES = "k8s.io"
 _ENDINGS = (".tar", ".tar.zst", ".tar.gz", ".tgz")
 _BEGINNINGS = ("/", "./", "../")
-_DIGEST = re.compile(r"(?:sha256:)?[0-9a-f]{6,64}", re.ASCII)
+_DIGEST = compile_later(r"(?:sha256:)?[0-9a-f]{6,64}", re.ASCII)
 # What a folder of CRIU images has, or the folder that holds it.
 _IMAGES = ("inventory.img", "gpusnap", "checkpoint")
 

@@ -20,13 +20,14 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.process import proc
 
 FOLDER = "/var/lib/gpusnap/migrations"
 _ENDING = ".leaving"
-_NAME = re.compile(r"(?:[0-9a-f]{32}|[0-9a-f]{64})\.leaving", re.ASCII)
+_NAME = compile_later(r"(?:[0-9a-f]{32}|[0-9a-f]{64})\.leaving", re.ASCII)
 _LIMIT = 64 << 10
 _VERSION = 1
 

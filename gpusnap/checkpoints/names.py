@@ -8,11 +8,12 @@ from contextlib import suppress
 from datetime import UTC, datetime
 
 from gpusnap.oci.base.errors import StoreError
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.reference import Reference
 from gpusnap.oci.store.index import check_name
 
-_CONTAINER = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
-_TIME = re.compile(
+_CONTAINER = compile_later(r"[A-Za-z0-9._-]+", re.ASCII)
+_TIME = compile_later(
     r"20\d\d-?(?:0[1-9]|1[0-2])-?(?:0[1-9]|[12]\d|3[01])(?:[-_.T]?[0-2]\d[-.]?[0-5]\d(?:[-.]?[0-5]\d)?Z?)?",
     re.ASCII,
 )

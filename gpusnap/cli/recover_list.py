@@ -13,6 +13,7 @@ from gpusnap.checkpoints.migrations import Leaving
 from gpusnap.engines import podman
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.operations.unknown_containers import Unknown
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot import restore_record
@@ -20,7 +21,7 @@ from gpusnap.runtime_shim.snapshot.bring_back import alive
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.suspensions import THERE, Suspension
 
-_ID = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_ID = compile_later(r"[0-9a-f]{64}", re.ASCII)
 # Seconds for Podman to tell names. It may wait for a lock that somebody has who was cut off.
 _PATIENCE = 3.0
 _AWAKE = "it is suspended, but Podman has it as running"

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 
 from gpusnap.oci.base.errors import reason
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
 from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError
 from gpusnap.runtime_shim.runtime.child_process import Child, output
@@ -21,7 +22,7 @@ from gpusnap.user_errors import NotFound
 if TYPE_CHECKING:
     from gpusnap.oci.tar.compression import Readable
 
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
+_DIGEST = compile_later(r"sha256:[0-9a-f]{64}", re.ASCII)
 _LONGEST = 64 << 10
 _HINT = "see that containerd runs, that its socket is in CONTAINERD_ADDRESS, and that you may use it"
 

@@ -7,13 +7,13 @@ for us: of a failure, the sentence.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.log import NOTE
 from gpusnap.runtime_shim.runtime.child_process import Child, output
@@ -27,8 +27,8 @@ DYING = 5.0
 """Seconds that Podman may take to go when it was killed."""
 _LONGEST = 64 << 10
 # How Podman names what its runtime did: by its command line, or by what it wrote into its log.
-_OF_THE_RUNTIME = re.compile(r"failed: (?:exit status|signal: )|OCI runtime|conmon|gpusnap: ")
-_LOG_LINE = re.compile(r'^time="[^"]*" level=\w+ msg="(.*)"$')
+_OF_THE_RUNTIME = compile_later(r"failed: (?:exit status|signal: )|OCI runtime|conmon|gpusnap: ")
+_LOG_LINE = compile_later(r'^time="[^"]*" level=\w+ msg="(.*)"$')
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 
 from gpusnap.engines.podman import Container, clean_up
 from gpusnap.engines.podman_command import RUNTIME, ended, sentence, sentence_of_runtime, started
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, split_code
 from gpusnap.runtime_shim.log import NOTE, note
 from gpusnap.runtime_shim.process import proc
@@ -28,9 +29,9 @@ _MARK = "GPUSNAP_CALLER"
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EVERY = 0.25
 # How Podman says that the runtime was killed: its own child at a checkpoint, a child of conmon at a restore.
-_KILLED = re.compile(r"^Error: .*(?:failed: signal: killed|no logs from conmon)", re.MULTILINE)
+_KILLED = compile_later(r"^Error: .*(?:failed: signal: killed|no logs from conmon)", re.MULTILINE)
 # libpod, CRImportCheckpoint, of a pod that a container cannot be restored into.
-_OTHER_POD = re.compile(r"^Podman failed: pod \S+ does not share the \w+ namespace")
+_OTHER_POD = compile_later(r"^Podman failed: pod \S+ does not share the \w+ namespace")
 
 
 def checkpoint(

@@ -21,13 +21,14 @@ from typing import get_args
 
 from gpusnap.checkpoints.list import Kind, Row
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.store.tags import base, moment
 from gpusnap.runtime_shim.errors import UsageError
 
 KEYS = ("name", "container", "before", "since", "dangling", "kind")
-_AGO = re.compile(r"([0-9]{1,6})([smhdw])", re.ASCII)
+_AGO = compile_later(r"([0-9]{1,6})([smhdw])", re.ASCII)
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-_DIGITS = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})", re.ASCII)
+_DIGITS = compile_later(r"(?:sha256:)?([0-9a-f]{6,64})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

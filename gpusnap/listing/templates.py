@@ -8,13 +8,13 @@ of control characters is escaped: it may come from anybody, and is one line here
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
 from gpusnap.listing.ages import ago
 from gpusnap.listing.filters import Line
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import UsageError, printable
 from gpusnap.runtime_shim.units import human
 
@@ -22,7 +22,7 @@ _Row = TypeVar("_Row")
 
 DIGITS = 12
 TABLE = "table "
-_FIELD = re.compile(r"\{\{\s*(.*?)\s*\}\}")
+_FIELD = compile_later(r"\{\{\s*(.*?)\s*\}\}")
 FIELDS: Mapping[str, Callable[[Line], str]] = {
     "Name": lambda line: line.name,
     "Digest": lambda line: line.row.digest,

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 
 from gpusnap.oci.base.files import is_folder, read_below
 from gpusnap.oci.base.locks import exclusive
+from gpusnap.oci.base.patterns import compile_later
 
 NAME = "gpusnap.prom"
 _LOCK = ".gpusnap.prom.lock"
@@ -42,8 +43,8 @@ METRICS: Mapping[str, tuple[str, str]] = {
 }
 """Type and help of each metric, by its name."""
 
-_LINE = re.compile(r'([a-z_]+)\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\} (-?[0-9.e+-]+)', re.ASCII)
-_LABEL = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', re.ASCII)
+_LINE = compile_later(r'([a-z_]+)\{((?:[a-z_]+="(?:[^"\\]|\\.)*",?)*)\} (-?[0-9.e+-]+)', re.ASCII)
+_LABEL = compile_later(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', re.ASCII)
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and its labels."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -13,13 +12,14 @@ from contextlib import contextmanager, suppress
 
 from gpusnap.migration.frames import Channel, LinkLost
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError, printable, reason
 
 # Seconds that ssh may take to ask for a password, and to connect; its own deadline is ConnectTimeout.
 _CONNECTING = 120.0
 # Seconds that it may take to end.
 _ENDING = 5.0
-_DESTINATION = re.compile(
+_DESTINATION = compile_later(
     r"ssh://(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
     r"(?P<host>\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9][A-Za-z0-9._-]*)"
     r"(?::(?P<port>[0-9]{1,5}))?/?"

@@ -23,6 +23,7 @@ from gpusnap.checkpoints import locator, migrations
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.process import proc
@@ -37,9 +38,9 @@ _EVERY = 0.2
 # Seconds for a lock that nobody has for longer than it takes to write a file.
 _LOCKING = 10.0
 _LIMIT = 64 << 10
-_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_ID = compile_later(r"[0-9a-f]{32}", re.ASCII)
 _ENDING = ".coming"
-_NAME = re.compile(r"[0-9a-f]{32}\.coming", re.ASCII)
+_NAME = compile_later(r"[0-9a-f]{32}\.coming", re.ASCII)
 # Seconds for which a request can be on its way.
 _LATE = 86400.0
 

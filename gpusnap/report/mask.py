@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from gpusnap.oci.base.files import open_named
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.patterns import compile_later
 
 MASK = "***"
 
@@ -25,26 +26,26 @@ _NAMES = (
     r"|secret[-_.]?(?:id|keys?(?:[-_.]base)?)|(?:account|encryption|shared|signing)[-_.]?keys?"
 )
 # A name that is one of these, or ends with one or with a key: HF_TOKEN, "registry-password", --api-key.
-_IS_NAME = re.compile(
+_IS_NAME = compile_later(
     rf"{_NAMES}|[\w.-]*[\w.-][-_.](?:{_NAMES}|keys?)|[a-z0-9]*(?:password|passwd|token|secret)", re.I
 )
-_WORD = re.compile(r"[\w.-]+")
+_WORD = compile_later(r"[\w.-]+")
 # After a name: = or :, or a blank or the next word of a list after an option, and the value, quoted or not;
 # one that is not goes on after = or : to a delimiter, or to the next NAME=. JSON in JSON has \" for ".
 _QUOTED = r"\\*(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[\"'][^\n]*)"
 _PLAIN = r"[^\s,;&\"'}\])]+"
-_VALUE = re.compile(
+_VALUE = compile_later(
     rf"(?P<between>\\*[\"']?\s*[=:]\s*)(?P<value>{_QUOTED}|{_PLAIN}(?:[ \t]+(?![\w.-]+[=:]){_PLAIN})*)"
 )
-_NEXT_WORD = re.compile(rf"(?P<between>\s+(?=\S)|\\*[\"']\s*,\s*)(?P<value>{_QUOTED}|{_PLAIN})")
+_NEXT_WORD = compile_later(rf"(?P<between>\s+(?=\S)|\\*[\"']\s*,\s*)(?P<value>{_QUOTED}|{_PLAIN})")
 # Options that mean a secret to some programs (podman login -p, mysql -p, curl -u): not where the value is a
 # port, a path or another option.
-_SHORT = re.compile(
+_SHORT = compile_later(
     r"(?:(?<=\s)|(?<=[\"'])|^)(?P<option>-p|-u|--user|--proxy-user)(?P<between>\s+|=|\\*[\"']\s*,\s*\\*[\"'])"
     r"(?P<value>[^\s\"'\\]+)",
     re.M,
 )
-_NO_SECRET = re.compile(r"-.*|[./~].*|[\d.:\[\]-]+(?:/(?:tcp|udp|sctp))?")
+_NO_SECRET = compile_later(r"-.*|[./~].*|[\d.:\[\]-]+(?:/(?:tcp|udp|sctp))?")
 _PATTERNS = (
     # scheme://user:password@host, also a user alone, which may be a token.
     (re.compile(r"(?<=://)[^/\s'\"<>]+(?=@)"), MASK),

@@ -13,9 +13,10 @@ from dataclasses import field
 from datetime import UTC, datetime, timedelta
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_DURATION = re.compile(r"(?:[0-9]{1,6}[smhdw])+", re.ASCII)
+_DURATION = compile_later(r"(?:[0-9]{1,6}[smhdw])+", re.ASCII)
 _LONGEST = timedelta(days=36500)
 
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 from gpusnap.doctor.base.sources import Answer, ask
 from gpusnap.engines.install.files import put_file, unlink
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError, reason
 from gpusnap.schedule import unit_files
 from gpusnap.user_errors import NotFound
@@ -26,7 +27,7 @@ _RUNNING = "/run/systemd/system"  # sd_booted(3)
 _LONGEST = 256 - len(".service")  # unit names, systemd.unit(5)
 _SHORTEST = timedelta(seconds=30)
 # Of a container (libpod, define.NameRegex).
-_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*", re.ASCII)
+_NAME = compile_later(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*", re.ASCII)
 # Of one run: longer than any checkpoint takes, so that one that hangs ends, and the next may begin.
 _RUN_LIMIT = "6h"
 # For what a checkpoint undoes when it is stopped.

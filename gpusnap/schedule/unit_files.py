@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_PLAIN = re.compile(rb"[A-Za-z0-9:_.]")
+from gpusnap.oci.base.patterns import compile_later
+
+_PLAIN = compile_later(rb"[A-Za-z0-9:_.]")
 
 
 def escape(text: str) -> str:

@@ -49,8 +49,8 @@ from gpusnap.oci.layout.documents import (
     parse_document,
     written_document,
 )
+from gpusnap.oci.layout.image_marks import engine_of
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.oci.layout.single_layer_image import engine_of
 
 CHECKPOINT = "application/vnd.gpusnap.checkpoint.v1+json"
 CHUNKS = "application/vnd.gpusnap.chunks.v1+json"

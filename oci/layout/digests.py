@@ -6,12 +6,13 @@ import hashlib
 import re
 
 from gpusnap.oci.base.errors import DigestError
+from gpusnap.oci.base.patterns import compile_later
 
 PREFIX = "sha256:"
 
 # descriptor.md: algorithm components of [a-z0-9]+ between [+._-], a colon, then [a-zA-Z0-9=_-]+.
-_GRAMMAR = re.compile(r"[a-z0-9]+(?:[+._-][a-z0-9]+)*:[a-zA-Z0-9=_-]+", re.ASCII)
-_SHA256 = re.compile(r"sha256:[a-f0-9]{64}", re.ASCII)
+_GRAMMAR = compile_later(r"[a-z0-9]+(?:[+._-][a-z0-9]+)*:[a-zA-Z0-9=_-]+", re.ASCII)
+_SHA256 = compile_later(r"sha256:[a-f0-9]{64}", re.ASCII)
 _LONGEST = 512
 
 

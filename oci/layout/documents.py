@@ -14,6 +14,7 @@ from dataclasses import field
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, LayoutError
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.digests import check_digest, digest_of
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -26,7 +27,7 @@ EMPTY_BLOB = b"{}"
 DOCUMENT_LIMIT = 4 << 20
 
 # RFC 6838, 4.2.
-_MEDIA_TYPE = re.compile(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-]{0,126}", re.ASCII)
+_MEDIA_TYPE = compile_later(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-]{0,126}", re.ASCII)
 _LARGEST = (1 << 63) - 1
 
 

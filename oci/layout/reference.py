@@ -13,6 +13,7 @@ import re
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, RegistryError
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.digests import check_digest
 
 PLAIN_HTTP = "http://"
@@ -22,10 +23,10 @@ TRANSPORT = "docker://"
 # distribution-spec: many clients allow 255 characters for host and name together.
 _LONGEST = 255
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
-_NAME = re.compile(rf"{_PART}(?:/{_PART})*", re.ASCII)
-_TAG = re.compile(r"[a-zA-Z0-9_][a-zA-Z0-9._-]{0,127}", re.ASCII)
+_NAME = compile_later(rf"{_PART}(?:/{_PART})*", re.ASCII)
+_TAG = compile_later(r"[a-zA-Z0-9_][a-zA-Z0-9._-]{0,127}", re.ASCII)
 _LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?"
-_HOST = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[a-fA-F0-9:.]{{2,45}}\])(?::([0-9]{{1,5}}))?", re.ASCII)
+_HOST = compile_later(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[a-fA-F0-9:.]{{2,45}}\])(?::([0-9]{{1,5}}))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

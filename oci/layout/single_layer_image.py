@@ -29,25 +29,17 @@ from typing import Literal, TypeAlias
 from gpusnap.oci.base.errors import ArchiveError, reason
 from gpusnap.oci.base.files import open_named
 from gpusnap.oci.layout.documents import Descriptor, Manifest, written_document
+from gpusnap.oci.layout.image_marks import CONFIG, CRI_O, CRIU, PODMAN, Format
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import entries
 from gpusnap.oci.tar.compression import Packer, Readable, as_file, gzip_packer, kind_of, packer
 
-Format: TypeAlias = Literal["cri", "podman"]
 Packing: TypeAlias = Literal["gzip", "zstd"]
 
-CONFIG = "application/vnd.oci.image.config.v1+json"
 _LAYERS: Mapping[Packing, str] = {
     "zstd": "application/vnd.oci.image.layer.v1.tar+zstd",
     "gzip": "application/vnd.oci.image.layer.v1.tar+gzip",
 }
-CRIU = "org.criu.checkpoint."
-"""Of checkpointctl's annotations (lib/annotations.go)."""
-PODMAN = "io.podman.annotations.checkpoint."
-"""Of Podman's (libpod/define/annotations.go)."""
-CRI_O = "io.kubernetes.cri-o.annotations.checkpoint."
-"""Of CRI-O's (pkg/annotations)."""
-CRI_NAME = CRI_O + "name"
 _CREATED = "org.opencontainers.image.created"
 
 # checkpointctl's names of the same things, by which the caller gives them.
@@ -74,28 +66,10 @@ _CRI: Mapping[str, str] = {
     "rootfsImageName": "rootfsImageName",
     "criu.version": "criu.version",
 }
-# By what each engine takes an image for a checkpoint.
-_MARKS: Mapping[str, Format] = {
-    f"{PODMAN}runtime.name": "podman",
-    CRI_NAME: "cri",
-    f"{CRIU}container.name": "cri",
-}
 _NEEDED: Mapping[Format, str] = {"cri": "container.name", "podman": "runtime.name"}
 # The kernel's names of architectures (uname(2)) and Go's, which image configurations have.
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le", "s390x": "s390x"}
 _PIECE = 1 << 20
-
-
-def engine_of(manifest: Manifest) -> Format | None:
-    """Which engine takes an image for a checkpoint; None for an image that is none, and for an artifact."""
-    if manifest.config.media_type != CONFIG or manifest.artifact_type:
-        return None
-    return next((engine for mark, engine in _MARKS.items() if manifest.annotations.get(mark)), None)
-
-
-def layer_of(manifest: Manifest) -> Descriptor | None:
-    """The layer of such an image, which is an archive of the engine's; None where there are several."""
-    return manifest.layers[0] if len(manifest.layers) == 1 else None
 
 
 def write_image(

@@ -12,11 +12,12 @@ from __future__ import annotations
 import re
 
 from gpusnap.oci.base.errors import NotARegistry
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.digests import PREFIX
 from gpusnap.oci.registry.http import Answer, host_of
 from gpusnap.oci.registry.responses import printable
 
-_LENGTH = re.compile(r"[0-9]{1,18}", re.ASCII)
+_LENGTH = compile_later(r"[0-9]{1,18}", re.ASCII)
 _PAGES = ("text/html", "application/xhtml+xml")
 
 

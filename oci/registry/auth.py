@@ -18,6 +18,7 @@ from urllib.parse import urlencode, urlsplit
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import RegistryError, Unauthorized
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.registry.credentials import Credentials
 from gpusnap.oci.registry.http import Answer, Broken, Pool, address, exchange, host_of
 from gpusnap.oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
@@ -30,11 +31,11 @@ _FOREVER = 1 << 30
 _LONGEST = 1 << 16
 # RFC 9110, 11.3: a scheme, then parameters, whose values are tokens or quoted. What is passed over (*+, ++)
 # is not tried again in all its parts: a header of 64 KiB of blanks would take minutes.
-_PARAMETER = re.compile(
+_PARAMETER = compile_later(
     r"\s*+,?\s*+([\w!#$%&'*+.^`|~-]++)\s*+=\s*+(?:\"((?:[^\"\\]|\\.)*)\"|([^\s\",]+))", re.ASCII
 )
-_SCHEME = re.compile(r"\s*+,?\s*+([A-Za-z][\w-]*)(?=[\s,]|$)", re.ASCII)
-_TOKEN = re.compile(r"[\x21-\x7e]+")
+_SCHEME = compile_later(r"\s*+,?\s*+([A-Za-z][\w-]*)(?=[\s,]|$)", re.ASCII)
+_TOKEN = compile_later(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)

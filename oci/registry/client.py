@@ -25,6 +25,7 @@ from urllib.parse import urljoin
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import RegistryError, Unreachable
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.registry.answers import no_registry
 from gpusnap.oci.registry.auth import Tokens
 from gpusnap.oci.registry.credentials import Credentials
@@ -45,7 +46,9 @@ _MET: set[str] = set()
 # A wait is cut into these, so that who wants an end does not have to sit it out.
 _STEP = 1.0
 # What servers in Go, nginx and Apache say on a port for TLS to who speaks plain HTTP.
-_TLS_WANTED = re.compile(rb"HTTP request (?:to an|was sent to) HTTPS|SSL-enabled server port", re.IGNORECASE)
+_TLS_WANTED = compile_later(
+    rb"HTTP request (?:to an|was sent to) HTTPS|SSL-enabled server port", re.IGNORECASE
+)
 # Docker Hub's registry answers at another name than the one it has in references.
 _HOSTS = {"docker.io": "registry-1.docker.io", "index.docker.io": "registry-1.docker.io"}
 

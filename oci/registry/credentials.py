@@ -30,11 +30,12 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import Unauthorized, reason
 from gpusnap.oci.base.files import open_named
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.patterns import compile_later
 
 RUN = "/run/containers"
 _DEADLINE = 30.0
 _LARGEST_FILE = 4 << 20
-_HELPER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+_HELPER = compile_later(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 # What a helper says on stdout where it has none (docker-credential-helpers, credentials/error.go).
 _NOT_THERE = "credentials not found in native keychain"
 # The user's name where the secret is an identity token (docker/cli, cli/config/credentials/native_store.go).

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import functools
 import http.client
-import re
 import socket
 import ssl
 import threading
@@ -27,6 +26,7 @@ from urllib3.util import make_headers, parse_url
 from urllib3.util.ssl_ import create_urllib3_context
 
 from gpusnap.oci.base.errors import Cancelled, RegistryError, Unreachable, reason
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.registry import certificates
 from gpusnap.oci.registry.pace import Limits, Watch
 from gpusnap.oci.registry.proxies import proxy_for
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 PIECE = 1 << 20
 _PORTS = {"http": 80, "https": 443}
 # What one parser of URLs takes for a part of the host, and another for its end.
-_AMBIGUOUS = re.compile(r"[^\x21-\x7e]|\\")
+_AMBIGUOUS = compile_later(r"[^\x21-\x7e]|\\")
 # Seconds: for a connection, and what a socket waits longer than gpusnap.oci.registry.pace, which says more.
 _CONNECT, _LONGER = 30.0, 5.0
 # What is left of an answer is read, so that its connection can serve again, where it is no more than this.

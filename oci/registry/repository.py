@@ -22,6 +22,7 @@ from gpusnap.oci.base.errors import (
     Rejected,
     Unauthorized,
 )
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import digest_of, encoded
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document
@@ -38,13 +39,13 @@ from gpusnap.oci.registry.upload import Destination, Upload, Ways
 
 _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
 # Of a list (RFC 8288): what comes after it; and no list is longer.
-_NEXT = re.compile(r'<([^<>]{1,4000})>\s*;\s*rel="?next"?', re.ASCII)
+_NEXT = compile_later(r'<([^<>]{1,4000})>\s*;\s*rel="?next"?', re.ASCII)
 _MOST_PAGES = 64
 # Of what refers to a manifest: a page of 4 MiB may list tens of thousands.
 _MOST_REFERRERS = 4096
 # What servers say of a document that they have no type for.
 _VAGUE = ("", "application/json", "text/plain", "text/html", "application/octet-stream")
-_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|\*)", re.ASCII)
+_CONTENT_RANGE = compile_later(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|\*)", re.ASCII)
 
 
 class Repository:

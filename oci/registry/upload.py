@@ -29,6 +29,7 @@ from urllib.parse import urlencode
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, NotInRegistry, RegistryError, Rejected, Unauthorized, reason
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.registry import answers
@@ -40,7 +41,7 @@ T = TypeVar("T")
 # The largest blob that never goes in parts, and the parts of larger ones; bytes.
 MONOLITHIC = 32 << 20
 _LARGEST_CHUNK = 1 << 30
-_RANGE = re.compile(r"(?:bytes=)?0-([0-9]{1,18})", re.ASCII)
+_RANGE = compile_later(r"(?:bytes=)?0-([0-9]{1,18})", re.ASCII)
 _OCTETS = {"Content-Type": "application/octet-stream"}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +12,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, DiskError, LayoutError, OciError, StoreError
 from gpusnap.oci.base.files import exists, open_folder
 from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.layout.digests import PREFIX, encoded
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, parse_document
@@ -22,7 +22,7 @@ from gpusnap.oci.store.index import Catalog
 from gpusnap.oci.store.paths import BLOBS, CUT_OFF, GONE, Tree, discard, opened
 from gpusnap.oci.store.staging import why_precious
 
-_NAME = re.compile("[0-9a-f]{64}")
+_NAME = compile_later("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)

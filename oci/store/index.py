@@ -21,6 +21,7 @@ from typing import Any
 from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError, disk_error, reason
 from gpusnap.oci.base.files import read_regular, replace
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, written_document
 from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.paths import opened
@@ -30,9 +31,9 @@ REF_NAME = "org.opencontainers.image.ref.name"
 CREATED = "org.opencontainers.image.created"
 
 # image-spec, annotations.md, org.opencontainers.image.ref.name.
-_NAME = re.compile(r"[A-Za-z0-9]+(?:(?:--|[-._:@/+])[A-Za-z0-9]+)*", re.ASCII)
+_NAME = compile_later(r"[A-Za-z0-9]+(?:(?:--|[-._:@/+])[A-Za-z0-9]+)*", re.ASCII)
 _LONGEST_NAME = 255
-_PREFIX = re.compile(r"(?:sha256:)?([0-9a-f]{6,64})", re.ASCII)
+_PREFIX = compile_later(r"(?:sha256:)?([0-9a-f]{6,64})", re.ASCII)
 _NEAR = 3
 
 

@@ -12,6 +12,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DiskError, StoreError, disk_error, reason
 from gpusnap.oci.base.files import UNFINISHED, open_folder
 from gpusnap.oci.base.locks import exclusive
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.base.threads import for_each
 from gpusnap.oci.layout.layout import Layout
 
@@ -19,7 +20,7 @@ BLOBS = ("blobs", "sha256")
 PRECIOUS = "precious"
 # What is on its way out: a folder of that name in staging/ is of no use to anybody.
 GONE = ".gone-"
-CUT_OFF = re.compile(re.escape(UNFINISHED) + "[0-9a-f]{16}")
+CUT_OFF = compile_later(re.escape(UNFINISHED) + "[0-9a-f]{16}")
 THREADS = 8
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
 

@@ -46,6 +46,7 @@ from contextlib import contextmanager
 from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere, StoreError
 from gpusnap.oci.base.files import UNFINISHED, exists
 from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.layout.digests import encoded
 from gpusnap.oci.layout.documents import Descriptor, Index, parse_document
@@ -59,7 +60,7 @@ from gpusnap.oci.store.tags import tagged
 
 PATIENCE = 60.0
 _HOLD = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-_STAGING = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
+_STAGING = compile_later(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
 
 
 class Store:

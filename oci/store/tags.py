@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
 from gpusnap.oci.base.errors import Ambiguous
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.store.entry import Entry
 
 LATEST = "latest"
 # More than that are not listed in a message.
 _MOST = 8
 # What is behind the last colon of host:5000/app or of app@sha256:… is no tag.
-_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*", re.ASCII)
+_TAG = compile_later(r"[A-Za-z0-9][A-Za-z0-9._+-]*", re.ASCII)
 
 
 def base(name: str) -> str:

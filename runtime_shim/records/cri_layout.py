@@ -20,13 +20,14 @@ import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.records.manifest import FOLDER, NAME
 
 _SLASH = "%2F"
 _BEGINNING = FOLDER + _SLASH
 # What the names of our files consist of: none leads anywhere else.
-_PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
+_PART = compile_later(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
 # Of containerd: plugins/services/tasks/local.go, for images that go into its content store, and
 # internal/cri/annotations.
 _TEMPORARY = "ctrd-checkpoint"

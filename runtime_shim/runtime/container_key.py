@@ -15,8 +15,10 @@ import os
 import re
 from collections.abc import Mapping
 
+from gpusnap.oci.base.patterns import compile_later
+
 _DIGITS = 12
-_KEY = re.compile(rf"[A-Za-z0-9][\w.+-]{{0,250}}(@[0-9a-f]{{{_DIGITS}}})?", re.ASCII)
+_KEY = compile_later(rf"[A-Za-z0-9][\w.+-]{{0,250}}(@[0-9a-f]{{{_DIGITS}}})?", re.ASCII)
 
 
 def root(given: str | None, kind: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import RuntimeFailed
 from gpusnap.runtime_shim.runtime import child_process
 from gpusnap.runtime_shim.runtime import find as locate
@@ -14,7 +15,7 @@ from gpusnap.runtime_shim.runtime import find as locate
 Kind = Literal["crun", "runc", "other"]
 
 _DEADLINE = 30.0
-_VERSION_LINE = re.compile(r"(?P<name>\S+) version (?P<version>\S+)")
+_VERSION_LINE = compile_later(r"(?P<name>\S+) version (?P<version>\S+)")
 
 
 @dataclass(frozen=True, slots=True)

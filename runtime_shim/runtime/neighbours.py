@@ -23,17 +23,17 @@ What is not in the container's cgroup is another container's
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.process import proc
 
 Cgroup = tuple[str, str]
 """Hierarchy (the empty one is version 2's) and path."""
 
 # As engines name a container's cgroup: libpod-ID, cri-containerd-ID.scope, crio-ID, ID.
-_CONTAINER = re.compile(r"(?:.*[-:])?([0-9a-f]{64})(?:\.scope)?")
+_CONTAINER = compile_later(r"(?:.*[-:])?([0-9a-f]{64})(?:\.scope)?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, reason
 from gpusnap.runtime_shim.process import proc
@@ -31,7 +32,7 @@ from gpusnap.runtime_shim.settings import Settings
 FOLDER = "/run/gpusnap/orders"
 # Seconds in which `sweep` lets go of a lock.
 _SWEEPING = 1.0
-_ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
+_ID = compile_later(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
 _LARGEST = 16 << 10
 # Far more generations than there are between a command and the runtime that its Podman runs.
 _FARTHEST = 64

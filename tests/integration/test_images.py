@@ -19,8 +19,9 @@ from gpusnap.checkpoints.formats.podman_reader import Taken
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.layout.blobs import FirstOf
 from gpusnap.oci.layout.documents import Descriptor, Index
+from gpusnap.oci.layout.image_marks import Format
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.oci.layout.single_layer_image import Format, write_image
+from gpusnap.oci.layout.single_layer_image import write_image
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Compression
 

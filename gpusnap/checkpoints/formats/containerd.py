@@ -30,6 +30,7 @@ from typing import Protocol
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, LayoutError
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.digests import PREFIX, digest_of, encoded
 from gpusnap.oci.layout.documents import (
     DOCUMENT_LIMIT,
@@ -53,7 +54,7 @@ SNAPSHOTTER = "io.containerd.checkpoint.snapshotter"
 LAYOUT: Mapping[str, object] = {"imageLayoutVersion": "1.0.0"}
 
 # What words on ctr's command line, and names of images, may be.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
+_NAME = compile_later(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
 _MOST_BLOBS = 4096
 _DEEPEST = 8
 

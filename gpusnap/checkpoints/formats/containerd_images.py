@@ -12,6 +12,7 @@ from gpusnap.checkpoints.formats.containerd import SNAPSHOTTER, blob_of, is_chec
 from gpusnap.engines.ctr import InContainerd, Target, digest_in, unpack
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, parse_document
 from gpusnap.oci.layout.layout import Layout
@@ -22,7 +23,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
 from gpusnap.user_errors import NotFound
 
 # Of containerd's (plugins/snapshots); "" is what ctr takes by itself.
-_SNAPSHOTTER = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
+_SNAPSHOTTER = compile_later(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from gpusnap.oci.base.errors import EngineImage
 from gpusnap.oci.layout.digests import encoded
 from gpusnap.oci.layout.documents import Descriptor, Manifest, parse_document
+from gpusnap.oci.layout.image_marks import engine_of, layer_of
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.oci.layout.single_layer_image import engine_of, layer_of
 from gpusnap.runtime_shim.errors import Refused
 
 

@@ -7,13 +7,13 @@ In Podman's archive a volume is `volumes/NAME.tar` (libpod, exportCheckpoint). I
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from gpusnap.checkpoints.volumes.tar_chunks import LARGEST
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ChunkError
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks.table import Table, from_json, to_json
 from gpusnap.oci.tar.archive import Entry
 from gpusnap.runtime_shim.errors import ImageError
@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.errors import ImageError
 LARGEST_TABLE = 256 << 20
 
 # libpod, define.NameRegex.
-_TAR = re.compile(r"volumes/([a-zA-Z0-9][a-zA-Z0-9_.-]*)\.tar")
+_TAR = compile_later(r"volumes/([a-zA-Z0-9][a-zA-Z0-9_.-]*)\.tar")
 _CHUNKS = ".chunks"
 
 

@@ -8,12 +8,12 @@ cuts are matters to nobody who reads it.
 from __future__ import annotations
 
 import hashlib
-import re
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks import reader, writer
 from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.index import Known
@@ -36,7 +36,7 @@ _LEAST, _ONE_OF, _MOST = 256 << 10, 16, 4 << 20
 _WITH_CONTENT = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 # A pax record of a file that is too large for the field of a header; or such a text in an extended attribute,
 # which moves a cut.
-_PAX_SIZE = re.compile(rb"(?:^|\n)\d+ size=(\d{1,19})\n")
+_PAX_SIZE = compile_later(rb"(?:^|\n)\d+ size=(\d{1,19})\n")
 
 
 def write(tar: Readable, layout: Layout, *, threads: int, known: Known | None = None) -> tuple[Table, str]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from gpusnap.doctor.base.check import Check, failure, ok, plural, warning
 from gpusnap.doctor.base.sources import below, text
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.process.proc import Process
 from gpusnap.runtime_shim.units import human
@@ -34,7 +35,7 @@ _MEMORY, _MISC = 1, 10
 _TERMINALS = frozenset({2, 3, 4, 5, *range(128, 144)})
 _MISC_DUMPED = frozenset({200, 235})
 _DELETED = " (deleted)"
-_LOCK = re.compile(r"\d+: (?:POSIX|FLOCK) +\w+ +\w+ +(\d+) ([0-9a-f]+):([0-9a-f]+):(\d+) ")
+_LOCK = compile_later(r"\d+: (?:POSIX|FLOCK) +\w+ +\w+ +(\d+) ([0-9a-f]+):([0-9a-f]+):(\d+) ")
 
 
 @dataclass(frozen=True, slots=True)

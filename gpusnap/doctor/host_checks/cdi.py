@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 
 from gpusnap.doctor.base.check import Check, failure, ok, plural, refused, warning
 from gpusnap.doctor.base.sources import below
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.gpu.cdi.folders import FOLDERS, load
 from gpusnap.runtime_shim.gpu.cdi.spec import CdiError, Spec
 
-_VERSION = re.compile(r"\.so\.(\d{3,4}(?:\.\d{1,3}){1,2})$")
+_VERSION = compile_later(r"\.so\.(\d{3,4}(?:\.\d{1,3}){1,2})$")
 _MAKE = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
 
 

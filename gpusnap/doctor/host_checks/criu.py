@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gpusnap.doctor.base.check import Check, failure, ok, warning
 from gpusnap.doctor.base.sources import Answer, ask, program, text, version
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 from gpusnap.runtime_shim.snapshot.preflight.sockets import NEWER_CRIU
@@ -18,7 +19,7 @@ _KNOWN = (4, 1)
 # Linux 6.16 no longer answers getsockopt(1, 16) as CRIU before 4.2 asks it; see docs/troubleshooting.md.
 _SOCKETS = ((6, 16), (4, 2))
 # A line of CRIU's configuration (criu(8), CONFIGURATION FILES).
-_NETWORK_LOCK = re.compile(r"\s*(?:--)?network-lock[\s=]+(\w+)")
+_NETWORK_LOCK = compile_later(r"\s*(?:--)?network-lock[\s=]+(\w+)")
 
 Find = Callable[[str], str | None]
 Run = Callable[[list[str]], Answer | None]

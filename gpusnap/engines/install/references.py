@@ -13,10 +13,11 @@ from gpusnap.engines.install import crio as install_crio
 from gpusnap.engines.install import podman as install_podman
 from gpusnap.engines.install.files import under
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 # The handler as the default of containerd or CRI-O, and Podman's.
-_DEFAULT = re.compile(
+_DEFAULT = compile_later(
     r"""\bdefault_runtime(?:_name)?["']?\s*=\s*["']gpusnap["']|\bruntime["']?\s*=\s*["']gpusnap-runtime["']"""
 )
 _LARGEST = 1 << 20

@@ -6,21 +6,21 @@ containers/common.
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 
 from gpusnap.engines import podman
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.user_errors import NotFound
 
 # Of a container (libpod, define.NameRegex).
-_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
-_CONTAINER = re.compile(r"(?:name|ID)\b.* is already in use")
-_VOLUME = re.compile(r"volume with name (\S+) already exists")
-_PORT = re.compile(r"listen (tcp|udp|sctp)\S* (\S*):(\d+): bind: address already in use")
+_NAME = compile_later(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
+_CONTAINER = compile_later(r"(?:name|ID)\b.* is already in use")
+_VOLUME = compile_later(r"volume with name (\S+) already exists")
+_PORT = compile_later(r"listen (tcp|udp|sctp)\S* (\S*):(\d+): bind: address already in use")
 # CRIU's (criu/sk-inet.c, inet_bind).
-_BIND = re.compile(r"Can't bind inet socket .*Address already in use")
-_ADDRESS = re.compile(r"requested ip address (\S+) is already allocated(?: to container ID ([0-9a-f]+))?")
+_BIND = compile_later(r"Can't bind inet socket .*Address already in use")
+_ADDRESS = compile_later(r"requested ip address (\S+) is already allocated(?: to container ID ([0-9a-f]+))?")
 
 
 def is_name(text: str) -> bool:

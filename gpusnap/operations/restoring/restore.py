@@ -7,7 +7,6 @@ that lacks from the registry while CRIU restores.
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,10 +37,11 @@ from gpusnap.oci.base.errors import (
     StoreError,
 )
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.archive import is_layout
+from gpusnap.oci.layout.image_marks import CRIU
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.oci.layout.single_layer_image import CRIU
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import base
@@ -67,9 +67,9 @@ _ON_THE_WAY = 8 << 30
 _SECONDS = 120.0
 # libpod, Container.validate: of an archive that Podman has written; see formats/podman_writer.py.
 _SPLIT = "--cgroup-mode=split"
-_DIGEST = re.compile("sha256:[0-9a-f]{64}")
+_DIGEST = compile_later("sha256:[0-9a-f]{64}")
 # What went wrong with something that came out of an archive: Podman's unpacking, a blob, an image.
-_OF_ITS_CONTENT = re.compile(r"^Podman failed: |sha256:|/checkpoint/|\.img\b")
+_OF_ITS_CONTENT = compile_later(r"^Podman failed: |sha256:|/checkpoint/|\.img\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

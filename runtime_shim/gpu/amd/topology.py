@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.gpu.api.driver import Gpu
 
 SYS = "/sys"
@@ -30,8 +31,8 @@ _MACHINE = "/etc/machine-id"
 
 # kfd_topology.h, HSA_MEM_HEAP_TYPE_FB_PUBLIC and …_PRIVATE: memory of the GPU's own.
 _HEAPS = (1, 2)
-_DIGITS = re.compile(r"\d{1,7}")
-_VERSION = re.compile(r"[0-9]+(?:\.[0-9]+)*")
+_DIGITS = compile_later(r"\d{1,7}")
+_VERSION = compile_later(r"[0-9]+(?:\.[0-9]+)*")
 _MOST = 1 << 16
 """Bytes of a file in sysfs; it gives at most a page."""
 

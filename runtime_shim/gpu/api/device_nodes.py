@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import Refused, reason
 from gpusnap.runtime_shim.gpu.api.device_files import LAST_GPU_MINOR, character_drivers
@@ -34,9 +34,9 @@ _SHARED: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("nvidia-nvswitchctl", ("nvidia-nvswitch",), 255),
     ("kfd", ("kfd",), 0),
 )
-_CAPS = re.compile(r"nvidia-caps/nvidia-cap(\d{1,4})")
-_GPU = re.compile(r"nvidia(\d{1,3})")
-_DRI = re.compile(r"dri/(?:renderD|card)(\d{1,4})")
+_CAPS = compile_later(r"nvidia-caps/nvidia-cap(\d{1,4})")
+_GPU = compile_later(r"nvidia(\d{1,3})")
+_DRI = compile_later(r"dri/(?:renderD|card)(\d{1,4})")
 _FOLDERS = ("", "dri", "nvidia-caps")
 _MOST = 4096
 """Nodes that are looked at in one folder; more are no device folder of this world."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, shown
 
@@ -48,11 +49,11 @@ _DROPPED = {"enableCMT", "enableMBM"}  # with 1.1.0
 _NET = {"hostInterfaceName": "1.1.0", "name": "1.1.0"}
 
 _HOOKS = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
-_KIND = re.compile(r"[A-Za-z](?:[\w.-]{0,251}[A-Za-z0-9])?/[A-Za-z](?:[\w.-]{0,61}[A-Za-z0-9])?", re.ASCII)
-_NAME = re.compile(r"[A-Za-z0-9](?:[\w.:-]{0,253}[A-Za-z0-9])?", re.ASCII)
+_KIND = compile_later(r"[A-Za-z](?:[\w.-]{0,251}[A-Za-z0-9])?/[A-Za-z](?:[\w.-]{0,61}[A-Za-z0-9])?", re.ASCII)
+_NAME = compile_later(r"[A-Za-z0-9](?:[\w.:-]{0,253}[A-Za-z0-9])?", re.ASCII)
 _ID = 2**32 - 1
 _MAJOR, _MINOR = 2**12 - 1, 2**20 - 1  # MAJOR and MINOR of the kernel's kdev_t.h
-_UNFIT = re.compile("[\0\ud800-\udfff]")  # JSON can spell half a character
+_UNFIT = compile_later("[\0\ud800-\udfff]")  # JSON can spell half a character
 
 
 class CdiError(GpusnapError):

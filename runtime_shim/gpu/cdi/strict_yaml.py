@@ -7,15 +7,16 @@ a bound, so a small file stays small.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
+
+from gpusnap.oci.base.patterns import compile_later
 
 _DEPTH = 32
 _NODES = 500_000
 _NULL = ("", "~", "null", "Null", "NULL")
 # YAML 1.1's, as CDI's library reads it: file modes are written 0666.
-_WHOLE = re.compile(r"(?P<octal>0[0-7]{1,22})|0o[0-7]{1,22}|0x[0-9A-Fa-f]{1,16}|0|[1-9][0-9]{0,19}")
+_WHOLE = compile_later(r"(?P<octal>0[0-7]{1,22})|0o[0-7]{1,22}|0x[0-9A-Fa-f]{1,16}|0|[1-9][0-9]{0,19}")
 
 
 class Unquoted(str):

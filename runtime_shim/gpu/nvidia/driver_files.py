@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import reason
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ _CONFIGS = r"""(?: glvnd/egl_vendor\.d | egl/egl_external_platform\.d | nvidia |
 # Where the driver has a root of its own: NVIDIA's GPU operator, Google's nodes, NixOS.
 _ROOT = r"""(?: /run/nvidia/driver | /home/kubernetes/bin/nvidia | /run/opengl-driver
     | /nix/store/[0-9a-z]{32}-nvidia-x11-[\w.+-]+ )?"""
-_NAME = re.compile(rf"(?x) {_LIBRARY} | {_FIRMWARE} | {_PROGRAM} | {_CONFIG}", re.ASCII)
-_DRIVER = re.compile(
+_NAME = compile_later(rf"(?x) {_LIBRARY} | {_FIRMWARE} | {_PROGRAM} | {_CONFIG}", re.ASCII)
+_DRIVER = compile_later(
     rf"""(?x)
     {_ROOT}(?:/usr)?/(?:lib|lib32|lib64)/(?:[\w.+-]+/){{0,4}} {_LIBRARY} |
     {_ROOT}(?:/usr)?/lib/firmware/(?:updates/)?(?:[\w.+-]+/)?nvidia/{_VERSION}(?:/{_FIRMWARE})? |
@@ -49,9 +50,9 @@ _DRIVER = re.compile(
     """,
     re.ASCII,
 )
-_NUMBERED = re.compile(rf"(?P<stem>.+\.so)\.(?P<version>{_VERSION}|(?P<major>[0-9]+)(?:\.[0-9]+)*)")
-_WIDE = re.compile(r"/(?:usr/)?(?:lib64|(?:lib/)?(?:x86_64|aarch64|powerpc64le|riscv64)-linux-gnu)/")
-_NARROW = re.compile(r"/(?:lib32|i[36]86-linux-gnu|arm-linux-gnueabihf)/")
+_NUMBERED = compile_later(rf"(?P<stem>.+\.so)\.(?P<version>{_VERSION}|(?P<major>[0-9]+)(?:\.[0-9]+)*)")
+_WIDE = compile_later(r"/(?:usr/)?(?:lib64|(?:lib/)?(?:x86_64|aarch64|powerpc64le|riscv64)-linux-gnu)/")
+_NARROW = compile_later(r"/(?:lib32|i[36]86-linux-gnu|arm-linux-gnueabihf)/")
 
 _LIBRARY_FOLDERS = tuple(
     f"/usr/{folder}"

@@ -17,20 +17,20 @@ from __future__ import annotations
 
 import bisect
 import os
-import re
 import struct
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
 
-_LIBC = re.compile(r"/libc(\.so\.6|-2\.\d+\.so)$")
-_LOADER = re.compile(r"/ld(-linux[^/]*\.so\.\d+|-2\.\d+\.so|64\.so\.\d+)$")
+_LIBC = compile_later(r"/libc(\.so\.6|-2\.\d+\.so)$")
+_LOADER = compile_later(r"/ld(-linux[^/]*\.so\.\d+|-2\.\d+\.so|64\.so\.\d+)$")
 # As malloc/malloc.c of glibc defines them: the code of malloc is from the first to the last of these.
 _MALLOC = frozenset(
     (
@@ -41,7 +41,7 @@ _MALLOC = frozenset(
 )
 _FORK = frozenset(("fork", "_Fork", "__fork", "vfork", "__vfork", "clone", "__clone", "pthread_create"))
 _LOADING = frozenset(("dlopen", "dlclose", "dlsym", "dlvsym", "dladdr", "dlinfo", "dl_iterate_phdr"))
-_STDIO = re.compile(
+_STDIO = compile_later(
     r"_IO_|(__)?v?f?w?printf(_chk)?$|(__)?f(write|read)(_unlocked|_chk)?$|(__)?f?(get|put)[cs](_unlocked|_chk)?$"
     r"|putchar$|f(open|dopen|close|flush|seek|tell|reopen)(64|o|o64)?$|get(line|delim)$|setv?buf$"
 )

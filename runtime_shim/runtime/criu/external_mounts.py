@@ -12,10 +12,10 @@ have to be the driver's own files, or nodes of its GPUs.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file
@@ -23,7 +23,9 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import DriverMount
 
 # A GPU's node that was bind-mounted and has moved: config.json knows it by its old name.
-_NODE = re.compile(r"/dev/(?:nvidia(?:\d{1,3}|ctl|-uvm|-uvm-tools|-modeset)|dri/(?:renderD|card)\d{1,4}|kfd)")
+_NODE = compile_later(
+    r"/dev/(?:nvidia(?:\d{1,3}|ctl|-uvm|-uvm-tools|-modeset)|dri/(?:renderD|card)\d{1,4}|kfd)"
+)
 
 
 def undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ...], bool]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 
 from gpusnap.oci.base.files import open_below
+from gpusnap.oci.base.patterns import compile_later
 
 # "(00.012345) Error (criu/files-ext.c:98): Can't dump file 5 of that type [20000] (chr 195:0)";
 # a restored task's PID stands before it as "(00.012345)    123: Error …".
-_ERROR = re.compile(r"^\(\d+\.\d+\)\s+(?:\d+:\s+)?Error \([^)]*\): (.*)$")
+_ERROR = compile_later(r"^\(\d+\.\d+\)\s+(?:\d+:\s+)?Error \([^)]*\): (.*)$")
 # Said on hosts where CRIU then goes on without harm.
 _HARMLESS = ("Can't setup RLIMIT_NOFILE", "Can't raise limit", "Can't set file limit")
 _TAIL = 4 << 20

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import shutil
 import struct
 import tempfile
@@ -22,6 +21,7 @@ import time
 from collections.abc import Callable
 
 from gpusnap.oci.base.files import exists
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 
@@ -30,7 +30,7 @@ _PATIENCE = 300.0
 # How often a removal is tried, and seconds between two tries.
 _TRIES, _PAUSE = 3, 0.05
 # As `prefix` begins a name.
-_NAME = re.compile(r"gpusnap-[a-z]+-(\d{1,10})\.(\d{1,20})\.(\d{1,10})-")
+_NAME = compile_later(r"gpusnap-[a-z]+-(\d{1,10})\.(\d{1,20})\.(\d{1,10})-")
 _OWNER = 0xB704  # linux/nsfs.h, NS_GET_OWNER_UID (Linux 4.11)
 CONFIG = "CRIU_CONFIG_FILE"
 """criu(8), CONFIGURATION FILES: the environment variable that names one."""

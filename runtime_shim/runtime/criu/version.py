@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import shutil
 import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
 
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import RuntimeFailed
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.child_process import Child, run
@@ -42,7 +42,7 @@ def _program() -> str | None:
 
 # What it says of a socket that it cannot dump (criu/sockets.c, do_dump_opt; criu/sk-inet.c,
 # can_dump_ipproto): 1:16 is SOL_SOCKET's SO_PASSCRED.
-_REFUSALS = re.compile(r"Can't get 1:16 opt|Unsupported proto ")
+_REFUSALS = compile_later(r"Can't get 1:16 opt|Unsupported proto ")
 # Seconds; it takes some 20 ms.
 _PATIENCE = 10
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process.mount_view import show_mounts
@@ -52,9 +53,9 @@ _TIMEOUT, _LONGEST = 10, 60
 _SAID = 400
 _MANY = 1024
 # They tell the program how much to say; any other might tell it what to load or to run.
-_ENVIRONMENT = re.compile(r"NVIDIA_(?:CTK_DEBUG|CDI_DEBUG|CDI_QUIET)=(?:true|false|[01])")
+_ENVIRONMENT = compile_later(r"NVIDIA_(?:CTK_DEBUG|CDI_DEBUG|CDI_QUIET)=(?:true|false|[01])")
 # No blank, and nothing that ld.so.conf(5) reads otherwise.
-_PATH = re.compile(r"[\w./+:@,-]{1,1024}", re.ASCII)
+_PATH = compile_later(r"[\w./+:@,-]{1,1024}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

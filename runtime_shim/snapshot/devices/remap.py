@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import open_below
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change, changes
@@ -32,7 +32,7 @@ from gpusnap.runtime_shim.runtime import bundle
 from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes
 
-_PROC_GPU = re.compile(r"(/proc/driver/nvidia/gpus/)([0-9a-f:.]+)")
+_PROC_GPU = compile_later(r"(/proc/driver/nvidia/gpus/)([0-9a-f:.]+)")
 _SEEN = 8
 """Names in one message."""
 

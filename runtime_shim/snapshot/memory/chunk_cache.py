@@ -45,6 +45,7 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import UNFINISHED, open_folder, read_regular, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.base.threads import for_each
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table
@@ -59,9 +60,9 @@ _RECORD = "kept.json"
 _INDEX = "known.json"
 _BLOBS = ("blobs", "sha256")
 _LARGEST_RECORD = 16 << 10
-_ID = re.compile(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
-_CUT_OFF = re.compile(re.escape(UNFINISHED) + "[0-9a-f]{16}")
-_BLOB = re.compile("[0-9a-f]{64}|" + _CUT_OFF.pattern)
+_ID = compile_later(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
+_UNFINISHED = re.escape(UNFINISHED) + "[0-9a-f]{16}"
+_CUT_OFF, _BLOB = compile_later(_UNFINISHED), compile_later("[0-9a-f]{64}|" + _UNFINISHED)
 # This part of a file system stays free, or else room for another checkpoint of that size.
 _FREE = 20
 _THREADS = 8

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.base.files import open_below
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import File
@@ -34,7 +35,7 @@ from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.chunk_cache import Kept
 
-_PAGES = re.compile(r"pages-[0-9]{1,10}\.img", re.ASCII)
+_PAGES = compile_later(r"pages-[0-9]{1,10}\.img", re.ASCII)
 # Smaller ones are no worse off in an archive.
 _LEAST = 1 << 20
 # A process' pages change here and there, and in larger chunks few would be as they were.

@@ -50,10 +50,10 @@ _SWITCH = 0.0005  # seconds
 # Blobs that are read at once while CRIU works. It opens hundreds of files, and where these come from the same
 # disk each waits behind what the disk was asked for before: 45 ms with 12 blobs of 4 MiB, 5 s in all.
 _READS = 2
-# The part of the workers that are at work until the processes are there. With all of them the runtime's own
-# thread hardly ever got the interpreter, nor CRIU the memory: on 16 cores the plan took 0.32 s beside 12
-# workers and 0.11 s beside 4, and all of a restore 4.8 and 3.9 s.
-_AT_FIRST = 3
+# Workers at work until the processes are there, at most, and at most that part of all. With all of them the
+# runtime's own thread hardly ever got the interpreter, nor CRIU the memory: on 16 cores the plan took 0.32 s
+# beside 12 workers and 0.11 s beside 4, and all of a restore 4.8 and 3.9 s; beside 8 of 24 it took 0.23 s.
+_AT_FIRST, _PART_AT_FIRST = 4, 3
 # Descriptors of a staged file: its own, and that of its mapping (cpython, Modules/mmapmodule.c).
 _OF_A_FILE = 2
 # Descriptors that are left to all else: the chunks, the processes, the runtime.
@@ -111,7 +111,7 @@ class Filling:
         self._paging = self._demand_paging() if settings.demand_paging else None
         self._reads = threading.Semaphore(_READS)
         self._workers = settings.threads or _most_of(copies.cores())
-        self._turns = threading.Semaphore(max(1, self._workers // _AT_FIRST))
+        self._turns = threading.Semaphore(max(1, min(_AT_FIRST, self._workers // _PART_AT_FIRST)))
         self._checking: threading.Thread | None = None
         self._wrong: ImageError | None = None
         # The workers hold the interpreter for moments only, but by default who waits for it waits 5 ms.

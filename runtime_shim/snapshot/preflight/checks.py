@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
 from gpusnap.runtime_shim.log import note
@@ -40,7 +40,7 @@ _RING = "anon_inode:[io_uring]"
 _OWN_NAMESPACE = "run the container with a PID namespace of its own"
 _IP = "CR_IP_TOOL"  # the environment variable of CRIU's that names another program than ip
 # As crun names it to dlopen(3) (src/libcrun/criu.c, load_wrapper), or one that is linked with it.
-_CRIU_LIBRARY = re.compile(rb"libcriu\.so\.\d+\0")
+_CRIU_LIBRARY = compile_later(rb"libcriu\.so\.\d+\0")
 
 
 def call(wanted: CheckpointCall, container: Container) -> None:

@@ -43,10 +43,10 @@ H100 with driver 580.159.04; the restore of the process that had opened the memo
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
 from gpusnap.runtime_shim.process import proc
@@ -64,9 +64,9 @@ VARIABLES: Mapping[str, str] = {
 _MULTICAST = "NCCL_NVLS_ENABLE"
 _FIRST_MULTICAST = (9, 0)
 
-_SOCKET = re.compile(r"@tmp/nccl-socket-(\d{1,9})-[0-9a-f]+")
+_SOCKET = compile_later(r"@tmp/nccl-socket-(\d{1,9})-[0-9a-f]+")
 _SEGMENT = "/dev/shm/nccl-"
-_IPC = re.compile(r"/dev/shm/cuda\.shm\.\d+\.([0-9a-f]+)\.\d+")
+_IPC = compile_later(r"/dev/shm/cuda\.shm\.\d+\.([0-9a-f]+)\.\d+")
 # How launchers tell a rank how many there are: torchrun, Open MPI, MPICH; else Slurm of the step, or else of
 # the whole job, which a program in a batch script has too, though it may be alone.
 _SIZES = (

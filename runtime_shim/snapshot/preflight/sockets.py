@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterable, Iterator
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime.criu.version import criu_version, refuses
 
@@ -29,7 +30,7 @@ LOCAL = ("UNIX", "NETLINK")
 
 # include/net/tcp_states.h. What CRIU calls connected (criu/sk-inet.c, can_dump_inet_sk): all but these.
 _LISTEN, _CLOSE, _TIME_WAIT = 0x0A, 0x07, 0x06
-_SOCKET = re.compile(r"socket:\[(\d+)\]")
+_SOCKET = compile_later(r"socket:\[(\d+)\]")
 # asm-generic/socket.h; Python's socket module names it on newer releases only.
 _SO_PASSCRED = 16
 

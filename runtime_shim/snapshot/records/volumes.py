@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from io import FileIO
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import ImageError, Refused, reason
 from gpusnap.runtime_shim.process import proc
@@ -33,10 +33,10 @@ from gpusnap.runtime_shim.units import human
 _OF_CRIO = "io.kubernetes.cri-o.ContainerType"
 """An annotation of every container of CRI-O's (cri-o, pkg/annotations)."""
 # kubelet's directories (kubernetes, pkg/volume/emptydir and pkg/volume/util/subpath).
-_EMPTY_DIR = re.compile(r"/.*/volumes/kubernetes\.io~empty-dir/[^/]+")
-_SUBPATH = re.compile(r"(/.*)/volume-subpaths/([^/]+)/[^/]+/\d+")
+_EMPTY_DIR = compile_later(r"/.*/volumes/kubernetes\.io~empty-dir/[^/]+")
+_SUBPATH = compile_later(r"(/.*)/volume-subpaths/([^/]+)/[^/]+/\d+")
 # containerd (internal/cri/server, getSandboxDevShm) and CRI-O (server/sandbox_run_linux.go, setupShm).
-_SHM = re.compile(r"/.*/(?:sandboxes/[^/]+|userdata)/shm")
+_SHM = compile_later(r"/.*/(?:sandboxes/[^/]+|userdata)/shm")
 
 _DELETED = " (deleted)"
 _PIECE = 1 << 20  # bytes that one question is for

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import suppress
 
 from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.store.paths import PRECIOUS
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
@@ -16,7 +16,7 @@ from gpusnap.runtime_shim.snapshot.records import journal
 
 WHOSE = "GPU memory of the suspended container "
 """How a staging says whose it is; the container's key follows."""
-_LOADED = re.compile(r"\d+-[0-9a-f]+\.load\.(\d+)\.(\d+)")
+_LOADED = compile_later(r"\d+-[0-9a-f]+\.load\.(\d+)\.(\d+)")
 """Files of load.py, with the PID and start time of who reads into them."""
 
 

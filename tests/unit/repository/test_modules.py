@@ -37,6 +37,7 @@ GROUND = {
     "gpusnap.oci.base.dataclass",
     "gpusnap.oci.base.files",
     "gpusnap.oci.base.json_text",
+    "gpusnap.oci.base.patterns",
     "gpusnap.runtime_shim.deadlines",
     "gpusnap.runtime_shim.errors",
     "gpusnap.runtime_shim.process.proc",

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from gpusnap.oci.base.files import open_below
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.runtime.criu.images import pagemap
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source, decode, kind_of
@@ -26,8 +27,8 @@ from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source, de
 if TYPE_CHECKING:
     from gpusnap.oci.tar.compression import Readable
 
-_PAGES = re.compile(r"pages-([0-9]{1,10})\.img", re.ASCII)
-_PAGEMAP = re.compile(r"pagemap-([0-9]{1,10})\.img", re.ASCII)
+_PAGES = compile_later(r"pages-([0-9]{1,10})\.img", re.ASCII)
+_PAGEMAP = compile_later(r"pagemap-([0-9]{1,10})\.img", re.ASCII)
 """Of a task, by its PID; those of shared memory are called otherwise."""
 # What CRIU and the runtime read beside images.
 _OTHERS = ("descriptors.json", "stats-dump")

@@ -7,12 +7,12 @@ more than a piece of it is held in memory.
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterator
 from typing import IO, NoReturn
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import ImageError, reason
 
 LIMIT = 256 << 20
@@ -34,13 +34,13 @@ _MAJOR, _MINOR, _PREFIX = (329, 337), (337, 345), (345, 500)
 _USTAR, _GNU = b"ustar\x0000", b"ustar  \x00"
 _MAP, _MAP_GOES_ON, _REAL_SIZE = (386, 482), 482, (483, 495)  # of a file with holes, as GNU tar writes it
 _MORE_MAP, _MORE_MAP_GOES_ON = (0, 504), 504
-_OCTAL = re.compile(rb" *([0-7]+)[ \0]*")
+_OCTAL = compile_later(rb" *([0-7]+)[ \0]*")
 _KINDS = {b"\0": FILE, b"7": FILE, b"S": FILE} | {
     kind: kind for kind in (FILE, HARD, SOFT, CHARACTER, BLOCK_DEVICE, FOLDER, FIFO)
 }
 _LONG_NAME, _LONG_LINK, _PAX, _HOLES = b"L", b"K", b"x", b"S"
 # A pax record that changes no more than a time (pax(1), "pax Extended Header").
-_TIMES = re.compile(rb"(\d{1,4}) (?:[amc]time|LIBARCHIVE\.creationtime)=-?\d{1,20}(?:\.\d{1,20})?\n")
+_TIMES = compile_later(rb"(\d{1,4}) (?:[amc]time|LIBARCHIVE\.creationtime)=-?\d{1,20}(?:\.\d{1,20})?\n")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpusnap.oci.base.files import read_below
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.records.manifest import DriverMount
 from gpusnap.runtime_shim.runtime import container_key
@@ -27,7 +28,7 @@ from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decoded
 _FOLDER = ".empty-directory"
 # Images may come from anywhere, and the name goes into a configuration file. There CRIU ends a word at a
 # blank, a quote and a number sign, and a key at its bracket (criu/config.c; criu/external.c).
-_NAME = re.compile(rf"(?:/[^/\s\"'#\\\[\]:]+)+/{re.escape(_FOLDER)}")
+_NAME = compile_later(rf"(?:/[^/\s\"'#\\\[\]:]+)+/{re.escape(_FOLDER)}")
 # Bytes of an image of mounts; a hundred of them take 20 KiB.
 _LIMIT = 16 << 20
 

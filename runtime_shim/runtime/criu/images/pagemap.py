@@ -14,9 +14,8 @@ protobuf.dev/programming-guides/encoding.
 
 from __future__ import annotations
 
-import re
-
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source
 
 # criu/include/pagemap.h
@@ -25,7 +24,7 @@ _FIELDS = 6
 _MOST_KNOWN = 10_000
 _PAGE = 4096
 # The address, where a message begins with it: a key and a number of at most ten bytes.
-_ADDRESS = re.compile(rb"\x08[\x80-\xff]{0,9}[\x00-\x7f]")
+_ADDRESS = compile_later(rb"\x08[\x80-\xff]{0,9}[\x00-\x7f]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from gpusnap.checkpoints.formats.layout_archive import opened_layout
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.cli.exit_codes import exit_code
 from gpusnap.oci.chunks import artifact
-from gpusnap.oci.layout import single_layer_image
+from gpusnap.oci.layout import image_marks, single_layer_image
 from gpusnap.oci.layout.documents import Descriptor, Manifest
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Writer
@@ -80,12 +80,12 @@ def copied(request: pytest.FixtureRequest, tmp_path: Path, other: Store) -> str:
     return oci_archive(tmp_path / "w.oci.tar", other.layout, [root], names=names)
 
 
-def an_image(other: Store, archive: str, form: single_layer_image.Format = "podman") -> Descriptor:
+def an_image(other: Store, archive: str, form: image_marks.Format = "podman") -> Descriptor:
     """A checkpoint as an ordinary image, in a store as "i"."""
     with other.create().stage() as staging:
         notes = {
-            f"{single_layer_image.CRIU}runtime.name": "crun",
-            f"{single_layer_image.CRIU}container.name": "w",
+            f"{image_marks.CRIU}runtime.name": "crun",
+            f"{image_marks.CRIU}container.name": "w",
         }
         root = single_layer_image.write_image(staging.layout, archive, format=form, annotations=notes)
         staging.commit(root, names=["i"])
@@ -160,7 +160,7 @@ def test_restore(copied: str, podmans: str, other: Store, store: Store, fake: Fa
 def test_which_one(tmp_path: Path, other: Store) -> None:
     """One among ordinary images is found; of two it cannot be told, and none is no damage."""
     with other.stage() as staging:
-        config = staging.layout.add_blob(b"{}", media_type=single_layer_image.CONFIG)
+        config = staging.layout.add_blob(b"{}", media_type=image_marks.CONFIG)
         layer = staging.layout.add_blob(b"layer", media_type="application/vnd.oci.image.layer.v1.tar")
         ordinary = staging.layout.add_manifest(Manifest(config, (layer,)))
         staging.commit(ordinary, names=["debian"])
@@ -190,10 +190,10 @@ def _folder(tmp_path: Path, name: str) -> Path:
 @pytest.fixture(params=["store", "file", "registry"])
 def image_word(
     request: pytest.FixtureRequest, tmp_path: Path, other: Store, podmans: str, registry: FakeRegistry
-) -> Callable[[single_layer_image.Format], str]:
+) -> Callable[[image_marks.Format], str]:
     """A checkpoint as an image: what it is called where it lies."""
 
-    def word(form: single_layer_image.Format) -> str:
+    def word(form: image_marks.Format) -> str:
         if request.param == "registry":
             ref = f"http://{registry.host}/team/i:v1"
             push_pull.push(InStore(other, "w"), locator.registry(ref), format=form, progress=QUIET)
@@ -207,7 +207,7 @@ def image_word(
 
 
 def test_podmans_image(
-    image_word: Callable[[single_layer_image.Format], str], podmans: str, fake: FakePodman, store: Store
+    image_word: Callable[[image_marks.Format], str], podmans: str, fake: FakePodman, store: Store
 ) -> None:
     """It is read and restored as the archive in it; nothing of it is kept."""
     word = image_word("podman")
@@ -225,7 +225,7 @@ def test_podmans_image(
         assert os.listdir(store.path + "/staging") == []
 
 
-def test_kubernetes_image(image_word: Callable[[single_layer_image.Format], str], fake: FakePodman) -> None:
+def test_kubernetes_image(image_word: Callable[[image_marks.Format], str], fake: FakePodman) -> None:
     """Podman cannot; what can is said, and it is not called damaged."""
     word = image_word("cri")
     with pytest.raises(GpusnapError, match="a checkpoint as an image, which Kubernetes restores") as raised:

@@ -76,7 +76,36 @@ def make(decorator: Callable[..., Any]) -> dict[str, Any]:
         LIMIT: ClassVar[int] = 5
         x: int = 1
 
-    return {each.__name__: each for each in (Point, Bag, Named, Own, Box, Child, Ordered, Hidden, Constant)}
+    @decorator(frozen=True, slots=True, kw_only=True)
+    class Longer(Named):
+        """A parent's field with another default, and one before those without."""
+
+        size: int = 7
+        kind: str
+
+        @property
+        def both(self) -> str:
+            return f"{self.name} {self.kind}"
+
+    @decorator(slots=True)
+    class Checked:
+        x: int
+        seen: list[int] = dataclasses.field(default_factory=list, repr=False)
+
+        def __post_init__(self) -> None:
+            if self.x < 0:
+                raise ValueError("negative")
+            self.seen.append(self.x)
+
+    @decorator(frozen=True, slots=True)
+    class Same(Point):
+        """No fields of its own."""
+
+        def twice(self) -> int:
+            return 2 * self.sum
+
+    every = (Point, Bag, Named, Own, Box, Child, Ordered, Hidden, Constant, Longer, Checked, Same)
+    return {each.__name__: each for each in every}
 
 
 @pytest.fixture(params=[dataclasses.dataclass, module.dataclass], ids=["the standard library's", "ours"])
@@ -177,6 +206,34 @@ def test_kinds(classes: dict[str, Any]) -> None:
     assert (classes["Constant"].LIMIT, classes["Constant"](2).x) == (5, 2)
 
 
+def test_inherited(classes: dict[str, Any]) -> None:
+    """What a parent has: its fields, their order and defaults, and whether they have names only."""
+    Longer, Same, Child = classes["Longer"], classes["Same"], classes["Child"]
+    one = Longer(name="n", kind="k")
+    assert (one.name, one.size, one.kind, one.both) == ("n", 7, "k", "n k")
+    assert [each.name for each in dataclasses.fields(Longer)] == ["name", "size", "kind"]
+    assert one == Longer(name="n", kind="k", size=7) != Longer(name="n", kind="k", size=8)
+    assert repr(one).endswith("Longer(name='n', size=7, kind='k')")
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'kind'"):
+        Longer(name="n")
+    assert (Same(1).twice(), Same.__match_args__) == (6, ("x", "y", "more"))
+    assert (Child.__slots__, Child.__match_args__) == (("z",), ("x", "y", "more", "z"))
+    assert not hasattr(Child(1), "__dict__")
+    assert copy.deepcopy(Child(1, z=5)) == Child(1, z=5) == dataclasses.replace(Child(1), z=5)
+    assert hash(Child(1)) == hash(Child(1))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Child(1).x = 2
+    assert isinstance(Same(1), classes["Point"])
+
+
+def test_what_follows_the_arguments(classes: dict[str, Any]) -> None:
+    Checked = classes["Checked"]
+    assert (Checked(1).seen, Checked(2, seen=[5]).seen) == ([1], [5, 2])
+    assert repr(Checked(3)).endswith("Checked(x=3)")
+    with pytest.raises(ValueError, match="negative"):
+        Checked(-1)
+
+
 def test_functions_of_dataclasses(classes: dict[str, Any]) -> None:
     Point = classes["Point"]
     one = Point(1)
@@ -253,8 +310,12 @@ class A:
     x: int
 assert made == []
 assert A(1).x == A(x=1).x == 1
-assert made == ["A"], made
+@dataclass(frozen=True, slots=True)
+class B(A):
+    y: int = 2
+assert (B(1).x, B(1).y) == (1, 2)
+assert made == [], made
 assert A(1) == A(1) and hash(A(1)) == hash(A(1)) and repr(A(1)) == "A(x=1)"
-assert made == ["A", "A"], made
+assert made == ["A"], made
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -17,8 +17,9 @@ from oci_regions import text
 from gpusnap.oci.base.errors import ArchiveError
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import MANIFEST, Descriptor, Manifest
+from gpusnap.oci.layout.image_marks import CRI_NAME, PODMAN, Format
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.oci.layout.single_layer_image import CRI_NAME, PODMAN, Format, Packing, write_image
+from gpusnap.oci.layout.single_layer_image import Packing, write_image
 
 NOTES = {
     "org.opencontainers.image.created": "2026-02-03T04:05:06Z",

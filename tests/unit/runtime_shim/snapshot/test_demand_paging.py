@@ -252,7 +252,7 @@ def test_few_reads_beside_criu(target: Target, gate: Gate) -> None:
     """CRIU does not wait behind all that the threads would read; once it is done they all do."""
     region = Region(target, gate.layout, random_bytes(8 * MIB))
     disk = Disk(gate.layout)
-    threads = prefetch._AT_FIRST * prefetch._READS
+    threads = prefetch._PART_AT_FIRST * prefetch._READS
     with filling_of(disk, (7, [region]), threads=threads) as filling:
         wait_for(partial(disk.are_reading, prefetch._READS), "some read")
         assert not disk.may.wait(0.1)
@@ -268,12 +268,12 @@ def test_few_workers_beside_criu(target: Target, gate: Gate) -> None:
     """Nor do all of them take the processors before; and a few bring the bytes meanwhile."""
     region = Region(target, gate.layout, random_bytes(8 * MIB))
     disk = Disk(gate.layout)
-    with filling_of(disk, (7, [region]), threads=prefetch._AT_FIRST) as filling:
+    with filling_of(disk, (7, [region]), threads=prefetch._PART_AT_FIRST) as filling:
         wait_for(partial(disk.are_reading, 1), "one reads")
         assert not disk.may.wait(0.1)
         assert disk.are_reading(1)
         filling.deliver({7: target.pid})
-        wait_for(partial(disk.are_reading, prefetch._AT_FIRST), "all read")
+        wait_for(partial(disk.are_reading, prefetch._PART_AT_FIRST), "all read")
         disk.may.set()
         filling.right()
         assert target.ask(region.reads()) == region.digest
