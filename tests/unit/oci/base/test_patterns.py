@@ -32,7 +32,12 @@ def test_as_a_pattern() -> None:
 def test_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     real = re.compile
-    monkeypatch.setattr(re, "compile", lambda text, flags=0: made.append(text) or real(text, flags))
+
+    def noted(text: str, flags: int = 0) -> re.Pattern[str]:
+        made.append(text)
+        return real(text, flags)
+
+    monkeypatch.setattr(re, "compile", noted)
     name = compile_later("a")
     assert made == []
     for _ in range(3):
