@@ -30,9 +30,9 @@ from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.proc import Process
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
+from gpusnap.runtime_shim.snapshot.gpu_processes.choose_driver import choose_driver
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import suspensions
-from gpusnap.runtime_shim.snapshot.suspend.choose_driver import choose_driver
 from gpusnap.runtime_shim.units import human
 
 

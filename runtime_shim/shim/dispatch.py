@@ -34,7 +34,7 @@ from gpusnap.runtime_shim.runtime.criu.external_mounts import undeclared
 from gpusnap.runtime_shim.runtime.criu.run import quiet
 from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
 from gpusnap.runtime_shim.settings import Settings, annotated, usable
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import users
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import users
 
 # As gpusnap.runtime_shim.snapshot.records.journal has it, which a container without a GPU must not wait for.
 JOURNAL = "/run/gpusnap/journal"
@@ -116,8 +116,8 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
         from gpusnap.runtime_shim.shim import overrides
         from gpusnap.runtime_shim.snapshot import restored_containers
         from gpusnap.runtime_shim.snapshot.checkpoint import checkpoint
+        from gpusnap.runtime_shim.snapshot.gpu_processes.choose_driver import choose_driver
         from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-        from gpusnap.runtime_shim.snapshot.suspend.choose_driver import choose_driver
 
         _announce(call)
         settings = overrides.applied(annotated(_valid(settings), container.annotations), container.id)

@@ -26,7 +26,7 @@ from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended import sweep
+from gpusnap.runtime_shim.snapshot.suspended_containers import sweep
 
 # The real runtime is to run.
 _PASS = None

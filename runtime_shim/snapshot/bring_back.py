@@ -24,11 +24,11 @@ from gpusnap.runtime_shim.process.memory.maps import Region
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import held_threads
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs, let_finish, resume, suspended
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Pairs, let_finish, resume, suspended
 from gpusnap.runtime_shim.stopping.stop import Guard, go_on, stop
 
 _SETTLING = 10.0  # seconds

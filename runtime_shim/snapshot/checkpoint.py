@@ -8,11 +8,12 @@ memory back and run on, and what was written is taken away. After the dump there
 renamed.
 
 A container that is paused, as containerd has it, is held still and thawed for the driver's work, and paused
-for the dump and afterwards; see snapshot/suspend/paused_container.py. One that runs is paused for the dump,
-if need be; see snapshot/suspend/dump_pause.py.
+for the dump and afterwards; see snapshot/gpu_processes/paused_container.py. One that runs is paused for the
+dump, if need be; see snapshot/gpu_processes/dump_pause.py.
 
-Of a container that is suspended (snapshot/suspended/) the driver has taken the GPU state already. It is
-dumped as it stands, its memory is written from where it is kept, no GPU is asked, and it stays suspended.
+Of a container that is suspended (snapshot/suspended_containers/) the driver has taken the GPU state already.
+It is dumped as it stands, its memory is written from where it is kept, no GPU is asked, and it stays
+suspended.
 """
 
 from __future__ import annotations
@@ -51,17 +52,10 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.describe import describe
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, device_access, remap
-from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
-from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
-from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
-from gpusnap.runtime_shim.snapshot.records import journal, volumes
-from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, inherited_handles
-from gpusnap.runtime_shim.snapshot.suspend.adopt import adopt
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import users
-from gpusnap.runtime_shim.snapshot.suspend.job import (
+from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin, inherited_handles
+from gpusnap.runtime_shim.snapshot.gpu_processes.adopt import adopt
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import users
+from gpusnap.runtime_shim.snapshot.gpu_processes.job import (
     Job,
     all_suspended,
     for_the_dump,
@@ -70,6 +64,13 @@ from gpusnap.runtime_shim.snapshot.suspend.job import (
     suspend_all,
     thaw,
 )
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
+from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.snapshot.records import journal, volumes
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
 
 

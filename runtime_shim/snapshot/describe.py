@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.runtime.container_files import directory
 from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.runtime.criu.version import criu_version
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Record
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record
 from gpusnap.runtime_shim.transaction import Step
 
 # What the manifest's schema allows; a longer list would be no reason to refuse.

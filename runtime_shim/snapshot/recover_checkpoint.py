@@ -24,12 +24,12 @@ from gpusnap.runtime_shim.runtime.criu.images import directory as image
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import held_threads
 from gpusnap.runtime_shim.snapshot.bring_back import alive, bring_back
+from gpusnap.runtime_shim.snapshot.gpu_processes import dump_pause, paused_container
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, kept
 from gpusnap.runtime_shim.snapshot.memory.destination import Home, StoreHome, in_image, left
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
-from gpusnap.runtime_shim.snapshot.suspend import dump_pause, paused_container
 
 _SETTLING = 10.0  # seconds
 

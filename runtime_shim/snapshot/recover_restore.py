@@ -39,12 +39,12 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.run import control
 from gpusnap.runtime_shim.snapshot import held_threads, incomplete_restore, restore_record
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import let_finish, resume
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import let_finish, resume
 
 _GONE = "nothing is left of it"
 RUNNING = "running: "

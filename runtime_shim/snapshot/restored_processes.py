@@ -11,7 +11,7 @@ from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.manifest import GpuProcess
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 
 
 def all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str) -> None:

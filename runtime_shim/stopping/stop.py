@@ -13,7 +13,7 @@ cuCheckpointProcessGetRestoreThreadId.
 The driver's thread uses the C library of the process, and waits for a lock that a stopped thread holds. So
 `settle` looks where the threads stand, and lets those within fork, malloc, stdio or the loader run a little
 further, while the driver has taken nothing yet (process/ptrace/positions.py). What that does not see is found
-when it happens: snapshot/suspend/driver_calls.py.
+when it happens: snapshot/gpu_processes/driver_calls.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ reaches it: no SIGSTOP, no tracer. Where the child stands in the meantime, be it
 for CRIU, the parent never stands, and CRIU gives up after its timeout ("Timeout reached", "Unseizable
 non-zombie …, state D"; https://github.com/checkpoint-restore/criu/issues/423 has it in 4 % of all dumps and
 knows no cause). So a container has to be stopped at a moment when none waits
-(snapshot/suspend/dump_pause.py), or such children be let run that far.
+(snapshot/gpu_processes/dump_pause.py), or such children be let run that far.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from gpusnap.runtime_shim.gpu.api.errors import ProcessGone
 from gpusnap.runtime_shim.gpu.api.parallel import at_once
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.gpu_processes.lock import lock
 from gpusnap.runtime_shim.snapshot.preflight.nccl import IPC_DRIVER, VARIABLES, sharing
-from gpusnap.runtime_shim.snapshot.suspend.lock import lock
 
 PROGRAM = Path(__file__).with_name("programs") / "nccl_rank.py"
 P2P, CUMEM, HOST, SHM = (

@@ -30,7 +30,10 @@ from xml.etree import ElementTree
 CHECKOUT = Path(__file__).resolve().parents[2]
 INTEGRATION, UNIT = Path("tests/integration"), Path("tests/unit")
 # Unit tests with control groups of version 2, which a machine with version 1 beside it does not let us make.
-IN_HOST = (UNIT / "runtime_shim/snapshot/test_frozen.py", UNIT / "runtime_shim/snapshot/test_lull.py")
+IN_HOST = (
+    UNIT / "runtime_shim/snapshot/test_paused_container.py",
+    UNIT / "runtime_shim/snapshot/test_dump_pause.py",
+)
 HOST = "tests/host/host"
 # Bytecode of gpusnap, its tests and their Python: a test host's own would be compiled anew in each.
 BYTECODE, BYTECODE_IN_HOST = CHECKOUT / "build/testhost-bytecode", "/var/cache/gpusnap-bytecode"

@@ -15,8 +15,8 @@ from fakes import wait_for
 
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot.gpu_processes import paused_container as frozen
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.suspend import paused_container as frozen
 
 ID = "c0ffee"
 # Counts in a file that it has mapped: so it needs no system call for that, at which it might be stopped.

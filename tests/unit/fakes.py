@@ -46,8 +46,8 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
 from gpusnap.runtime_shim.settings import Memory, Settings
 from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot.devices import remap
+from gpusnap.runtime_shim.snapshot.gpu_processes import choose_driver, gpu_state
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
-from gpusnap.runtime_shim.snapshot.suspend import choose_driver, gpu_state
 from gpusnap.runtime_shim.transaction import Step
 
 __all__ = [
@@ -486,7 +486,7 @@ class Scene:
         monkeypatch.setattr(locate, "become", _never_become)
         monkeypatch.setattr(gpu_state, "_PAUSE", 0.0)
         from gpusnap.runtime_shim.snapshot import restore, restore_plan
-        from gpusnap.runtime_shim.snapshot.suspend import job
+        from gpusnap.runtime_shim.snapshot.gpu_processes import job
 
         monkeypatch.setattr(restore, "find_driver", lambda: self.driver)
         monkeypatch.setattr(remap, "_hosts_dev", lambda init: False)  # though these processes share it

@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.gpu.api.errors import GpuError
 from gpusnap.runtime_shim.gpu.api.parallel import at_once
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
 from gpusnap.runtime_shim.process.ptrace import positions
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 from gpusnap.runtime_shim.stopping.stop import settle, stop
 
 driver = Nvidia()

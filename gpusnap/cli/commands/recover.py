@@ -35,7 +35,7 @@ from gpusnap.runtime_shim.snapshot import recover_restore, restore_record, resto
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
 from gpusnap.runtime_shim.snapshot.records import journal, reservations, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep as sweep_suspended
+from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep as sweep_suspended
 
 # Libpod's ContainerStateConfigured, as it prints it.
 _CREATED = "created"

@@ -18,11 +18,11 @@ from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
 from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
+from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin, inherited_handles
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, record, users
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
-from gpusnap.runtime_shim.snapshot.suspend import criu_plugin, inherited_handles
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Record, record, users
 from gpusnap.runtime_shim.units import human
 
 Use = Mapping[Process, Record]

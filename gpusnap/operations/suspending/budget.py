@@ -28,7 +28,9 @@ def make_room(settings: Settings, need: int, *, leaving: str = "") -> None:
             if used + need <= budget:
                 break
             if each.stage is Stage.SUSPENDED and held[each]:
-                from gpusnap.runtime_shim.snapshot.suspended.spill import spill  # most suspends need none
+                from gpusnap.runtime_shim.snapshot.suspended_containers.spill import (
+                    spill,  # most suspends need none
+                )
 
                 spill(each.key, settings)
                 used -= held[each]

@@ -12,7 +12,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.gpu.assignment import FREE
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
+from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resuming
 from gpusnap.runtime_shim.units import human
 
 _MOST_NAMED = 3

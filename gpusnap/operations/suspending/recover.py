@@ -12,7 +12,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
+from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resuming
 
 
 def is_awake(found: Suspension) -> bool:

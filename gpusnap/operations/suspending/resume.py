@@ -16,11 +16,11 @@ from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
-from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
+from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resuming
+from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep
 
 if TYPE_CHECKING:
-    from gpusnap.runtime_shim.snapshot.suspended.load import Loading
+    from gpusnap.runtime_shim.snapshot.suspended_containers.load import Loading
 
 
 def resume(name: str, early: Ahead, request: GpuMap = ()) -> Moved:

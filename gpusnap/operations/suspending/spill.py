@@ -11,7 +11,7 @@ from gpusnap.engines import podman
 from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, reason
-from gpusnap.runtime_shim.snapshot.suspended import spill as spilling
+from gpusnap.runtime_shim.snapshot.suspended_containers import spill as spilling
 
 
 def spill(name: str, asked: podman.Inspection) -> int:

@@ -10,9 +10,9 @@ from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.commands import around_suspend
 from gpusnap.operations.suspending.moved import Moved
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.snapshot.suspend.choose_driver import choose_driver
-from gpusnap.runtime_shim.snapshot.suspended import suspend as suspending
-from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
+from gpusnap.runtime_shim.snapshot.gpu_processes.choose_driver import choose_driver
+from gpusnap.runtime_shim.snapshot.suspended_containers import suspend as suspending
+from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep
 
 
 def suspend(name: str, early: Ahead) -> Moved:

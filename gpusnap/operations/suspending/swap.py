@@ -29,9 +29,9 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended import load
-from gpusnap.runtime_shim.snapshot.suspended import resume as resuming
-from gpusnap.runtime_shim.snapshot.suspended.load import Loading
+from gpusnap.runtime_shim.snapshot.suspended_containers import load
+from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resuming
+from gpusnap.runtime_shim.snapshot.suspended_containers.load import Loading
 from gpusnap.runtime_shim.transaction import interruptible
 
 _Used = Mapping[int, Mapping[str, int]]

@@ -26,7 +26,7 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
 from gpusnap.runtime_shim.snapshot.devices import device_access
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.snapshot.suspended.engine import Engine
+from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
 from gpusnap.user_errors import NotFound
 
 _CONTAINERD = "containerd"

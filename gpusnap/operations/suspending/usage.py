@@ -20,7 +20,7 @@ from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
+from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 

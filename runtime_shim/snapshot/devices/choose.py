@@ -13,7 +13,7 @@ from gpusnap.runtime_shim.gpu.assignment import Plan, plan
 from gpusnap.runtime_shim.records import cri_layout, manifest
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.devices import remap
-from gpusnap.runtime_shim.snapshot.suspend import criu_plugin
+from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin
 
 GPU_MAP = "GPUSNAP_GPU_MAP"
 """The caller's environment reaches a restore (conmon hands Podman's down), though not a checkpoint."""

@@ -13,7 +13,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended import resume
+from gpusnap.runtime_shim.snapshot.suspended_containers import resume
 
 GIB = 1 << 30
 GPU = GpuRecord("GPU-1", 0, 0, "Soft", "9.0", 80 * GIB, 40 * GIB, "0000:01:00.0")

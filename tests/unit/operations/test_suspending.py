@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.settings import Settings, Suspend
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended import spill as spilling
+from gpusnap.runtime_shim.snapshot.suspended_containers import spill as spilling
 from gpusnap.user_errors import NotFound
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupte
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended import resume
+from gpusnap.runtime_shim.snapshot.suspended_containers import resume
 
 
 def on_file(name: str, stage: Stage = Stage.SUSPENDED) -> Suspension:

@@ -28,9 +28,9 @@ from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.question_process import Companion, Unanswered, ask
 from gpusnap.runtime_shim.runtime.criu import external_mounts
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_watch
 from gpusnap.runtime_shim.snapshot.preflight import nccl
 from gpusnap.runtime_shim.snapshot.records import volumes
-from gpusnap.runtime_shim.snapshot.suspend import driver_watch
 
 ME = os.getpid()
 

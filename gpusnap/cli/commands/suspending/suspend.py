@@ -235,9 +235,9 @@ def _resume_processes(pids: Sequence[int]) -> None:
     from gpusnap.operations.driver import needed_driver
     from gpusnap.runtime_shim.gpu import holders
     from gpusnap.runtime_shim.snapshot.bring_back import alive
+    from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
     from gpusnap.runtime_shim.snapshot.memory.pages import Pages
     from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-    from gpusnap.runtime_shim.snapshot.suspend import gpu_state
 
     driver = needed_driver()
     missing = [pid for pid in pids if pid not in holders(driver, pids)]

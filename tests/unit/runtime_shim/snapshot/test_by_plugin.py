@@ -23,7 +23,7 @@ from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.runtime.criu import plugins
 from gpusnap.runtime_shim.settings import Criu, Memory, Nvidia, Settings
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
-from gpusnap.runtime_shim.snapshot.suspend import choose_driver, criu_plugin
+from gpusnap.runtime_shim.snapshot.gpu_processes import choose_driver, criu_plugin
 
 STEPS = ("lock", "checkpoint", "restore", "unlock")
 

@@ -25,12 +25,12 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu.run import invoke
 from gpusnap.runtime_shim.settings import Nvidia
 from gpusnap.runtime_shim.snapshot import checkpoint
+from gpusnap.runtime_shim.snapshot.gpu_processes.job import Job
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
 from gpusnap.runtime_shim.snapshot.records import reservations
-from gpusnap.runtime_shim.snapshot.suspend.job import Job
 
 MANAGED = "the GPU driver could not checkpoint process 7: it uses managed memory"
 

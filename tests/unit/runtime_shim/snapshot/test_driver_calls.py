@@ -17,8 +17,8 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.errors import DriverNotReady, LockTimeout, NotInitialized, NotSupported
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls, driver_watch
-from gpusnap.runtime_shim.snapshot.suspend.driver_calls import call_or_run
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, driver_watch
+from gpusnap.runtime_shim.snapshot.gpu_processes.driver_calls import call_or_run
 from gpusnap.runtime_shim.stopping.stop import only, stop
 
 

@@ -24,8 +24,8 @@ from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended import load, spilled
-from gpusnap.runtime_shim.snapshot.suspended.load import Loading
+from gpusnap.runtime_shim.snapshot.suspended_containers import load, spilled
+from gpusnap.runtime_shim.snapshot.suspended_containers.load import Loading
 
 KEY = "aaaa0001@123456789abc"
 FOUND = Suspension(KEY, "llama", "podman", "", Stage.SUSPENDED, (1, 1), (os.getpid(), 1), "", "crun")

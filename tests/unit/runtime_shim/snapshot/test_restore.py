@@ -27,9 +27,9 @@ from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot import restore, restore_gpus, restore_plan, restore_record
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
+from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
 from gpusnap.runtime_shim.snapshot.memory.demand_paging import Waits
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
-from gpusnap.runtime_shim.snapshot.suspend import gpu_state
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
 

@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.journal import Staged
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended import spill
+from gpusnap.runtime_shim.snapshot.suspended_containers import spill
 
 KEY, LAYOUT = "c0ffee@0123456789ab", "/store/staging/1"
 

@@ -25,15 +25,15 @@ from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import entry, overrides, suspended
 from gpusnap.runtime_shim.snapshot import bring_back, recover_checkpoint
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, paused_container
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.ram import NoHome
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls, paused_container
-from gpusnap.runtime_shim.snapshot.suspended import preflight, resume, suspend, take
-from gpusnap.runtime_shim.snapshot.suspended.engine import Engine
-from gpusnap.runtime_shim.snapshot.suspended.sweep import sweep
+from gpusnap.runtime_shim.snapshot.suspended_containers import preflight, resume, suspend, take
+from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
+from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep
 from gpusnap.runtime_shim.transaction import Transaction
 
 GONE = (1 << 22, 1)

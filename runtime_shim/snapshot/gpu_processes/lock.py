@@ -35,7 +35,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import LockTimeout
 from gpusnap.runtime_shim.gpu.api.parallel import at_once
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
 from gpusnap.runtime_shim.transaction import asked_to_stop, stop_if_asked
 

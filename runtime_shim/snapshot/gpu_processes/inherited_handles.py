@@ -34,8 +34,8 @@ from gpusnap.runtime_shim.process.kcmp import EQUAL, FILE, FILES, VM, compared
 from gpusnap.runtime_shim.process.ptrace.neutralise import Neutralised, neutralise
 from gpusnap.runtime_shim.records.manifest import NeutralisedProcess
 from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import idle_holders, users
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import idle_holders, users
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
 

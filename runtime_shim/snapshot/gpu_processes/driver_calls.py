@@ -40,7 +40,7 @@ from gpusnap.runtime_shim.gpu.api.errors import (
     ProcessGone,
 )
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.snapshot.suspend.driver_watch import Watch, second_threads
+from gpusnap.runtime_shim.snapshot.gpu_processes.driver_watch import Watch, second_threads
 from gpusnap.runtime_shim.stopping.stop import go_on, only, several, stop
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu.images import control_groups, pycriu_package
+from gpusnap.runtime_shim.snapshot.gpu_processes import paused_container
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause
-from gpusnap.runtime_shim.snapshot.suspend import paused_container
 
 __all__ = ["cell", "folder"]
 

@@ -13,7 +13,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot.memory import kept
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.snapshot.suspended import spilled
+from gpusnap.runtime_shim.snapshot.suspended_containers import spilled
 
 
 def sweep(store: str = "") -> None:

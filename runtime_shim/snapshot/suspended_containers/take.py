@@ -11,15 +11,15 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, Globals
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.gpu_processes import inherited_handles
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import users
+from gpusnap.runtime_shim.snapshot.gpu_processes.job import Job, suspend_all, thaw
 from gpusnap.runtime_shim.snapshot.memory import ram
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
-from gpusnap.runtime_shim.snapshot.suspend import inherited_handles
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import users
-from gpusnap.runtime_shim.snapshot.suspend.job import Job, suspend_all, thaw
-from gpusnap.runtime_shim.snapshot.suspended.preflight import Seen
+from gpusnap.runtime_shim.snapshot.suspended_containers.preflight import Seen
 from gpusnap.runtime_shim.transaction import Transaction, held_signals
 
 

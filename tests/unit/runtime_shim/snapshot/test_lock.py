@@ -16,7 +16,7 @@ from gpusnap.runtime_shim.errors import Interrupted
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import LockTimeout, NotSupported
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.snapshot.suspend.lock import lock
+from gpusnap.runtime_shim.snapshot.gpu_processes.lock import lock
 from gpusnap.runtime_shim.stopping.stop import stop
 from gpusnap.runtime_shim.transaction import held_signals, interruptible
 

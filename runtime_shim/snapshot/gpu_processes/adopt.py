@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.gpu_processes import paused_container
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record
+from gpusnap.runtime_shim.snapshot.gpu_processes.job import Job
 from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.snapshot.suspend import paused_container
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Record
-from gpusnap.runtime_shim.snapshot.suspend.job import Job
 
 
 def adopt(job: Job, asleep: Suspension) -> None:

@@ -17,10 +17,10 @@ from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.snapshot.gpu_processes import dump_pause
+from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import Lull
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause
-from gpusnap.runtime_shim.snapshot.suspend import dump_pause
-from gpusnap.runtime_shim.snapshot.suspend.dump_pause import Lull
 from gpusnap.runtime_shim.stopping import vfork
 from gpusnap.runtime_shim.stopping.stop import stop
 from gpusnap.runtime_shim.stopping.vfork import Waiting
@@ -174,7 +174,7 @@ def test_noted_before_the_pause(cell: Cell, command: list[str]) -> None:
     program = (
         "import sys\nfrom gpusnap.runtime_shim.runtime import container; "
         "from gpusnap.runtime_shim.snapshot.records import journal\n"
-        "from gpusnap.runtime_shim.snapshot.suspend.dump_pause import Lull\n"
+        "from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import Lull\n"
         "journal.FOLDER, container.UNIFIED = sys.argv[1:3]\n"
         "one = container.Container(sys.argv[3], int(sys.argv[4]), 'running', '/b', {})\n"
         "Lull(one, sys.argv[5:]).begin(timeout=60)\n"

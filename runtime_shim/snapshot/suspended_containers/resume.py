@@ -29,19 +29,19 @@ from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import bring_back
 from gpusnap.runtime_shim.snapshot.devices import device_access
 from gpusnap.runtime_shim.snapshot.devices.device_access import Update
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, driver_watch, paused_container
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs
 from gpusnap.runtime_shim.snapshot.memory import kept, transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.reservations import Room, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls, driver_watch, paused_container
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Pairs
-from gpusnap.runtime_shim.snapshot.suspended import sweep
-from gpusnap.runtime_shim.snapshot.suspended.engine import Engine
+from gpusnap.runtime_shim.snapshot.suspended_containers import sweep
+from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
 from gpusnap.runtime_shim.transaction import Step, Transaction, held_signals, interruptible, or_recover
 
 if TYPE_CHECKING:
-    from gpusnap.runtime_shim.snapshot.suspended.load import Loading
+    from gpusnap.runtime_shim.snapshot.suspended_containers.load import Loading
 
 Loaded = Mapping[int, Sequence[Area]]
 """Files with what was spilled of processes, by PID."""

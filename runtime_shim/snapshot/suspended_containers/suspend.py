@@ -29,14 +29,14 @@ from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.devices import device_access
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended import preflight
-from gpusnap.runtime_shim.snapshot.suspended.engine import Engine
+from gpusnap.runtime_shim.snapshot.suspended_containers import preflight
+from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
 from gpusnap.runtime_shim.transaction import Step, Transaction, interruptible, or_recover
 
 if TYPE_CHECKING:
-    from gpusnap.runtime_shim.snapshot.suspend.job import Job
+    from gpusnap.runtime_shim.snapshot.gpu_processes.job import Job
 
-_TAKE = "gpusnap.runtime_shim.snapshot.suspended.take"
+_TAKE = "gpusnap.runtime_shim.snapshot.suspended_containers.take"
 
 
 def suspend(
@@ -67,7 +67,7 @@ def suspend(
         transaction.undo("letting the container go on", way_back.go_on)
         with transaction.step("pause"), importing(_TAKE), way_back.unless_paused():
             engine.pause()
-        from gpusnap.runtime_shim.snapshot.suspended import take
+        from gpusnap.runtime_shim.snapshot.suspended_containers import take
 
         way_back.job = take.job_of(container, real, settings, driver, transaction, seen)
         return take.take(way_back.job, begun), tuple(transaction.steps)

@@ -21,10 +21,10 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.gpu_processes import paused_container
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause, Suspended
 from gpusnap.runtime_shim.snapshot.recover_checkpoint import recover
-from gpusnap.runtime_shim.snapshot.suspend import paused_container
 from gpusnap.runtime_shim.stopping.stop import stop
 
 __all__ = ["cell"]

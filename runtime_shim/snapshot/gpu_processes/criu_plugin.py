@@ -19,10 +19,10 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu import plugins
 from gpusnap.runtime_shim.settings import Memory, Settings
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import idle_holders
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import idle_holders
 
 
 def of_record(record: Manifest, found: Driver | None) -> Driver | None:

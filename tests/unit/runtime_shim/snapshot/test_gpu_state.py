@@ -12,10 +12,10 @@ from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError, NotInitialized, PermissionRefused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container
+from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import idle_holders, record, resume, suspend, users
 from gpusnap.runtime_shim.snapshot.memory import pages
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.suspend import gpu_state
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import idle_holders, record, resume, suspend, users
 from gpusnap.runtime_shim.stopping.stop import stop
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED

@@ -21,6 +21,10 @@ from gpusnap.runtime_shim.runtime.criu.images import directory as image
 from gpusnap.runtime_shim.runtime.criu.run import quiet
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_watch, inherited_handles, paused_container
+from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import Lull
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, record, resume, suspend, users
+from gpusnap.runtime_shim.snapshot.gpu_processes.lock import lock
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
@@ -28,10 +32,6 @@ from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records.reservations import RAM, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.records.volumes import Volume
-from gpusnap.runtime_shim.snapshot.suspend import driver_watch, inherited_handles, paused_container
-from gpusnap.runtime_shim.snapshot.suspend.dump_pause import Lull
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import Record, record, resume, suspend, users
-from gpusnap.runtime_shim.snapshot.suspend.lock import lock
 from gpusnap.runtime_shim.stopping.stop import Guard, drop_stops, stop
 from gpusnap.runtime_shim.transaction import Transaction, or_recover
 

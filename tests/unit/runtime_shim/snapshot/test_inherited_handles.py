@@ -21,9 +21,9 @@ from gpusnap.runtime_shim.process.ptrace.neutralise import Neutralised
 from gpusnap.runtime_shim.process.ptrace.tracee import Tracee
 from gpusnap.runtime_shim.records.manifest_file import read
 from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.gpu_processes import inherited_handles
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.recover_checkpoint import recover
-from gpusnap.runtime_shim.snapshot.suspend import inherited_handles
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="of x86-64 alone")

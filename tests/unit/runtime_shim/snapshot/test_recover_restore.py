@@ -32,9 +32,9 @@ from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot import recover_restore, restore_record
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import let_finish
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
-from gpusnap.runtime_shim.snapshot.suspend.gpu_state import let_finish
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
 BEFORE, AFTER = b'{"before":  1}', b'{"after": 1}'

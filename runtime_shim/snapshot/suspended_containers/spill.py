@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended.spilled import WHOSE
+from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import WHOSE
 from gpusnap.runtime_shim.transaction import Transaction, held_signals, interruptible
 
 

@@ -20,8 +20,8 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, NotInitialized, PermissionRefused
 from gpusnap.runtime_shim.gpu.api.parallel import Outcome, at_once
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, driver_watch
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.suspend import driver_calls, driver_watch
 from gpusnap.runtime_shim.stopping.stop import go_on, settle, stop
 
 if TYPE_CHECKING:
