@@ -54,7 +54,9 @@ def dumps(runtime: str, *, gpu: bool, wait: int, number: int) -> dict[str, Any]:
                 done = podman("container", "checkpoint", "--leave-running", "-e", archive, NAME, runtime=name)
                 times[done.code == 0].append(time.monotonic() - begun)
                 if gpu and done.code == 0:
-                    pauses += [s["seconds"] for s in manifest(archive)["timing"] if s["step"] == "lull"]
+                    pauses += [
+                        s["seconds"] for s in manifest(archive)["timing"] if s["step"] == "pause container"
+                    ]
     finally:
         podman("rm", "--force", "--time", "0", NAME, runtime=name)
     return {
@@ -64,7 +66,7 @@ def dumps(runtime: str, *, gpu: bool, wait: int, number: int) -> dict[str, Any]:
         "failed": len(times[False]),
         "seconds": _middle(times[True]),
         "seconds_failed": _middle(times[False]),
-        "lull_seconds": _middle(pauses),
+        "pause_seconds": _middle(pauses),
     }
 
 
@@ -94,7 +96,7 @@ def main() -> int:
                 print(
                     f"{wait:3} ms  {runtime}  {each['by']:17}  {each['failed']:3} of {each['dumps']} failed"
                     f"  median {each['seconds']} s, failed {each['seconds_failed']} s,"
-                    f" lull {each['lull_seconds']} s",
+                    f" pause {each['pause_seconds']} s",
                     flush=True,
                 )
     if options.json:

@@ -22,7 +22,7 @@ def test_checkpoints(real: str, tmp_path: Path) -> None:
     container = Container.start("w", *BUSY)
     for _ in range(3):
         good(container.checkpoint(tmp_path / "a.tar", "--leave-running"))
-        assert "lull" in [step["step"] for step in manifest(tmp_path / "a.tar")["timing"]]
+        assert "pause container" in [step["step"] for step in manifest(tmp_path / "a.tar")["timing"]]
         assert container.inspect()["State"]["Status"] == "running"
         container.goes_on()
     good(container.checkpoint(tmp_path / "a.tar"))

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import Kept
-from gpusnap.checkpoints.formats import containerd_writer as giving
+from gpusnap.checkpoints.formats import containerd_writer
 from gpusnap.checkpoints.formats.containerd import SNAPSHOTTER, blob_of, is_checkpoint, is_name
 from gpusnap.engines.ctr import InContainerd, Target, digest_in, unpack
 from gpusnap.oci.base.dataclass import dataclass
@@ -48,10 +48,10 @@ def check_file(path: str) -> None:
 
 def check_names(found: Kept, blobs: Blobs, name: str) -> None:
     """Raise Refused where a checkpoint may not be called so: its base image is. Or OciError, ImageError."""
-    _check_names(giving.origin(found, blobs), name)
+    _check_names(containerd_writer.origin(found, blobs), name)
 
 
-def _check_names(of: giving.Origin, name: str) -> None:
+def _check_names(of: containerd_writer.Origin, name: str) -> None:
     if name == of.image.base_name:
         raise Refused(
             f"the checkpoint cannot be called {name}, which is the name of its base image",
@@ -82,10 +82,10 @@ def check_base(found: Kept, blobs: Blobs, to: locator.InContainerd) -> None:
 
     Raises OciError, ImageError, GpusnapError.
     """
-    _check_base(giving.origin(found, blobs), to)
+    _check_base(containerd_writer.origin(found, blobs), to)
 
 
-def _check_base(of: giving.Origin, to: locator.InContainerd) -> str:
+def _check_base(of: containerd_writer.Origin, to: locator.InContainerd) -> str:
     """The digest of what has the base image's name; "" where nothing has."""
     _check_names(of, to.name)
     base, name = of.image.base, of.image.base_name
@@ -106,10 +106,10 @@ def write(found: Kept, layout: Layout, path: str, name: str, progress: Progress)
     Raises UsageError, Refused, OciError.
     """
     check_file(path)
-    of = giving.origin(found, layout)
+    of = containerd_writer.origin(found, layout)
     _check_names(of, name)
     with Writer(path) as writer:
-        giving.give_out(found, of, layout, writer.append, name=name, progress=progress.chunks)
+        containerd_writer.give_out(found, of, layout, writer.append, name=name, progress=progress.chunks)
     return Brought(name, of.image.base_name, of.image.base is not None)
 
 
@@ -119,13 +119,13 @@ def bring(found: Kept, layout: Layout, to: locator.InContainerd, progress: Progr
     Raises Refused where another image has the name of the base image, or one that is no checkpoint has the
     name that it shall have; OciError, GpusnapError.
     """
-    of = giving.origin(found, layout)
+    of = containerd_writer.origin(found, layout)
     base, name = of.image.base, of.image.base_name
     # Somebody may have made one since it was looked for.
     check_target(to)
     there = _check_base(of, to)
     with Target(to.namespace) as target:
-        giving.give_out(found, of, layout, target.append, name=to.name, progress=progress.chunks)
+        containerd_writer.give_out(found, of, layout, target.append, name=to.name, progress=progress.chunks)
         target.append(tar.END)
     if base is not None:
         _unpack(to.namespace, base, of.image.notes.get(SNAPSHOTTER, ""))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.formats.containerd import LAYOUT, Checked, Image, digested, load, remade, top
 from gpusnap.checkpoints.formats.names import CONFIG, IMAGE_BLOBS, IMAGE_FOLDER, OURS, PIECE
-from gpusnap.checkpoints.formats.podman_writer import Giving
+from gpusnap.checkpoints.formats.podman_writer import ArchiveWriter
 from gpusnap.checkpoints.formats.whole_archive import whole
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
@@ -186,14 +186,14 @@ class _Images:
         found = self._found
         assert found.artifact.records is not None
         sink = _Inner(append)
-        giving = Giving(found.artifact, self._blobs, sink, self._threads, self._seen)
-        giving.others(found.artifact.records, found.record.files if found.record is not None else ())
+        archive = ArchiveWriter(found.artifact, self._blobs, sink, self._threads, self._seen)
+        archive.others(found.artifact.records, found.record.files if found.record is not None else ())
         if found.record is not None:
             config, record = whole(found.config, found.record)
-            giving.folder(OURS)
-            giving.file(CONFIG, config)
+            archive.folder(OURS)
+            archive.file(CONFIG, config)
             if tables := labelled(record):
-                giving.layout(tables, digest_of(config))
+                archive.layout(tables, digest_of(config))
         append(tar.END)
 
 

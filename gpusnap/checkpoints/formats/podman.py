@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from gpusnap.checkpoints.formats.names import CONFIG, OURS
 from gpusnap.checkpoints.formats.podman_reader import Crew, Taken, Taking
-from gpusnap.checkpoints.formats.podman_writer import Giving
+from gpusnap.checkpoints.formats.podman_writer import ArchiveWriter
 from gpusnap.checkpoints.formats.whole_archive import whole as self_contained
 from gpusnap.oci.base.errors import reason
 from gpusnap.oci.base.files import open_named
@@ -125,12 +125,12 @@ def give_out(
 
     threads = threads or copies.cores()
     with Writer(path, compress=compress, threads=threads) as writer:
-        giving = Giving(whole, blobs, writer, threads, report, volumes=volumes)
-        giving.records(whole.records, files)
+        archive = ArchiveWriter(whole, blobs, writer, threads, report, volumes=volumes)
+        archive.records(whole.records, files)
         if config:
-            giving.folder(OURS)
-            giving.file(CONFIG, config)
+            archive.folder(OURS)
+            archive.file(CONFIG, config)
         if whole.rootfs is not None:
-            giving.rootfs(whole.rootfs)
+            archive.rootfs(whole.rootfs)
         if tables:
-            giving.layout(tables, digest_of(config))
+            archive.layout(tables, digest_of(config))

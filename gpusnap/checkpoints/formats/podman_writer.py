@@ -76,7 +76,7 @@ def importable(config: bytes) -> bytes:
     return json.dumps(value).encode()
 
 
-class Giving:
+class ArchiveWriter:
     """An artifact on its way into an archive."""
 
     def __init__(

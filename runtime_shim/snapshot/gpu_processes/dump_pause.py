@@ -30,7 +30,7 @@ from gpusnap.runtime_shim.transaction import stop_if_asked
 _FIRST, _LONGEST = 0.001, 0.05
 
 
-class Lull:
+class DumpPause:
     """The pause of one container; nothing where it cannot be paused by a cgroup (version 2) of its own."""
 
     def __init__(self, container: containers.Container, command: Sequence[str]) -> None:
@@ -99,8 +99,8 @@ class Lull:
 
     def _note(self) -> None:
         init = proc.process(self._container.pid)
-        lull = (init.pid, init.start) if init is not None else (0, 0)
-        pause = journal.Pause(state_files.owner(), "", False, (), lull=lull, groups=self._groups)
+        identity = (init.pid, init.start) if init is not None else (0, 0)
+        pause = journal.Pause(state_files.owner(), "", False, (), init=identity, groups=self._groups)
         journal.note_pause(self._container.key, pause)
         self._noted = True
 
@@ -111,9 +111,9 @@ def put_right(entry: journal.Entry) -> journal.Entry:
     Raises GpusnapError.
     """
     pause = entry.paused
-    if pause is None or pause.lull is None:
+    if pause is None or pause.init is None:
         return entry
-    if proc.same(*pause.lull):  # else it has ended, and what has its name and its cgroup now is another
+    if proc.same(*pause.init):  # else it has ended, and what has its name and its cgroup now is another
         for group in filter(cgroup_freezer.frozen, pause.groups):
             cgroup_freezer.thaw(group)
     # From now on a pause is somebody else's.

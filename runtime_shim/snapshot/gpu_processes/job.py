@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.runtime.criu.run import quiet
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_watch, inherited_handles, paused_container
-from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import Lull
+from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import DumpPause
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, record, resume, suspend, users
 from gpusnap.runtime_shim.snapshot.gpu_processes.lock import lock
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
@@ -128,16 +128,16 @@ def for_the_dump(job: Job) -> Iterator[None]:
     if job.paused is not None or job.driver.plugin is not None:
         yield
         return
-    lull = Lull(job.container, quiet(job.call, job.real))
+    pause = DumpPause(job.container, quiet(job.call, job.real))
     try:
-        if lull.wanted():
-            with job.transaction.step("lull"):
-                _begin_lull(job, lull)
+        if pause.wanted():
+            with job.transaction.step("pause container"):
+                _begin_pause(job, pause)
         _leave_alone(job)  # nobody in the container can let one go on any more
         yield
     finally:
         try:
-            lull.end()
+            pause.end()
         except (GpusnapError, OSError) as error:
             # Not raised: the dump may be done, and then there is no way back.
             job.stuck = GpusnapError(
@@ -148,14 +148,14 @@ def for_the_dump(job: Job) -> Iterator[None]:
             say(job.stuck.sentence())
 
 
-def _begin_lull(job: Job, lull: Lull) -> None:
+def _begin_pause(job: Job, pause: DumpPause) -> None:
     """Pause the container at a moment at which every suspended process stands."""
     timeout = job.settings.nvidia.lock_timeout
     deadline = time.monotonic() + timeout
-    lull.begin(timeout=timeout)
+    pause.begin(timeout=timeout)
     while not all(proc.still(pid) and not proc.stop_pending(pid) for pid in job.records if proc.running(pid)):
         # One was let go on at the last moment, and is frozen as it runs, or was sent another SIGSTOP.
-        lull.end()
+        pause.end()
         all_suspended(job)
         drop_stops(job.records)
         if time.monotonic() > deadline:
@@ -164,7 +164,7 @@ def _begin_lull(job: Job, lull: Lull) -> None:
                 "suspended",
                 hint="end what sends them SIGSTOP and SIGCONT (cpulimit, say), and try again",
             )
-        lull.begin(timeout=timeout)
+        pause.begin(timeout=timeout)
 
 
 def suspend_all(job: Job) -> None:

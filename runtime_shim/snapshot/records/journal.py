@@ -111,7 +111,7 @@ class Pause:
     """PID and start time of what gpusnap stopped."""
     runtime: str = ""
     """The kind of the real runtime."""
-    lull: tuple[int, int] | None = None
+    init: tuple[int, int] | None = None
     """PID and start time of the container's init, where it was gpusnap that paused it."""
     groups: tuple[str, ...] = ()
     """The folders of the cgroups of which one is frozen then."""
@@ -370,9 +370,9 @@ def _pause(key: str) -> Pause | None:
         stopped = tuple((int(pid), int(start)) for pid, start in document["stopped"])
         wrote = identity(document["owner"])
         group, thawed = str(document["group"]), bool(document["thawed"])
-        lull = identity(document["lull"]) if document.get("lull") is not None else None
+        init = identity(document["init"]) if document.get("init") is not None else None
         groups = tuple(str(folder) for folder in document.get("groups", ()))
-        return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")), lull, groups)
+        return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")), init, groups)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise GpusnapError(
             f"{path} is not as gpusnap writes it: {error}",

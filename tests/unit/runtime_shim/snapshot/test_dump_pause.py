@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot.gpu_processes import dump_pause
-from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import Lull
+from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import DumpPause
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause
 from gpusnap.runtime_shim.stopping import vfork
@@ -44,9 +44,9 @@ def command(cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list
     return [str(path), "--global"]
 
 
-def made(cell: Cell, command: list[str]) -> Lull:
+def made(cell: Cell, command: list[str]) -> DumpPause:
     container = containers.Container(ID, cell.pids[0], "running", "/b", {})
-    return Lull(container, command)
+    return DumpPause(container, command)
 
 
 def waits(monkeypatch: pytest.MonkeyPatch, times: float, look: Callable[[], None] = lambda: None) -> None:
@@ -122,7 +122,7 @@ def test_somebody_elses_pause(cell: Cell, command: list[str]) -> None:
 def test_no_cgroup_of_its_own(cell: Cell, command: list[str]) -> None:
     """What would be frozen is not the container alone."""
     container = containers.Container("other", cell.pids[0], "running", "/b", {})
-    assert not Lull(container, command).wanted()
+    assert not DumpPause(container, command).wanted()
 
 
 def test_the_runtime_pauses_it_half(cell: Cell, command: list[str], folder: Path) -> None:
@@ -174,10 +174,10 @@ def test_noted_before_the_pause(cell: Cell, command: list[str]) -> None:
     program = (
         "import sys\nfrom gpusnap.runtime_shim.runtime import container; "
         "from gpusnap.runtime_shim.snapshot.records import journal\n"
-        "from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import Lull\n"
+        "from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import DumpPause\n"
         "journal.FOLDER, container.UNIFIED = sys.argv[1:3]\n"
         "one = container.Container(sys.argv[3], int(sys.argv[4]), 'running', '/b', {})\n"
-        "Lull(one, sys.argv[5:]).begin(timeout=60)\n"
+        "DumpPause(one, sys.argv[5:]).begin(timeout=60)\n"
     )
     words = [journal.FOLDER, containers.UNIFIED, ID, str(cell.pids[0]), *command]
     assert subprocess.run([sys.executable, "-c", program, *words], check=False).returncode == -9
@@ -199,9 +199,9 @@ def test_nothing_to_put_right(cell: Cell) -> None:
     for pause in (
         None,
         Pause((1, 1), str(cell.group), False, ()),
-        Pause((1, 1), "", False, (), lull=(init.pid, init.start + 1), groups=here),
-        Pause((1, 1), "", False, (), lull=(own.pid, own.start), groups=()),
-        Pause((1, 1), "", False, (), lull=(init.pid, init.start), groups=("/none",)),
+        Pause((1, 1), "", False, (), init=(init.pid, init.start + 1), groups=here),
+        Pause((1, 1), "", False, (), init=(own.pid, own.start), groups=()),
+        Pause((1, 1), "", False, (), init=(init.pid, init.start), groups=("/none",)),
     ):
         dump_pause.put_right(Entry(ID, "", (1, 1), (), paused=pause))
         assert cell.frozen()
@@ -234,12 +234,12 @@ def test_it_stays_paused(
 ) -> None:
     """Once all is dumped the checkpoint is whole, whatever becomes of the pause; no driver is asked then."""
 
-    def end(_: Lull) -> None:
+    def end(_: DumpPause) -> None:
         raise GpusnapError("the cgroup /g cannot be thawed: the device is busy")
 
     with Scene(tmp_path, monkeypatch, capfd) as scene:
         (pid,) = scene.gpu_processes(1)
-        monkeypatch.setattr(Lull, "end", end)
+        monkeypatch.setattr(DumpPause, "end", end)
         done = scene.checkpoint(*options)
         assert (scene.image / "gpusnap/manifest.json").exists()
         assert "is still paused: the cgroup /g cannot be thawed" in done.stderr

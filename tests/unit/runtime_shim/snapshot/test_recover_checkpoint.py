@@ -108,8 +108,9 @@ def test_paused_for_its_dump(cell: Cell, tmp_path: Path) -> None:
     journal.write(ID, str(image), {cell.pids[0]: ()})
     init = proc.process(cell.pids[0])
     assert init is not None
-    lull = (init.pid, init.start)
-    journal.note_pause(ID, Pause((1, 1), "", False, (), lull=lull, groups=(str(cell.group),)))
+    journal.note_pause(
+        ID, Pause((1, 1), "", False, (), init=(init.pid, init.start), groups=(str(cell.group),))
+    )
     driver = Driver()
     driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
     before = cell.counts()
