@@ -11,7 +11,8 @@ many threads, with a dropped page cache each time, into memory that is there alr
     direct         O_DIRECT
 
 and from a warm page cache. GiB/s, medians. Needs root, for /proc/sys/vm/drop_caches, and room in --folder,
-where nothing is left. A restore reads by `willneed` (oci/chunks/reader.py).
+where nothing is left. A restore reads by `willneed`, asked for in pieces of 1 MiB
+(gpusnap.oci.base.files.ask_for), as the kernel takes no more at once than a device's read-ahead.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ class Memory:
     """Bytes of RAM that gpusnap may hold, what it stages included. 0: it stages what the driver would have
     put into the process, and holds at most a quarter of what is available for chunks under way."""
     threads: int = 0
-    """Threads that copy, compress and check; 0: one for each core."""
+    """Threads that copy, compress and check; 0: one for each core. At most 4 of them fill memory while CRIU
+    restores."""
     demand_paging: bool = True
     """Let the driver begin to restore while memory still comes, where the kernel can have it wait."""
     sync: bool = True

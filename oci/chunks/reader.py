@@ -19,13 +19,13 @@ another one, whose chunks are wanted first.
 
 from __future__ import annotations
 
-import os
+import io
 import threading
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Protocol
 
@@ -33,6 +33,7 @@ import zstandard
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
+from gpusnap.oci.base.files import ask_for
 from gpusnap.oci.base.threads import Crew, Shared
 from gpusnap.oci.chunks import planes
 from gpusnap.oci.chunks.buffers import Memory, Target
@@ -41,6 +42,8 @@ from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import OCTETS, Descriptor
 
+# Bytes of a blob that the disk is asked for when its reading begins: more than most have.
+_ASKED_FOR = 8 << 20
 # How often a worker with nothing to do looks whether it was cancelled, in seconds.
 _LOOK = 0.05
 # … and whether the reading that it is behind has come to its end.
@@ -139,7 +142,7 @@ class Reading:
     prepare: called likewise before a chunk is written into memory of ours; what it raises ends the reading.
     placed: called with the place of the table and the chunk, by a worker, once that is in its target.
     reads: entered while a blob is read, to have few of them read at once.
-    turns: entered by a worker for each chunk, to have few of them at work at once.
+    turns: entered by a worker for each chunk whose blob is open, to have few of them at work at once.
     behind: begin with the first chunk when that reading has begun with its last one, or has ended.
     progress: told after each chunk, by a worker, how many bytes of plain content were read, and of how many.
 
@@ -302,10 +305,8 @@ class Reading:
         decompressor = zstandard.ZstdDecompressor(max_window_size=window)
         try:
             self._await_turn()
-            more = True
-            while more:
-                with self._turns:
-                    more = self._step(packed, plane, decompressor)
+            while self._step(packed, plane, decompressor):
+                continue
         finally:
             packed.free()
             if plane is not None:
@@ -330,15 +331,20 @@ class Reading:
         part, place, ready = step
         if not ready:
             into = place.view if isinstance(place, Memory) else place
-            if self._prepare is not None and not isinstance(place, Memory):
-                self._prepare(part.at, part.chunk)
             later = self._later and not isinstance(place, Memory)
             large = part.chunk.encoding != "plain" and part.chunk.size > LARGE_CHUNK
-            with self._alone if large else nullcontext():
+            with (
+                self._layout.open_blob(part.chunk.blob, part.chunk.stored) as file,  # may come from far
+                self._turns,
+                self._alone if large else nullcontext(),
+            ):
+                self._crew.check()
+                if self._prepare is not None and not isinstance(place, Memory):
+                    self._prepare(part.at, part.chunk)
                 # One for it alone, as each keeps the memory of its largest window.
                 unpack = zstandard.ZstdDecompressor(max_window_size=part.chunk.size) if large else None
                 _fetch(
-                    self._layout,
+                    file,
                     part.chunk,
                     into,
                     packed.view,
@@ -415,7 +421,7 @@ class Reading:
 
 
 def _fetch(
-    layout: Blobs,
+    file: io.FileIO,
     chunk: Chunk,
     plain: memoryview,
     packed: memoryview,
@@ -428,10 +434,9 @@ def _fetch(
     """The bytes of a chunk into `plain`, checked, or its size alone. Raises BlobError, ChunkError."""
     into = plain[: chunk.size]
     blob = into if chunk.encoding == "plain" else packed[: chunk.stored]
-    with layout.open_blob(chunk.blob, chunk.stored) as file, reads:
-        # All of it is asked of the disk at once. Read-ahead alone begins small with each file.
-        with suppress(OSError):
-            os.posix_fadvise(file.fileno(), 0, chunk.stored, os.POSIX_FADV_WILLNEED)
+    with reads:
+        # Read-ahead alone begins small with each file.
+        ask_for(file, 0, min(chunk.stored, _ASKED_FOR))
         done = 0
         while done < blob.nbytes:
             try:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 
 from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.files import ask_for
 from gpusnap.oci.chunks.reader import in_order
 from gpusnap.oci.chunks.table import Chunk
 from gpusnap.oci.layout.layout import Layout
@@ -76,5 +77,5 @@ def _read_blob(layout: Layout, chunk: Chunk, over: threading.Event) -> None:
             if over.is_set():
                 return
             size = min(_PIECE, chunk.stored - start)
-            os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
+            ask_for(file, start, size)
             os.pread(file.fileno(), 1, start + size - 1)

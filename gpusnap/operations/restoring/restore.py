@@ -320,10 +320,11 @@ def _from_artifact(
         ),
     ):
         found.check_podman()
+        memory = settings_file.load().memory
         with _room(store) as folder:
             archive, choice = _records(wish, found, store.layout, folder, progress)
             with (
-                images_ahead.ahead(found.record, store.layout, settings_file.load().memory) as begun,
+                images_ahead.ahead(found.record, store.layout, memory) as begun,
                 reading_ahead(store.layout, found.record),
             ):
                 environment = {fetching.STORE: store.path, fetching.ARTIFACT: found.root.digest, **begun}

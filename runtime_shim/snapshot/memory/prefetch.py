@@ -53,7 +53,7 @@ _READS = 2
 # Workers at work until the processes are there, at most, and at most that part of all. With all of them the
 # runtime's own thread hardly ever got the interpreter, nor CRIU the memory: on 16 cores the plan took 0.32 s
 # beside 12 workers and 0.11 s beside 4, and all of a restore 4.8 and 3.9 s; beside 8 of 24 it took 0.23 s.
-_AT_FIRST, _PART_AT_FIRST = 4, 3
+_AT_FIRST, _PART_AT_FIRST = 4, 2
 # Descriptors of a staged file: its own, and that of its mapping (cpython, Modules/mmapmodule.c).
 _OF_A_FILE = 2
 # Descriptors that are left to all else: the chunks, the processes, the runtime.

@@ -350,56 +350,60 @@ def test_one_worker_looks(layout: Layout) -> None:
 
 
 class Turns:
-    """So many at once; how many asked."""
+    """So many at once; how many asked, and how many there were."""
 
     def __init__(self, count: int) -> None:
         self.semaphore = threading.Semaphore(count)
-        self.asked = 0
+        self.asked = self.inside = self.most = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> None:
         with self._lock:
             self.asked += 1
         self.semaphore.acquire()
+        with self._lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
 
     def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.inside -= 1
         self.semaphore.release()
 
 
 def test_few_at_work(layout: Layout) -> None:
-    """No more workers than have their turn; all of them when there are more turns."""
-    held, turns, region = Held(layout), Turns(2), bytearray(len(MIXED))
+    """No more workers than have their turn; all of them open their blobs, which may come from far."""
+    held, turns, region = Held(layout), Turns(1), bytearray(len(MIXED))
     tables = save(layout, MIXED)
     count = len(tables[0].chunks)
     assert count >= 4
+    turns.semaphore.acquire()
     with Reading(tables, held, threads=4, ceiling=CEILING, targets=[Buffer(region)], turns=turns) as reading:
-        wait_for(lambda: turns.asked == 4)
-        wait_for(partial(held.was_tried, 2))
-        turns.semaphore.release(2)
         wait_for(partial(held.was_tried, 4))
         held.may.release(count)
+        wait_for(lambda: turns.asked == 4)
+        assert region == bytes(len(MIXED))
+        turns.semaphore.release()
         reading.wait()
+    assert (turns.asked, turns.most) == (count, 1)
     assert region == MIXED
 
 
 def test_turns_of_one_that_is_closed(layout: Layout) -> None:
-    """Who waits for a turn gets one, and ends."""
-    held, turns = Held(layout), Turns(1)
+    """Who waits for a turn gets one, and ends without having done anything."""
+    turns, region = Turns(1), bytearray(len(MIXED))
+    turns.semaphore.acquire()
     reading = Reading(
-        save(layout, MIXED),
-        held,
-        threads=4,
-        ceiling=CEILING,
-        targets=[Buffer(bytearray(len(MIXED)))],
-        turns=turns,
+        save(layout, MIXED), layout, threads=4, ceiling=CEILING, targets=[Buffer(region)], turns=turns
     )
     wait_for(lambda: turns.asked == 4)
     closing = threading.Thread(target=reading.close)
     closing.start()
-    held.may.release()
+    wait_for(lambda: reading.begun)
+    turns.semaphore.release()
     closing.join(30)
     assert not closing.is_alive()
-    assert held.was_tried(1)
+    assert (turns.asked, region) == (4, bytes(len(MIXED)))
 
 
 def test_checked_later_though_compressed(layout: Layout) -> None:

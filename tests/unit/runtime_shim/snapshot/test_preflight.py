@@ -253,7 +253,7 @@ def test_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
         os.close(writer)
 
 
-# Shared GPU memory; what counts as such is test_sharing's.
+# Shared GPU memory; what counts as such is test_nccl_checks.py's.
 
 HOST = Host("nvidia", "580.1", "13.0", ())
 
