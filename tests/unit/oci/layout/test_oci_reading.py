@@ -403,7 +403,7 @@ def test_turns_of_one_that_is_closed(layout: Layout) -> None:
     turns.semaphore.release()
     closing.join(30)
     assert not closing.is_alive()
-    assert (turns.asked, region) == (4, bytes(len(MIXED)))
+    assert (turns.asked, bytes(region)) == (4, bytes(len(MIXED)))
 
 
 def test_checked_later_though_compressed(layout: Layout) -> None:
