@@ -1,23 +1,24 @@
-"""How fast a disk gives the blobs of a store: through the page cache, asked for as a whole, and directly.
+"""How fast a disk gives the blobs of a store: through the page cache, asked for ahead, and directly.
 
     python3 bench/disk_reads.py [--folder /var/tmp] [--files 1000] [--mib 5] [--rounds 1]
 
 Files of random bytes, as large as compressed chunks, are written and synced. Then all of them are read by so
-many threads, with a dropped page cache each time, into memory that is there already:
+many threads, from the disk each time, into memory that is there already, in huge pages (with 4 KiB pages a
+large request of O_DIRECT falls into many):
 
     cache          read(2), the kernel's own read-ahead
-    willneed       the same, and each file is asked for as a whole when it is opened (posix_fadvise(2))
-    sequential     the same with twice the read-ahead
+    asked for      the same, and each file is asked for as a whole when it is opened, as a restore does
+                   (gpusnap.oci.base.files.ask_for)
+    sequential     with twice the read-ahead (posix_fadvise(2))
     direct         O_DIRECT
 
-and from a warm page cache. GiB/s, medians. Needs root, for /proc/sys/vm/drop_caches, and room in --folder,
-where nothing is left. A restore reads by `willneed`, asked for in pieces of 1 MiB
-(gpusnap.oci.base.files.ask_for), as the kernel takes no more at once than a device's read-ahead.
+and from a warm page cache. GiB/s, medians. Needs room in --folder, where nothing is left.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import mmap
 import os
 import statistics
@@ -29,45 +30,45 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(CHECKOUT)]
+sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "bench")]
 
+from chunks import forget  # noqa: E402
+
+from gpusnap.oci.base.files import ask_for  # noqa: E402
 from gpusnap.oci.base.threads import for_each  # noqa: E402
+from gpusnap.oci.chunks.buffers import Memory  # noqa: E402
 
 _GIB = 1 << 30
 _PIECE = 8 << 20
-_ADVICE = {"willneed": os.POSIX_FADV_WILLNEED, "sequential": os.POSIX_FADV_SEQUENTIAL}
 # What is measured: the way, and how many threads.
 _CASES = [
     *(("cache", count) for count in (2, 4, 16)),
-    *(("willneed", count) for count in (4, 16)),
+    *(("asked for", count) for count in (4, 16)),
     ("sequential", 8),
     *(("direct", count) for count in (2, 4, 8, 16)),
 ]
 
 
-class Room(threading.local):
-    """Memory of a thread, aligned as O_DIRECT wants it, whose pages are there."""
+class _Room(threading.local):
+    """A thread's memory, kept: to get some takes longer than to fill it."""
 
     def __init__(self) -> None:
-        self._mapping = mmap.mmap(-1, _PIECE)
-        self._mapping[:: mmap.PAGESIZE] = bytes([1]) * (_PIECE // mmap.PAGESIZE)
-        self.view = memoryview(self._mapping)
+        self.view = Memory(_PIECE).view
 
 
 def reader(way: str) -> Callable[[Path], None]:
     """What reads a file in that way."""
-    room = Room()
+    room = _Room()
 
     def read(path: Path) -> None:
-        file = os.open(path, os.O_RDONLY | (os.O_DIRECT if way == "direct" else 0))
-        try:
-            if way in _ADVICE:
-                os.posix_fadvise(file, 0, 0, _ADVICE[way])
-            at = 0
-            while count := os.preadv(file, [room.view], at):
-                at += count
-        finally:
-            os.close(file)
+        descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if way == "direct" else 0))
+        with io.FileIO(descriptor) as file:
+            if way == "asked for":
+                ask_for(file, 0, os.fstat(descriptor).st_size)
+            elif way == "sequential":
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while file.readinto(room.view):
+                continue
 
     return read
 
@@ -97,8 +98,7 @@ def measure(folder: Path, count: int, size: int, rounds: int) -> None:
 
     def rate(work: Callable[[Path], None], threads: int, *, cold: bool) -> float:
         if cold:
-            os.sync()
-            Path("/proc/sys/vm/drop_caches").write_text("3\n")
+            forget(folder)
         begun = time.monotonic()
         for_each(paths, work, threads=threads)
         return whole / (time.monotonic() - begun)
@@ -124,9 +124,6 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=5, help="of each file (5)")
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
-    if os.geteuid():
-        print("disk_reads: needs root, to drop the page cache", file=sys.stderr)
-        return 1
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="gpusnap-disk-") as folder:
         measure(Path(folder), options.files, options.mib << 20, options.rounds)
     return 0

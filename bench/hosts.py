@@ -31,7 +31,7 @@ __all__ = ["NAME", "BenchError", "Log", "Place", "Stamp", "Work", "command", "pl
 CHECKOUT = Path(__file__).resolve().parents[1]
 NAME = "gpusnap-bench"
 SLICES = 16  # ticks until a workload has checked all of its memory
-_FEW = 256  # … on a GPU, whose memory it checks on the CPU
+_GPUWORK_SLICES = 256  # … of gpuwork on a GPU: it checks on the CPU
 _LIMIT = 1200.0  # seconds for one command
 _UNDOING = 120.0  # … and for one that was interrupted to undo what it did
 _TICK = 0.02  # seconds between ticks: what a pause is known to
@@ -139,15 +139,14 @@ class Place:
             case.data,
         ]
         words += ["--procs", str(case.procs)] if case.procs > 1 else []
-        slices = SLICES if self.software else _FEW
+        slices = SLICES if self.software else _GPUWORK_SLICES
         return ["/gpuwork" if inside else GPUWORK, *words, "--slices", str(slices), "--touch", "2", "--clock"]
 
     def with_gpuwork(self) -> Place:
         """Here, with gpuwork in the place of PyTorch's program, and less that it checks on the CPU."""
         if self.gpuwork:
             return self
-        program = CHECKOUT / "softgpu/build/bin/gpuwork"
-        return replace(self, gpuwork=True, options=(*self.options, "--volume", f"{program}:/gpuwork:ro,bind"))
+        return replace(self, gpuwork=True, options=(*self.options, *realhost.Workload.gpuwork(0).options()))
 
     def training(self) -> list[str]:
         """The command of a program that computes as fast as it can."""

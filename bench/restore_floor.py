@@ -28,7 +28,6 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -41,6 +40,7 @@ sys.path[:0] = [str(CHECKOUT / "tests" / "gpu"), str(CHECKOUT / "tests" / "integ
 
 import shimhost  # noqa: E402
 from checkpoint import KINDS, obstacle  # noqa: E402
+from disk_reads import reader  # noqa: E402
 from figures import Case  # noqa: E402
 from hosts import NAME, BenchError, Place, Work, command, place  # noqa: E402
 from podman_gpu import circumstances  # noqa: E402
@@ -55,7 +55,6 @@ from gpusnap.runtime_shim.snapshot.restore import TIMING  # noqa: E402
 GIB = 1 << 30
 COMMAND = "/usr/local/bin/gpusnap"
 COLUMNS = ("blobs", "driver", "in turn", "at once", "floor", "ratio", "beyond")
-_PIECE = 8 << 20
 
 
 @dataclass(slots=True)
@@ -104,21 +103,12 @@ class Bench:
     def read_alone(self) -> float:
         """Seconds for all of them, with as many threads as a restore has."""
 
-        own = threading.local()  # memory that is there already: to get it takes longer than to fill it
-
-        def one(path: Path) -> None:
-            if not hasattr(own, "room"):
-                own.room = bytearray(_PIECE)
-            with path.open("rb", buffering=0) as file:
-                while file.readinto(own.room):
-                    continue
-
         begun = time.monotonic()
-        for_each(self.blobs(), one, threads=len(os.sched_getaffinity(0)))
+        for_each(self.blobs(), reader("cache"), threads=len(os.sched_getaffinity(0)))
         return time.monotonic() - begun
 
     def restore(self, work: Work) -> tuple[float, dict[str, Any]]:
-        """Seconds of `gpusnap restore`, and what the runtime says of its steps; every byte is looked at."""
+        """Seconds of `gpusnap restore`, and what the runtime says of its steps. The program checks memory."""
         begun = time.time()
         took, _ = command(COMMAND, "restore", NAME)
         told: dict[str, Any] = json.loads((work.static / TIMING).read_text())

@@ -104,25 +104,22 @@ def _initializer(cls: type, fields: Mapping[str, _Field]) -> Callable[..., None]
     """Its __init__: as the standard library's, but that it fills the slots themselves, frozen or not."""
     scope: dict[str, Any] = {"_absent": object()}
     words, body = ["self"], []
-    for kw_only in (False, True):
-        if kw_only and any(named for _, named in fields.values()):
+    for name, (written, named) in sorted(fields.items(), key=lambda field: field[1][1]):
+        default: Any = written
+        factory: Any = dataclasses.MISSING
+        if isinstance(written, dataclasses.Field):
+            default, factory = written.default, written.default_factory
+        value = name
+        if factory is not dataclasses.MISSING:
+            scope[f"_make_{name}"], default = factory, scope["_absent"]
+            value = f"_make_{name}() if {name} is _absent else {name}"
+        if named and "*" not in words:
             words.append("*")
-        for name, (written, named) in fields.items():
-            if named != kw_only:
-                continue
-            default: Any = written
-            factory: Any = dataclasses.MISSING
-            if isinstance(written, dataclasses.Field):
-                default, factory = written.default, written.default_factory
-            value = name
-            if factory is not dataclasses.MISSING:
-                scope[f"_make_{name}"], default = factory, scope["_absent"]
-                value = f"_make_{name}() if {name} is _absent else {name}"
-            if default is not dataclasses.MISSING:
-                scope[f"_default_{name}"] = default
-            words.append(name if default is dataclasses.MISSING else f"{name}=_default_{name}")
-            scope[f"_set_{name}"] = getattr(cls, name).__set__
-            body.append(f"_set_{name}(self, {value})")
+        if default is not dataclasses.MISSING:
+            scope[f"_default_{name}"] = default
+        words.append(name if default is dataclasses.MISSING else f"{name}=_default_{name}")
+        scope[f"_set_{name}"] = getattr(cls, name).__set__
+        body.append(f"_set_{name}(self, {value})")
     if hasattr(cls, "__post_init__"):
         body.append("self.__post_init__()")
     exec(f"def __init__({', '.join(words)}): {'; '.join(body) or 'pass'}", scope)

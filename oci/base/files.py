@@ -20,7 +20,7 @@ UNFINISHED = ".new-"
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: the open of a FIFO that somebody put there would wait for a writer.
-_ASKED_FOR = 1 << 20
+_AT_ONCE = 1 << 20
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _UNNAMED = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
@@ -121,8 +121,8 @@ def ask_for(file: io.FileIO, start: int, size: int) -> None:
     128 KiB and 1.25 MiB (linux, mm/readahead.c, force_page_cache_ra).
     """
     with suppress(OSError):
-        for at in range(start, start + size, _ASKED_FOR):
-            part = min(_ASKED_FOR, start + size - at)
+        for at in range(start, start + size, _AT_ONCE):
+            part = min(_AT_ONCE, start + size - at)
             os.posix_fadvise(file.fileno(), at, part, os.POSIX_FADV_WILLNEED)
 
 

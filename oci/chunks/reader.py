@@ -304,7 +304,7 @@ class Reading:
         window = max(min(self._slot_size, LARGE_CHUNK), 1 << 10)
         decompressor = zstandard.ZstdDecompressor(max_window_size=window)
         try:
-            self._await_turn()
+            self._await_begun()
             while self._step(packed, plane, decompressor):
                 continue
         finally:
@@ -312,7 +312,7 @@ class Reading:
             if plane is not None:
                 plane.free()
 
-    def _await_turn(self) -> None:
+    def _await_begun(self) -> None:
         """Return when the reading that this one is behind has begun with its last chunk, or has ended.
 
         One worker looks, and the others wait for it: each look takes the interpreter from whoever needs it.

@@ -23,6 +23,17 @@ def state(name: str) -> dict[str, Any]:
     return next((each for each in listed if each["name"] == name), {})
 
 
+def runs_on_and_comes_back(program: Program, digest: str) -> None:
+    """It computes as nobody had checkpointed it, and so does what its checkpoint brings back."""
+    program.goes_on(more=5)
+    same_as_uninterrupted(program, TORCH)
+    program.remove()
+    good(gpusnap("restore", digest))
+    program.goes_on(more=5)
+    same_as_uninterrupted(program, TORCH)
+    good(gpusnap("rm", "--all", digest))
+
+
 def test_there_and_back(real: str, machine: Machine, driver: Nvidia) -> None:
     """Its memory leaves the GPU and comes back three times; what is computed is as without that."""
     needs(TORCH)
@@ -48,13 +59,7 @@ def test_a_checkpoint_from_ram(real: str, machine: Machine) -> None:
     made = json.loads(good(gpusnap("checkpoint", "w", "--json")))
     assert state("w")["state"] == "suspended"
     good(gpusnap("resume", "w"))
-    program.goes_on(more=5)
-    same_as_uninterrupted(program, TORCH)
-    program.remove()
-    good(gpusnap("restore", made["digest"]))
-    program.goes_on(more=5)
-    same_as_uninterrupted(program, TORCH)
-    good(gpusnap("rm", "--all", made["digest"]))
+    runs_on_and_comes_back(program, made["digest"])
 
 
 def test_swaps(real: str, machine: Machine) -> None:
@@ -85,10 +90,4 @@ def test_an_update_of_podmans(real: str, machine: Machine) -> None:
     program.goes_on(more=5)
     good(podman("update", "--memory", "64g", "w"))
     made = json.loads(good(gpusnap("checkpoint", "--leave-running", "w", "--json")))
-    program.goes_on(more=5)
-    same_as_uninterrupted(program, TORCH)
-    program.remove()
-    good(gpusnap("restore", made["digest"]))
-    program.goes_on(more=5)
-    same_as_uninterrupted(program, TORCH)
-    good(gpusnap("rm", "--all", made["digest"]))
+    runs_on_and_comes_back(program, made["digest"])

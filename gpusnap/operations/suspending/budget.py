@@ -28,9 +28,8 @@ def make_room(settings: Settings, need: int, *, leaving: str = "") -> None:
             if used + need <= budget:
                 break
             if each.stage is Stage.SUSPENDED and held[each]:
-                from gpusnap.runtime_shim.snapshot.suspended_containers.spill import (
-                    spill,  # most suspends need none
-                )
+                # Most suspends need none.
+                from gpusnap.runtime_shim.snapshot.suspended_containers.spill import spill
 
                 spill(each.key, settings)
                 used -= held[each]

@@ -56,7 +56,7 @@ _STUCK, _LOOK = 10.0, 0.005
 
 
 def _some_of(cores: int) -> int:
-    """Threads for them: with all cores the command that is to call Podman hardly got the interpreter."""
+    """Threads for them. They share the interpreter with the command, which is to call Podman meanwhile."""
     return max(min(cores, 2), cores * 3 // 8)
 
 

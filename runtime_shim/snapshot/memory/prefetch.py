@@ -50,9 +50,10 @@ _SWITCH = 0.0005  # seconds
 # Blobs that are read at once while CRIU works. It opens hundreds of files, and where these come from the same
 # disk each waits behind what the disk was asked for before: 45 ms with 12 blobs of 4 MiB, 5 s in all.
 _READS = 2
-# Workers at work until the processes are there, at most, and at most that part of all. With all of them the
-# runtime's own thread hardly ever got the interpreter, nor CRIU the memory: on 16 cores the plan took 0.32 s
-# beside 12 workers and 0.11 s beside 4, and all of a restore 4.8 and 3.9 s; beside 8 of 24 it took 0.23 s.
+# Workers at work until the processes are there: so many, or one of so many where that is less. With all of
+# them the runtime's own thread hardly ever got the interpreter, nor CRIU the memory. On 16 cores the plan
+# took 0.32 s beside 12 workers and 0.11 s beside 4, and all of a restore 4.8 and 3.9 s; on 32 cores it took
+# 0.23 s beside 8 of 24.
 _AT_FIRST, _PART_AT_FIRST = 4, 2
 # Descriptors of a staged file: its own, and that of its mapping (cpython, Modules/mmapmodule.c).
 _OF_A_FILE = 2

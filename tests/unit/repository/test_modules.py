@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -16,6 +18,7 @@ import pytest
 
 import gpusnap
 from gpusnap.cli.main import MODULES as MODULES_OF_COMMANDS
+from gpusnap.oci.base import dataclass, patterns
 
 ROOT = Path(__file__).parents[3]
 # From the top down; a module may import from its own floor and from those below.
@@ -200,6 +203,32 @@ def test_dataclasses(name: str) -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
+
+
+def test_dataclasses_can_be_made() -> None:
+    """What the standard library refuses when a class is defined, nobody would find before it is used."""
+    found = 0
+    for name in MODULES:
+        for value in vars(importlib.import_module(name)).values():
+            if isinstance(value, type) and dataclass._WRITTEN in vars(value):
+                given = [field.name for field in dataclasses.fields(value)]
+                made = inspect.signature(dataclass._initializer(value, vars(value)[dataclass._WRITTEN]))
+                assert [each for each in made.parameters if each != "self"] == given
+                found += 1
+    assert found > 200
+
+
+def test_every_pattern() -> None:
+    """Each that is compiled later is one: nobody would find out before it is used."""
+    found = 0
+    for name in MODULES:
+        module = importlib.import_module(name)
+        places = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+        for value in [value for place in places for value in vars(place).values()]:
+            if type(value) is patterns._Later:
+                assert value.pattern
+                found += 1
+    assert found > 80
 
 
 def package(name: str) -> str:
