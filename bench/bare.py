@@ -18,11 +18,11 @@ from typing import Any, Literal
 from figures import BARE, PLAIN, Line, middle
 
 from gpusnap.runtime_shim.gpu.api.driver import Driver
-from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.stopping.stop import go_on, only, populated, stop
+from gpusnap.runtime_shim.stopping.stop import go_on, run_only, run_populating, stop
 
 __all__ = ["SIDES", "TURNS", "Bare"]
 
@@ -68,7 +68,7 @@ class Bare:
     def round(self, row: str) -> tuple[dict[str, float], str]:
         """Suspend and resume once, in a row's way: seconds of each step, and what there is to say."""
         if row != _STAGED:
-            return self._round(only if row == PLAIN else populated)
+            return self._round(run_only if row == PLAIN else run_populating)
         with self._staging() as chunks:
             return self._round(chunks.thread, chunks)
 
@@ -107,7 +107,7 @@ class Bare:
             stages[name] = time.monotonic() - begun
 
         def step(name: str, action: Callable[[int], object]) -> None:
-            timed(name, lambda: at_once(action, pids).raise_first())
+            timed(name, lambda: run_at_once(action, pids).raise_first())
 
         def away(pid: int) -> None:
             with thread(pid, driver.restore_thread(pid)) as done:
@@ -115,7 +115,7 @@ class Bare:
             notes.add(getattr(done, "why_not", ""))
 
         def back(pid: int) -> None:
-            with only(pid, driver.restore_thread(pid)):
+            with run_only(pid, driver.restore_thread(pid)):
                 driver.restore(pid)
 
         step("lock", partial(driver.lock, timeout=_TIMEOUT))

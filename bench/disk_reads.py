@@ -35,7 +35,7 @@ sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "bench")]
 from chunks import forget  # noqa: E402
 
 from gpusnap.oci.base.files import ask_for  # noqa: E402
-from gpusnap.oci.base.threads import for_each  # noqa: E402
+from gpusnap.oci.base.threads import run_for_each  # noqa: E402
 from gpusnap.oci.chunks.buffers import Memory  # noqa: E402
 
 _GIB = 1 << 30
@@ -100,7 +100,7 @@ def measure(folder: Path, count: int, size: int, rounds: int) -> None:
         if cold:
             forget(folder)
         begun = time.monotonic()
-        for_each(paths, work, threads=threads)
+        run_for_each(paths, work, threads=threads)
         return whole / (time.monotonic() - begun)
 
     by_path = dict(zip(paths, contents(size), strict=False))

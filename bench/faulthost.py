@@ -262,7 +262,7 @@ def _is_kept(path: Path) -> bool:
         return False
     with suppress(OSError, ValueError, KeyError, TypeError):
         pid, start = json.loads(path.read_text())["init"]
-        return proc.same(pid, start)
+        return proc.is_same(pid, start)
     return False
 
 

@@ -49,7 +49,7 @@ def main() -> None:
     source = Source(io.BytesIO(data), len(data))
     source.message()
     read, present = pycriu.pb.pagemap_entry.FromString, 0
-    while source.left:
+    while source.count_left:
         entry = read(source.message())
         # 4.1 calls the second field nr_pages, 4.2 compat_nr_pages.
         present += entry.nr_pages or getattr(entry, "compat_nr_pages", 0)

@@ -123,10 +123,10 @@ class Tracer:
 
     def _stopped(self, tid: int, root: int, stop: ptrace.Stop) -> None:
         try:
-            if stop.at_exec and tid != root:
+            if stop.is_at_exec and tid != root:
                 ptrace.let_go(tid)
                 self.inside.discard(tid)
-            elif stop.at_call:
+            elif stop.is_at_call:
                 if tid in self.inside:
                     self.inside.discard(tid)
                     self._leaves(tid)
@@ -141,7 +141,7 @@ class Tracer:
 
     def _enters(self, tid: int) -> None:
         registers = ptrace.registers(tid)
-        number, arguments = X86_64.under_way(registers)
+        number, arguments = X86_64.get_call(registers)
         name = _NAMES.get(number, "")
         if not self.begun:
             at = _PATH_AT.get(name)
@@ -163,7 +163,7 @@ class Tracer:
                 error: int = getattr(errno, self.inject[1])
                 self.failing[tid] = -error
                 if name != "close":  # which closes, whatever it answers
-                    ptrace.set_registers(tid, X86_64.changed(registers, {X86_64.number: -1}))
+                    ptrace.set_registers(tid, X86_64.replace_values(registers, {X86_64.number: -1}))
             self.number += 1
 
     def _write(self, line: str) -> None:
@@ -180,7 +180,7 @@ class Tracer:
         answer = self.failing.pop(tid, None)
         if answer is not None:
             registers = ptrace.registers(tid)
-            ptrace.set_registers(tid, X86_64.changed(registers, {X86_64.result: answer}))
+            ptrace.set_registers(tid, X86_64.replace_values(registers, {X86_64.result: answer}))
             self.done = True
 
 

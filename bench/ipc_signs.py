@@ -26,7 +26,7 @@ from typing import Any
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT))
 
-from gpusnap.runtime_shim.process.kcmp import EQUAL, FILE, compared  # noqa: E402
+from gpusnap.runtime_shim.process.kcmp import EQUAL, FILE, compare  # noqa: E402
 
 MIB = 1 << 20
 LIBRARY = "libcuda.so.1"
@@ -120,7 +120,7 @@ def common(one: Process, other: Process) -> list[str]:
         f"{target} ({number} and {other_number})"
         for number, target in one.descriptors().items()
         for other_number in other.descriptors()
-        if number > 2 and compared(one.pid, other.pid, FILE, number, other_number) == EQUAL
+        if number > 2 and compare(one.pid, other.pid, FILE, number, other_number) == EQUAL
     )
 
 

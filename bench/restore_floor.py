@@ -47,7 +47,7 @@ from podman_gpu import circumstances  # noqa: E402
 from rows import checked  # noqa: E402
 from support import podman  # noqa: E402
 
-from gpusnap.oci.base.threads import for_each  # noqa: E402
+from gpusnap.oci.base.threads import run_for_each  # noqa: E402
 from gpusnap.runtime_shim.errors import GpusnapError  # noqa: E402
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 from gpusnap.runtime_shim.snapshot.restore import TIMING  # noqa: E402
@@ -104,7 +104,7 @@ class Bench:
         """Seconds for all of them, with as many threads as a restore has."""
 
         begun = time.monotonic()
-        for_each(self.blobs(), reader("cache"), threads=len(os.sched_getaffinity(0)))
+        run_for_each(self.blobs(), reader("cache"), threads=len(os.sched_getaffinity(0)))
         return time.monotonic() - begun
 
     def restore(self, work: Work) -> tuple[float, dict[str, Any]]:

@@ -303,7 +303,7 @@ def _rate(bench: Bench, runtime: str) -> float:
         work = bench.place.start(bench.place.training(), runtime=runtime)
         since = time.time()
         end = time.monotonic() + bench.plan.pair_seconds
-        while time.monotonic() < end and proc.running(work.pid):
+        while time.monotonic() < end and proc.is_running(work.pid):
             time.sleep(min(0.2, bench.plan.pair_seconds))
         (stamps,) = work.log_file.stamps(since).values()
         return (stamps[-1].tick - stamps[0].tick) / (stamps[-1].at - stamps[0].at)

@@ -38,7 +38,7 @@ def check_access(path: str) -> None:
             raise GpusnapError(f"{path} cannot be read: {reason(error)}", hint=_HINT, code=_CODE) from error
 
 
-def explained(error: GpusnapError) -> GpusnapError:
+def explain_error(error: GpusnapError) -> GpusnapError:
     """The same error; one that comes of an access that was refused to a user says who is not refused."""
     if is_root() or error.hint == _HINT or not _is_refused(error):
         return error

@@ -163,7 +163,7 @@ class Progress:
         """Say a sentence that stays."""
         self._line.say(text)
 
-    def moved(self, now: Underway) -> None:
+    def show_transfer(self, now: Underway) -> None:
         """For gpusnap.oci.registry.copy."""
         self.at(now.moved.bytes + now.moved.skipped_bytes, now.all_bytes)
 
@@ -171,7 +171,7 @@ class Progress:
         """For what counts in chunks, or in bytes of an archive."""
         self.at(now.done, now.total)
 
-    def following(self, board: Board | None, what: str, measure: Callable[[], int]) -> Tick:
+    def follow(self, board: Board | None, what: str, measure: Callable[[], int]) -> Tick:
         """Something to call often, four times a second: it shows what gpusnap-runtime writes on a board.
 
         `what`: "checkpoint of NAME" or the like. At times, where the board tells of no bytes, it shows what
@@ -220,7 +220,7 @@ def in_words(what: str, now: Record) -> str:
     return ": ".join(filter(None, [what, words]))
 
 
-def grown(folder: str) -> Callable[[], int]:
+def watch_growth(folder: str) -> Callable[[], int]:
     """A function that adds up the files in folders that come to be in `folder` from now on, in bytes."""
     before = set(_names(folder))
 

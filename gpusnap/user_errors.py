@@ -108,7 +108,7 @@ def failure(error: errors.OciError) -> GpusnapError:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def convert_errors() -> Iterator[None]:
     """Turn errors of the `oci` package into those of users."""
     try:
         yield

@@ -37,7 +37,7 @@ def note_gpus(data: bytes) -> None:
     record.write(
         record.Record(
             container=state["id"],
-            created=record.now(),
+            created=record.format_now(),
             pid=int(state.get("pid", 0)),
             bundle=bundle,
             driver=given.driver_version(config),

@@ -90,7 +90,7 @@ def install(directory: str, made: Mapping[str, bytes], *, force: bool = False) -
     for name, data in made.items():
         path = os.path.join(directory, name)
         before = _content(path)
-        if before is not None and not force and not _ours(name, before):
+        if before is not None and not force and not _is_ours(name, before):
             raise HookError(
                 f"{path} is not as gpusnap writes it", hint="look at it, and give --force to replace it"
             )
@@ -117,7 +117,7 @@ def remove(directory: str, *, dry_run: bool = False) -> tuple[list[Change], list
         content = _content(path)
         if content is None:
             continue
-        if not _ours(name, content):
+        if not _is_ours(name, content):
             left.append(path)
             continue
         try:
@@ -141,7 +141,7 @@ def _content(path: str) -> bytes | None:
         return b""
 
 
-def _ours(name: str, data: bytes) -> bool:
+def _is_ours(name: str, data: bytes) -> bool:
     """Whether `files` makes this of the choices that stand in it."""
     try:
         document = parse(data, "choices")

@@ -46,15 +46,15 @@ def main(words: list[str] | None = None, *, source: int = 0, target: int = 1) ->
         except BrokenPipeError:
             return 0
     elif stage == "precreate":
-        _precreate(options, source, target)
+        _run_precreate(options, source, target)
     elif stage not in STAGES:
         _say(f"there is no stage {stage[:80]!r}; {_USAGE}" if stage else _USAGE)
     else:
-        _limited(lambda: _with_state(stage, options, source))
+        _run_limited(lambda: _with_state(stage, options, source))
     return 0
 
 
-def _precreate(options: list[str], source: int, target: int) -> None:
+def _run_precreate(options: list[str], source: int, target: int) -> None:
     came: list[bytes] = []
     answer: list[bytes] = []
     whole = [False]
@@ -66,11 +66,11 @@ def _precreate(options: list[str], source: int, target: int) -> None:
         if not whole[0]:
             raise OverflowError(f"the configuration is larger than {_CONFIG_LIMIT >> 20} MiB")
         if may_have_gpu(data):
-            from gpusnap.hooks.precreate import prepared
+            from gpusnap.hooks.precreate import prepare_config
 
-            answer.append(prepared(data, path))
+            answer.append(prepare_config(data, path))
 
-    done = _limited(work)
+    done = _run_limited(work)
     try:
         _write(target, b"".join(answer if done and answer else came))
         while not whole[0] and (block := os.read(source, _BLOCK)):
@@ -121,7 +121,7 @@ def _write(target: int, data: bytes) -> None:
         view = view[os.write(target, view) :]
 
 
-def _limited(work: Callable[[], None]) -> bool:
+def _run_limited(work: Callable[[], None]) -> bool:
     """Do the work within SECONDS; whether it was done. Whatever goes wrong is one line on stderr."""
     # The C module under `signal`, whose enums take a millisecond.
     import _signal  # type: ignore[import-not-found]

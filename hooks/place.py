@@ -23,7 +23,7 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DEPTH = 8
 
 
-def checked(container: object) -> str:
+def check_id(container: object) -> str:
     """The ID of a container, which is safe as a file's name. Raises HookError for any other."""
     if not isinstance(container, str) or not _ID.fullmatch(container):
         raise HookError(f"{str(container)[:80]!r} is no container ID", code="GPS-908")
@@ -31,7 +31,7 @@ def checked(container: object) -> str:
 
 
 @contextlib.contextmanager
-def opened(*names: str, make: bool = False) -> Iterator[int]:
+def open_folder(*names: str, make: bool = False) -> Iterator[int]:
     """A descriptor of folder.FOLDER, or of a folder in it; with `make` they are made where they are missing.
 
     Raises OSError.
@@ -59,7 +59,7 @@ def _parts() -> tuple[str, str, str]:
 def remove(container: str) -> None:
     """Remove the folder of a container with all that is in it; a missing one is fine. Raises OSError."""
     try:
-        with opened() as parent:
+        with open_folder() as parent:
             _remove(container, parent, _DEPTH)
     except FileNotFoundError:
         return

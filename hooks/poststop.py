@@ -22,7 +22,7 @@ def forget(data: bytes) -> None:
     from gpusnap.hooks.document import parse
 
     state = parse(data, "the container's state")
-    container = place.checked(state.get("id"))
+    container = place.check_id(state.get("id"))
     if not os.path.lexists(os.path.join(folder.FOLDER, container)):
         return
     from gpusnap.hooks import schema

@@ -32,7 +32,7 @@ _PROPAGATION = frozenset(
 _COPIES_LINK = "copy-symlink"
 
 
-def prepared(data: bytes, criu_config: str = "") -> bytes:
+def prepare_config(data: bytes, criu_config: str = "") -> bytes:
     """The configuration in `data`, ready for a checkpoint; `data` itself where nothing has to change.
 
     Raises HookError where it is no configuration.
@@ -56,14 +56,14 @@ def _mend(mount: dict[str, Any]) -> bool:
     mount["type"] = mount.get("type") or "bind"
     source = mount.get("source", "")
     if os.path.isabs(source) and _COPIES_LINK not in options:
-        mount["source"] = _behind(source)
+        mount["source"] = _resolve_link(source)
     ours = is_named_as_drivers(source) or is_named_as_drivers(mount["destination"])
     if ours and not _PROPAGATION & set(options):
         mount["options"] = [*options, "rprivate"]
     return mount != before
 
 
-def _behind(path: str) -> str:
+def _resolve_link(path: str) -> str:
     """The file behind a symbolic link; `path` as it is for all else, and where the link leads nowhere."""
     try:
         return os.path.realpath(path, strict=True) if os.path.islink(path) else path

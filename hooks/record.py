@@ -52,14 +52,14 @@ class Record:
     """NVIDIA_VISIBLE_DEVICES."""
 
 
-def now() -> str:
+def format_now() -> str:
     """The time for `Record.created`."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def write(record: Record) -> None:
     """Keep a record, in one step and for root's eyes. Raises HookError."""
-    container = place.checked(record.container)
+    container = place.check_id(record.container)
     values = asdict(record)
     document = {
         "version": _VERSION,
@@ -69,7 +69,7 @@ def write(record: Record) -> None:
     }
     schema.check(document, "gpus", f"the record of container {container}")
     try:
-        with place.opened(container, make=True) as folder:
+        with place.open_folder(container, make=True) as folder:
             _write(text(document) + b"\n", folder)
     except OSError as error:
         raise HookError(
@@ -94,9 +94,9 @@ def _write(data: bytes, folder: int) -> None:
 
 def read(container: str) -> Record | None:
     """The record of a container by its full ID, None without one. Raises HookError where it is broken."""
-    what = f"the record of container {place.checked(container)}"
+    what = f"the record of container {place.check_id(container)}"
     try:
-        with place.opened(container) as folder:
+        with place.open_folder(container) as folder:
             document = parse(read_file(NAME, _LIMIT, folder=folder), what)
     except FileNotFoundError:
         return None

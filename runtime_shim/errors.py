@@ -47,7 +47,7 @@ class GpusnapError(Exception):
     def sentence(self) -> str:
         """Message, hint and code as one line for stderr and for the runtime's JSON log."""
         text = printable(" ".join(str(self).split()))
-        return with_code(_reworded(f"{text}; {printable(self.hint)}" if self.hint else text), self.code)
+        return with_code(_reword(f"{text}; {printable(self.hint)}" if self.hint else text), self.code)
 
 
 MAKE_ROOM = "make room there; in a store, gpusnap prune --gc and gpusnap rm --gc do"
@@ -132,7 +132,7 @@ _WORDS = {
 }
 
 
-def _reworded(text: str) -> str:
+def _reword(text: str) -> str:
     for words, ours in _WORDS.items():
         while (at := text.lower().find(words)) >= 0:
             text = text[:at] + ours + text[at + len(words) :]
@@ -165,7 +165,7 @@ def is_of_no_module(error: BaseException) -> bool:
     return isinstance(error, AttributeError) and getattr(error.obj, "__file__", "") is None
 
 
-def unforeseen(error: Exception) -> GpusnapError:
+def make_unforeseen(error: Exception) -> GpusnapError:
     """An exception that nobody foresaw, as a sentence for the user, with the line of code that it is from."""
     if isinstance(error, ImportError) or is_of_no_module(error):
         # Nobody can tell then whether a container has GPU state, which a plain checkpoint would lose.
@@ -234,7 +234,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def of_another_namespace(path: str) -> GpusnapError:
+def make_other_namespace_error(path: str) -> GpusnapError:
     """What to say of a file that names processes by PIDs of another PID namespace."""
     return GpusnapError(
         f"{path} was written in another PID namespace, whose processes cannot be told from here",

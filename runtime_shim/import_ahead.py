@@ -9,9 +9,9 @@ from functools import partial
 from gpusnap.runtime_shim import threads
 
 
-def importing(*names: str) -> AbstractContextManager[None]:
-    """Import modules, one after another, while the block runs; see threads.meanwhile."""
-    return threads.meanwhile(partial(_import, names), name="gpusnap-import")
+def import_meanwhile(*names: str) -> AbstractContextManager[None]:
+    """Import modules, one after another, while the block runs; see threads.run_meanwhile."""
+    return threads.run_meanwhile(partial(_import, names), name="gpusnap-import")
 
 
 def _import(names: tuple[str, ...]) -> None:

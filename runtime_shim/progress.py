@@ -96,7 +96,7 @@ class Reporter:
         if self._file is not None and (done >= whole or time.monotonic() - self._written >= _EVERY):
             self._say(Record(self._now.step, done, whole, self._now.resumed))
 
-    def resumed(self) -> None:
+    def note_resumed(self) -> None:
         """The container runs again, and what is left to do does not concern it."""
         self._say(Record(self._now.step, resumed=time.monotonic() - self._begin))
 

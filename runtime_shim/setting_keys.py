@@ -43,7 +43,7 @@ def _parse_boolean(text: str) -> bool | str:
     return text == "true" if text in ("true", "false") else text
 
 
-def _whole(low: int, high: int) -> Callable[[Any], int]:
+def _make_whole_check(low: int, high: int) -> Callable[[Any], int]:
     def check(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise ValueError(f"a whole number from {low} to {high}")
@@ -85,7 +85,7 @@ def _size(value: Any) -> int:
     return size
 
 
-def _one_of(*choices: str) -> Callable[[Any], str]:
+def _make_choice_check(*choices: str) -> Callable[[Any], str]:
     def check(value: Any) -> str:
         if not isinstance(value, str) or value not in choices:
             raise ValueError("one of " + ", ".join(repr(choice) for choice in choices))
@@ -163,33 +163,33 @@ def _chunk_size(value: Any) -> int:
 
 TABLE: dict[str, Key] = {
     "runtime": Key(_runtime),
-    "retries": Key(_whole(0, 100), annotation=True, parse=_parse_whole),
+    "retries": Key(_make_whole_check(0, 100), annotation=True, parse=_parse_whole),
     "gpu-map": Key(_map, annotation=True),
     "keep-names": Key(_boolean, annotation=True, parse=_parse_boolean),
     "hooks": Key(_lines),
     "nvidia.lock-timeout": Key(_seconds, annotation=True, parse=_parse_seconds),
     "nvidia.allow-nccl": Key(_boolean, annotation=True, parse=_parse_boolean),
-    "nvidia.driver": Key(_one_of("native", "criu-plugin")),
+    "nvidia.driver": Key(_make_choice_check("native", "criu-plugin")),
     "nvidia.libdir": Key(_path),
     "nvidia.cuda-checkpoint": Key(_cuda_checkpoint),
     "amd.libdir": Key(_path),
     "amd.skip-checks": Key(_checks),
     "amd.buffer": Key(_size),
-    "memory.pages": Key(_one_of("chunks", "store", "criu"), annotation=True),
+    "memory.pages": Key(_make_choice_check("chunks", "store", "criu"), annotation=True),
     "memory.chunk-size": Key(_chunk_size),
-    "memory.level": Key(_whole(0, 19), annotation=True, parse=_parse_whole),
+    "memory.level": Key(_make_whole_check(0, 19), annotation=True, parse=_parse_whole),
     "memory.ceiling": Key(_size),
-    "memory.threads": Key(_whole(0, 1024)),
+    "memory.threads": Key(_make_whole_check(0, 1024)),
     "memory.demand-paging": Key(_boolean),
     "memory.sync": Key(_boolean),
     "memory.keep": Key(_boolean),
     "memory.keep-folder": Key(_folder),
     "criu.link-remap": Key(_boolean, annotation=True, parse=_parse_boolean),
     "criu.ghost-limit": Key(_size, annotation=True),
-    "criu.timeout": Key(_whole(1, 86400), annotation=True, parse=_parse_whole),
+    "criu.timeout": Key(_make_whole_check(1, 86400), annotation=True, parse=_parse_whole),
     "criu.skip-in-flight": Key(_boolean, annotation=True, parse=_parse_boolean),
     "criu.tcp-close": Key(_boolean, annotation=True, parse=_parse_boolean),
-    "criu.manage-cgroups": Key(_one_of(*_CGROUP_MODES), annotation=True),
+    "criu.manage-cgroups": Key(_make_choice_check(*_CGROUP_MODES), annotation=True),
     "criu.libdir": Key(_path),
     "criu.action-script": Key(_path),
     "criu.external": Key(_lines),
@@ -197,7 +197,7 @@ TABLE: dict[str, Key] = {
     "registry.timeout": Key(_seconds),
     "registry.minimum-speed": Key(_size),
     "suspend.ram": Key(_size),
-    "suspend.over": Key(_one_of("refuse", "spill")),
+    "suspend.over": Key(_make_choice_check("refuse", "spill")),
     "store.path": Key(_folder),
     "store.pull-from": Key(_repositories),
     "metrics.textfile": Key(_path),

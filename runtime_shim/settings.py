@@ -195,7 +195,7 @@ def load(path: str = SETTINGS_FILE) -> Settings:
     """Read the settings file; without one, the defaults. Raises SettingsError that names key and file."""
     data = locate.content(path, _LARGEST + 1)
     settings = _apply(Settings(), _values(data, path), path)
-    if data is not None and locate.written(data, path) != settings.runtime:
+    if data is not None and locate.parse_setting(data, path) != settings.runtime:
         # What stops and removes containers reads no TOML; see locate.written.
         raise SettingsError(
             f"runtime in {path} is written in a way that only checkpoint and restore would understand",
@@ -216,7 +216,7 @@ def load_only(key: str, path: str = SETTINGS_FILE) -> tuple[Settings, tuple[Sett
         try:
             settings = _apply(settings, {name: value}, path)
         except SettingsError as error:
-            if name == key or any(each in meant for each in _near(name)):
+            if name == key or any(each in meant for each in _list_near(name)):
                 raise
             wrong.append(error)
     return settings, tuple(wrong)
@@ -236,13 +236,13 @@ def _values(data: bytes | None, path: str) -> dict[str, Any]:
     for name, value in document.items():
         if isinstance(value, dict):
             known = any(key.startswith(f"{name}.") for key in TABLE)
-            values |= dict(_dotted(name, value)) if known else {f"[{name}]": value}
+            values |= dict(_iterate_dotted(name, value)) if known else {f"[{name}]": value}
         else:
             values[name] = value
     return values
 
 
-def usable() -> Settings:
+def load_usable() -> Settings:
     """This host's settings, whose real runtime is there. Raises SettingsError."""
     settings = load()
     if settings.runtime:
@@ -250,17 +250,17 @@ def usable() -> Settings:
     return settings
 
 
-def _dotted(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _iterate_dotted(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The keys of a table and those below it, such as [store] with memory.level, each with its whole name."""
     for key, value in table.items():
         name = f"{prefix}.{key}"
         if isinstance(value, dict) and name not in TABLE:
-            yield from _dotted(name, value)
+            yield from _iterate_dotted(name, value)
         else:
             yield name, value
 
 
-def annotated(settings: Settings, annotations: Mapping[str, str]) -> Settings:
+def apply_annotations(settings: Settings, annotations: Mapping[str, str]) -> Settings:
     """The settings with a container's io.gpusnap.* annotations on top.
 
     Raises SettingsError for an unknown key, a bad value, and for a key that only the host's file may set.
@@ -282,34 +282,34 @@ def annotated(settings: Settings, annotations: Mapping[str, str]) -> Settings:
 _ALL = f"the settings are {', '.join(sorted(TABLE))}"
 
 
-def _unknown(name: str, where: str) -> SettingsError:
+def _make_unknown_error(name: str, where: str) -> SettingsError:
     table, _, rest = name.partition(".")
     if rest in TABLE and any(key.startswith(f"{table}.") for key in TABLE):
         hint = f"it stands below [{table}], and so belongs to that: write {rest} above the first [...]"
-    elif (meant := _misspelt_below(name)) is not None:
+    elif (meant := _find_misspelt_below(name)) is not None:
         hint = (
             f"did you mean {meant}? It stands below [{table}], and so belongs to that: "
             f"write {meant} above the first [...]"
         )
     else:
-        near = _near(name.removeprefix(ANNOTATION_PREFIX))
+        near = _list_near(name.removeprefix(ANNOTATION_PREFIX))
         hint = f"did you mean {near[0]}? docs/settings.md lists all" if near else _ALL
     return SettingsError(f"unknown setting {name} in {where}", hint=hint)
 
 
-def _misspelt_below(name: str) -> str | None:
+def _find_misspelt_below(name: str) -> str | None:
     """The key that `name`, below a [table], is a misspelling of, and that belongs to no table."""
     table, _, rest = name.partition(".")
-    if not any(key.startswith(f"{table}.") for key in TABLE) or _closest(name, TABLE):
+    if not any(key.startswith(f"{table}.") for key in TABLE) or _list_closest(name, TABLE):
         return None
-    return next(iter(_closest(rest, [key for key in TABLE if "." not in key])), None)
+    return next(iter(_list_closest(rest, [key for key in TABLE if "." not in key])), None)
 
 
-def _closest(name: str, keys: Iterable[str]) -> list[str]:
+def _list_closest(name: str, keys: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name.lower().replace("_", "-"), list(keys), cutoff=0.8)
 
 
-def _near(name: str) -> list[str]:
+def _list_near(name: str) -> list[str]:
     """Keys, or tables for a [table], that may be meant by a name that is none, the nearest first."""
     if name.startswith("["):
         tables = dict.fromkeys(f"[{key.partition('.')[0]}]" for key in TABLE if "." in key)
@@ -318,14 +318,14 @@ def _near(name: str) -> list[str]:
     # A key that stands below another table, or below none.
     last = plain.rpartition(".")[2]
     same = [key for key in TABLE if key.rpartition(".")[2] == last]
-    return [*_closest(name, TABLE), *same, *difflib.get_close_matches(plain, TABLE)]
+    return [*_list_closest(name, TABLE), *same, *difflib.get_close_matches(plain, TABLE)]
 
 
 def _apply(settings: Settings, values: Mapping[str, Any], where: str, prefix: str = "") -> Settings:
     top: dict[str, Any] = {f.name: getattr(settings, f.name) for f in fields(settings)}
     for name, value in values.items():
         if name not in TABLE:
-            raise _unknown(prefix + name, where)
+            raise _make_unknown_error(prefix + name, where)
         try:
             checked = TABLE[name].check(TABLE[name].parse(value) if prefix else value)
         except ValueError as error:

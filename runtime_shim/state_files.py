@@ -7,7 +7,7 @@
 
 `write_durably` and `boot` are for files elsewhere that shall outlive the boot, with the same functions.
 
-A file names its owner by PID and start time (`owner`), so that proc.same tells whether that is alive. No link
+A file names its owner by PID and start time (`owner`), so that proc.is_same tells whether that is alive. No link
 is followed, and a FIFO is never waited for. What may be swept the module knows whose files they are.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from gpusnap.oci.base.files import read_below, replace_below
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.runtime_shim.process import proc
 
 _PAUSE = 0.005
@@ -83,7 +83,7 @@ def remove(path: str) -> None:
 
 
 @contextmanager
-def locked(
+def lock(
     path: str, *, patience: float, busy: Callable[[], Exception], failed: Callable[[OSError], Exception]
 ) -> Iterator[None]:
     """Keep others from what a lock is for while the block runs; its folder is made where it is missing.
@@ -94,7 +94,7 @@ def locked(
     deadline = time.monotonic() + patience
     try:
         make_folder(os.path.dirname(path))
-        while (lock := _locked(path)) is None:
+        while (lock := _try_lock(path)) is None:
             if time.monotonic() >= deadline:
                 raise busy()
             time.sleep(_PAUSE)
@@ -110,13 +110,13 @@ def locked(
             unlock(lock)
 
 
-def _locked(path: str) -> int | None:
+def _try_lock(path: str) -> int | None:
     """The descriptor of a lock that is ours by now; None where it is another's."""
     while True:
         lock = os.open(path, _LOCK, 0o600)
         try:
             ours = try_exclusive(lock)
-            if ours and stands(lock, path):
+            if ours and is_still_there(lock, path):
                 return lock
         except BaseException:
             os.close(lock)

@@ -16,7 +16,7 @@ from gpusnap.runtime_shim.errors import no_thread
 
 # Seconds for a thread to run at last. On a busy host it takes some milliseconds.
 _BEGINNING = 30.0
-# And for what `meanwhile` has begun to end: a disk or a driver that does not answer then.
+# And for what `run_meanwhile` has begun to end: a disk or a driver that does not answer then.
 _PATIENCE = 60.0
 
 _start = threading.Thread.start
@@ -44,7 +44,7 @@ class _Begun(threading.Event):
         return super().wait(timeout)
 
 
-def bound_starts() -> None:
+def bound_thread_starts() -> None:
     """Have every thread of this process, a pool's too, begin in time or fail to start with RuntimeError."""
     threading.Thread.start = _start_in_time  # type: ignore[assignment, method-assign]
 
@@ -72,7 +72,7 @@ def start(thread: threading.Thread) -> None:
 
 
 @contextmanager
-def meanwhile(*calls: Callable[[], object], name: str) -> Iterator[None]:
+def run_meanwhile(*calls: Callable[[], object], name: str) -> Iterator[None]:
     """Have each of these done in a thread of its own while the block runs, and wait for that, not for ever.
 
     It only saves time, and nothing is decided here: whoever needs what they do does it, too, and has the

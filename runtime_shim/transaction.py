@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, reason, unforeseen
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, make_unforeseen, reason
 
 # Characters that are kept of a step's notes: a manifest takes no more than its schema allows.
 _NOTE = 4096
@@ -99,7 +99,7 @@ class Transaction:
     def commit(self) -> None:
         """What has been done stays.
 
-        No signal says otherwise from here on (see `interruptible`): an engine that is told of a failure takes
+        No signal says otherwise from here on (see `make_interruptible`): an engine that is told of a failure takes
         a container away that was restored. Whoever can still stop half-way asks with `stop_if_asked`.
         """
         self._undo.clear()
@@ -120,7 +120,7 @@ class Transaction:
     def _roll_back(self) -> list[str]:
         """Run the undo list in reverse; returns a sentence for each that failed."""
         failed = []
-        with held_signals():
+        with hold_signals():
             while self._undo:
                 name, action = self._undo.pop()
                 _begins(f"undo: {name}")
@@ -134,7 +134,7 @@ class Transaction:
 
 
 @contextmanager
-def or_recover(container: str) -> Iterator[None]:
+def name_recover(container: str) -> Iterator[None]:
     """Where the block cannot take something back, have its error name the command that tries again.
 
     `container`: its ID. Raises GpusnapError, whatever the block raises: it may be an import that fails late.
@@ -145,7 +145,7 @@ def or_recover(container: str) -> Iterator[None]:
     except OSError as error:
         raise GpusnapError(reason(error), hint=again) from error
     except Exception as error:
-        found = error if isinstance(error, GpusnapError) else unforeseen(error)
+        found = error if isinstance(error, GpusnapError) else make_unforeseen(error)
         if _RECOVER not in found.sentence():
             found.add_hint(again)
         if found is error:
@@ -163,7 +163,7 @@ class _Signals:
     """What the handler needs to know: it can only raise where stopping half-way does no harm."""
 
     depth = 0
-    """Blocks of `interruptible` that we are in."""
+    """Blocks of `make_interruptible` that we are in."""
     held = 0
     pending = 0
     committed = False
@@ -172,7 +172,7 @@ class _Signals:
     """One signal has been raised, and the steps are being undone: a second must not break into that."""
 
 
-def _interrupted(number: int) -> Interrupted:
+def _make_interrupted(number: int) -> Interrupted:
     return Interrupted(
         f"stopped by {signal.Signals(number).name}", hint="the container was left as it was found"
     )
@@ -183,11 +183,11 @@ def _handler(number: int, _frame: FrameType | None) -> None:
         _Signals.pending = number
     else:
         _Signals.stopping = True
-        raise _interrupted(number)
+        raise _make_interrupted(number)
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def make_interruptible() -> Iterator[None]:
     """Turn SIGINT, SIGTERM and SIGHUP into Interrupted, so that a transaction undoes its steps.
 
     Until the transaction commits. A signal that is ignored (nohup) stays ignored. One block may be within
@@ -210,7 +210,7 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def held_signals() -> Iterator[None]:
+def hold_signals() -> Iterator[None]:
     """Keep those signals back while something runs that must not be stopped half-way.
 
     By a flag and not by the signal mask, which the real runtime would inherit. One that came in stops us at
@@ -224,7 +224,7 @@ def held_signals() -> Iterator[None]:
 
 
 @contextmanager
-def forwarded_signals(pid: int) -> Iterator[None]:
+def forward_signals(pid: int) -> Iterator[None]:
     """Hand those signals on to a child that stands for us, and go on; one that was held back, too."""
 
     def forward(number: int, _frame: FrameType | None) -> None:
@@ -242,7 +242,7 @@ def forwarded_signals(pid: int) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def asked_to_stop() -> bool:
+def is_asked_to_stop() -> bool:
     """Whether such a signal came in: raised, held back, or blocked and not ignored."""
     # One that is ignored (nohup) is pending as well while it is blocked.
     blocked = (number for number in signal.sigpending() if number in _STOPPING)
@@ -255,4 +255,4 @@ def stop_if_asked() -> None:
     number, _Signals.pending = _Signals.pending, 0
     if number:
         _Signals.stopping = True
-        raise _interrupted(number)
+        raise _make_interrupted(number)

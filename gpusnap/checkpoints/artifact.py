@@ -121,7 +121,7 @@ def load(root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] |
 
 
 @contextmanager
-def held(place: locator.InStore) -> Iterator[tuple[Store, Kept]]:
+def hold_artifact(place: locator.InStore) -> Iterator[tuple[Store, Kept]]:
     """What a store has, and no gc takes while the block runs. Raises NotFound, OciError, ManifestError."""
     store = locator.open_store(place.store)
     root = place.entry().descriptor

@@ -62,16 +62,16 @@ class Verified:
     """What could not be looked at."""
 
 
-def damaged(fault: Fault, places: Mapping[str, Sequence[str]]) -> Damage:
+def describe_damage(fault: Fault, places: Mapping[str, Sequence[str]]) -> Damage:
     """A fault, and what it belongs to by `places` or, for a blob that these lack, by its media type."""
     blob = fault.descriptor
-    found = list(places.get(blob.digest, ())) or [_by_type(blob)]
+    found = list(places.get(blob.digest, ())) or [_describe_by_type(blob)]
     if len(found) > _MOST_PLACES:
         found[_MOST_PLACES:] = [f"and {len(found) - _MOST_PLACES} more places"]
     return Damage(blob.digest, blob.media_type, blob.size, fault.what, tuple(found))
 
 
-def _by_type(blob: Descriptor) -> str:
+def _describe_by_type(blob: Descriptor) -> str:
     """What a blob is by its descriptor alone."""
     if is_document(blob):
         return "the list of what the checkpoint consists of"
@@ -82,13 +82,13 @@ def _by_type(blob: Descriptor) -> str:
     return _WHAT.get(blob.media_type, "no part that gpusnap knows")
 
 
-def within(root: Descriptor, layout: Layout) -> dict[str, list[str]]:
+def map_blobs(root: Descriptor, layout: Layout) -> dict[str, list[str]]:
     """What each blob below `root` belongs to, as far as manifests and config can still be read."""
     try:
         artifact = artifacts.read(root, layout.read_blob)
     except (LayoutError, DigestError):
         return {}
-    return within_artifact(artifact, config_of(artifact, layout))
+    return map_artifact_blobs(artifact, config_of(artifact, layout))
 
 
 def config_of(artifact: Artifact, layout: Layout) -> Manifest | None:
@@ -107,20 +107,20 @@ def tables_of(root: Descriptor, layout: Layout) -> tuple[Table, ...]:
     return tuple(record.tables) if record is not None else ()
 
 
-def within_artifact(artifact: Artifact, record: Manifest | None) -> dict[str, list[str]]:
+def map_artifact_blobs(artifact: Artifact, record: Manifest | None) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for each in (artifact.config, artifact.records, artifact.rootfs, *artifact.carried):
         if each is not None:
-            found[each.digest].append(_by_type(each))
-    for digest, places in within_manifest(record).items():
+            found[each.digest].append(_describe_by_type(each))
+    for digest, places in map_manifest_chunks(record).items():
         found[digest] += places
     for chunk in artifact.chunks:
         if chunk.digest not in found:
-            found[chunk.digest].append(_by_type(chunk))
+            found[chunk.digest].append(_describe_by_type(chunk))
     return found
 
 
-def within_manifest(record: Manifest | None) -> dict[str, list[str]]:
+def map_manifest_chunks(record: Manifest | None) -> dict[str, list[str]]:
     """Where each chunk is used."""
     found: dict[str, list[str]] = defaultdict(list)
     names = {process.pid: process.name for process in record.processes} if record else {}

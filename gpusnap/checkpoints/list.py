@@ -88,7 +88,7 @@ class _Looked:
     subject: str = ""
 
 
-def kept(store: Store) -> tuple[Kept, ...]:
+def list_named(store: Store) -> tuple[Kept, ...]:
     """All that the index names, each digest once. Raises LayoutError."""
     found: dict[str, list[tuple[Descriptor, str, str]]] = {}
     for entry in store.entries():
@@ -117,11 +117,11 @@ def listing(
     size is a fault; none is read.
     """
     found = []
-    for each in kept(store):
-        found.append((each, _looked(store, each.root)))
+    for each in list_named(store):
+        found.append((each, _look_below(store, each.root)))
         step()
     if look_for_blobs:
-        lacking = _lacking(store, (looked.blobs for _, looked in found if looked.kind == "checkpoint"))
+        lacking = _find_missing(store, (looked.blobs for _, looked in found if looked.kind == "checkpoint"))
         found = [(each, _with_fault(store, looked, lacking)) for each, looked in found]
     uses = Counter(digest for _, looked in found for digest in looked.blobs)
     rows = sorted((_row(each, looked, uses) for each, looked in found), key=lambda row: by_age(row.created))
@@ -129,7 +129,7 @@ def listing(
     return Listing(store.path, tuple(rows), len(every), sum(every.values()))
 
 
-def _looked(store: Store, root: Descriptor) -> _Looked:
+def _look_below(store: Store, root: Descriptor) -> _Looked:
     documents: dict[str, bytes] = {}
 
     def read(document: Descriptor) -> bytes:
@@ -152,10 +152,10 @@ def _looked(store: Store, root: Descriptor) -> _Looked:
     return _Looked(blobs, artifact.annotations, "pages" if pages_only else "checkpoint")
 
 
-def _lacking(store: Store, every: Iterable[Mapping[str, int]]) -> frozenset[tuple[str, int]]:
+def _find_missing(store: Store, every: Iterable[Mapping[str, int]]) -> frozenset[tuple[str, int]]:
     """Digest and bytes of those blobs that are not there; each is asked for once."""
     wanted = {blob for blobs in every for blob in blobs.items() if blob[0].startswith(PREFIX)}
-    lacks = store.layout.lacks(Descriptor(OCTETS, digest, size) for digest, size in wanted)
+    lacks = store.layout.list_missing(Descriptor(OCTETS, digest, size) for digest, size in wanted)
     return frozenset((each.digest, each.size) for each in lacks)
 
 
@@ -166,10 +166,10 @@ def _with_fault(store: Store, looked: _Looked, lacking: Collection[tuple[str, in
     if not gone:
         return looked
     more = f", and {len(gone) - 1} more of its {len(looked.blobs)} blobs" if len(gone) > 1 else ""
-    return replace(looked, fault=_why_lacking(store, *gone[0]) + more)
+    return replace(looked, fault=_explain_missing(store, *gone[0]) + more)
 
 
-def _why_lacking(store: Store, digest: str, size: int) -> str:
+def _explain_missing(store: Store, digest: str, size: int) -> str:
     try:
         store.layout.open_blob(digest, size).close()
     except BlobError as error:
@@ -188,7 +188,7 @@ def _annotations(content: bytes) -> Mapping[str, str]:
 
 def _row(each: Kept, looked: _Looked, uses: Mapping[str, int]) -> Row:
     own = sum(size for digest, size in looked.blobs.items() if uses[digest] == 1)
-    found = described(each.root.digest, each.names, looked.kind, looked.blobs, looked.annotations)
+    found = describe(each.root.digest, each.names, looked.kind, looked.blobs, looked.annotations)
     return replace(
         found,
         created=found.created or each.created,
@@ -199,7 +199,7 @@ def _row(each: Kept, looked: _Looked, uses: Mapping[str, int]) -> Row:
     )
 
 
-def described(
+def describe(
     digest: str, names: tuple[str, ...], kind: Kind, blobs: Mapping[str, int], notes: Mapping[str, str]
 ) -> Row:
     """The row of something with these blobs (digest and bytes), by its annotations."""

@@ -39,7 +39,7 @@ from gpusnap.oci.store.tags import is_later
 from gpusnap.privileges import check_access
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
-from gpusnap.user_errors import NotFound, told
+from gpusnap.user_errors import NotFound, convert_errors
 
 _STORE = "oci:"
 _CONTAINERD = "containerd:"
@@ -65,7 +65,7 @@ class InStore:
     def entry(self) -> Entry:
         """What the store has of it. Raises NotFound, GpusnapError."""
         path = self.store.path
-        with told():
+        with convert_errors():
             if self.wanted:
                 try:
                     return self.store.find(self.wanted)
@@ -76,7 +76,7 @@ class InStore:
                     raise NotFound(str(error), hint=hint, code=error.code) from error
             entries = self.store.entries()
             # What refers to another one, such as its signature, is not what is meant.
-            one = {each.descriptor.digest: each for each in entries if not self._refers(each)}
+            one = {each.descriptor.digest: each for each in entries if not self._is_referrer(each)}
             if len(one) == 1:
                 return next(iter(one.values()))
         if not entries:
@@ -85,19 +85,19 @@ class InStore:
             f"{path} keeps {len(one)} checkpoints", hint=f"name one: oci:{path}:NAME", code="GPS-102"
         )
 
-    def chosen(self) -> Chosen:
+    def resolve(self) -> Chosen:
         """What a word means now, by its digest: a moment later it may mean another one.
 
         Raises as `entry` does.
         """
         open_store(self.store)
         entry = self.entry()
-        with told():
-            tags = self.store.tagged(self.wanted) if entry.name == self.wanted else ()
+        with convert_errors():
+            tags = self.store.list_tagged(self.wanted) if entry.name == self.wanted else ()
             later = [each.name for each in tags if is_later(each.created, entry.created)]
         return Chosen(replace(self, wanted=entry.descriptor.digest), entry, tuple(later))
 
-    def _refers(self, entry: Entry) -> bool:
+    def _is_referrer(self, entry: Entry) -> bool:
         if entry.name or not is_document(entry.descriptor):
             return False
         try:
@@ -225,10 +225,10 @@ def in_store(word: str) -> InStore:
     """As `find`, for a command that only looks into stores. Raises as that does."""
     if word.startswith(_STORE):
         return _in_folder(word)
-    return InStore(default_store(), named_or_digest(word))
+    return InStore(default_store(), parse_name_or_digest(word))
 
 
-def named_or_digest(word: str) -> str:
+def parse_name_or_digest(word: str) -> str:
     """A word that can be a name in a store, a digest, or the beginning of one. Raises UsageError."""
     if not _DIGEST.fullmatch(word):
         try:
@@ -240,7 +240,7 @@ def named_or_digest(word: str) -> str:
     return word
 
 
-def named(word: str) -> str:
+def parse_name(word: str) -> str:
     """A word that shall be a name in a store. Raises UsageError."""
     try:
         return check_name(word)
@@ -286,10 +286,10 @@ def copy_destination(word: str) -> Place | InLayoutFile | InContainerd:
         return image
     if word.startswith(_STORE) or _is_file(word, endings_only=True) or registry_or_none(word) is not None:
         return destination(word)
-    return InStore(default_store(), named(word))
+    return InStore(default_store(), parse_name(word))
 
 
-def registry(word: str) -> InRegistry:
+def parse_registry(word: str) -> InRegistry:
     """A word that must stand for something in a registry. Raises UsageError."""
     try:
         return InRegistry(*reference.parse_plain(word))
@@ -322,7 +322,7 @@ def open_store(store: Store, *, write: bool = False) -> Store:
             f"{store.path} is no store, or has no checkpoint yet",
             hint="gpusnap checkpoint CONTAINER makes one in this host's store",
         )
-    with told():
+    with convert_errors():
         if write:
             store.create()
         else:
@@ -354,7 +354,7 @@ def _in_folder(word: str, *, new: bool = False) -> InStore:
             f"{word[:120]!r} names no folder", hint="a store is named oci:DIR or oci:DIR:NAME", code="GPS-102"
         )
     if new and wanted:
-        named(wanted)
+        parse_name(wanted)
     check_access(path)
     if not new and not os.path.isdir(path):
         raise NotFound(
@@ -367,7 +367,7 @@ def _in_folder(word: str, *, new: bool = False) -> InStore:
 def registry_or_none(word: str) -> InRegistry | None:
     """None for what is no reference and does not claim to be one. Raises UsageError."""
     try:
-        return registry(word)
+        return parse_registry(word)
     except UsageError:
         host = word.removeprefix(PLAIN_HTTP).partition("/")
         if word.startswith((PLAIN_HTTP, TRANSPORT)) or (host[1] and ("." in host[0] or ":" in host[0])):

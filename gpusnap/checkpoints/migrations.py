@@ -114,7 +114,7 @@ def host_of(digest: str) -> str:
     return found.host if found is not None else ""
 
 
-def every() -> tuple[Leaving, ...]:
+def list_outgoing() -> tuple[Leaving, ...]:
     """All of this host, the oldest first. Raises GpusnapError for one that cannot be read."""
     found = (find(name.removesuffix(_ENDING)) for name in names(_NAME))
     return tuple(sorted((each for each in found if each is not None), key=lambda each: each.since))
@@ -156,7 +156,7 @@ def is_alive(owner: object, boot: object) -> bool:
     """Whether the process that wrote a file is still there; this one does not count."""
     match owner:
         case (int(pid), int(start)) | [int(pid), int(start)]:
-            return boot == state_files.boot() and pid != os.getpid() and proc.same(pid, start)
+            return boot == state_files.boot() and pid != os.getpid() and proc.is_same(pid, start)
     return False
 
 

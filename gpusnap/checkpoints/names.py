@@ -25,11 +25,11 @@ def store_name(of: Reference) -> str:
     try:
         return check_name(str(of))
     except StoreError:  # names of stores are narrower: no brackets, no __
-        plain = re.sub(r"[^A-Za-z0-9]*([^A-Za-z0-9])[^A-Za-z0-9]*", _one, str(of)).strip("-._:@/+")
+        plain = re.sub(r"[^A-Za-z0-9]*([^A-Za-z0-9])[^A-Za-z0-9]*", _replace_match, str(of)).strip("-._:@/+")
         return check_name(plain)
 
 
-def _one(match: re.Match[str]) -> str:
+def _replace_match(match: re.Match[str]) -> str:
     return match[1] if match[1] in "-._:@/+" else "-"
 
 

@@ -25,7 +25,7 @@ def stand_in(place: InRegistry, error: RegistryError) -> InStore | None:
     should not be taken.
     """
     if not isinstance(error, Unreachable) or is_tls(error):
-        named(place, error)
+        raise_named(place, error)
         return None
     found = copy_of(place)
     if found is not None:
@@ -37,7 +37,7 @@ def stand_in(place: InRegistry, error: RegistryError) -> InStore | None:
     return found
 
 
-def named(place: InRegistry, error: RegistryError) -> None:
+def raise_named(place: InRegistry, error: RegistryError) -> None:
     """Raise `error` in the terms of users, with the name of the store's copy, where there is one."""
     found = copy_of(place)
     if found is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.runtime.criu.images import inet_sockets, pagemap
-from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source, decoded
+from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source, decode_messages
 
 KINDS = ("pstree", "core", "ids", "mm", "pagemap", "fdinfo", "files")
 """The images that are needed; `kind_of` tells an image's kind."""
@@ -122,11 +122,11 @@ def read(images: Mapping[str, bytes], where: str) -> tuple[Process, ...]:
         open_files = {}
         for name in ("files.img",):
             if name in images:
-                open_files = {entry.id: entry for entry in _decoded(images, name, "files")}
+                open_files = {entry.id: entry for entry in _decode_image(images, name, "files")}
         name = "pstree.img"
         found: dict[int, Any] = {}
         threads = 0
-        for entry in _decoded(images, name, "pstree"):
+        for entry in _decode_image(images, name, "pstree"):
             if entry.pid in found:
                 raise Damage(f"has process {entry.pid} twice")
             threads += len(entry.threads)
@@ -141,8 +141,8 @@ def read(images: Mapping[str, bytes], where: str) -> tuple[Process, ...]:
             name = f"ids-{pid}.img"
             number = _files_number(images, pid)
             name = f"fdinfo-{number}.img"
-            descriptors = _decoded(images, name, "fdinfo") if name in images else ()
-            files, sockets = _opened(descriptors, open_files, left)
+            descriptors = _decode_image(images, name, "fdinfo") if name in images else ()
+            files, sockets = _list_open_files(descriptors, open_files, left)
             left -= len(files) + len(sockets)
             name = f"pagemap-{pid}.img"
             pages = _pages(images[name]) if name in images else None
@@ -167,7 +167,7 @@ def arguments(images: Mapping[str, bytes]) -> dict[int, Place]:
             continue
         pid = name.removeprefix("mm-").removesuffix(".img")
         try:
-            [mm] = _decoded(images, name, "mm")
+            [mm] = _decode_image(images, name, "mm")
             source = Source(io.BytesIO(images[f"pagemap-{pid}.img"]), len(images[f"pagemap-{pid}.img"]))
             source.begin("pagemap")
             place = pagemap.locate(source, mm.mm_arg_start)
@@ -180,16 +180,16 @@ def arguments(images: Mapping[str, bytes]) -> dict[int, Place]:
     return found
 
 
-def _decoded(images: Mapping[str, bytes], name: str, kind: str) -> Iterator[Any]:
+def _decode_image(images: Mapping[str, bytes], name: str, kind: str) -> Iterator[Any]:
     data = images[name]
-    for count, entry in enumerate(decoded(io.BytesIO(data), len(data), kind)):
+    for count, entry in enumerate(decode_messages(io.BytesIO(data), len(data), kind)):
         if count >= _MOST:
             raise Damage(f"has more than {_MOST} entries")
         yield entry
 
 
 def _process(images: Mapping[str, bytes], entry: Any) -> Process:
-    [core, *_] = [*_decoded(images, f"core-{entry.pid}.img", "core")] or [None]
+    [core, *_] = [*_decode_image(images, f"core-{entry.pid}.img", "core")] or [None]
     name = _text(core.tc.comm) if core is not None else ""
     state = _STATES.get(core.tc.task_state, "") if core is not None else ""
     # CRIU notes a thread for a zombie too, and leaves its number unset.
@@ -200,14 +200,14 @@ def _process(images: Mapping[str, bytes], entry: Any) -> Process:
 def _files_number(images: Mapping[str, bytes], pid: int) -> int:
     """The number of the image of a process' descriptors."""
     if f"ids-{pid}.img" in images:
-        for ids in _decoded(images, f"ids-{pid}.img", "ids"):
+        for ids in _decode_image(images, f"ids-{pid}.img", "ids"):
             return int(ids.files_id)
-    for core in _decoded(images, f"core-{pid}.img", "core"):
+    for core in _decode_image(images, f"core-{pid}.img", "core"):
         return int(core.ids.files_id)
     return 0
 
 
-def _opened(
+def _list_open_files(
     descriptors: Any, files: Mapping[int, Any], most: int
 ) -> tuple[tuple[File, ...], tuple[Socket, ...]]:
     """Several processes may name the same image of descriptors; so those of all are counted."""
@@ -241,7 +241,7 @@ def _path(file: Any, files: Mapping[int, Any]) -> str:
 def _socket(descriptor: int, file: Any) -> Socket | None:
     if file.HasField("isk"):
         inet = inet_sockets.parse(file.isk)
-        local, remote = _end(inet.local, inet.local_port), _end(inet.remote, inet.remote_port)
+        local, remote = _format_end(inet.local, inet.local_port), _format_end(inet.remote, inet.remote_port)
         return Socket(descriptor, inet.protocol, local, remote if inet.remote_port else "", inet.state)
     if file.HasField("usk"):
         name = _text(file.usk.name)
@@ -256,7 +256,7 @@ def _socket(descriptor: int, file: Any) -> Socket | None:
     return None
 
 
-def _end(address: str, port: int) -> str:
+def _format_end(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
@@ -269,7 +269,7 @@ def _pages(data: bytes) -> pagemap.Pagemap:
 def _memory(images: Mapping[str, bytes], pid: int, pages: pagemap.Pagemap) -> Memory | None:
     """None where the image of the mappings is missing, damaged, or too large to be looked at."""
     try:
-        [mm] = _decoded(images, f"mm-{pid}.img", "mm")
+        [mm] = _decode_image(images, f"mm-{pid}.img", "mm")
     except (KeyError, ValueError, Damage):
         return None
     mapped = sum(max(0, vma.end - vma.start) for vma in mm.vmas)

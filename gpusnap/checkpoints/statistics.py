@@ -140,7 +140,7 @@ def parts(record: Manifest | None) -> tuple[Part, ...]:
     return (*regions, *(Part(None, each.name, each.table) for each in record.files))
 
 
-def zero(table: Table) -> int:
+def count_zeros(table: Table) -> int:
     """Bytes of a table that are in no chunk."""
     return table.size - sum(chunk.size for chunk in table.chunks)
 
@@ -160,7 +160,7 @@ def statistics(record: Manifest | None) -> Statistics:
     size, stored = sum(part.table.size for part in found), sum(chunk.stored for chunk in blobs.values())
     return Statistics(
         size=size,
-        zero=sum(zero(part.table) for part in found),
+        zero=sum(count_zeros(part.table) for part in found),
         repeated=repeated,
         chunks=uses,
         blobs=len(blobs),
@@ -172,7 +172,7 @@ def statistics(record: Manifest | None) -> Statistics:
     )
 
 
-def shared(
+def find_shared(
     own: Mapping[str, int], others: Iterable[tuple[str, tuple[str, ...], Mapping[str, int]]]
 ) -> tuple[Shared, ...]:
     """What a checkpoint shares with others, the largest first; those that share nothing are left out.
@@ -212,7 +212,7 @@ def compare_tables(a: Table, b: Table) -> Span:
 
 def compare(a: Manifest | None, b: Manifest | None) -> Comparison:
     """What B has otherwise than A."""
-    compared = tuple(_compared(a, b))
+    compared = tuple(_compare_parts(a, b))
     processes_a, processes_b = _processes(a), _processes(b)
     both = [(processes_a[pid], processes_b[pid]) for pid in processes_a if pid in processes_b]
     different = tuple(ProcessPair(x, y) for x, y in both if (x.name, x.command) != (y.name, y.command))
@@ -220,7 +220,7 @@ def compare(a: Manifest | None, b: Manifest | None) -> Comparison:
     return Comparison(
         total=sum((each.span for each in compared), Span()),
         parts=compared,
-        new=_new(a, b),
+        new=_find_new(a, b),
         processes_same=len(both) - len(different),
         processes_changed=different,
         processes_only_a=tuple(p for pid, p in processes_a.items() if pid not in processes_b),
@@ -231,7 +231,7 @@ def compare(a: Manifest | None, b: Manifest | None) -> Comparison:
     )
 
 
-def _compared(a: Manifest | None, b: Manifest | None) -> Iterator[PartComparison]:
+def _compare_parts(a: Manifest | None, b: Manifest | None) -> Iterator[PartComparison]:
     ours = {(part.process, part.name): part.table for part in parts(a)}
     theirs = {(part.process, part.name): part.table for part in parts(b)}
     for process, name in sorted(ours.keys() | theirs.keys(), key=_order):
@@ -261,7 +261,7 @@ def _stretches(table: Table) -> Iterator[tuple[int, object]]:
         yield table.size, None
 
 
-def _new(a: Manifest | None, b: Manifest | None) -> New:
+def _find_new(a: Manifest | None, b: Manifest | None) -> New:
     had = {chunk.blob for part in parts(a) for chunk in part.table.chunks}
     new = {chunk.blob: chunk.stored for part in parts(b) for chunk in part.table.chunks}
     sizes = [size for blob, size in new.items() if blob not in had]
@@ -276,7 +276,7 @@ def _gpus(record: Manifest | None) -> dict[str, GpuRecord]:
     return {each.uuid: each for each in record.gpus} if record else {}
 
 
-def stopped(timing: Sequence[Step]) -> float | None:
+def measure_stopped(timing: Sequence[Step]) -> float | None:
     """Seconds from the first step that stops the processes until they run again, or have ended."""
     starts = [step.start for step in timing if step.name in _STOPS]
     ends = [step.start + step.seconds for step in timing if step.name in _RUNS]

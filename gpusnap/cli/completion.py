@@ -105,12 +105,12 @@ def complete_stored(ctx: click.Context, param: click.Parameter, incomplete: str)
 
     if not incomplete.startswith(_STORE):
         with suppress(GpusnapError):
-            return _items(_named(default_store()), incomplete)
+            return _items(_iterate_names(default_store()), incomplete)
         return []
     folder, colon, _ = incomplete.removeprefix(_STORE).partition(":")
     if not colon:
         return _folders(folder)
-    return _items((f"{_STORE}{folder}:{name}" for name in _named(Store(folder))), incomplete)
+    return _items((f"{_STORE}{folder}:{name}" for name in _iterate_names(Store(folder))), incomplete)
 
 
 def complete_store(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -145,7 +145,7 @@ def complete_suspended(ctx: click.Context, param: click.Parameter, incomplete: s
     return []
 
 
-def _named(store: Store) -> Iterator[str]:
+def _iterate_names(store: Store) -> Iterator[str]:
     """Names; the first digits of what has none."""
     with suppress(OciError):
         for entry in store.entries():

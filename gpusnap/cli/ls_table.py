@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from gpusnap.cli import name_rows
-from gpusnap.listing.ages import ago
+from gpusnap.listing.ages import format_age
 from gpusnap.listing.filters import Line
 from gpusnap.listing.templates import DIGITS
 from gpusnap.runtime_shim.units import human
@@ -14,7 +14,7 @@ from gpusnap.runtime_shim.units import human
 _MARKS = {"pages": "pages only", "other": "not gpusnap's", "damaged": "damaged", "image": "image"}
 _COLUMNS: Mapping[str, Callable[[Line], str]] = {
     "name": lambda line: _name(line),
-    "created": lambda line: ago(line.row.created),
+    "created": lambda line: format_age(line.row.created),
     "container": lambda line: line.row.container or line.row.container_id[:DIGITS],
     "GPUs": lambda line: line.row.gpus.partition(" ")[0],
     "driver": lambda line: line.row.driver,
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def rows(console: Console, found: Sequence[Line], *, without: Iterable[str] = ()) -> None:
+def print_rows(console: Console, found: Sequence[Line], *, without: Iterable[str] = ()) -> None:
     """The table. without: columns that say nothing here."""
     titles = [title for title in _COLUMNS if title not in without]
     cells = [{title: _COLUMNS[title](line) for title in titles} for line in found]
-    name_rows.rows(console, titles, cells, layouts=_LAYOUTS)
+    name_rows.print_rows(console, titles, cells, layouts=_LAYOUTS)
 
 
 def _name(line: Line) -> str:

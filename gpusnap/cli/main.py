@@ -19,8 +19,8 @@ from gpusnap.runtime_shim.errors import (
     Interrupted,
     is_of_no_module,
     is_of_no_thread,
+    make_unforeseen,
     reason,
-    unforeseen,
 )
 from gpusnap.user_errors import failure
 
@@ -63,7 +63,7 @@ MODULES = {
 def main() -> int:
     """The entry point: every error becomes one sentence and an exit code."""
     forgive_closed_pipes()
-    threads.bound_starts()
+    threads.bound_thread_starts()
     if "_GPUSNAP_COMPLETE" in os.environ:
         import gpusnap.cli.completion  # noqa: F401 (our own way for bash is in place then)
     try:
@@ -76,21 +76,21 @@ def main() -> int:
         error.show()
         return error.exit_code
     except click.Abort:
-        return _failed(Interrupted("it was interrupted", hint="the same command can be run again"))
+        return _report_error(Interrupted("it was interrupted", hint="the same command can be run again"))
     except GpusnapError as error:
-        return _failed(error)
+        return _report_error(error)
     except OciError as error:
         debugging.show(error)
         said = failure(error)
         said.__cause__ = error
-        return _failed(said)
+        return _report_error(said)
     except OSError as error:
         debugging.show(error)
         # Nobody below made a sentence of it: no folder for temporary files, say, or stdout on a full disk.
         what = error.filename or "a file, or the output,"
         said = GpusnapError(f"{what} cannot be used: {reason(error)}")
         said.__cause__ = error
-        return _failed(said)
+        return _report_error(said)
     except (AttributeError, ImportError, MemoryError, RuntimeError) as error:
         # A disk or a host's memory that fails while a part of gpusnap is loaded; no thread to be had.
         if isinstance(error, RuntimeError) and not is_of_no_thread(error):
@@ -98,15 +98,15 @@ def main() -> int:
         if isinstance(error, AttributeError) and not is_of_no_module(error):
             raise
         debugging.show(error)
-        said = unforeseen(error)
+        said = make_unforeseen(error)
         said.__cause__ = error
-        return _failed(said)
+        return _report_error(said)
     return exit_codes.DONE
 
 
-def _failed(error: GpusnapError) -> int:
+def _report_error(error: GpusnapError) -> int:
     debugging.show(error)
-    error = privileges.explained(error)
+    error = privileges.explain_error(error)
     print(f"gpusnap: {error.sentence()}", file=sys.stderr)
     return exit_codes.exit_code(error)
 

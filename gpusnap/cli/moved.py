@@ -31,7 +31,7 @@ def figures(moved: Moved, verb: str = "transferred") -> str:
     return f"{verb} {human(moved.bytes)} in {blobs(moved.blobs)}" + (there if moved.skipped_blobs else "")
 
 
-def written(moved: Moved) -> str:
+def format_written(moved: Moved) -> str:
     """The same of a new file: all of it is there, wherever it came from."""
     size = human(moved.bytes + moved.skipped_bytes)
     return f"written: {size} in {blobs(moved.blobs + moved.skipped_blobs)}"
@@ -42,7 +42,7 @@ def blobs(count: int) -> str:
     return "1 blob" if count == 1 else f"{count} blobs"
 
 
-def notes_of_images(image: Brought | None, file: str) -> None:
+def print_image_notes(image: Brought | None, file: str) -> None:
     """What a checkpoint of containerd's still needs there, or what `ctr images import` of a file will set."""
     if image is None:
         return
@@ -59,6 +59,6 @@ def notes_of_images(image: Brought | None, file: str) -> None:
         )
 
 
-def pushed(done: Pushed) -> dict[str, object]:
+def make_pushed_document(done: Pushed) -> dict[str, object]:
     """What a push has done, as JSON has it."""
     return {"reference": done.reference, "digest": done.digest} | document(done.moved)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from gpusnap.cli.tables import plain, say
+from gpusnap.cli.tables import make_plain, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ _INDENT = "  "
 _RIGHT = frozenset(("GPUs", "age", "memory", "new", "own", "pause", "size", "RAM", "store"))
 
 
-def rows(
+def print_rows(
     console: Console,
     titles: Sequence[str],
     found: Sequence[Mapping[str, str]],
@@ -31,7 +31,7 @@ def rows(
     layouts: the columns to leave out and the spaces between columns; the first that fits is taken. If none
     does, the columns of the last one are printed below the names.
     """
-    cells = [{title: plain(each[title]).plain for title in titles} for each in found]
+    cells = [{title: make_plain(each[title]).plain for title in titles} for each in found]
     shown = list(titles)
     for left_out, gap in layouts:
         shown = [title for title in titles if title not in left_out]

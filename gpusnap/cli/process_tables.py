@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpusnap.checkpoints.processes import Process
 from gpusnap.cli.store_tables import document
-from gpusnap.cli.tables import plain, table
+from gpusnap.cli.tables import make_plain, table
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.units import human
 
@@ -18,7 +18,7 @@ _DEEPEST = 20
 _LONGEST = 200
 
 
-def processes(console: Console, found: Sequence[Process], record: Manifest | None) -> None:
+def print_processes(console: Console, found: Sequence[Process], record: Manifest | None) -> None:
     """The tree with each process' memory, open files, and sockets."""
     gpu, depths = _gpu_memory(record), _depths(found)
     rows = table("processes", "PID", "command", "state", "threads", "mapped", "memory", "GPU memory")
@@ -27,20 +27,20 @@ def processes(console: Console, found: Sequence[Process], record: Manifest | Non
         memory = (
             (human(each.memory.mapped), human(each.memory.stored)) if each.memory is not None else ("", "")
         )
-        command = plain(indent + (" ".join(each.command) or each.name)[:_LONGEST])
+        command = make_plain(indent + (" ".join(each.command) or each.name)[:_LONGEST])
         used = human(gpu[each.pid]) if each.pid in gpu else ""
         rows.add_row(str(each.pid), command, each.state, str(len(each.threads) or ""), *memory, used)
     console.print(rows, "")
     rows = table("open files", "PID", "descriptor", "kind", "path")
     for each in found:
         for file in each.files:
-            rows.add_row(str(each.pid), str(file.descriptor), file.kind, plain(file.path))
+            rows.add_row(str(each.pid), str(file.descriptor), file.kind, make_plain(file.path))
     if rows.row_count:
         console.print(rows, "")
     rows = table("sockets", "PID", "descriptor", "protocol", "local", "remote", "state")
     for each in found:
         for socket in each.sockets:
-            ends = plain(socket.local), plain(socket.remote)
+            ends = make_plain(socket.local), make_plain(socket.remote)
             rows.add_row(str(each.pid), str(socket.descriptor), socket.protocol, *ends, socket.state)
     if rows.row_count:
         console.print(rows, "")

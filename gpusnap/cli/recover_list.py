@@ -17,7 +17,7 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.operations.unknown_containers import Unknown
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot import restore_record
-from gpusnap.runtime_shim.snapshot.bring_back import alive
+from gpusnap.runtime_shim.snapshot.bring_back import list_alive
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.suspensions import THERE, Suspension
 
@@ -48,7 +48,7 @@ class Waiting:
     """Its engine's name for it, where that is known."""
 
 
-def waiting(
+def list_waiting(
     checkpoints: Sequence[journal.Entry],
     restores: Sequence[restore_record.Restore],
     unknown: Sequence[Unknown] = (),
@@ -59,7 +59,7 @@ def waiting(
 ) -> tuple[Waiting, ...]:
     """All of these, by container."""
     found = [
-        Waiting(e.container, "checkpoint", e.at_work, tuple(p.pid for p in alive(e)), e.image)
+        Waiting(e.container, "checkpoint", e.at_work, tuple(p.pid for p in list_alive(e)), e.image)
         for e in checkpoints
     ]
     found += [Waiting(e.container, "restore", e.at_work, (), e.image) for e in restores]
@@ -74,7 +74,7 @@ def waiting(
         )
         for each in moving
     ]
-    found += [Waiting(e.container, "leaving", e.at_work, (), "", _of_leaving(e)) for e in leaving]
+    found += [Waiting(e.container, "leaving", e.at_work, (), "", _describe_leaving(e)) for e in leaving]
     found += [
         Waiting(e.container or e.name, "coming", e.at_work, (), "", f"{e.name} comes from another host")
         for e in coming
@@ -103,7 +103,7 @@ class Names:
                 self._asked = podman.names(seconds=_PATIENCE)
         return self._asked.get(container, "")
 
-    def shown(self, container: str) -> str:
+    def format_name(self, container: str) -> str:
         """Name and short ID, or the ID alone where there is no name."""
         name = self.name(container)
         return f"{name} ({container[:12]})" if name and name != container else container
@@ -111,7 +111,7 @@ class Names:
 
 def line(each: Waiting, names: Names) -> str:
     """One for people."""
-    shown = names.shown(each.container)
+    shown = names.format_name(each.container)
     if each.kind in ("unknown", "suspended"):
         return f"{shown}  {each.why}"
     if each.kind in ("leaving", "coming"):
@@ -128,7 +128,7 @@ def line(each: Waiting, names: Names) -> str:
     return f"{shown}  {state}  image: {each.image}"
 
 
-def _of_leaving(each: Leaving) -> str:
+def _describe_leaving(each: Leaving) -> str:
     may = f", and may run there; its checkpoint: {each.checkpoint}" if each.digest else ""
     return f"{each.name} is migrated to {each.host}{may}"
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from gpusnap.checkpoints.damage import Verified
 from gpusnap.checkpoints.labels import is_label, labels_in, written_labels
 from gpusnap.checkpoints.list import Listing
-from gpusnap.checkpoints.statistics import Comparison, Part, Shared, Span, Statistics, parts, zero
+from gpusnap.checkpoints.statistics import Comparison, Part, Shared, Span, Statistics, count_zeros, parts
 from gpusnap.cli.moved import blobs
-from gpusnap.cli.tables import plain, say, table
+from gpusnap.cli.tables import make_plain, say, table
 from gpusnap.oci.store.gc import Collected
 from gpusnap.operations import diff as records
 from gpusnap.operations.open import Stored
@@ -32,26 +32,26 @@ _MOST_LINES = 20
 
 def document(record: Any) -> dict[str, Any]:
     """A dataclass for JSON: its fields, named as in the manifest ("only_a" is "onlyA"); so within it."""
-    named: dict[str, Any] = _named(asdict(record))
+    named: dict[str, Any] = _rename_fields(asdict(record))
     return named
 
 
-def _named(value: Any) -> Any:
+def _rename_fields(value: Any) -> Any:
     if isinstance(value, dict):
         # The keys of labels are somebody's own.
         return {
-            re.sub("_(.)", lambda m: m[1].upper(), key): each if key == "labels" else _named(each)
+            re.sub("_(.)", lambda m: m[1].upper(), key): each if key == "labels" else _rename_fields(each)
             for key, each in value.items()
         }
-    return [_named(each) for each in value] if isinstance(value, list | tuple) else value
+    return [_rename_fields(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def short(digest: str) -> str:
+def shorten_digest(digest: str) -> str:
     """The first digits of a digest."""
     return digest.partition(":")[2][:DIGITS]
 
 
-def heading(console: Console, stored: Stored) -> None:
+def print_heading(console: Console, stored: Stored) -> None:
     """Where an artifact is, its names, digest and parts."""
     names = ", ".join(stored.names) or "(no name)"
     artifact = stored.artifact
@@ -78,7 +78,7 @@ def heading(console: Console, stored: Stored) -> None:
     say(console, "")
 
 
-def memory(console: Console, record: Manifest, figures: Statistics) -> None:
+def print_memory(console: Console, record: Manifest, figures: Statistics) -> None:
     """What is in chunks, by process and region, and the figures of all chunks."""
     found = sorted(parts(record), key=lambda part: -part.table.size)
     if not found:
@@ -88,15 +88,15 @@ def memory(console: Console, record: Manifest, figures: Statistics) -> None:
     rows = table("memory in chunks", "process", "region or image", "memory", "zero", "chunks", "stored")
     for part in found[:_MOST_LINES]:
         rows.add_row(
-            plain(_whose(part.process, names)),
-            plain(part.name),
+            make_plain(_name_owner(part.process, names)),
+            make_plain(part.name),
             human(part.table.size),
-            human(zero(part.table)),
+            human(count_zeros(part.table)),
             str(len(part.table.chunks)),
             human(part.table.stored),
         )
     console.print(rows)
-    _more(console, found[_MOST_LINES:])
+    _print_more(console, found[_MOST_LINES:])
     say(
         console,
         f"{human(figures.size)} in {figures.chunks} chunks: {human(figures.zero)} zero, "
@@ -107,24 +107,24 @@ def memory(console: Console, record: Manifest, figures: Statistics) -> None:
     say(console, "")
 
 
-def _whose(process: int | None, names: Mapping[int, str]) -> str:
+def _name_owner(process: int | None, names: Mapping[int, str]) -> str:
     return "CRIU" if process is None else f"{process} {names.get(process, '')}".rstrip()
 
 
-def _more(console: Console, rest: Sequence[Part]) -> None:
+def _print_more(console: Console, rest: Sequence[Part]) -> None:
     if rest:
         size = sum(part.table.size for part in rest)
         say(console, f"and {len(rest)} smaller ones of {human(size)} together (see --json)")
 
 
-def sharing(console: Console, found: Sequence[Shared]) -> None:
+def print_sharing(console: Console, found: Sequence[Shared]) -> None:
     """What a checkpoint has together with others of its store."""
     if not found:
         return
     rows = table("shared with", "checkpoint", "size", "share", "digest", fixed=("size", "share", "digest"))
     for each in found[:_MOST_LINES]:
         name = ", ".join(each.names) or "(no name)"
-        rows.add_row(plain(name), human(each.size), f"{each.share:.1%}", short(each.digest))
+        rows.add_row(make_plain(name), human(each.size), f"{each.share:.1%}", shorten_digest(each.digest))
     console.print(rows, "")
 
 
@@ -156,7 +156,7 @@ def artifact_document(stored: Stored, found: Sequence[Shared]) -> dict[str, Any]
 # diff
 
 
-def difference(
+def print_difference(
     console: Console, found: Comparison, files: Mapping[str, records.Difference], names: tuple[str, str]
 ) -> None:
     """What B has otherwise than A."""
@@ -177,7 +177,7 @@ def _spans(console: Console, found: Comparison) -> None:
     different = [each for each in found.parts if each.span != replace(Span(), same=each.span.same)]
     different.sort(key=lambda each: -(each.span.changed + each.span.only_a + each.span.only_b))
     for each in different[:_MOST_LINES]:
-        rows.add_row(plain(_whose(each.process, {})), plain(each.name), *_sizes(each.span))
+        rows.add_row(make_plain(_name_owner(each.process, {})), make_plain(each.name), *_sizes(each.span))
     rows.add_row("all", f"{len(found.parts)}", *_sizes(found.total))
     console.print(rows)
     if len(different) > _MOST_LINES:
@@ -199,10 +199,10 @@ def _processes(console: Console, found: Comparison) -> None:
     rows = table("GPU processes", "PID", "", "command")
     for what, some in (("only A", gone), ("only B", come)):
         for process in some:
-            rows.add_row(str(process.pid), what, plain(_command(process)))
+            rows.add_row(str(process.pid), what, make_plain(_command(process)))
     for pair in changed:
-        rows.add_row(str(pair.a.pid), "A", plain(_command(pair.a)))
-        rows.add_row("", "B", plain(_command(pair.b)))
+        rows.add_row(str(pair.a.pid), "A", make_plain(_command(pair.a)))
+        rows.add_row("", "B", make_plain(_command(pair.b)))
     console.print(rows, "")
 
 
@@ -230,7 +230,7 @@ def _files(console: Console, what: str, found: records.Difference) -> None:
     rows = table(f"{what} ({found.same} more are the same)", "name", "", "size in A", "size in B")
     for kind, name, size_a, size_b in lines[:_MOST_LINES]:
         in_a, in_b = human(size_a) if kind != "only B" else "", human(size_b) if kind != "only A" else ""
-        rows.add_row(plain(name), kind, in_a, in_b)
+        rows.add_row(make_plain(name), kind, in_a, in_b)
     console.print(rows)
     if len(lines) > _MOST_LINES:
         say(console, f"and {len(lines) - _MOST_LINES} more (see --json)")
@@ -292,7 +292,7 @@ def difference_document(
 # verify, gc
 
 
-def verified(console: Console, found: Verified) -> None:
+def print_verified(console: Console, found: Verified) -> None:
     """What was checked, and each blob that is damaged."""
     what = f"{found.what}: {human(found.size)} in {found.blobs} blobs"
     if not found.damaged:
@@ -309,7 +309,7 @@ def verified(console: Console, found: Verified) -> None:
         say(console, f"  {found.note}")
 
 
-def collected(console: Console, path: str, found: Collected, *, dry_run: bool) -> None:
+def print_collected(console: Console, path: str, found: Collected, *, dry_run: bool) -> None:
     """What gc removed, or would."""
     removed = "would remove" if dry_run else "removed"
     say(console, f"{removed} {blobs(found.blobs)}, {human(found.size)}, from {path}")
@@ -322,7 +322,7 @@ def collected(console: Console, path: str, found: Collected, *, dry_run: bool) -
     say(console, f"{blobs(found.live_blobs)}, {human(found.live_size)}, {verb} in use")
 
 
-def pages_only(found: Listing, *, needed: Collection[str] = ()) -> str:
+def explain_pages_only(found: Listing, *, needed: Collection[str] = ()) -> str:
     """How much of a store is memory without a name, which gc leaves, and how it is freed; "" for none.
 
     `needed`: the IDs of containers of which it is known that they need theirs.

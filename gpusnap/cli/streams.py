@@ -39,7 +39,7 @@ _C_LOCALES = ("", "C", "POSIX")
 _COERCED = ("C.UTF-8", "C.utf8")
 
 
-def _alike(error: UnicodeError) -> tuple[str, int]:
+def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
     """An error handler of encoders: ASCII for what an encoding does not have."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
@@ -48,7 +48,7 @@ def _alike(error: UnicodeError) -> tuple[str, int]:
     return text, error.end
 
 
-codecs.register_error("gpusnap-alike", _alike)
+codecs.register_error("gpusnap-alike", _replace_unencodable)
 
 
 class _Pipe(io.FileIO):
@@ -72,12 +72,12 @@ class _Pipe(io.FileIO):
 def forgive_closed_pipes() -> None:
     """Put such streams in the places of sys.stdout and sys.stderr; any that is not the process' own stays."""
     if sys.stdout is not None and sys.stdout is sys.__stdout__:
-        sys.stdout = _forgiving(sys.stdout)
+        sys.stdout = _wrap_stream(sys.stdout)
     if sys.stderr is not None and sys.stderr is sys.__stderr__:
-        sys.stderr = _forgiving(sys.stderr)
+        sys.stderr = _wrap_stream(sys.stderr)
 
 
-def _forgiving(stream: TextIO) -> TextIO:
+def _wrap_stream(stream: TextIO) -> TextIO:
     stream.flush()
     file = io.BufferedWriter(_Pipe(stream.fileno(), "wb", closefd=False))
     lines = stream is sys.__stderr__ or stream.isatty()

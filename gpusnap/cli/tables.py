@@ -90,7 +90,7 @@ def table(title: str, *columns: str, fixed: Collection[str] = ("UUID",)) -> Tabl
     return made
 
 
-def plain(text: str) -> Text:
+def make_plain(text: str) -> Text:
     """A text from a checkpoint, as it is: no markup of rich's, nothing that a terminal would obey."""
     from rich.text import Text
 
@@ -98,11 +98,11 @@ def plain(text: str) -> Text:
 
 
 def say(to: Console, text: str) -> None:
-    """A line, as `plain` has it; it is never broken where nothing but a terminal's width asks for it."""
-    to.print(plain(text), soft_wrap=True)
+    """A line, as `make_plain` has it; it is never broken where nothing but a terminal's width asks for it."""
+    to.print(make_plain(text), soft_wrap=True)
 
 
-def manifest(console: Console, record: Manifest) -> None:
+def print_manifest(console: Console, record: Manifest) -> None:
     """GPUs, processes and the timeline of a checkpoint."""
     host = record.host
     for line in (
@@ -115,50 +115,52 @@ def manifest(console: Console, record: Manifest) -> None:
     rows = table("GPUs", "UUID", "minor", "model", "memory", "used")
     for gpu in record.gpus:
         rows.add_row(
-            gpu.uuid, str(gpu.minor), plain(gpu.model), human(gpu.memory_total), human(gpu.memory_used)
+            gpu.uuid, str(gpu.minor), make_plain(gpu.model), human(gpu.memory_total), human(gpu.memory_used)
         )
     console.print(rows, "")
     rows = table("GPU processes", "PID", "command", "used")
     for process in record.processes:
         used = sum(used for _, used in process.gpus)
         command = " ".join(process.command)[:200] or process.name
-        rows.add_row(str(process.pid), plain(command), human(used))
+        rows.add_row(str(process.pid), make_plain(command), human(used))
     console.print(rows, "")
     if record.neutralised:
-        neutralised(console, record.neutralised)
+        print_neutralised(console, record.neutralised)
     if record.plugin:
-        console.print(plain(f"GPU state: in CRIU's images, by its plugin {record.plugin}"), "", sep="\n")
+        console.print(make_plain(f"GPU state: in CRIU's images, by its plugin {record.plugin}"), "", sep="\n")
     if record.pages == "chunks":
         written = record.written
         said = f"{human(written.stored)} written in chunks, {human(written.known)} known from before"
-        console.print(plain(f"GPU memory: {said}, {human(written.zero)} zero"), "", sep="\n", highlight=False)
-    timeline(console, record.timing)
+        console.print(
+            make_plain(f"GPU memory: {said}, {human(written.zero)} zero"), "", sep="\n", highlight=False
+        )
+    print_timeline(console, record.timing)
 
 
-def neutralised(console: Console, processes: tuple[NeutralisedProcess, ...]) -> None:
+def print_neutralised(console: Console, processes: tuple[NeutralisedProcess, ...]) -> None:
     """Processes whose inherited GPU files were replaced by /dev/null."""
     rows = table("inherited files, now /dev/null", "PID", "command", "files")
     for process in processes:
         files = f"{len(process.descriptors)} open, {process.mappings} mapped ({human(process.mapped)})"
-        rows.add_row(str(process.pid), plain(process.name), files)
+        rows.add_row(str(process.pid), make_plain(process.name), files)
     console.print(rows, "")
 
 
-def timeline(console: Console, steps: tuple[Step, ...]) -> None:
+def print_timeline(console: Console, steps: tuple[Step, ...]) -> None:
     """When each step began, how long it took, and a bar of both."""
     end = max((step.start + step.seconds for step in steps), default=0.0) or 1.0
     rows = table(f"timeline ({end:.2f} s)", "step", "start", "seconds", "")
     for step in steps:
         left = round(step.start / end * _WIDTH)
         bar = "█" * max(1, round(step.seconds / end * _WIDTH)) if step.seconds / end > 0.01 else "▏"
-        rows.add_row(plain(step.name), f"{step.start:.3f}", f"{step.seconds:.3f}", " " * left + bar)
+        rows.add_row(make_plain(step.name), f"{step.start:.3f}", f"{step.seconds:.3f}", " " * left + bar)
     console.print(rows)
     for step in steps:
         if step.note:
-            console.print(plain(f"{step.name}: {step.note}"), highlight=False)
+            console.print(make_plain(f"{step.name}: {step.note}"), highlight=False)
 
 
-def inventory(console: Console, host: Host) -> None:
+def print_inventory(console: Console, host: Host) -> None:
     """The GPUs of a host."""
     console.print(f"driver {host.driver_version} (CUDA {host.cuda_version})\n", highlight=False)
     rows = table("GPUs", "UUID", "minor", "model", "memory", "used", "notes")
@@ -169,7 +171,7 @@ def inventory(console: Console, host: Host) -> None:
     console.print(rows)
 
 
-def plan(console: Console, record: Manifest, host: Host, chosen: Plan) -> None:
+def print_plan(console: Console, record: Manifest, host: Host, chosen: Plan) -> None:
     """For each GPU of the checkpoint every GPU of this host: the one that it goes to, or why not there."""
     here = {gpu.uuid: gpu for gpu in host.gpus}
     pairs = dict(chosen.pairs)
@@ -177,7 +179,7 @@ def plan(console: Console, record: Manifest, host: Host, chosen: Plan) -> None:
     for gpu in record.gpus:
         needs = human(gpu.memory_used)
         title = f"GPU {gpu.index} of the checkpoint, {gpu.uuid}: {gpu.model}, {needs} used"
-        console.print(plain(title), highlight=False)
+        console.print(make_plain(title), highlight=False)
         rows = table("", "GPU here", "UUID", "free", "")
         rows.title = None
         for verdict in (v for v in chosen.verdicts if v.wanted == gpu.uuid):
@@ -186,7 +188,7 @@ def plan(console: Console, record: Manifest, host: Host, chosen: Plan) -> None:
             if pairs.get(gpu.uuid) == verdict.gpu:
                 said = "chosen"
             free = human(max(0, target.memory_total - target.memory_used))
-            rows.add_row(str(target.index), target.uuid, free, plain(said))
+            rows.add_row(str(target.index), target.uuid, free, make_plain(said))
         console.print(rows, "")
 
 
@@ -201,13 +203,13 @@ def plan_document(chosen: Plan) -> dict[str, Any]:
     }
 
 
-def settings(console: Console, values: Settings, prefix: str = "") -> None:
+def print_settings(console: Console, values: Settings, prefix: str = "") -> None:
     """Every setting with its value, one a line, as dotted TOML keys."""
     for item in fields(values):
         value = getattr(values, item.name)
         name = prefix + item.name.replace("_", "-")
         if is_dataclass(value):
-            settings(console, value, prefix=f"{name}.")  # type: ignore[arg-type]
+            print_settings(console, value, prefix=f"{name}.")  # type: ignore[arg-type]
         else:
             if item.name == "gpu_map":
                 value = ",".join(f"{old}={new}" for old, new in value)

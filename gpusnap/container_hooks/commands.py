@@ -94,14 +94,16 @@ def undo(found: podman.Container, pair: Pair, progress: Progress) -> None:
     """Run the command after, in a container that still runs; where that fails, it is a note."""
     with suppress(KeyboardInterrupt):
         try:
-            if podman.container(found.id).status == "running":
+            if podman.inspect_container(found.id).status == "running":
                 run_after(found, pair, progress)
         except GpusnapError as error:
             note(str(error), code=error.code)
 
 
 @contextmanager
-def around_checkpoint(found: podman.Container, progress: Progress, *, leave_running: bool) -> Iterator[None]:
+def run_around_checkpoint(
+    found: podman.Container, progress: Progress, *, leave_running: bool
+) -> Iterator[None]:
     """Run both around a checkpoint: the one after only where the container still runs then.
 
     Raises as `run_before`, and ContainerError where the one after fails in one that was left running.
@@ -142,7 +144,7 @@ def _kill_rest(found: podman.Container, mark: str) -> None:
     """Kill what the command has left, or what is left of it at its deadline."""
     with suppress(GpusnapError):
         for each in containers.processes(found.init, found.id):
-            if proc.environment(each.pid).get(_MARK) == mark and proc.same(each.pid, each.start):
+            if proc.environment(each.pid).get(_MARK) == mark and proc.is_same(each.pid, each.start):
                 with suppress(ProcessLookupError):
                     os.kill(each.pid, signal.SIGKILL)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpusnap.doctor.base import free_space
-from gpusnap.doctor.base.check import Ask, Check, asked, ok, refused, warning
+from gpusnap.doctor.base.check import Ask, Check, make_refused, ok, run_checks, warning
 from gpusnap.doctor.base.subject import Subject
 from gpusnap.doctor.container_checks import (
     duration,
@@ -42,7 +42,7 @@ def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
     found: list[Check] = [*_container(of)]
     if driver is None:
         found.append(ok("GPU processes", "this host has no GPU driver, so no process has GPU state"))
-    elif (asleep := suspensions.of_container(of.container.id)) is not None:
+    elif (asleep := suspensions.find_by_container(of.container.id)) is not None:
         says = f"the container is suspended, and {human(asleep.gpu_memory)} of GPU memory in RAM or the store"
         found.append(ok("GPU processes", f"{says}; a checkpoint takes it from there, and asks no GPU"))
     elif of.container.status == "paused":
@@ -57,11 +57,11 @@ def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
             driver.open()
             used, states = gpu_use.use(driver, of.processes)
         except GpusnapError as error:
-            found.append(refused("GPU processes", error))
+            found.append(make_refused("GPU processes", error))
         else:
-            found += asked(_of_gpus(of, driver, used, states))
-    opened = files.opened(of.processes)
-    return (*found, *asked(_of_criu(of, opened, used)))
+            found += run_checks(_list_gpu_checks(of, driver, used, states))
+    opened = files.list_open_files(of.processes)
+    return (*found, *run_checks(_list_criu_checks(of, opened, used)))
 
 
 def _container(of: Subject) -> Iterator[Check]:
@@ -72,7 +72,7 @@ def _container(of: Subject) -> Iterator[Check]:
         "processes": len(of.processes),
     }
     if of.objection is not None:
-        yield refused("container", of.objection, **facts)
+        yield make_refused("container", of.objection, **facts)
     elif not of.processes:
         yield warning("container", f"{of.name} has no process", "start it", **facts)
     else:
@@ -81,15 +81,19 @@ def _container(of: Subject) -> Iterator[Check]:
         yield ok("container", says, **facts)
 
 
-def _of_gpus(of: Subject, driver: Driver, used: Use, states: dict[Process, ProcessState]) -> Iterator[Ask]:
-    yield "GPU processes", lambda: gpu_use.told(used)
+def _list_gpu_checks(
+    of: Subject, driver: Driver, used: Use, states: dict[Process, ProcessState]
+) -> Iterator[Ask]:
+    yield "GPU processes", lambda: gpu_use.list_use(used)
     yield (
         "GPU state",
-        lambda: gpu_use.refusals(of, driver, used, states) if used or driver.nodes(of.container.pid) else (),
+        lambda: gpu_use.check_refusals(of, driver, used, states)
+        if used or driver.nodes(of.container.pid)
+        else (),
     )
 
 
-def _of_criu(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask]:
+def _list_criu_checks(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask]:
     settings, container, processes = of.settings, of.container, of.processes
     majors = nvidia_majors()[1]
 
@@ -100,15 +104,15 @@ def _of_criu(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask
     own = proc.namespace(os.getpid(), "ipc")
     limit = settings.criu.ghost_limit
     yield "exec sessions", lambda: _sessions(of)
-    yield "kernel files", lambda: files.anonymous(opened)
-    yield "open devices", lambda: files.character_devices(opened, ours)
-    yield "deleted files", lambda: files.deleted(processes, opened, limit)
+    yield "kernel files", lambda: files.check_anonymous(opened)
+    yield "open devices", lambda: files.check_character_devices(opened, ours)
+    yield "deleted files", lambda: files.check_deleted(processes, opened, limit)
     yield "pod's volumes", lambda: kubernetes.open_files(of.config, processes, limit)
-    yield "System V memory", lambda: files.shared_memory(processes, spaces, own)
-    yield "file locks", lambda: files.locks(opened, driver=cdi.mounted())
-    yield "inotify", lambda: files.watches(opened)
-    yield "sockets", lambda: sockets.protocols(opened)
-    yield "TCP connections", lambda: sockets.connections(opened, closed=settings.criu.tcp_close)
+    yield "System V memory", lambda: files.check_shared_memory(processes, spaces, own)
+    yield "file locks", lambda: files.check_locks(opened, driver=cdi.list_mounted())
+    yield "inotify", lambda: files.check_watches(opened)
+    yield "sockets", lambda: sockets.check_protocols(opened)
+    yield "TCP connections", lambda: sockets.check_connections(opened, closed=settings.criu.tcp_close)
     yield "mounts", lambda: mounts.check(proc.mounts(container.pid), of.config, _drivers(of))
     sizes = volume_sizes(of.volumes)
     if of.engine == "Podman":
@@ -118,7 +122,7 @@ def _of_criu(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask
 
 
 def _sessions(of: Subject) -> Iterator[Check]:
-    found = preflight.sessions(of.container, of.processes)
+    found = preflight.list_sessions(of.container, of.processes)
     facts = {"processes": [{"pid": each.pid, "command": each.comm} for each in found]}
     if found:
         names = ", ".join(f"{each.pid} ({each.comm})" for each in found)
@@ -132,20 +136,20 @@ def _sessions(of: Subject) -> Iterator[Check]:
 
 def _drivers(of: Subject) -> set[str]:
     """The driver's mounts that gpusnap declares, and the others of its files, which CRIU is told of too."""
-    declared, _ = criu_mounts.undeclared(of.container.pid, of.config)
+    declared, _ = criu_mounts.list_undeclared(of.container.pid, of.config)
     every = {mount.destination for mount in proc.mounts(of.container.pid)}
     return {mount.destination for mount in declared} | {path for path in every if is_driver_file(path)}
 
 
 def _duration(of: Subject, used: Use, in_volumes: int) -> Iterator[Check]:
-    settings, place = of.settings, gpu_use.place(of)
+    settings, place = of.settings, gpu_use.find_image_folder(of)
     if settings.memory.pages == "store":
         place = settings.store.path
     resident = sum(proc.memory(process.pid) for process in of.processes)
-    before = duration.earlier(settings.store.path, of.container.id)
+    before = duration.list_earlier(settings.store.path, of.container.id)
     disk = None if free_space.in_memory(place) else free_space.speed(place)
-    asleep = suspensions.of_container(of.container.id)
+    asleep = suspensions.find_by_container(of.container.id)
     gpu = asleep.gpu_memory if asleep is not None else sum(each.used for each in used.values())
     for check in duration.check(of.container.id, gpu, resident, before, disk, volumes=in_volumes):
         yield check
-        yield from kubernetes.probes(of.container.annotations, check.facts["high"])
+        yield from kubernetes.check_probes(of.container.annotations, check.facts["high"])

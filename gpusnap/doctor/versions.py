@@ -96,7 +96,7 @@ def _runtimes() -> Iterator[Part]:
     except GpusnapError as error:
         yield Part(wanted or "settings", path="" if wanted else locate.SETTINGS_FILE, fault=str(error))
     paths: dict[str, str] = {}
-    for path, _ in locate.find_all(wanted, "", locate.preferred()):
+    for path, _ in locate.find_all(wanted, "", locate.list_preferred()):
         paths.setdefault(os.path.realpath(path), path)
     if not paths and not wanted:
         yield Part("real runtime", fault="not found")

@@ -34,7 +34,7 @@ class InContainerd:
         self.word = f"{name} in containerd"
         self.name, self._namespace = name, namespace
         self._all: frozenset[str] | None = None
-        found = _found(namespace, name)
+        found = _find_image(namespace, name)
         if found is None:
             raise NotFound(
                 f"containerd has no image {name} in the namespace {namespace}",
@@ -53,7 +53,7 @@ class InContainerd:
     @contextmanager
     def open(self, wanted: Descriptor) -> Iterator[Readable]:
         """A blob; read it to its end. Raises GpusnapError."""
-        with _started(self._namespace, "content", "get", wanted.digest, out=subprocess.PIPE) as (child, err):
+        with _start(self._namespace, "content", "get", wanted.digest, out=subprocess.PIPE) as (child, err):
             yield _Output(child, err, f"the blob {wanted.digest}", f"ctr -n {self._namespace} images check")
 
     def _size(self, digest: str) -> int:
@@ -74,7 +74,7 @@ class _Output:
         data = self._child.stdout.read(size)
         if not data and size and self._child.wait():
             raise GpusnapError(
-                f"containerd does not give {self._what}: {_last(self._err)}",
+                f"containerd does not give {self._what}: {_read_last_line(self._err)}",
                 hint=f"{self._look} shows which images are whole",
                 code="GPS-903",
             )
@@ -92,7 +92,7 @@ class Target:
 
     def __enter__(self) -> Target:
         # As it is: to unpack it is another step, and ctr takes a checkpoint for an image of layers.
-        self._open = _started(
+        self._open = _start(
             self._namespace,
             "images",
             "import",
@@ -112,7 +112,7 @@ class Target:
         except OSError as error:
             self._child.wait()
             raise GpusnapError(
-                f"containerd does not take the image: {_last(self._err)}", code="GPS-903"
+                f"containerd does not take the image: {_read_last_line(self._err)}", code="GPS-903"
             ) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -131,15 +131,17 @@ class Target:
             self._child.stdin.close()
         except OSError as error:
             raise GpusnapError(
-                f"containerd does not take the image: {_last(self._err)}", code="GPS-903"
+                f"containerd does not take the image: {_read_last_line(self._err)}", code="GPS-903"
             ) from error
         if self._child.wait():
-            raise GpusnapError(f"containerd does not take the image: {_last(self._err)}", code="GPS-903")
+            raise GpusnapError(
+                f"containerd does not take the image: {_read_last_line(self._err)}", code="GPS-903"
+            )
 
 
-def digest_in(namespace: str, name: str) -> str:
+def find_digest(namespace: str, name: str) -> str:
     """The digest of an image; "" where there is none of that name. Raises GpusnapError."""
-    found = _found(namespace, name)
+    found = _find_image(namespace, name)
     return found[0] if found is not None else ""
 
 
@@ -166,7 +168,7 @@ def go_on(namespace: str, container_id: str) -> None:
         _ask(namespace, "tasks", "resume", container_id)
 
 
-def _found(namespace: str, name: str) -> tuple[str, str] | None:
+def _find_image(namespace: str, name: str) -> tuple[str, str] | None:
     """Digest and media type of an image."""
     said = _ask(namespace, "images", "ls", f'name=="{name}"')
     for line in said.splitlines():
@@ -180,16 +182,18 @@ def _ask(namespace: str, *words: str) -> str:
     """What ctr prints."""
     with (
         output() as out,
-        _started(namespace, *words, out=out) as (child, err),
+        _start(namespace, *words, out=out) as (child, err),
     ):
         if child.wait():
-            raise GpusnapError(f"ctr {words[0]} {words[1]} failed: {_last(err)}", hint=_HINT, code="GPS-901")
+            raise GpusnapError(
+                f"ctr {words[0]} {words[1]} failed: {_read_last_line(err)}", hint=_HINT, code="GPS-901"
+            )
         out.seek(0)
         return out.read().decode(errors="replace")
 
 
 @contextmanager
-def _started(
+def _start(
     namespace: str, *words: str, out: int | IO[bytes], to: int = subprocess.DEVNULL
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """ctr as a child, and the file of what it says; it has ended when the block has."""
@@ -219,7 +223,7 @@ def _close(pipe: IO[bytes]) -> None:
         pipe.close()
 
 
-def _last(err: IO[bytes]) -> str:
+def _read_last_line(err: IO[bytes]) -> str:
     """The end of what ctr said."""
     err.seek(max(0, err.seek(0, os.SEEK_END) - _LONGEST))
     lines = [line.strip() for line in err.read().decode(errors="replace").splitlines() if line.strip()]

@@ -19,9 +19,9 @@ from gpusnap.engines.podman_command import (
     Done,
     Question,
     ask,
-    ended,
+    finish,
     sentence,
-    started,
+    start,
 )
 from gpusnap.engines.podman_options import Option
 from gpusnap.oci.base.dataclass import dataclass
@@ -107,7 +107,7 @@ class Inspection:
         if self._found is None and self._failed is None:
             assert self._question is not None
             try:
-                self._found = _told(self._wanted, self._question.answer(self._seconds))
+                self._found = _parse_answer(self._wanted, self._question.answer(self._seconds))
             except GpusnapError as error:
                 self._failed = error
         if self._failed is not None:
@@ -116,12 +116,12 @@ class Inspection:
         return self._found
 
 
-def container(wanted: str) -> Container:
+def inspect_container(wanted: str) -> Container:
     """By name or by ID, or the beginning of one. Raises NotFound, GpusnapError."""
-    return _told(wanted, ask("container", "inspect", "--", wanted))
+    return _parse_answer(wanted, ask("container", "inspect", "--", wanted))
 
 
-def _told(wanted: str, done: Done) -> Container:
+def _parse_answer(wanted: str, done: Done) -> Container:
     if done.code:
         if "no such container" in done.err.lower():
             hint = "podman ps --all lists them" if os.geteuid() == 0 else "root's are only seen by root"
@@ -158,7 +158,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         },
         pod=str(found.get("Pod") or ""),
         dependencies=tuple(map(str, found.get("Dependencies") or ())),
-        unrestored=tuple(podman_options.unrestored(found)),
+        unrestored=tuple(podman_options.list_unrestored(found)),
         image=str(found.get("ImageName") or ""),
         labels={**_texts(found, "Labels"), **_texts(found, "Annotations")},
     )
@@ -235,7 +235,7 @@ def status(container_id: str, *, command: Sequence[str], seconds: float) -> str:
     It answers when nobody restores or checkpoints the container: who does has its lock. Raises GpusnapError
     where it has not answered by then.
     """
-    found = _inspected(container_id, "{{.State.Status}}", command=command, seconds=seconds)
+    found = _inspect_field(container_id, "{{.State.Status}}", command=command, seconds=seconds)
     if found == "":
         raise GpusnapError(
             f"Podman says nothing of the container {container_id}", hint="see what podman ps --all says"
@@ -245,12 +245,12 @@ def status(container_id: str, *, command: Sequence[str], seconds: float) -> str:
 
 def full_id(wanted: str, *, seconds: float) -> str:
     """The ID of the container that has exactly this name; "" where Podman knows none. Raises GpusnapError."""
-    told = _inspected(wanted, "{{.Id}} {{.Name}}", command=PODMAN, seconds=seconds) or ""
+    told = _inspect_field(wanted, "{{.Id}} {{.Name}}", command=PODMAN, seconds=seconds) or ""
     found, _, name = told.partition(" ")
     return found if name == wanted else ""
 
 
-def _inspected(wanted: str, what: str, *, command: Sequence[str], seconds: float) -> str | None:
+def _inspect_field(wanted: str, what: str, *, command: Sequence[str], seconds: float) -> str | None:
     """What a Podman tells of a container, by a template; None where it knows none. Raises GpusnapError."""
     words = ("container", "inspect", "--format", what, "--", wanted)
     done = ask(*words, command=command, seconds=seconds)
@@ -261,7 +261,7 @@ def _inspected(wanted: str, what: str, *, command: Sequence[str], seconds: float
     raise GpusnapError(f"Podman does not tell of the container {wanted}: {sentence(done)}")
 
 
-def said(*words: str, wanted: str) -> str:
+def run_query(*words: str, wanted: str) -> str:
     """What a command of Podman's prints that only asks, or is done at once. Raises GpusnapError."""
     done = ask(*words)
     if done.code:
@@ -278,7 +278,7 @@ def execute(
     goes on. Raises GpusnapError where Podman cannot be run.
     """
     options = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
-    with started(("exec", *options, container_id, *words), os.environ) as (child, out, err):
+    with start(("exec", *options, container_id, *words), os.environ) as (child, out, err):
         code: int | None = None
         end = time.monotonic() + seconds
         try:
@@ -292,7 +292,7 @@ def execute(
                 child.kill()
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(DYING)
-        done = ended(child, out, err) if child.poll() is not None else Done(0, "", "")
+        done = finish(child, out, err) if child.poll() is not None else Done(0, "", "")
     return code, f"{done.out}\n{done.err}".replace("\0", "")
 
 
@@ -337,7 +337,7 @@ def go_on(container_id: str) -> None:
     done = ask("unpause", container_id)
     if not done.code:
         return
-    if _inspected(container_id, "{{.State.Status}}", command=PODMAN, seconds=PATIENCE) == "paused":
+    if _inspect_field(container_id, "{{.State.Status}}", command=PODMAN, seconds=PATIENCE) == "paused":
         raise GpusnapError(
             f"the container {container_id[:12]} cannot be unpaused: {sentence(done)}",
             hint=f"podman unpause {container_id[:12]}",
@@ -356,7 +356,7 @@ def clean_up(found: Container) -> None:
     Until then it takes the container for one that runs, and restores it not (libpod, container_api.go).
     """
     if found.status == _NOT_CLEANED_UP:
-        said("container", "cleanup", found.id, wanted=f"that it has cleaned up after {found.name}")
+        run_query("container", "cleanup", found.id, wanted=f"that it has cleaned up after {found.name}")
 
 
 def check(found: Container, *, asleep: bool = False) -> None:

@@ -46,7 +46,7 @@ class Question:
     def __init__(self, *words: str, command: Sequence[str] = PODMAN) -> None:
         """Raises GpusnapError where Podman cannot be run."""
         self._stack = ExitStack()
-        self._child, self._out, self._err = self._stack.enter_context(started(words, os.environ, command))
+        self._child, self._out, self._err = self._stack.enter_context(start(words, os.environ, command))
 
     def answer(self, seconds: float | None = None) -> Done:
         """Wait for it, once; PATIENCE where nothing is said. Raises GpusnapError where it has not ended."""
@@ -60,7 +60,7 @@ class Question:
                     f"Podman has not answered within {seconds:g} s",
                     hint="another podman command may be at work on the container: wait for it",
                 ) from None
-            return ended(self._child, self._out, self._err)
+            return finish(self._child, self._out, self._err)
 
     def close(self) -> None:
         """Nobody waits for the answer any more."""
@@ -79,7 +79,7 @@ def ask(*words: str, command: Sequence[str] = PODMAN, seconds: float | None = No
 
 
 @contextmanager
-def started(
+def start(
     words: Sequence[str], environment: Mapping[str, str], command: Sequence[str] = PODMAN
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
     with output() as out, output() as err:
@@ -101,7 +101,7 @@ def started(
         yield child, out, err
 
 
-def ended(child: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> Done:
+def finish(child: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> Done:
     return Done(child.returncode, _text(out), _text(err))
 
 
@@ -112,7 +112,7 @@ def _text(file: IO[bytes]) -> str:
 
 def sentence(done: Done) -> str:
     """What went wrong, in the words of who failed first: gpusnap's own, or else Podman's."""
-    own = sentence_of_runtime(done)
+    own = find_runtime_error(done)
     if own:
         return own
     lines = [line.strip() for line in done.err.splitlines() if line.strip()]
@@ -123,7 +123,7 @@ def sentence(done: Done) -> str:
     return f"Podman failed: {last}"
 
 
-def sentence_of_runtime(done: Done) -> str:
+def find_runtime_error(done: Done) -> str:
     """What gpusnap-runtime said; "" where it said nothing, or Podman failed when it had done its work."""
     lines = done.err.splitlines()
     ends = [line for line in lines if line.startswith("Error: ")]

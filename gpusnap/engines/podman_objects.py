@@ -12,18 +12,18 @@ from gpusnap.user_errors import NotFound
 
 def volumes() -> set[str]:
     """The names of all volumes. Raises GpusnapError."""
-    return set(podman.said("volume", "ls", "--quiet", wanted="its volumes").split())
+    return set(podman.run_query("volume", "ls", "--quiet", wanted="its volumes").split())
 
 
 def users_of(volume: str) -> tuple[str, ...]:
     """The running containers that have a volume. Raises GpusnapError."""
     words = ("ps", "--filter", f"volume={volume}", "--format", "{{.Names}}")
-    return tuple(podman.said(*words, wanted=f"who has the volume {volume}").split())
+    return tuple(podman.run_query(*words, wanted=f"who has the volume {volume}").split())
 
 
 def remove_volume(name: str) -> None:
     """Remove a volume that no container has. Raises GpusnapError."""
-    podman.said("volume", "rm", name, wanted=f"the removal of the volume {name}")
+    podman.run_query("volume", "rm", name, wanted=f"the removal of the volume {name}")
 
 
 def has_pod(pod: str) -> bool:
@@ -33,24 +33,26 @@ def has_pod(pod: str) -> bool:
 
 def latest() -> str:
     """The name of the container that was created last. Raises NotFound, GpusnapError."""
-    found = podman.said("ps", "--latest", "--format", "{{.Names}}", wanted="its latest container").split()
+    found = podman.run_query(
+        "ps", "--latest", "--format", "{{.Names}}", wanted="its latest container"
+    ).split()
     if not found:
         raise NotFound("Podman has no container", hint="podman ps --all lists them")
     return found[0]
 
 
-def running() -> tuple[tuple[str, ...], tuple[str, ...]]:
+def list_running() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The running containers by name: those of gpusnap's runtime, and others; without the infra ones of pods.
 
     Raises GpusnapError.
     """
     words = ("ps", "--filter", "status=running", "--sort", "created", "--format", "json")
     try:
-        found = parse_json(podman.said(*words, wanted="its containers") or "[]")
+        found = parse_json(podman.run_query(*words, wanted="its containers") or "[]")
         names = [str(each["Names"][0]) for each in found if not each.get("IsInfra")]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise GpusnapError(f"what Podman says of its containers is not understood: {error!r}") from error
-    mine = {name for name in names if podman.is_ours(podman.container(name).runtime)}
+    mine = {name for name in names if podman.is_ours(podman.inspect_container(name).runtime)}
     return tuple(each for each in names if each in mine), tuple(each for each in names if each not in mine)
 
 
@@ -73,7 +75,7 @@ def with_processes() -> tuple[Listed, ...]:
 
     Podman has no filter for one that is being stopped, which keeps its GPU memory until its process ends.
     """
-    told = podman.said("ps", "--all", "--no-trunc", "--format", "json", wanted="its containers")
+    told = podman.run_query("ps", "--all", "--no-trunc", "--format", "json", wanted="its containers")
     try:
         return tuple(
             Listed(str(each["Id"]), str(each["Names"][0]), int(each["Pid"]), each["State"] == "paused")
@@ -91,7 +93,7 @@ def check_options(found: Container, *, force: bool = False) -> None:
     """
     words = ("pod", "inspect", "--format", "{{.InfraContainerID}}", found.pod)
     ask = found.pod and found.dependencies
-    infra = podman.said(*words, wanted=f"the pod of {found.name}").strip() if ask else ""
+    infra = podman.run_query(*words, wanted=f"the pod of {found.name}").strip() if ask else ""
     others = [each for each in found.dependencies if each != infra]
     if others:
         raise ContainerError(

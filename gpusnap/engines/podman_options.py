@@ -37,7 +37,7 @@ _HEALTH = Option(
 )
 
 
-def unrestored(found: Mapping[str, Any]) -> Iterator[Option]:
+def list_unrestored(found: Mapping[str, Any]) -> Iterator[Option]:
     """Those of a container, by what `podman container inspect` prints."""
     config = found.get("Config") or {}
     if config.get("Secrets"):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from gpusnap.engines.podman import Container, clean_up
-from gpusnap.engines.podman_command import RUNTIME, ended, sentence, sentence_of_runtime, started
+from gpusnap.engines.podman_command import RUNTIME, find_runtime_error, finish, sentence, start
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, split_code
 from gpusnap.runtime_shim.log import NOTE, note
@@ -52,7 +52,7 @@ def checkpoint(
     first = proc.process(of.init) if of.init else None
 
     def is_over() -> bool:
-        return first is not None and (not proc.same(first.pid, first.start) or proc.dying(first.pid))
+        return first is not None and (not proc.is_same(first.pid, first.start) or proc.is_dying(first.pid))
 
     return _work(words, {}, tick, is_over, say=say)[1]
 
@@ -98,8 +98,8 @@ def _work(
     mark = secrets.token_hex(8)
     told = False
     with (
-        _passing_on(mark, is_over) as relay,
-        started(words, {**os.environ, **environment, _MARK: mark}) as (child, out, err),
+        _pass_signals_on(mark, is_over) as relay,
+        start(words, {**os.environ, **environment, _MARK: mark}) as (child, out, err),
     ):
         relay.to(child.pid)
         while child.poll() is None:
@@ -108,8 +108,8 @@ def _work(
             tick()
             if relay.came and not told:
                 told = True
-                say(_heeded(words[1], relay))
-        done = ended(child, out, err)
+                say(_decide_signal(words[1], relay))
+        done = finish(child, out, err)
     if done.code:
         if done.code < 0 and not relay.passed:
             raise Killed(
@@ -119,9 +119,9 @@ def _work(
                 code="GPS-902",
             )
         if relay.passed:
-            said, code = split_code(sentence_of_runtime(done))
+            said, code = split_code(find_runtime_error(done))
             raise Interrupted(said or f"podman {words[0]} {words[1]} was interrupted", code=code)
-        if not sentence_of_runtime(done) and _KILLED.search(done.err):
+        if not find_runtime_error(done) and _KILLED.search(done.err):
             raise GpusnapError(
                 f"{RUNTIME}, which Podman runs for the {words[1]}, was killed or ended without a message",
                 hint="run gpusnap recover, then try again",
@@ -172,7 +172,7 @@ class _Relay:
             os.kill(worker or self._podman, number)
 
 
-def _heeded(command: str, relay: _Relay) -> str:
+def _decide_signal(command: str, relay: _Relay) -> str:
     """What is done of a signal."""
     name = signal.Signals(relay.came[0]).name
     if relay.passed:
@@ -181,7 +181,7 @@ def _heeded(command: str, relay: _Relay) -> str:
 
 
 @contextmanager
-def _passing_on(mark: str, is_over: Callable[[], bool]) -> Iterator[_Relay]:
+def _pass_signals_on(mark: str, is_over: Callable[[], bool]) -> Iterator[_Relay]:
     """Hand signals on while the block runs."""
     relay = _Relay(mark, is_over)
     if threading.current_thread() is not threading.main_thread():

@@ -19,7 +19,7 @@ _UNITS = (
 )
 
 
-def ago(created: str, now: datetime | None = None) -> str:
+def format_age(created: str, now: datetime | None = None) -> str:
     """A time (RFC 3339) as its distance from now, such as "3 hours ago"; what is none is made printable."""
     made = moment(created)
     if made is None:

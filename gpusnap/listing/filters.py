@@ -44,7 +44,7 @@ def lines(rows: Iterable[Row]) -> tuple[Line, ...]:
     return tuple(Line(name, row) for row in rows for name in row.names or ("",))
 
 
-def chosen(rows: Sequence[Row], words: Sequence[str], now: datetime | None = None) -> tuple[Line, ...]:
+def filter_lines(rows: Sequence[Row], words: Sequence[str], now: datetime | None = None) -> tuple[Line, ...]:
     """The lines that all filters let through. Raises UsageError."""
     found = lines(rows)
     tests: dict[str, list[Callable[[Line], bool]]] = {}
@@ -78,10 +78,10 @@ def _test(key: str, value: str, found: Sequence[Line], now: datetime) -> Callabl
                 or (len(value) > 5 and line.row.container_id.startswith(value))
             )
         case "dangling":
-            wanted = _one_of(key, value, ("true", "false")) == "true"
+            wanted = _check_choice(key, value, ("true", "false")) == "true"
             return lambda line: (not line.name) == wanted
         case "kind":
-            kind = _one_of(key, value, get_args(Kind))
+            kind = _check_choice(key, value, get_args(Kind))
             return lambda line: line.row.kind == kind
     limit = _time(key, value, found, now)
 
@@ -92,7 +92,7 @@ def _test(key: str, value: str, found: Sequence[Line], now: datetime) -> Callabl
     return fits
 
 
-def _one_of(key: str, value: str, known: Sequence[str]) -> str:
+def _check_choice(key: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
         raise UsageError(
             f"the filter {key}={value[:80]} is not known", hint=f"{key}= takes {', '.join(known)}"

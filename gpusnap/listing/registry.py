@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from gpusnap.checkpoints.list import Row, described
+from gpusnap.checkpoints.list import Row, describe
 from gpusnap.checkpoints.locator import InRegistry
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import (
@@ -16,7 +16,7 @@ from gpusnap.oci.base.errors import (
     NotACheckpoint,
     NotInRegistry,
 )
-from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.documents import Manifest, parse_document
 from gpusnap.oci.registry.repository import Repository
@@ -60,7 +60,7 @@ def listing(
             step(done, len(last))
 
         threads = max(1, min(_CONNECTIONS, len(last)))
-        for_each(last, look, threads=threads, ending=repository.interrupt)
+        run_for_each(last, look, threads=threads, ending=repository.interrupt)
     by_digest: dict[str, Row] = {}
     for row in sorted(found.values(), key=lambda row: (by_age(row.created), row.names)):
         before = by_digest.get(row.digest)
@@ -80,10 +80,10 @@ def _row(repository: Repository, name: str, tag: str) -> Row | None:
     except EngineImage:
         image = Manifest.from_json(parse_document(read(root), f"the manifest {root.digest}"))
         blobs = {each.digest: each.size for each in (image.config, *image.layers)}
-        return described(root.digest, names, "image", blobs, image.annotations)
+        return describe(root.digest, names, "image", blobs, image.annotations)
     except NotACheckpoint:
         return None
     except (LayoutError, DigestError, NotInRegistry):
-        return described(root.digest, names, "damaged", {}, {})
+        return describe(root.digest, names, "damaged", {}, {})
     blobs = {each.digest: each.size for each in (*artifact.blobs(), *artifact.documents)}
-    return described(root.digest, names, "checkpoint", blobs, artifact.annotations)
+    return describe(root.digest, names, "checkpoint", blobs, artifact.annotations)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
-from gpusnap.listing.ages import ago
+from gpusnap.listing.ages import format_age
 from gpusnap.listing.filters import Line
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import UsageError, printable
@@ -28,7 +28,7 @@ FIELDS: Mapping[str, Callable[[Line], str]] = {
     "Digest": lambda line: line.row.digest,
     "ID": lambda line: line.row.digest.partition(":")[2][:DIGITS],
     "Created": lambda line: line.row.created,
-    "CreatedSince": lambda line: ago(line.row.created),
+    "CreatedSince": lambda line: format_age(line.row.created),
     "Container": lambda line: line.row.container,
     "ContainerID": lambda line: line.row.container_id,
     "GPUs": lambda line: line.row.gpus,
@@ -59,14 +59,14 @@ def template_of(
         )
 
     def made(found: Sequence[_Row]) -> list[str]:
-        some = [_filled(body, {name: printable(get(line)) for name, get in fields.items()}) for line in found]
-        heading = _filled(body, {name: name.upper() for name in fields})
+        some = [_fill(body, {name: printable(get(line)) for name, get in fields.items()}) for line in found]
+        heading = _fill(body, {name: name.upper() for name in fields})
         return _columns([heading, *some]) if text.startswith(TABLE) else some
 
     return made
 
 
-def _filled(body: str, values: Mapping[str, str]) -> str:
+def _fill(body: str, values: Mapping[str, str]) -> str:
     return _FIELD.sub(lambda match: values[_name(match[1], values)], body)
 
 

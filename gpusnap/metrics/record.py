@@ -39,7 +39,9 @@ class Record:
 
 
 @contextmanager
-def recorded(operation: str, container: str = "", *, find_name: Callable[[], str] = str) -> Iterator[Record]:
+def record_operation(
+    operation: str, container: str = "", *, find_name: Callable[[], str] = str
+) -> Iterator[Record]:
     """Record what the block does, a "checkpoint" or a "restore", also where it fails.
 
     find_name: finds the container's name where the block failed before that was known.
@@ -100,10 +102,10 @@ def _is_slip(error: GpusnapError) -> bool:
 def _tell_textfile(chosen: Metrics, event: Mapping[str, Any]) -> None:
     if not chosen.textfile:
         return
-    from gpusnap.metrics.textfile import updated
+    from gpusnap.metrics.textfile import update_values
 
     container, operation, now = event["container"], event["operation"], round(time.time(), 3)
-    with updated(chosen.textfile) as values:
+    with update_values(chosen.textfile) as values:
         if event["result"] == "failure":
             values.add("gpusnap_failures_total", operation=operation, code=event["code"] or "none")
             values.set(

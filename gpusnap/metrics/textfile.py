@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from gpusnap.oci.base.files import is_folder, read_below
-from gpusnap.oci.base.locks import exclusive
+from gpusnap.oci.base.locks import lock_exclusively
 from gpusnap.oci.base.patterns import compile_later
 
 NAME = "gpusnap.prom"
@@ -74,7 +74,7 @@ class Values:
             if found:
                 lines += [f"# HELP {name} {help_}", f"# TYPE {name} {kind}"]
             for (_, labels), value in found:
-                written = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels)
+                written = ",".join(f'{key}="{_escape(text)}"' for key, text in labels)
                 lines.append(f"{name}{{{written}}} {value:.15g}")
         return "".join(f"{line}\n" for line in lines)
 
@@ -94,14 +94,14 @@ class Values:
 
 
 @contextmanager
-def updated(folder: str) -> Iterator[Values]:
+def update_values(folder: str) -> Iterator[Values]:
     """The values in a folder's file, to be changed in the block, and written at its end.
 
     Raises OSError, StoreBusy where another process has the lock for long.
     """
     if not is_folder(folder):
         raise FileNotFoundError(f"there is no directory {folder}")
-    with exclusive(os.path.join(folder, _LOCK), patience=_PATIENCE, what="the metrics"):
+    with lock_exclusively(os.path.join(folder, _LOCK), patience=_PATIENCE, what="the metrics"):
         values = Values(_read(folder))
         yield values
         _replace(folder, values.text().encode())
@@ -133,7 +133,7 @@ def _read(folder: str) -> dict[Series, float]:
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
         if match is not None and match[1] in METRICS:
-            labels = {key: _unescaped(value) for key, value in _LABEL.findall(match[2])}
+            labels = {key: _unescape(value) for key, value in _LABEL.findall(match[2])}
             try:
                 found[_series(match[1], labels)] = float(match[3])
             except ValueError:
@@ -145,9 +145,9 @@ def _series(name: str, labels: Mapping[str, str]) -> Series:
     return name, tuple(sorted(labels.items()))
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     return re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], text)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gpusnap.migration.frames import Channel, raised
+from gpusnap.migration.frames import Channel, decode_error
 from gpusnap.oci.base.errors import BlobError, OciError
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor
 from gpusnap.oci.layout.layout import Layout, read_piece
@@ -76,7 +76,7 @@ class Remote:
             frame = self._channel.receive()
             if "error" in frame:
                 broken = False
-                raise raised(frame, self._channel.who)
+                raise decode_error(frame, self._channel.who)
             size = int(frame.get("payload", 0))
             pieces = self._channel.payload(size)
             try:
@@ -135,7 +135,7 @@ def serve(
 def check_answer(frame: dict[str, Any], who: str) -> dict[str, Any]:
     """What the other side says that it has done. Raises what it says that went wrong."""
     if "error" in frame:
-        raise raised(frame, who)
+        raise decode_error(frame, who)
     if not isinstance(frame.get("ok"), dict):
         raise GpusnapError(
             f"{who} sent an answer that is not understood", hint="update both hosts", code="GPS-821"

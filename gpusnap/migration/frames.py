@@ -94,20 +94,20 @@ class Channel:
         while True:
             length = int.from_bytes(self._read_all(4), "big")
             if not 0 < length <= _LONGEST:
-                raise self._broken(f"a frame of {length} bytes")
+                raise self._make_broken_error(f"a frame of {length} bytes")
             try:
                 frame = parse_json(self._read_all(length))
             except (ValueError, RecursionError):
-                raise self._broken("a frame that is no JSON") from None
+                raise self._make_broken_error("a frame that is no JSON") from None
             if not isinstance(frame, dict) or not _is_size(frame.get("payload", 0)):
-                raise self._broken("a frame that is no object, or with a payload of no size")
+                raise self._make_broken_error("a frame that is no object, or with a payload of no size")
             if _ALIVE not in frame:
                 return frame
             if frame[_ALIVE] != mark:
                 limit, mark = time.monotonic() + self.patience, frame[_ALIVE]
             elif time.monotonic() > limit:
                 raise LinkLost(
-                    f"{self.who} has got no further for {self.patience:g} s{_at(mark)}",
+                    f"{self.who} has got no further for {self.patience:g} s{_format_mark(mark)}",
                     hint="see what it waits for; --patience gives it more time",
                 )
 
@@ -119,7 +119,7 @@ class Channel:
             yield piece
 
     @contextmanager
-    def alive(
+    def keep_alive(
         self, mark: Callable[[], object] = lambda: "", lost: Callable[[], object] = lambda: None
     ) -> Iterator[None]:
         """Show signs of life while the block runs; `lost` is called, once, where they cannot be sent.
@@ -145,7 +145,7 @@ class Channel:
             done.set()
             thread.join(self._silence)
 
-    def _broken(self, what: str) -> LinkLost:
+    def _make_broken_error(self, what: str) -> LinkLost:
         return LinkLost(f"{self.who} sent {what}", hint=_AGAIN, code="GPS-821")
 
     def _read_all(self, size: int) -> bytes:
@@ -181,7 +181,7 @@ class Channel:
             end = time.monotonic() + self._silence
 
 
-def _at(mark: object) -> str:
+def _format_mark(mark: object) -> str:
     """What it works on, by what Progress.mark gives."""
     match mark:
         case [str(stage), _] if stage:
@@ -201,7 +201,7 @@ def error_frame(error: GpusnapError) -> dict[str, Any]:
     return {"error": " ".join(str(error).split()), "hint": error.hint, "code": error.code}
 
 
-def raised(frame: Mapping[str, Any], who: str) -> GpusnapError:
+def decode_error(frame: Mapping[str, Any], who: str) -> GpusnapError:
     """The error that the other side sent, as ours."""
     said, hint, code = (str(frame.get(key, ""))[:4000] for key in ("error", "hint", "code"))
     return GpusnapError(f"{who}: {printable(said)}", hint=printable(hint), code=code)

@@ -71,12 +71,12 @@ class Route:
 
 
 @contextmanager
-def connected(route: Route) -> Iterator[Channel]:
+def connect(route: Route) -> Iterator[Channel]:
     """A gpusnap on the other host that has greeted us, until the block ends. Raises GpusnapError."""
     command = route.command()
     with tempfile.TemporaryFile() as said:
         try:
-            with _ignored():
+            with _ignore_interrupts():
                 child = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
@@ -100,7 +100,7 @@ def connected(route: Route) -> Iterator[Channel]:
             except LinkLost as error:
                 if error.code == "GPS-821":
                     raise
-                raise _unreachable(route, error, _said(said, child)) from error
+                raise _make_unreachable_error(route, error, _read_said_lines(said, child)) from error
             yield channel
         finally:
             child.stdin.close()
@@ -109,7 +109,7 @@ def connected(route: Route) -> Iterator[Channel]:
 
 
 @contextmanager
-def _ignored() -> Iterator[None]:
+def _ignore_interrupts() -> Iterator[None]:
     """What is started in the block ignores Ctrl-C, which is for us: the other side is told, and undoes all.
 
     It stays in our process group, so that it may ask for a password; ssh leaves a signal ignored.
@@ -130,7 +130,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             return
 
 
-def _said(said: object, child: subprocess.Popen[bytes]) -> list[str]:
+def _read_said_lines(said: object, child: subprocess.Popen[bytes]) -> list[str]:
     """The lines of what ssh, or the shell over there, said; it has ended, or is given a moment to."""
     with suppress(subprocess.TimeoutExpired):
         child.wait(_ENDING)
@@ -140,7 +140,7 @@ def _said(said: object, child: subprocess.Popen[bytes]) -> list[str]:
     return [printable(line.strip())[:300] for line in text.splitlines() if line.strip()]
 
 
-def _unreachable(route: Route, error: LinkLost, lines: list[str]) -> GpusnapError:
+def _make_unreachable_error(route: Route, error: LinkLost, lines: list[str]) -> GpusnapError:
     last = lines[-1] if lines else ""
     if "not found" in last or "sudo:" in last:
         return GpusnapError(

@@ -33,7 +33,7 @@ from gpusnap.engines import podman, podman_objects
 from gpusnap.migration import unfinished
 from gpusnap.migration.blobs import check_answer, serve
 from gpusnap.migration.frames import PATIENCE, VERSION, Channel
-from gpusnap.migration.link import Route, connected
+from gpusnap.migration.link import Route, connect
 from gpusnap.migration.receiver import new_id
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
@@ -102,14 +102,14 @@ class Migrated:
 def migrate(wish: Wish, progress: Progress) -> Migrated:
     """Do it. Raises NotFound, ContainerError, Refused, LinkLost, Interrupted, GpusnapError."""
     began = time.monotonic()
-    found = podman.container(wish.container)
+    found = podman.inspect_container(wish.container)
     podman.check(found)
     podman_objects.check_options(found, force=wish.force)
-    with _interruptible(), ExitStack() as link:
+    with _make_interruptible(), ExitStack() as link:
         progress.stage(f"asking {wish.route.to}")
-        channel = link.enter_context(connected(wish.route))
+        channel = link.enter_context(connect(wish.route))
         channel.patience, progress.watched = wish.patience, True
-        link.enter_context(channel.alive(lambda: progress.mark))
+        link.enter_context(channel.keep_alive(lambda: progress.mark))
         move = _Move(wish, found, progress, channel, link)
         move.check()
         if not wish.dry_run:
@@ -135,7 +135,7 @@ class _Move:
             name=found.name,
             there=wish.name or found.name,
             host=self._to,
-            route=unfinished.written_route(wish.route),
+            route=unfinished.encode_route(wish.route),
             store=locator.default_store().path,
             checkpoint=self._tag,
             keep=wish.keep,
@@ -218,7 +218,7 @@ class _Move:
             self._ask("confirm")
         except (GpusnapError, OciError, OSError, KeyboardInterrupt) as error:
             if not asked or self._settle(made, error) != "confirmed":
-                raise self._back(made, error) from error
+                raise self._bring_back(made, error) from error
             answer = {"container": self._note.there, "containerId": ""}
         self.done.name, self.done.id = str(answer["container"]), str(answer["containerId"])
         self.done.digest = made.digest
@@ -271,14 +271,14 @@ class _Move:
             answer = serve(self._channel, store.layout, blobs, lambda sent: self._progress.at(sent, None))
         return int(check_answer(answer, self._to)["bytes"])
 
-    def _back(self, made: Made, error: BaseException) -> GpusnapError:
+    def _bring_back(self, made: Made, error: BaseException) -> GpusnapError:
         """Have the container run here again; the error to raise."""
-        found = self._restored_here(made, error)
+        found = self._restore_here(made, error)
         if isinstance(error, KeyboardInterrupt | Interrupted):
             return Interrupted(str(found), hint=found.hint, code=found.code)
         return found
 
-    def _restored_here(self, made: Made, error: BaseException) -> GpusnapError:
+    def _restore_here(self, made: Made, error: BaseException) -> GpusnapError:
         why = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         hint, code = (error.hint, error.code) if isinstance(error, GpusnapError) else ("", "")
         name = self._found.name
@@ -371,7 +371,7 @@ def _pairs(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def _make_interruptible() -> Iterator[None]:
     """Have SIGTERM and SIGHUP undo everything, as Ctrl-C does."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:

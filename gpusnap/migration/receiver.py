@@ -27,20 +27,20 @@ from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.store.index import check_name
 from gpusnap.operations.disk_space import check_copy, free_bytes
-from gpusnap.operations.pull import have, staged
+from gpusnap.operations.pull import have, open_staging
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Refused, unforeseen
+from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Refused, make_unforeseen
 from gpusnap.runtime_shim.gpu import find_drivers
-from gpusnap.runtime_shim.gpu.assignment import Plan, plan
+from gpusnap.runtime_shim.gpu.assignment import Plan, plan_assignment
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.snapshot.devices.choose import choose, gpu_request
-from gpusnap.runtime_shim.snapshot.records.reservations import reserved
+from gpusnap.runtime_shim.snapshot.records.reservations import read_reserved
 from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import failure, told
+from gpusnap.user_errors import convert_errors, failure
 
 
 def receive(reading: int, writing: int) -> None:
@@ -62,7 +62,7 @@ class _Receiver:
     def serve(self) -> None:
         """Answer until the container is confirmed, or the other side ends."""
         try:
-            with self._channel.alive(lambda: self._progress.mark, self._lost):
+            with self._channel.keep_alive(lambda: self._progress.mark, self._handle_lost_link):
                 while (frame := self._channel.receive()).get("ask") != "end":
                     self._channel.send(self._answer(frame))
         finally:
@@ -70,7 +70,7 @@ class _Receiver:
         if frame.get("settled"):
             records.forget(self._id)
 
-    def _lost(self) -> None:
+    def _handle_lost_link(self) -> None:
         """The other side is gone while Podman restores: have that stop."""
         if self._restoring:
             os.kill(os.getpid(), signal.SIGINT)
@@ -85,7 +85,7 @@ class _Receiver:
         except OciError as error:
             return error_frame(failure(error))
         except (KeyError, TypeError, ValueError, OSError) as error:
-            return error_frame(unforeseen(error))
+            return error_frame(make_unforeseen(error))
 
     def _do(self, frame: Mapping[str, Any]) -> dict[str, Any]:
         match frame.get("ask"):
@@ -96,7 +96,7 @@ class _Receiver:
             case "fetch":
                 return self._fetch(frame)
             case "plan":
-                return _planned(_exact_plan(str(frame["digest"]), str(frame["gpuMap"])))
+                return _make_plan_frame(_exact_plan(str(frame["digest"]), str(frame["gpuMap"])))
             case "restore":
                 return self._restore(frame)
             case "confirm":
@@ -130,7 +130,7 @@ class _Receiver:
                 hint="migrate to a host of the same architecture",
                 code="GPS-822",
             )
-        settings_file.usable()
+        settings_file.load_usable()
         self._channel.patience = _patience(frame["patience"])
         return {"version": __version__, "store": locator.default_store().path}
 
@@ -142,8 +142,8 @@ class _Receiver:
         check_name(name)
         store = locator.default_store().create()
         remote = Remote(self._channel, root)
-        self._coming(str(frame["of"]))
-        with staged(store, f"migrate-{container}", "migration", self._progress) as staging:
+        self._record_coming(str(frame["of"]))
+        with open_staging(store, f"migrate-{container}", "migration", self._progress) as staging:
             # What is in the store was checked as it came; a restore compares all of it again.
             there = have(staging, read=False)
             transfer.pull(
@@ -155,22 +155,22 @@ class _Receiver:
             )
             found = kept.load(root, staging.layout)
             found.check_podman()
-            lacking = staging.layout.lacks(found.parts)
+            lacking = staging.layout.list_missing(found.parts)
             check_copy(lacking, store.path, there=store.layout, what="the container's checkpoint")
             self._progress.stage(f"memory of {name}")
             moved = transfer.pull(
-                remote, root.digest, staging.layout, have=there, progress=self._progress.moved
+                remote, root.digest, staging.layout, have=there, progress=self._progress.show_transfer
             )[1]
             if frame["ahead"]:
                 # What a killed one left under that name, too.
                 with suppress(NotThere):
-                    self._coming(str(frame["of"]), store.find_exactly(name).descriptor.digest)
-                self._coming(str(frame["of"]), root.digest)
+                    self._record_coming(str(frame["of"]), store.find_exactly(name).descriptor.digest)
+                self._record_coming(str(frame["of"]), root.digest)
             self._progress.stage("to disk")
             staging.commit(found.root, names=[name], foreign=found.tables)
         return {"blobs": moved.blobs, "bytes": moved.bytes, "skipped": moved.skipped_bytes}
 
-    def _coming(self, container: str, *ahead: str) -> None:
+    def _record_coming(self, container: str, *ahead: str) -> None:
         """Have it on disk that a container comes, and what comes ahead of it, before that is there."""
         record = self._record
         if record is None:
@@ -224,7 +224,7 @@ class _Receiver:
         self._record = None
         if record.state == "coming":
             records.remove_ahead(record.ahead)
-            records.end(record)
+            records.end_record(record)
             return
         records.remove_restored(record)
         records.remove_ahead(record.ahead)
@@ -259,7 +259,7 @@ def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
     there = podman.exists("image", image)
     if not there and frame["pull"]:
         try:
-            podman.said("pull", "--quiet", image, wanted=f"the image {image}")
+            podman.run_query("pull", "--quiet", image, wanted=f"the image {image}")
         except GpusnapError as error:
             raise Refused(
                 f"Podman does not have the image {image} there, and cannot pull it: {error}",
@@ -270,7 +270,7 @@ def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
     gpus = [GpuRecord(**{key.name: each[key.name] for key in fields(GpuRecord)}) for each in frame["gpus"]]
     found: dict[str, Any] = {"free": free, "image": there, "pairs": []}
     if gpus:
-        found |= _planned(_rough_plan(gpus, frame))
+        found |= _make_plan_frame(_rough_plan(gpus, frame))
     return found
 
 
@@ -287,13 +287,13 @@ def _rough_plan(gpus: list[GpuRecord], frame: Mapping[str, Any]) -> Plan:
     request = gpu_request(str(frame["gpuMap"]) or None)
     others: Mapping[str, int] = {}
     with suppress(GpusnapError):
-        others = reserved()
-    return plan(gpus, str(frame["driver"]), driver.host(), request=request, reserved=others)
+        others = read_reserved()
+    return plan_assignment(gpus, str(frame["driver"]), driver.host(), request=request, reserved=others)
 
 
 def _exact_plan(digest: str, gpu_map: str) -> Plan | None:
     """By the manifest of a checkpoint that has come; None without GPU state."""
-    with told(), kept.held(locator.InStore(locator.default_store(), digest)) as (_, found):
+    with convert_errors(), kept.hold_artifact(locator.InStore(locator.default_store(), digest)) as (_, found):
         record = found.record
     if record is None:
         return None
@@ -305,12 +305,12 @@ def _exact_plan(digest: str, gpu_map: str) -> Plan | None:
             code="GPS-401",
         )
     settings = settings_file.load()
-    return choose(record, driver.host(), gpu_request(gpu_map or None), settings.gpu_map, reserved())
+    return choose(record, driver.host(), gpu_request(gpu_map or None), settings.gpu_map, read_reserved())
 
 
-def _planned(chosen: Plan | None) -> dict[str, Any]:
+def _make_plan_frame(chosen: Plan | None) -> dict[str, Any]:
     if chosen is not None and chosen.refusal:
-        raise chosen.refused()
+        raise chosen.make_refusal()
     return {"pairs": [list(pair) for pair in chosen.pairs] if chosen is not None else []}
 
 

@@ -61,7 +61,7 @@ class Record:
     ahead: tuple[str, ...] = ()
     """The digests of checkpoints that came ahead of the last one."""
     at_work: bool = False
-    """Whether the gpusnap that receives it is still there; set by `every`."""
+    """Whether the gpusnap that receives it is still there; set by `list_records`."""
 
     def write(self) -> None:
         """Put it where others find it. Raises GpusnapError."""
@@ -79,37 +79,37 @@ class Record:
 def begin(record: Record) -> None:
     """Write the first record of a migration. Raises Refused where it has been ended, and GpusnapError."""
     _sweep()
-    with _locked(record.id):
+    with _hold_lock(record.id):
         if _read(record.id) is not None:
-            raise _given_up()
+            raise _make_given_up_error()
         record.write()
 
 
 def advance(record: Record) -> None:
     """Write the next one. Raises Refused where the migration has been ended, and GpusnapError."""
-    with _locked(record.id):
+    with _hold_lock(record.id):
         if (_read(record.id) or {}).get("state") in (None, "undone"):
-            raise _given_up()
+            raise _make_given_up_error()
         record.write()
 
 
-def end(record: Record) -> None:
+def end_record(record: Record) -> None:
     """Whoever received it has undone all of it. Raises GpusnapError."""
-    with _locked(record.id):
+    with _hold_lock(record.id):
         if (_read(record.id) or {}).get("state") == "coming":
             _remove(record.id)  # nobody asks: nothing was restored
 
 
 def forget(migration: str) -> None:
     """The other host will not ask any more."""
-    with suppress(GpusnapError), _locked(migration):
+    with suppress(GpusnapError), _hold_lock(migration):
         found = _read(migration)
         # The word for a request that is still on its way stays; see _sweep.
         if found is not None and found.get("name") and found.get("state") in ("confirmed", "undone"):
             _remove(migration)
 
 
-def every() -> tuple[Record, ...]:
+def list_records() -> tuple[Record, ...]:
     """The migrations to this host that have not ended. Raises GpusnapError."""
     read = ((name.removesuffix(_ENDING), _read(name.removesuffix(_ENDING))) for name in _names())
     return tuple(
@@ -133,7 +133,7 @@ def settle(migration: str) -> str:
     """
     limit = time.monotonic() + PATIENCE
     while True:
-        with _locked(migration):
+        with _hold_lock(migration):
             found = _read(migration)
             state = str((found or {}).get("state"))
             if state in ("confirmed", "undone"):
@@ -148,7 +148,7 @@ def settle(migration: str) -> str:
         if not alive and not _podman_of(migration):
             break
         if time.monotonic() > limit:
-            raise _busy(migration)
+            raise _make_busy_error(migration)
         time.sleep(_EVERY)
     record = _record(migration, found)
     remove_restored(record)
@@ -171,18 +171,20 @@ def remove_restored(record: Record) -> None:
     Its name may be that of another one by now, which came or was started meanwhile: that one stays.
     """
     try:
-        found = podman.container(record.container or record.name)
+        found = podman.inspect_container(record.container or record.name)
     except NotFound:
         return
     if record.container:
         ours = found.id == record.container
     else:
-        ours = found.name == record.name and found.id not in record.before and _came_by(found, record.id)
+        ours = (
+            found.name == record.name and found.id not in record.before and _is_of_migration(found, record.id)
+        )
     if ours:
-        podman.said("rm", "--force", "--time", "0", found.id, wanted=f"the removal of {record.name}")
+        podman.run_query("rm", "--force", "--time", "0", found.id, wanted=f"the removal of {record.name}")
 
 
-def _came_by(found: podman.Container, migration: str) -> bool:
+def _is_of_migration(found: podman.Container, migration: str) -> bool:
     """Whether a container's conmon, the parent of its first process, is of that migration's Podman.
 
     One that does not run has none, and is what a killed Podman left.
@@ -191,11 +193,11 @@ def _came_by(found: podman.Container, migration: str) -> bool:
 
 
 @contextmanager
-def _locked(migration: str) -> Iterator[None]:
-    with state_files.locked(
+def _hold_lock(migration: str) -> Iterator[None]:
+    with state_files.lock(
         os.path.join(migrations.FOLDER, f"{migration}.lock"),
         patience=_LOCKING,
-        busy=lambda: _busy(migration),
+        busy=lambda: _make_busy_error(migration),
         failed=lambda error: GpusnapError(
             f"{migrations.FOLDER} cannot be written: {reason(error)}",
             hint="make room there, and see that the file system can be written to",
@@ -258,11 +260,11 @@ def _podman_of(migration: str) -> bool:
     )
 
 
-def _given_up() -> Refused:
+def _make_given_up_error() -> Refused:
     return Refused("the other host has given up this migration", hint="migrate it again", code="GPS-823")
 
 
-def _busy(migration: str) -> GpusnapError:
+def _make_busy_error(migration: str) -> GpusnapError:
     return GpusnapError(
         f"the migration {migration[:8]} is still being undone after {PATIENCE:g} s",
         hint="see there what podman ps --all says",

@@ -13,11 +13,11 @@ from gpusnap.checkpoints.names import container_name
 from gpusnap.engines import podman
 from gpusnap.migration import records
 from gpusnap.migration.blobs import check_answer
-from gpusnap.migration.link import Destination, Route, connected
+from gpusnap.migration.link import Destination, Route, connect
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.user_errors import NotFound, told
+from gpusnap.user_errors import NotFound, convert_errors
 
 AHEAD = "migrating"
 """The tag of checkpoints that go ahead, until all is over."""
@@ -28,7 +28,7 @@ def ahead_name(container: str, container_id: str) -> str:
     return f"{container_name(container, container_id)}:{AHEAD}"
 
 
-def written_route(route: Route) -> tuple[str, ...]:
+def encode_route(route: Route) -> tuple[str, ...]:
     """A route for a note."""
     return route.to.host, route.to.user, str(route.to.port), route.ssh, route.program
 
@@ -45,7 +45,7 @@ def read_route(written: tuple[str, ...]) -> Route:
 def ask(leaving: Leaving) -> str:
     """What the other host says has become of a container: confirmed or undone. Raises GpusnapError."""
     route = read_route(leaving.route)
-    with connected(route) as channel, channel.alive():
+    with connect(route) as channel, channel.keep_alive():
         channel.send({"ask": "settle", "migration": leaving.id})
         return str(check_answer(channel.receive(), str(route.to))["state"])
 
@@ -53,7 +53,7 @@ def ask(leaving: Leaving) -> str:
 def tell_settled(leaving: Leaving) -> None:
     """The other host need not remember it any more; where it cannot be told, it does."""
     route = read_route(leaving.route)
-    with suppress(GpusnapError), connected(route) as channel, channel.alive():
+    with suppress(GpusnapError), connect(route) as channel, channel.keep_alive():
         channel.send({"ask": "forget", "migration": leaving.id})
         check_answer(channel.receive(), str(route.to))
 
@@ -63,7 +63,7 @@ def clear(leaving: Leaving) -> None:
     if not leaving.keep:
         if not leaving.auto_remove:
             _remove_container(leaving)
-        with told():
+        with convert_errors():
             _remove_checkpoint(leaving.store, leaving.digest)
     leaving.remove()
 
@@ -108,7 +108,7 @@ def recover_coming(record: records.Record) -> str:
 
 def _remove_container(leaving: Leaving) -> None:
     try:
-        podman.container(leaving.container)
+        podman.inspect_container(leaving.container)
     except NotFound:
         return
     podman.remove(leaving.container)

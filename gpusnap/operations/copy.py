@@ -22,18 +22,18 @@ from gpusnap.checkpoints.names import dated_name, store_name
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import StoreError
 from gpusnap.oci.layout.archive_writer import write_archive as write_layout
-from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.index import REF_NAME, check_name
 from gpusnap.operations import push_pull
 from gpusnap.operations.disk_space import check_archive, check_copy
 from gpusnap.operations.open import open_repository
-from gpusnap.operations.pull import Referrers, fetched, have, staged
-from gpusnap.operations.sources import Local, local
+from gpusnap.operations.pull import Referrers, fetch, have, open_staging
+from gpusnap.operations.sources import Local, open_local
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import UsageError
-from gpusnap.user_errors import told
+from gpusnap.user_errors import convert_errors
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.copy import Moved
@@ -63,16 +63,16 @@ def copy(what: Source, to: Destination, *, plain_http: bool = False, progress: P
     if isinstance(to, InFile | InLayoutFile):
         push_pull.check_free(to.path)
     if isinstance(what, InStore) and isinstance(to, InStore) and what.store.path == to.store.path:
-        return _named(what, to)
-    with told():
+        return _add_name(what, to)
+    with convert_errors():
         if isinstance(what, InRegistry):
             return _from_registry(what, to, plain_http=plain_http, progress=progress)
         home = to.store if isinstance(to, InStore) else None
-        with local(what, progress, home) as source:
+        with open_local(what, progress, home) as source:
             return _from_layout(source, to, plain_http=plain_http, progress=progress)
 
 
-def _named(what: InStore, to: InStore) -> Copied:
+def _add_name(what: InStore, to: InStore) -> Copied:
     """Another name in the same store."""
     from gpusnap.oci.registry.copy import Moved
 
@@ -81,7 +81,7 @@ def _named(what: InStore, to: InStore) -> Copied:
             f"{to.store.path} is the store that the checkpoint is in", hint="name the copy: oci:DIR:NAME"
         )
     digest = what.entry().descriptor.digest
-    with told():
+    with convert_errors():
         store = locator.open_store(to.store, write=True)
         found = kept.load(what.entry().descriptor, store.layout)
         store.tag(digest, to.wanted)
@@ -92,10 +92,10 @@ def _named(what: InStore, to: InStore) -> Copied:
 
 def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progress: Progress) -> Copied:
     if isinstance(to, InRegistry):
-        return _relayed(what, to, plain_http=plain_http, progress=progress)
+        return _relay(what, to, plain_http=plain_http, progress=progress)
     if isinstance(to, InLayoutFile):
         referrers, store = Referrers(), locator.default_store()
-        coming = fetched(store, what, after=referrers, plain_http=plain_http, progress=progress)
+        coming = fetch(store, what, after=referrers, plain_http=plain_http, progress=progress)
         with coming as (staging, found, moved):
             name = store_name(what.reference)
             check_archive(found.parts, to.path)
@@ -109,7 +109,7 @@ def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progr
     )
 
 
-def _relayed(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Progress) -> Copied:
+def _relay(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Progress) -> Copied:
     """From one registry to another. What that has does not come here either."""
     referrers, store = Referrers(), locator.default_store()
     with open_repository(to, plain_http=plain_http, mirrors=False) as there:
@@ -117,11 +117,11 @@ def _relayed(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Pr
         def lacks(one: Descriptor) -> bool:
             return not there.has_blob(one.digest, one.size, pushing=True)
 
-        coming = fetched(store, what, after=referrers, wanted=lacks, plain_http=plain_http, progress=progress)
+        coming = fetch(store, what, after=referrers, wanted=lacks, plain_http=plain_http, progress=progress)
         with coming as (staging, found, _):
             same = what.reference.registry == to.reference.registry
             source = Local(found.root, staging.layout, store)
-            pushed = push_pull.sent(
+            pushed = push_pull.send(
                 source,
                 to,
                 plain_http,
@@ -134,49 +134,49 @@ def _relayed(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Pr
 
 def _from_layout(source: Local, to: Destination, *, plain_http: bool, progress: Progress) -> Copied:
     if isinstance(to, InRegistry):
-        pushed = push_pull.sent(source, to, plain_http, progress)
+        pushed = push_pull.send(source, to, plain_http, progress)
         return Copied(pushed.digest, pushed.moved, reference=pushed.reference)
     found = kept.load(source.root, source.layout)
     name = _name(source, found)
     if isinstance(to, InStore):
-        return _into_store(source, found, to, to.wanted or name, progress)
+        return _copy_into_store(source, found, to, to.wanted or name, progress)
     if isinstance(to, InContainerd):
         found.check_containerd()
         progress.stage("into containerd")
         brought = images.bring(found, source.layout, to, progress)
-        return replace(_copied(found), image=brought)
+        return replace(_make_copied(found), image=brought)
     if isinstance(to, InLayoutFile):
         check_archive(found.parts, to.path)
         _write_layout(found.root, source.referrers(), source.layout, to, name, progress)
-        return replace(_copied(found), file=to.path)
+        return replace(_make_copied(found), file=to.path)
     found.check_whole()
     progress.stage("archive")
     packed = push_pull.write_file(found, source.layout, to.path, name, progress)
-    return replace(_copied(found), file=to.path, image=packed)
+    return replace(_make_copied(found), file=to.path, image=packed)
 
 
-def _into_store(source: Local, found: Kept, to: InStore, name: str, progress: Progress) -> Copied:
+def _copy_into_store(source: Local, found: Kept, to: InStore, name: str, progress: Progress) -> Copied:
     from gpusnap.oci.registry import copy as transfer
 
     if source.staging is None:
         check_copy(found.parts, to.store.path, there=to.store.layout, what=f"the copy of {found.root.digest}")
     store, also = to.store.create(), source.referrers()
-    done = Copied(found.root.digest, _copied(found).moved, store=store.path, name=name)
+    done = Copied(found.root.digest, _make_copied(found).moved, store=store.path, name=name)
     names = [name] if name else []
     if source.staging is not None:
         progress.stage("to disk")
         source.staging.commit(found.root, names=names, foreign=found.tables)
         return done
-    place = f"copy-{encoded(found.root.digest)[:32]}"
-    with staged(store, place, f"copy to {store.path}", progress) as staging:
+    place = f"copy-{get_hex(found.root.digest)[:32]}"
+    with open_staging(store, place, f"copy to {store.path}", progress) as staging:
         progress.stage(f"copy to {store.path}")
         layout = transfer.InLayout(source.layout, (found.root, *also))
         moved = transfer.Moved()
         for each in (found.root, *also):
             came = transfer.pull(
-                layout, each.digest, staging.layout, have=have(staging), progress=progress.moved
+                layout, each.digest, staging.layout, have=have(staging), progress=progress.show_transfer
             )[1]
-            moved = transfer.together(moved, came)
+            moved = transfer.add(moved, came)
         progress.stage("to disk")
         staging.commit(found.root, names=names, also=also, foreign=found.tables)
     return replace(done, moved=moved)
@@ -195,7 +195,7 @@ def _write_layout(
     write_layout(to.path, (replace(root, annotations=notes), *also), layout, progress=progress.at)
 
 
-def _copied(found: Kept) -> Copied:
+def _make_copied(found: Kept) -> Copied:
     """All of it was copied."""
     from gpusnap.oci.registry.copy import Moved
 

@@ -89,7 +89,7 @@ def read(checkpoint: Checkpoint, seen: Callable[[int], object] = lambda size: No
         return Files(of(artifact.records), of(artifact.rootfs))
     if os.path.isdir(checkpoint.path):
         return _in_folder(checkpoint.path, seen)
-    return _in_archive(checkpoint.path, seen)
+    return _read_archive(checkpoint.path, seen)
 
 
 def compare(a: Mapping[str, File], b: Mapping[str, File]) -> Difference:
@@ -104,7 +104,7 @@ def compare(a: Mapping[str, File], b: Mapping[str, File]) -> Difference:
     )
 
 
-def _in_archive(path: str, seen: Callable[[int], object]) -> Files:
+def _read_archive(path: str, seen: Callable[[int], object]) -> Files:
     rootfs: dict[str, File] = {}
 
     def others() -> Iterator[Entry]:
@@ -130,7 +130,7 @@ def _in_folder(path: str, seen: Callable[[int], object]) -> Files:
                 if shown == _ROOTFS:
                     rootfs = _files(entries(os.path.join(folder, name)), seen)
                 elif not _is_own(shown):
-                    records |= _on_disk(os.path.join(folder, name), shown, seen)
+                    records |= _read_disk(os.path.join(folder, name), shown, seen)
     except OSError as error:
         raise GpusnapError(f"{path} cannot be read: {reason(error)}") from error
     return Files(records, rootfs)
@@ -140,7 +140,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _on_disk(path: str, name: str, seen: Callable[[int], object]) -> dict[str, File]:
+def _read_disk(path: str, name: str, seen: Callable[[int], object]) -> dict[str, File]:
     if os.path.islink(path):
         return {name: File("link", 0, os.readlink(path))}
     if os.path.isdir(path):

@@ -44,7 +44,7 @@ def check(
     less = f", {human(in_volumes)} of it for volumes, which --ignore-volumes leaves out" if in_volumes else ""
     own = os.path.dirname(found.checkpoint_path) or folder
     if in_volumes and os.path.isdir(own):
-        if os.stat(own).st_dev == os.stat(_made(folder)).st_dev:
+        if os.stat(own).st_dev == os.stat(_find_existing(folder)).st_dev:
             need += in_volumes
         elif in_volumes > (free := free_bytes(own)):
             raise Refused(
@@ -55,7 +55,7 @@ def check(
             )
     if need > (free := free_bytes(folder)):
         if not gpus:  # what the runtime would refuse next: CRIU's images are there twice for a moment
-            need = max(need, 2 * memory(found, gpus=False)) + on_gpus(found)
+            need = max(need, 2 * memory(found, gpus=False)) + measure_gpu_memory(found)
         raise Refused(
             f"the checkpoint of {found.name} needs up to {human(need)} in {folder}{less}, where "
             f"{human(free)} are free",
@@ -75,7 +75,7 @@ def check_copy(blobs: Iterable[Descriptor], folder: str, *, there: Layout | None
 
     there: what has some of them already, which take no room again. what: the copy, for the message.
     """
-    needed = blobs if there is None else there.lacks(blobs)
+    needed = blobs if there is None else there.list_missing(blobs)
     sizes = {each.digest: each.size for each in needed}
     need = sum(sizes.values())
     if need > (free := free_bytes(folder)):
@@ -93,12 +93,12 @@ def check_archive(blobs: Iterable[Descriptor], path: str) -> None:
 
 def volume_sizes(volumes: Mapping[str, str]) -> dict[str, int]:
     """Bytes of the files in each volume (name and folder), as a tar of them has it: holes count."""
-    return {name: _below(folder, holes=True) for name, folder in volumes.items() if folder}
+    return {name: _measure_below(folder, holes=True) for name, folder in volumes.items() if folder}
 
 
 def free_bytes(folder: str) -> int:
     """Bytes that may be written below a folder, which may be yet to be made. Raises Refused."""
-    folder = _made(folder)
+    folder = _find_existing(folder)
     try:
         place = os.statvfs(folder)
     except OSError as error:
@@ -106,7 +106,7 @@ def free_bytes(folder: str) -> int:
     return place.f_bavail * place.f_frsize
 
 
-def _made(folder: str) -> str:
+def _find_existing(folder: str) -> str:
     """A folder, or what there is of those above it."""
     while not os.path.exists(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
@@ -115,10 +115,10 @@ def _made(folder: str) -> str:
 
 def memory(found: podman.Container, *, gpus: bool) -> int:
     """Bytes of memory that CRIU writes at most of its processes; with `gpus`, also what they have there."""
-    return sum(map(proc.memory, _pids(found))) + (on_gpus(found) if gpus else 0)
+    return sum(map(proc.memory, _pids(found))) + (measure_gpu_memory(found) if gpus else 0)
 
 
-def on_gpus(found: podman.Container) -> int:
+def measure_gpu_memory(found: podman.Container) -> int:
     """Bytes of GPU memory that its processes use; 0 where that cannot be told."""
     pids = _pids(found)
     with suppress(GpusnapError):  # there is no such GPU, or the runtime says what is wrong
@@ -135,7 +135,7 @@ def _pids(found: podman.Container) -> list[int]:
 def files(found: podman.Container, *, rootfs: bool) -> int:
     """Bytes of the files that are in its memory (tmpfs), and with `rootfs` of those that it has changed."""
     size = _in_memory(found) if found.init else 0
-    return size + (_below(found.upper) if rootfs and found.upper else 0)
+    return size + (_measure_below(found.upper) if rootfs and found.upper else 0)
 
 
 def _in_memory(found: podman.Container) -> int:
@@ -154,7 +154,7 @@ def _in_memory(found: podman.Container) -> int:
     return size
 
 
-def _below(folder: str, *, holes: bool = False) -> int:
+def _measure_below(folder: str, *, holes: bool = False) -> int:
     size = 0
     links: set[tuple[int, int]] = set()
     for at, _, names in os.walk(folder):

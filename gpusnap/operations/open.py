@@ -33,7 +33,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ManifestError
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
-from gpusnap.user_errors import NoManifest, told
+from gpusnap.user_errors import NoManifest, convert_errors
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.repository import Repository
@@ -69,7 +69,7 @@ class Checkpoint:
 
 
 @contextmanager
-def opened(word: str, *, plain_http: bool = False) -> Iterator[Checkpoint]:
+def open_checkpoint(word: str, *, plain_http: bool = False) -> Iterator[Checkpoint]:
     """The checkpoint that a word stands for; in a store, gc spares it for the while of the block.
 
     Of a registry that does not answer, the copy in this host's store, with a note on stderr.
@@ -78,7 +78,7 @@ def opened(word: str, *, plain_http: bool = False) -> Iterator[Checkpoint]:
     """
     place = find(word)
     with ExitStack() as stack:
-        stack.enter_context(told())
+        stack.enter_context(convert_errors())
         match place:
             case InStore():
                 yield _in_store(word, place, stack)
@@ -98,7 +98,7 @@ def opened(word: str, *, plain_http: bool = False) -> Iterator[Checkpoint]:
                     yield Checkpoint(word, _in_file(path), path=path)
 
 
-def needed(checkpoint: Checkpoint) -> manifest.Manifest:
+def get_manifest(checkpoint: Checkpoint) -> manifest.Manifest:
     """Its manifest. Raises NoManifest, and ManifestError for a directory that holds no whole checkpoint."""
     if checkpoint.manifest is not None:
         return checkpoint.manifest
@@ -145,11 +145,11 @@ def open_repository(
 def _images(path: str) -> str:
     """The directory of images that `path` is, or that an unpacked archive at `path` has."""
     inner = os.path.join(path, "checkpoint")
-    return inner if not manifest_file.belongs(path) and manifest_file.belongs(inner) else path
+    return inner if not manifest_file.is_ours(path) and manifest_file.is_ours(inner) else path
 
 
 def _in_file(path: str) -> manifest.Manifest | None:
-    if os.path.isdir(path) and not manifest_file.belongs(_images(path)):
+    if os.path.isdir(path) and not manifest_file.is_ours(_images(path)):
         return None
     try:
         return load_manifest(path)
@@ -187,7 +187,7 @@ def _in_layout(word: str, path: str, stack: ExitStack) -> Checkpoint:
     if place.kind == "image":
         layer = archive_of(place.root, place.layout.read_blob)
         with place.layout.open_blob(layer.digest, layer.size) as file:
-            copy = _temporary(stack)
+            copy = _make_temporary(stack)
             with copy.receive(layer) as incoming:
                 while piece := file.read(PIECE):
                     incoming.write(piece)
@@ -203,7 +203,7 @@ def _in_image(word: str, path: str) -> Checkpoint:
     return Checkpoint(word, _in_file(path), path=path)
 
 
-def _temporary(stack: ExitStack) -> Layout:
+def _make_temporary(stack: ExitStack) -> Layout:
     folder = tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp")
     return stack.enter_context(closing(Layout(stack.enter_context(folder)).create()))
 
@@ -212,7 +212,7 @@ def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: 
     repository = stack.enter_context(open_repository(place, plain_http=plain_http))
     wanted = place.reference.digest or place.reference.tag or "latest"
     root, read = manifests(repository, wanted)
-    layout = _temporary(stack)
+    layout = _make_temporary(stack)
     try:
         config = artifacts.read(root, read).config
     except EngineImage:

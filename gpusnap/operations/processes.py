@@ -45,7 +45,7 @@ def read(checkpoint: Checkpoint) -> tuple[Process, ...]:
                     f"{total - size}: too many to look at here",
                     hint="gpusnap inspect without --processes shows the rest",
                 )
-            images[name] = _all(content, size)
+            images[name] = _read_all(content, size)
         elif name.startswith("pages-"):
             wanted = processes.arguments(images) if wanted is None else wanted
             places = {pid: place for pid, place in wanted.items() if place.image == name}
@@ -104,7 +104,7 @@ def _in_folder(path: str) -> Iterator[tuple[str, int, Readable]]:
         raise ImageError(f"the images in {top} cannot be read: {reason(error)}") from error
 
 
-def _all(content: Readable, size: int) -> bytes:
+def _read_all(content: Readable, size: int) -> bytes:
     pieces = []
     while size and (piece := content.read(min(size, _PIECE))):
         pieces.append(piece)
@@ -121,7 +121,7 @@ def _commands(content: Readable, places: dict[int, Place]) -> dict[int, tuple[st
             continue  # two processes with one page; the images are not CRIU's
         while at < place.offset and (piece := content.read(min(_PIECE, place.offset - at))):
             at += len(piece)
-        data = _all(content, place.size) if at == place.offset else b""
+        data = _read_all(content, place.size) if at == place.offset else b""
         at += len(data)
         if data:
             words = data.rstrip(b"\0").split(b"\0")

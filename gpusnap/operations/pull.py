@@ -16,7 +16,7 @@ from gpusnap.checkpoints.volumes import records as volumes
 from gpusnap.oci.base.errors import BlobError, DiskFull, NotACheckpoint, OciError, StagingBusy
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import descriptors
-from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.reference import Reference
@@ -43,7 +43,7 @@ _PROBE = 64 << 20
 
 
 @contextmanager
-def fetched(
+def fetch(
     store: Store,
     what: locator.InRegistry,
     *,
@@ -73,11 +73,11 @@ def fetched(
         progress.stage(f"pull of {what.reference}")
         if repository.reference.name != what.reference.name:  # a mirror, which a restore does not ask
             leave = 0
-        root = repository.resolve(_wanted(what.reference))
-        name = f"pull-{encoded(root.digest)[:32]}"
-        with _whole_amount(store, repository, root, what):
+        root = repository.resolve(_describe_wanted(what.reference))
+        name = f"pull-{get_hex(root.digest)[:32]}"
+        with _explain_whole_amount(store, repository, root, what):
             store.create()
-            staging = stack.enter_context(staged(store, name, f"pull of {what.reference}", progress))
+            staging = stack.enter_context(open_staging(store, name, f"pull of {what.reference}", progress))
             early = transfer.pull(
                 repository, root.digest, staging.layout, have=have(staging), wanted=_is_config
             )[1]
@@ -91,14 +91,14 @@ def fetched(
                 staging.layout,
                 have=have(staging),
                 wanted=lambda one: records is not None and one.digest == records.digest,
-                progress=progress.moved,
+                progress=progress.show_transfer,
             )[1]
-            early = transfer.together(early, of_records)
+            early = transfer.add(early, of_records)
             look(found, staging.layout)
         of_memory = descriptors(found.tables)
-        away = {each.digest: each.size for each in _away(of_memory, staging, store)}  # not of volumes
+        away = {each.digest: each.size for each in _list_away(of_memory, staging, store)}  # not of volumes
 
-        lacking = staging.layout.lacks(each for each in found.parts if wanted(each))
+        lacking = staging.layout.list_missing(each for each in found.parts if wanted(each))
         check_copy(lacking, store.path, there=store.layout, what=f"the pull of {what.reference}")
 
         def come(which: Callable[[Descriptor], bool]) -> Moved:
@@ -108,25 +108,25 @@ def fetched(
                 staging.layout,
                 have=have(staging, read=not leave),
                 wanted=which,
-                progress=progress.moved,
+                progress=progress.show_transfer,
             )[1]
 
         if not leave:
             moved = come(wanted)
         else:
             moved = come(lambda one: one.digest not in away)
-            if of_volumes := away.keys() & _of_volumes(found, staging.layout):
+            if of_volumes := away.keys() & _list_volume_chunks(found, staging.layout):
                 come(lambda one: one.digest in of_volumes)
             if not _may_wait(away, leave, seconds, come):
                 come(lambda one: one.digest in away)
-        moved = _together(early, moved)
+        moved = _combine(early, moved)
         if after is not None:
-            moved = transfer.together(moved, after(repository, staging, found))
+            moved = transfer.add(moved, after(repository, staging, found))
         yield staging, found, moved
 
 
 @contextmanager
-def _whole_amount(
+def _explain_whole_amount(
     store: Store, repository: Repository, root: Descriptor, what: locator.InRegistry
 ) -> Iterator[None]:
     """Where the first few bytes do not fit, say how much all of it needs. Raises Refused, OciError."""
@@ -141,7 +141,7 @@ def _whole_amount(
 
 
 class Referrers:
-    """What refers to a checkpoint, such as its signature, comes along: for `after` of `fetched`."""
+    """What refers to a checkpoint, such as its signature, comes along: for `after` of `fetch`."""
 
     def __init__(self) -> None:
         self.found: tuple[Descriptor, ...] = ()
@@ -160,7 +160,7 @@ class Referrers:
         return moved
 
 
-def _together(early: Moved, moved: Moved) -> Moved:
+def _combine(early: Moved, moved: Moved) -> Moved:
     """Both, of which the second found what the first had moved."""
     return replace(
         moved,
@@ -171,7 +171,7 @@ def _together(early: Moved, moved: Moved) -> Moved:
     )
 
 
-def _away(chunks: Iterable[Descriptor], staging: Staging, store: Store) -> Iterator[Descriptor]:
+def _list_away(chunks: Iterable[Descriptor], staging: Staging, store: Store) -> Iterator[Descriptor]:
     """Those that are neither in a staging nor in its store."""
     for each in chunks:
         if not any(layout.has_blob(each.digest, each.size) for layout in (staging.layout, store.layout)):
@@ -203,7 +203,7 @@ def _may_wait(
 
 
 @contextmanager
-def staged(store: Store, name: str, what: str, progress: Progress) -> Iterator[Staging]:
+def open_staging(store: Store, name: str, what: str, progress: Progress) -> Iterator[Staging]:
     """A staging that stays for the next try where the block fails, unless what came is no checkpoint.
 
     Raises as `_staging`.
@@ -243,7 +243,7 @@ def _staging(store: Store, name: str, what: str, progress: Progress) -> Staging:
         return staging
 
 
-def _wanted(of: Reference) -> str:
+def _describe_wanted(of: Reference) -> str:
     return of.digest or of.tag or LATEST
 
 
@@ -266,7 +266,7 @@ def have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool]
     return is_there
 
 
-def _of_volumes(found: Kept, layout: Layout) -> set[str]:
+def _list_volume_chunks(found: Kept, layout: Layout) -> set[str]:
     """The chunks that volumes consist of, which go into Podman's archive before anything else."""
     records = found.artifact.records
     if records is None:

@@ -18,7 +18,7 @@ from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.layout_archive import InLayout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.names import store_name
-from gpusnap.checkpoints.offline import named
+from gpusnap.checkpoints.offline import raise_named
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, RegistryError
 from gpusnap.oci.layout import reference
@@ -31,11 +31,11 @@ from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Compression
 from gpusnap.operations.disk_space import check_archive
 from gpusnap.operations.open import load_manifest, open_repository
-from gpusnap.operations.pull import LATEST, Referrers, fetched
-from gpusnap.operations.sources import Local, layout_of, local
+from gpusnap.operations.pull import LATEST, Referrers, fetch
+from gpusnap.operations.sources import Local, layout_of, open_local
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
-from gpusnap.user_errors import told
+from gpusnap.user_errors import convert_errors
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.copy import Moved
@@ -85,13 +85,13 @@ def push(
     packing: of that image's layer.
     What is there already does not go again. Raises NotFound, Damaged, GpusnapError.
     """
-    with told(), ExitStack() as stack:
+    with convert_errors(), ExitStack() as stack:
         if format == "oci":
-            source = stack.enter_context(local(what, progress))
-            return sent(source, to, plain_http, progress)
+            source = stack.enter_context(open_local(what, progress))
+            return send(source, to, plain_http, progress)
         found: Kept | None = None
         if isinstance(what, locator.InStore):
-            store, found = stack.enter_context(kept.held(what))
+            store, found = stack.enter_context(kept.hold_artifact(what))
             layout = store.layout
         else:
             place = layout_of(what, stack)
@@ -115,7 +115,7 @@ def push(
         root = image.write_image(
             staging.layout, archive, format=format, annotations=annotations, packing=packing
         )
-        return sent(Local(root, staging.layout, store), to, plain_http, progress)
+        return send(Local(root, staging.layout, store), to, plain_http, progress)
 
 
 def _check_format(
@@ -154,13 +154,13 @@ def pull(
         check_free(file)
     store = to.store if isinstance(to, locator.InStore) else locator.default_store()
     name = to.wanted if isinstance(to, locator.InStore) else ""
-    with told():
+    with convert_errors():
         call_it = store_name(what.reference)
         name = check_name(name) if name else call_it
         wish = _Wish(file, call_it, to)
         look = wish.look if file or isinstance(to, locator.InContainerd) else None
         referrers = Referrers()
-        coming = fetched(
+        coming = fetch(
             store,
             what,
             check=wish.check,
@@ -169,7 +169,7 @@ def pull(
             plain_http=plain_http,
             progress=progress,
         )
-        with _naming(what), coming as (staging, found, moved):
+        with _name_in_errors(what), coming as (staging, found, moved):
             done = Pulled(str(what.reference), found.root.digest, moved, file=file)
             if file:
                 progress.stage("archive")
@@ -185,12 +185,12 @@ def pull(
 
 
 @contextmanager
-def _naming(what: locator.InRegistry) -> Iterator[None]:
+def _name_in_errors(what: locator.InRegistry) -> Iterator[None]:
     """Have an error of the registry's name what this host's store has of that name."""
     try:
         yield
     except RegistryError as error:
-        named(what, error)
+        raise_named(what, error)
         raise
 
 
@@ -274,7 +274,7 @@ def write_archive(
     )
 
 
-def sent(
+def send(
     source: Local,
     to: locator.InRegistry,
     plain_http: bool,
@@ -306,11 +306,11 @@ def sent(
             repository,
             tag=tag,
             mount_from=(*mount_from, *_siblings(source.store, to.reference)),
-            progress=progress.moved,
+            progress=progress.show_transfer,
         )
         if more := source.referrers() if also is None else also:
             progress.stage(f"push of what refers to it to {to.reference}")
-            moved = transfer.together(moved, referrers.push(more, layout, repository))
+            moved = transfer.add(moved, referrers.push(more, layout, repository))
     name = f"{to.reference.name}:{tag}" if tag else str(to.reference)
     return Pushed(name, root.digest, moved)
 

@@ -1,5 +1,5 @@
 """Checkpoints that need no network to be read: in a store, a layout in a file, Podman's or ctr's archive, or
-containerd. `local` has each of them as an artifact in a layout.
+containerd. `open_local` has each of them as an artifact in a layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpusnap.oci.layout.archive import is_layout
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.index import REF_NAME
-from gpusnap.oci.store.referrers import below
+from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.progress import Progress
@@ -41,19 +41,19 @@ class Local:
     store: Store
     """That which it is in, or this host's."""
     staging: Staging | None = None
-    """Of `local`'s `home`, where it was taken out of an archive of Podman's or out of containerd."""
+    """Of `open_local`'s `home`, where it was taken out of an archive of Podman's or out of containerd."""
     name: str = ""
     """By which it was asked for, or that it has in its layout."""
 
     def referrers(self) -> tuple[Descriptor, ...]:
         """What its store, or another tool's layout, has of signatures and the like of it."""
         with suppress(LayoutError):  # a staging has no index
-            return below(self.layout.read_index().manifests, self.layout.read_blob, self.root.digest)
+            return list_referring(self.layout.read_index().manifests, self.layout.read_blob, self.root.digest)
         return ()
 
 
 @contextmanager
-def local(
+def open_local(
     what: locator.InStore | locator.InFile | locator.InContainerd,
     progress: Progress,
     home: Store | None = None,
@@ -65,7 +65,7 @@ def local(
     """
     with ExitStack() as stack:
         if isinstance(what, locator.InStore):
-            store, found = stack.enter_context(kept.held(what))
+            store, found = stack.enter_context(kept.hold_artifact(what))
             yield Local(found.root, store.layout, store, name=what.entry().name)
             return
         place = layout_of(what, stack)
@@ -78,10 +78,10 @@ def local(
         staging = stack.enter_context(store.stage())
         if isinstance(what, locator.InContainerd):
             progress.stage("containerd's image")
-            root = image_in(staging, InContainerd(what.namespace, what.name), progress)
+            root = take_in_image(staging, InContainerd(what.namespace, what.name), progress)
         else:
             progress.stage("archive")
-            root, _ = taken_in(staging, what.path, progress)
+            root, _ = take_in(staging, what.path, progress)
         yield Local(root, staging.layout, store, staging)
 
 
@@ -105,7 +105,7 @@ def take_chunks(staging: Staging, chunks: Iterable[Descriptor]) -> None:
             )
 
 
-def taken_in(
+def take_in(
     staging: Staging,
     archive: str,
     progress: Progress,
@@ -119,7 +119,7 @@ def taken_in(
     """
     if is_layout(archive):
         with Archive(archive) as source:
-            return image_in(staging, source, progress), ()
+            return take_in_image(staging, source, progress), ()
     taken = convert.take_in(
         archive, staging.layout, known=staging.take, written=written, progress=progress.chunks
     )
@@ -129,7 +129,7 @@ def taken_in(
     return artifact.write(staging.layout, parts), taken.volumes
 
 
-def image_in(staging: Staging, source: Source, progress: Progress) -> Descriptor:
+def take_in_image(staging: Staging, source: Source, progress: Progress) -> Descriptor:
     """The same of an image of containerd's."""
     parts = containerd_reader.take_in(source, staging.layout, known=staging.take, progress=progress.chunks)
     take_chunks(staging, parts.chunks)

@@ -42,31 +42,31 @@ class Unknown:
     """What Podman says of it, and what ends it."""
 
 
-def unknown(entries: Iterable[Restore]) -> tuple[tuple[Unknown, ...], tuple[str, ...]]:
+def list_unknown(entries: Iterable[Restore]) -> tuple[tuple[Unknown, ...], tuple[str, ...]]:
     """Those of which Podman says, or is certain to say, that they do not run; a line for each unanswered."""
     found, lines = [], []
     for entry in entries:
         if entry.at_work or _is_busy(entry):
             continue
         try:
-            why = _why(entry)
+            why = _explain_unknown(entry)
         except GpusnapError as error:
             lines.append(
                 f"{entry.container}  {_runs(entry)}; whether Podman knows is open: {error.sentence()}"
             )
             continue
-        if why is not None and restored_containers.lives(entry):
+        if why is not None and restored_containers.is_alive(entry):
             ends = f"{_runs(entry)}, but {why}{_gone(entry)}; to end it: gpusnap recover {entry.container}"
             found.append(Unknown(entry.container, entry.init[:1] if entry.init else (), ends))
     return tuple(found), tuple(lines)
 
 
-def end(entry: Restore) -> str | None:
+def end_container(entry: Restore) -> str | None:
     """End one of these; None where Podman has it as running, and it was left alone. Raises GpusnapError."""
-    return restored_containers.end(entry, partial(_why, entry))
+    return restored_containers.end_container(entry, partial(_explain_unknown, entry))
 
 
-def chosen(wanted: str, ids: Sequence[str]) -> str:
+def choose_id(wanted: str, ids: Sequence[str]) -> str:
     """Which of these IDs is meant: by the ID, by Podman's name, or by its beginning; else what was given.
 
     As with Podman a name goes before the beginning of another container's ID (`db` may be both). IDs of other
@@ -94,7 +94,7 @@ def chosen(wanted: str, ids: Sequence[str]) -> str:
     return found[0] if found else wanted
 
 
-def _why(entry: Restore) -> str | None:
+def _explain_unknown(entry: Restore) -> str | None:
     """Why it runs without Podman's knowledge; None where Podman knows. Raises GpusnapError without an answer.
 
     Podman may give none where gpusnap-runtime was killed: it waits for conmon, which waits for what the
@@ -133,7 +133,7 @@ def _runs(entry: Restore) -> str:
 def _is_busy(entry: Restore) -> bool:
     """Whether a gpusnap is at work on it."""
     try:
-        with journal.held(entry.key, patience=0):
+        with journal.hold(entry.key, patience=0):
             return False
     except GpusnapError:
         return True

@@ -17,14 +17,14 @@ from gpusnap.checkpoints.damage import (
     Progress,
     Verified,
     config_of,
-    damaged,
+    describe_damage,
+    map_artifact_blobs,
+    map_blobs,
     tables_of,
-    within,
-    within_artifact,
 )
 from gpusnap.checkpoints.formats.criu_images import records_fault
 from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
-from gpusnap.checkpoints.list import Kept, kept
+from gpusnap.checkpoints.list import Kept, list_named
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import stand_in
 from gpusnap.oci.base.errors import (
@@ -36,14 +36,14 @@ from gpusnap.oci.base.errors import (
     OciError,
     RegistryError,
 )
-from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.chunks.verify import Checked, Contents, Fault, verify
 from gpusnap.oci.layout.archive import is_layout
-from gpusnap.oci.layout.digests import digest_of, encoded
-from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, written_document
+from gpusnap.oci.layout.digests import digest_of, get_hex
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, encode_document
 from gpusnap.oci.layout.graph import children, is_document
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
@@ -52,7 +52,7 @@ from gpusnap.operations.verify_files import in_archive, in_folder
 from gpusnap.runtime_shim.process.memory.copy import cores
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import Manifest
-from gpusnap.user_errors import told
+from gpusnap.user_errors import convert_errors
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.repository import Repository
@@ -68,10 +68,10 @@ def verify_one(
     Raises NotFound, UsageError, Damaged where there is nothing to begin with, GpusnapError.
     """
     place = find(word)
-    with told():
+    with convert_errors():
         match place:
             case InStore():
-                return _kept(word, place, progress)
+                return _verify_kept(word, place, progress)
             case InRegistry():
                 try:
                     with open_repository(place, plain_http=plain_http) as repository:
@@ -80,7 +80,7 @@ def verify_one(
                     copy = stand_in(place, error)
                     if copy is None:
                         raise
-                    return _kept(f"oci:{copy.store.path}:{copy.wanted}", copy, progress)
+                    return _verify_kept(f"oci:{copy.store.path}:{copy.wanted}", copy, progress)
             case InFile(path) if is_layout(path):
                 with opened_layout(path) as found:
                     refuse_containerd(found)
@@ -89,7 +89,7 @@ def verify_one(
                 return (in_folder if os.path.isdir(path) else in_archive)(path, progress)
 
 
-def _kept(word: str, place: InStore, progress: Progress) -> Verified:
+def _verify_kept(word: str, place: InStore, progress: Progress) -> Verified:
     store = open_store(place.store)
     found = place.entry().descriptor
     with ExitStack() as stack:
@@ -100,32 +100,32 @@ def _kept(word: str, place: InStore, progress: Progress) -> Verified:
 def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> Verified:
     """Check everything that a store names, each blob once. Raises Damaged for a broken index."""
     places: dict[str, list[str]] = defaultdict(list)
-    with told(), tempfile.TemporaryDirectory(prefix="gpusnap-") as folder:
-        found = kept(open_store(store))
+    with convert_errors(), tempfile.TemporaryDirectory(prefix="gpusnap-") as folder:
+        found = list_named(open_store(store))
         tables = (table for each in found for table in tables_of(each.root, store.layout))
-        layout, index = _all_of(store, found, folder)
-        checked, faults = _checked(layout, index, tables, progress)
-        faults = _still_named(store, found, faults)
+        layout, index = _join_all(store, found, folder)
+        checked, faults = _check_all(layout, index, tables, progress)
+        faults = _select_still_named(store, found, faults)
         for each in found if not faults else ():
-            faults += _of_images(each.root, store.layout)
+            faults += _check_images(each.root, store.layout)
         for each in found if faults else ():
             name = each.names[0] if each.names else each.root.digest[:19]
-            for digest, where in within(each.root, store.layout).items():
+            for digest, where in map_blobs(each.root, store.layout).items():
                 places[digest] += [f"{name}: {one}" for one in where]
-    faulty = tuple(damaged(fault, places) for fault in faults)
+    faulty = tuple(describe_damage(fault, places) for fault in faults)
     note = "" if found else f"nothing is kept in {store.path}"
     blobs, size = checked.blobs - 1, checked.size - index.size  # the index is ours alone
     return Verified(f"oci:{store.path}", "", blobs, size, True, faulty, note)
 
 
-def _still_named(store: Store, found: Sequence[Kept], faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+def _select_still_named(store: Store, found: Sequence[Kept], faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
     """The faults of what the store names yet: what was removed meanwhile, gc may have taken.
 
     A hold of each would need as many open files.
     """
     if not faults:
         return ()
-    waiting = [each.root for each in kept(store)]
+    waiting = [each.root for each in list_named(store)]
     if {each.digest for each in waiting} >= {each.root.digest for each in found}:
         return faults
     met = {each.digest for each in waiting}
@@ -152,13 +152,13 @@ class _Joined(Layout):
         return io.FileIO(self._file) if digest == self._digest else super().open_blob(digest, size)
 
 
-def _all_of(store: Store, found: Sequence[Kept], folder: str) -> tuple[Layout, Descriptor]:
+def _join_all(store: Store, found: Sequence[Kept], folder: str) -> tuple[Layout, Descriptor]:
     plain = tuple(replace(each.root, annotations={}) for each in found)
-    index = written_document(Index(plain).to_json())
+    index = encode_document(Index(plain).to_json())
     return _Joined(store.path, index, folder), Descriptor(INDEX, digest_of(index), len(index))
 
 
-def _checked(
+def _check_all(
     layout: Layout, root: Descriptor, tables: Iterable[Table], progress: Progress
 ) -> tuple[Checked, tuple[Fault, ...]]:
     last = Checked(0, 0, 0, 0)
@@ -173,14 +173,14 @@ def _checked(
 
 
 def _in_layout(word: str, layout: Layout, root: Descriptor, progress: Progress) -> Verified:
-    checked, faults = _checked(layout, root, tables_of(root, layout), progress)
-    faults = faults or _of_images(root, layout)
-    places = within(root, layout) if faults else {}
-    faulty = tuple(damaged(fault, places) for fault in faults)
+    checked, faults = _check_all(layout, root, tables_of(root, layout), progress)
+    faults = faults or _check_images(root, layout)
+    places = map_blobs(root, layout) if faults else {}
+    faulty = tuple(describe_damage(fault, places) for fault in faults)
     return Verified(word, root.digest, checked.blobs, checked.size, True, faulty)
 
 
-def _of_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
+def _check_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
     """The records of an artifact whose blobs are right, if a restore would refuse an image in them."""
     try:
         artifact = artifacts.read(root, layout.read_blob)
@@ -221,14 +221,16 @@ def _in_registry(
         closing(Layout(folder).create()) as layout,
     ):
         contents = Contents(_remote_tables(root, read, repository, layout) if deep else ())
-        faults += _asked(repository, tuple(blobs.values()), layout if deep else None, contents, progress)
-        places = _within_remote(root, read, repository, layout) if faults else {}
-    faulty = tuple(damaged(fault, places) for fault in faults)
+        faults += _ask_registry(
+            repository, tuple(blobs.values()), layout if deep else None, contents, progress
+        )
+        places = _map_remote_blobs(root, read, repository, layout) if faults else {}
+    faulty = tuple(describe_damage(fault, places) for fault in faults)
     named = [*waiting, *blobs.values()]
     return Verified(word, root.digest, len(named), sum(each.size for each in named), deep, faulty)
 
 
-def _asked(
+def _ask_registry(
     repository: Repository,
     blobs: Sequence[Descriptor],
     layout: Layout | None,
@@ -249,7 +251,7 @@ def _asked(
             try:
                 repository.fetch_blob(blob, layout)
                 fault = contents.fault(layout, blob)
-                os.unlink(os.path.join(layout.path, "blobs", "sha256", encoded(blob.digest)))
+                os.unlink(os.path.join(layout.path, "blobs", "sha256", get_hex(blob.digest)))
             except BlobError as error:
                 fault = str(error)
         with lock:
@@ -259,7 +261,7 @@ def _asked(
             progress(done, whole)
 
     threads = max(1, min(_CONNECTIONS, len(blobs)))
-    for_each(blobs, check, threads=threads, ending=repository.interrupt)
+    run_for_each(blobs, check, threads=threads, ending=repository.interrupt)
     return sorted(faults, key=lambda fault: fault.descriptor.digest)
 
 
@@ -273,14 +275,14 @@ def _remote_tables(
     return ()
 
 
-def _within_remote(
+def _map_remote_blobs(
     root: Descriptor, read: Callable[[Descriptor], bytes], repository: Repository, layout: Layout
 ) -> dict[str, list[str]]:
     try:
         artifact = artifacts.read(root, read)
     except OciError:
         return {}
-    return within_artifact(artifact, _remote_config(artifact, repository, layout))
+    return map_artifact_blobs(artifact, _remote_config(artifact, repository, layout))
 
 
 def _remote_config(artifact: Artifact, repository: Repository, layout: Layout) -> Manifest | None:

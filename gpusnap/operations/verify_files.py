@@ -12,7 +12,7 @@ from typing import IO, cast
 
 import zstandard
 
-from gpusnap.checkpoints.damage import Damage, Progress, Verified, damaged, within_manifest
+from gpusnap.checkpoints.damage import Damage, Progress, Verified, describe_damage, map_manifest_chunks
 from gpusnap.checkpoints.formats.criu_images import Images
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
@@ -21,7 +21,7 @@ from gpusnap.checkpoints.statistics import parts
 from gpusnap.oci.base.errors import ArchiveError, LayoutError
 from gpusnap.oci.base.files import open_named
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks import planes
 from gpusnap.oci.chunks.table import LARGEST_CHUNK, descriptors
 from gpusnap.oci.chunks.verify import Contents, Fault, not_held
@@ -47,7 +47,7 @@ _RECORDS = "Podman's records"
 
 def in_folder(path: str, progress: Progress) -> Verified:
     """A directory of images: its manifest, and the chunks beside it or in the store."""
-    inner = path if manifest_file.belongs(path) else os.path.join(path, "checkpoint")
+    inner = path if manifest_file.is_ours(path) else os.path.join(path, "checkpoint")
     record = manifest_file.read(inner)
     try:
         criu_images.check(inner, record.host.architecture, record.sizes)
@@ -72,7 +72,7 @@ def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> 
     """Chunks that a manifest names and a layout has."""
     named = descriptors(record.tables)
     if not named:
-        return Verified(path, "", 0, 0, True, (), note(record))
+        return Verified(path, "", 0, 0, True, (), describe_unchecked(record))
     done, whole, lock = 0, sum(each.size for each in named), threading.Lock()
     faults: list[Fault] = []
     contents = Contents(record.tables)
@@ -90,10 +90,10 @@ def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> 
                 faults.append(Fault(blob, fault))
             progress(done, whole)
 
-    for_each(named, check, threads=min(cores(), len(named)))
-    places = within_manifest(record)
-    faulty = tuple(damaged(fault, places) for fault in faults)
-    return Verified(path, "", len(named), whole, True, faulty, note(record))
+    run_for_each(named, check, threads=min(cores(), len(named)))
+    places = map_manifest_chunks(record)
+    faulty = tuple(describe_damage(fault, places) for fault in faults)
+    return Verified(path, "", len(named), whole, True, faulty, describe_unchecked(record))
 
 
 def _with_part(found: Verified, fault: str, part: str) -> Verified:
@@ -101,7 +101,7 @@ def _with_part(found: Verified, fault: str, part: str) -> Verified:
     return replace(found, damaged=(*found.damaged, Damage("", "", 0, fault, (part,)))) if fault else found
 
 
-def note(record: Manifest | None) -> str:
+def describe_unchecked(record: Manifest | None) -> str:
     """What such a checkpoint has no digests of."""
     images = "" if record is not None and record.images else "CRIU's images and "
     return f"{images}the engine's files have no digests there; those in a store have"
@@ -126,7 +126,7 @@ def in_archive(path: str, progress: Progress) -> Verified:
                 elif entry.name == _INDEX:
                     index = _document(entry, manifest.LARGEST_INDEX, path)
                 elif entry.name in FIRST:
-                    broken = broken or _no_json(entry)
+                    broken = broken or _explain_no_json(entry)
                 elif entry.name.startswith(_BLOBS) and entry.content is not None:
                     name = entry.name.removeprefix(_BLOBS)
                     digest, plain[PREFIX + name] = _digests(entry.content)
@@ -137,7 +137,7 @@ def in_archive(path: str, progress: Progress) -> Verified:
         damage = Damage("", "", whole, str(error), ("the archive itself",))
         return Verified(path, "", len(found), done, True, (damage,))
     if data is None and ours:
-        raise manifest_file.missing(path)
+        raise manifest_file.make_missing_error(path)
     record = None
     if data is not None:
         record = manifest_json.decode(data, f"{path}: {_MANIFEST}")
@@ -147,12 +147,12 @@ def in_archive(path: str, progress: Progress) -> Verified:
         found_all = _chunks_in_store(path, record, progress)
         return _with_part(_with_part(found_all, fault, _IMAGES), broken, _RECORDS)
     named = () if record is None else descriptors(record.tables)
-    places = within_manifest(record)
+    places = map_manifest_chunks(record)
     lies = {} if record is None else _lies(record, plain)
     faults = [
         Fault(each, why)
         for each in named
-        if (why := _why(each, found.pop(each.digest, None)) or lies.get(each.digest, ""))
+        if (why := _explain(each, found.pop(each.digest, None)) or lies.get(each.digest, ""))
     ]
     # What no table names (the layout's own manifest) is checked all the same.
     faults += [
@@ -161,12 +161,12 @@ def in_archive(path: str, progress: Progress) -> Verified:
         if not right
     ]
     size = sum(each.size for each in named)
-    faulty = tuple(damaged(each, places) for each in faults)
-    found_all = Verified(path, "", len(named), size, True, faulty, note(record))
+    faulty = tuple(describe_damage(each, places) for each in faults)
+    found_all = Verified(path, "", len(named), size, True, faulty, describe_unchecked(record))
     return _with_part(_with_part(found_all, fault, _IMAGES), broken, _RECORDS)
 
 
-def _no_json(entry: Entry) -> str:
+def _explain_no_json(entry: Entry) -> str:
     """Why Podman could not read a record of its own; empty where it is a JSON object."""
     if entry.content is None or entry.info.size > LARGEST_DUMP:
         return f"{entry.name} is no record of Podman's"
@@ -182,15 +182,15 @@ def _document(entry: Entry, limit: int, path: str) -> bytes:
     """The manifest of an archive, or the index beside it. Raises ManifestError, as a restore does."""
     where = f"{path}: {entry.name}"
     if entry.content is None:
-        raise manifest_file.unreadable(where, ValueError("it is no plain file"))
+        raise manifest_file.make_unreadable_error(where, ValueError("it is no plain file"))
     if entry.info.size > limit:
-        raise manifest_file.unreadable(
+        raise manifest_file.make_unreadable_error(
             where, ValueError(f"it has {entry.info.size} bytes, and {limit} are allowed")
         )
     return entry.content.read()
 
 
-def _why(wanted: Descriptor, found: tuple[int, bool] | None) -> str:
+def _explain(wanted: Descriptor, found: tuple[int, bool] | None) -> str:
     if found is None:
         return "missing"
     size, right = found
@@ -230,7 +230,7 @@ class _Hashed:
         return piece
 
 
-def _all_of(source: _Hashed, most: int) -> bytes:
+def _read_all(source: _Hashed, most: int) -> bytes:
     found, size = [], 0
     while size < most and (piece := source.read(_PIECE)):
         found.append(piece)
@@ -245,7 +245,7 @@ def _digests(content: Content) -> tuple[str, tuple[int, str]]:
     """
     source, hashed, size = _Hashed(content), hashlib.sha256(), 0
     if 0 < (held := planes.size_of(source.head)) <= LARGEST_CHUNK:
-        found = planes.digest(_all_of(source, LARGEST_CHUNK), held)
+        found = planes.digest(_read_all(source, LARGEST_CHUNK), held)
         while source.read(_PIECE):
             pass
         return PREFIX + source.hash.hexdigest(), (held, found) if found else (0, "")

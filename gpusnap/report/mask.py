@@ -73,10 +73,10 @@ def mask(text: str, known: Iterable[str] = ()) -> str:
         text = text.replace(secret, MASK)
     for pattern, instead in _PATTERNS:
         text = pattern.sub(instead, text)
-    return _SHORT.sub(_masked_option, "".join(_masked_values(text)))
+    return _SHORT.sub(_mask_option, "".join(_mask_values(text)))
 
 
-def _masked_option(found: re.Match[str]) -> str:
+def _mask_option(found: re.Match[str]) -> str:
     """-p SECRET, -u NAME:SECRET; a user's or group's name alone is none."""
     value = found["value"]
     user, colon, password = value.partition(":")
@@ -87,7 +87,7 @@ def _masked_option(found: re.Match[str]) -> str:
     return f"{found['option']}{found['between']}{masked}"
 
 
-def _masked_values(text: str) -> Iterator[str]:
+def _mask_values(text: str) -> Iterator[str]:
     """The pieces of a text, without the values of what has the name of a secret.
 
     Word by word: the time is that of the text, whatever stands in it.

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.list import Row
 from gpusnap.checkpoints.locator import InStore, default_store, open_store
-from gpusnap.checkpoints.statistics import statistics, stopped
+from gpusnap.checkpoints.statistics import measure_stopped, statistics
 from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
@@ -27,7 +27,7 @@ from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import told
+from gpusnap.user_errors import convert_errors
 
 _LINES = 200
 _WIDEST = 2000
@@ -60,14 +60,14 @@ def report(what: InStore | None, *, container: str = "", without: str = "") -> s
     parts.append(("journal", _journal))
     lines = [f"gpusnap report, {now}", "Look through it before you show it to others.", ""]
     for title, lines_of in parts:
-        lines += [f"== {title} ==", *_safely(lines_of), ""]
+        lines += [f"== {title} ==", *_collect_lines(lines_of), ""]
     secrets = known_secrets(auth_files=auth_files())
     # Cut afterwards: half a secret is not known as one.
     masked = mask("\n".join(lines), secrets).split("\n")
     return "\n".join(printable(line[:_WIDEST]) for line in masked) + "\n"
 
 
-def _safely(lines_of: Callable[[], Iterator[str]]) -> list[str]:
+def _collect_lines(lines_of: Callable[[], Iterator[str]]) -> list[str]:
     """The lines of a part; whatever goes wrong is the last one."""
     found: list[str] = []
     try:
@@ -102,7 +102,7 @@ def _store() -> Iterator[str]:
     """This host's store; where it cannot be read, what is there, and why not."""
     store = default_store()
     try:
-        with told():
+        with convert_errors():
             entries = open_store(store).entries()
     except GpusnapError as error:
         yield error.sentence()
@@ -117,7 +117,7 @@ def _store() -> Iterator[str]:
 
 
 def _checkpoint(what: InStore) -> Iterator[str]:
-    with kept.held(what) as (store, found):
+    with kept.hold_artifact(what) as (store, found):
         yield f"{found.root.digest} in {store.path}, {human(found.size)}"
         for key, value in sorted(found.artifact.annotations.items()):
             if not key.startswith("io.gpusnap.label."):
@@ -141,7 +141,7 @@ def _record(record: Manifest) -> Iterator[str]:
         f"memory {human(figures.size)}, {human(figures.zero)} zero, {figures.blobs} blobs of "
         f"{human(figures.stored)}, pages {record.pages}"
     )
-    yield f"pause = {stopped(record.timing)} s"
+    yield f"pause = {measure_stopped(record.timing)} s"
     for step in record.timing:
         yield f"{step.start:9.3f} {step.seconds:9.3f}  {step.name} {step.note}".rstrip()
 
@@ -149,15 +149,15 @@ def _record(record: Manifest) -> Iterator[str]:
 def _container_of(what: InStore) -> str:
     """The ID of the container that a checkpoint is of; empty where it cannot be told."""
     try:
-        with kept.held(what) as (_, found):
+        with kept.hold_artifact(what) as (_, found):
             return found.artifact.annotations.get("io.gpusnap.container.id", "")
-    except Exception:  # as `_safely`: the part about the checkpoint says it
+    except Exception:  # as `_collect_lines`: the part about the checkpoint says it
         return ""
 
 
 def _container(container: str) -> Iterator[str]:
     """What Podman says of it, and, where it runs, what would prevent a checkpoint."""
-    found = podman.container(container)
+    found = podman.inspect_container(container)
     yield f"{found.name} {found.id}, {found.status}, runtime {found.runtime}"
     if found.status == "running":
         yield from map(_check, of_container.checks(subject.find(found.id), find_driver()))
@@ -165,7 +165,7 @@ def _container(container: str) -> Iterator[str]:
 
 def _logs(container: str) -> Iterator[str]:
     """The ends of CRIU's logs, where Podman still has the container."""
-    folder = os.path.dirname(podman.container(container).checkpoint_path)
+    folder = os.path.dirname(podman.inspect_container(container).checkpoint_path)
     for name in _LOGS:
         yield f"-- {name}"
         yield from _tail(os.path.join(folder, name))

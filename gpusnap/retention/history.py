@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.list import Row, blobs_of, listing
-from gpusnap.checkpoints.statistics import stopped
+from gpusnap.checkpoints.statistics import measure_stopped
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.store import Store
@@ -64,7 +64,7 @@ def _moment(store: Store, row: Row, seen: set[str]) -> Moment:
         found = kept.load(store.find(row.digest).descriptor, store.layout)
         blobs = blobs_of(store, found.root)
         if found.record is not None:
-            pause = stopped(found.record.timing)
+            pause = measure_stopped(found.record.timing)
             driver = f"{found.record.host.vendor} {found.record.host.driver_version}"
     except (OciError, ManifestError, Damaged) as error:
         fault = str(error)

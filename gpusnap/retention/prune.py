@@ -21,7 +21,7 @@ from gpusnap.checkpoints.list import Row, listing
 from gpusnap.checkpoints.names import container_name, is_time
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere
-from gpusnap.oci.store.referrers import below
+from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import moment
 from gpusnap.retention.rules import Candidate, Rules, decide
@@ -59,11 +59,11 @@ def prune(
     names: patterns; see `is_of`. Of each container by itself, those that are looked at count, no others.
     Raises LayoutError, StoreBusy, DiskFull, DiskError.
     """
-    verdicts = plan(_rows(store), rules, names)
+    verdicts = plan_prune(_rows(store), rules, names)
     if dry_run:
-        held = store.held()
+        held = store.list_held()
         return tuple(_in_use(each) if each.goes and each.digest in held else each for each in verdicts)
-    return tuple(_removed(store, each) if each.goes else each for each in verdicts)
+    return tuple(_remove_checkpoint(store, each) if each.goes else each for each in verdicts)
 
 
 def _rows(store: Store) -> tuple[Row, ...]:
@@ -75,7 +75,7 @@ def _rows(store: Store) -> tuple[Row, ...]:
     return tuple(row for row in rows if row.digest in left)
 
 
-def plan(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[Verdict, ...]:
+def plan_prune(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[Verdict, ...]:
     """What the rules say of the rows of a store; nothing is removed."""
     latest = datetime.now(UTC) + _CLOCKS
     groups: dict[str, list[Row]] = {}
@@ -84,7 +84,7 @@ def plan(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[
             groups.setdefault(container_of(row), []).append(row)
     found: list[Verdict] = []
     for container, members in sorted(groups.items()):
-        protected = {row.digest: _protected(row, names) for row in members}
+        protected = {row.digest: _explain_protected(row, names) for row in members}
         candidates: list[Candidate] = []
         uncounted: dict[str, tuple[str, ...]] = {}
         for row in members:
@@ -138,7 +138,7 @@ def is_of(row: Row, names: Sequence[str]) -> bool:
     return not names or any(fnmatch.fnmatchcase(name, pattern) for name in own for pattern in names)
 
 
-def _protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
+def _explain_protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
     """Why a row stays whatever the rules say: its container may run on another host, or somebody named it.
 
     Such a name is neither NAME or NAME:TIME of its container, nor of a pattern. A pattern without a colon
@@ -157,11 +157,11 @@ def _protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
     return (*reasons, *(f"has the name {name}" for name in row.names if not belongs(name)))
 
 
-def _removed(store: Store, verdict: Verdict) -> Verdict:
+def _remove_checkpoint(store: Store, verdict: Verdict) -> Verdict:
     """Take it and what refers to it out of the index, unless somebody reads it or has named it meanwhile."""
     if not store.remove_unused(verdict.digest, verdict.names):
         return _in_use(verdict)
-    for each in below([entry.descriptor for entry in store.entries()], store.read, verdict.digest):
+    for each in list_referring([entry.descriptor for entry in store.entries()], store.read, verdict.digest):
         with suppress(NotThere):
             store.remove(each.digest)
     return verdict

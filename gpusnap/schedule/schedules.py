@@ -225,7 +225,7 @@ def remove(container: str, *, run: Run = ask) -> list[str]:
     return there
 
 
-def listed(*, run: Run = ask) -> Iterator[Found]:
+def list_schedules(*, run: Run = ask) -> Iterator[Found]:
     """All schedules of this host. Raises GpusnapError."""
     try:
         names = sorted(os.listdir(FOLDER))

@@ -92,7 +92,7 @@ def _defer(cls: type, options: Mapping[str, bool]) -> type:
     given |= {"__hash__": written.get("__hash__"), _WRITTEN: fields}
     given |= {"__slots__": tuple(name for name in cls.__annotations__ if name not in inherited)}
     given |= {"__match_args__": tuple(name for name, (_, named) in fields.items() if not named)}
-    given |= _frozen(tuple(fields)) if frozen else {}
+    given |= _make_frozen_methods(tuple(fields)) if frozen else {}
     given |= {name: stub(name) for name in stubs}
     given |= {name: _Deferred(complete, name) for name in (_FIELDS, _PARAMS)}
     new = type(cls)(cls.__name__, cls.__bases__, given)
@@ -142,7 +142,7 @@ class _Deferred:
         return getattr(owner, self._name)
 
 
-def _frozen(names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
+def _make_frozen_methods(names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
     """What refuses a change, and what copies and pickles an instance all the same."""
 
     def refuse_to_set(self: object, name: str, value: object) -> None:

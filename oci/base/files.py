@@ -155,7 +155,7 @@ def new_file(folder: int) -> Iterator[tuple[int, str]]:
 
 
 @contextmanager
-def unnamed_file(folder: int) -> Iterator[tuple[int, Callable[[str], None]]]:
+def create_unnamed_file(folder: int) -> Iterator[tuple[int, Callable[[str], None]]]:
     """A new file in a folder: its descriptor, and what gives it a name there that nothing has.
 
     Nothing is left of it without that, even where whoever writes it is killed (open(2), O_TMPFILE); only
@@ -190,7 +190,7 @@ def _name_unnamed(descriptor: int, name: str, folder: int) -> None:
             name_new(unfinished, name, folder)
 
 
-def all_written(descriptor: int, data: bytes | bytearray | memoryview) -> None:
+def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:
     """Write all of `data`: one write(2) takes at most 2 GiB, and less where a disk fills up."""
     with memoryview(data) as view, view.cast("B") as rest:
         done = 0
@@ -240,7 +240,7 @@ def replace(name: str, data: bytes, folder: int, *, sync: bool = True) -> None:
     Durably, unless `sync` is false. Raises OSError.
     """
     with new_file(folder) as (descriptor, unfinished):
-        all_written(descriptor, data)
+        write_all(descriptor, data)
         if sync:
             os.fsync(descriptor)
         os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)

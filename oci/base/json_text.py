@@ -17,7 +17,9 @@ def parse_json(data: str | bytes | bytearray) -> Any:
     for NaN and Infinity, for a number beyond a double, and where it is nested too deeply.
     """
     try:
-        return json.loads(data, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_finite)
+        return json.loads(
+            data, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_parse_float
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -36,7 +38,7 @@ def _no_number(word: str) -> float:
     raise ValueError(f"{word} is no number")
 
 
-def _finite(word: str) -> float:
+def _parse_float(word: str) -> float:
     number = float(word)
     if not math.isfinite(number):
         raise ValueError(f"{word[:40]} is too large a number")

@@ -1,7 +1,7 @@
 """Locks between processes and threads: flock(2) on a file or a folder, let go of when its owner dies.
 
 Each call opens the file anew, so two threads exclude one another as two processes do. A file that may be
-removed while somebody waits for its lock has to be looked at again once the lock is had: `stands`.
+removed while somebody waits for its lock has to be looked at again once the lock is had: `is_still_there`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
 @contextmanager
-def exclusive(path: str, *, patience: float, what: str) -> Iterator[None]:
+def lock_exclusively(path: str, *, patience: float, what: str) -> Iterator[None]:
     """Have the lock of the file `path`, made where it is missing, for `what`.
 
     Raises StoreBusy where it is not had within `patience` seconds, OSError where it cannot be opened.
@@ -50,7 +50,7 @@ def try_exclusive(descriptor: int) -> bool:
     return True
 
 
-def stands(descriptor: int, path: str) -> bool:
+def is_still_there(descriptor: int, path: str) -> bool:
     """Whether that open file or folder is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))

@@ -74,7 +74,7 @@ class Crew:
         return None if isinstance(self._error, _Stopped) else self._error
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether a worker failed, or they were told to end."""
         return self._error is not None
 
@@ -125,7 +125,7 @@ class Crew:
                 self._error = error
 
 
-def for_each(
+def run_for_each(
     items: Iterable[T],
     do: Callable[[T], None],
     *,

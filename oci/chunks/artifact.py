@@ -46,8 +46,8 @@ from gpusnap.oci.layout.documents import (
     Index,
     Manifest,
     empty_descriptor,
+    encode_document,
     parse_document,
-    written_document,
 )
 from gpusnap.oci.layout.image_marks import engine_of
 from gpusnap.oci.layout.layout import Layout
@@ -135,9 +135,9 @@ def write(layout: Layout, artifact: Artifact) -> Descriptor:
     """
     _check_types(artifact)
     notes = {key: value for key, value in sorted(artifact.annotations.items()) if key != PARTS}
-    chunks = _once(artifact.chunks)
-    first = [_titled(each) for each in (artifact.records, artifact.rootfs) if each is not None]
-    first += _once(artifact.carried)
+    chunks = _drop_repeated(artifact.chunks)
+    first = [_add_title(each) for each in (artifact.records, artifact.rootfs) if each is not None]
+    first += _drop_repeated(artifact.carried)
     # manifest.md: a manifest has at least one layer, and the empty one stands for none.
     whole = Manifest(artifact.config, (*first, *chunks) or (empty_descriptor(),), CHECKPOINT, None, notes)
     if EMPTY in (artifact.config.media_type, whole.layers[0].media_type):
@@ -147,8 +147,8 @@ def write(layout: Layout, artifact: Artifact) -> Descriptor:
     layout.add_blob(EMPTY_BLOB)
     parts = _parts(artifact.config, first, chunks)
     documents = tuple(layout.add_manifest(each) for each in parts)
-    index = Index(documents, CHECKPOINT, _counted(notes, len(parts)))
-    content = written_document(index.to_json())
+    index = Index(documents, CHECKPOINT, _add_count(notes, len(parts)))
+    content = encode_document(index.to_json())
     if len(content) > LARGEST_DOCUMENT or len(parts) > MOST_MANIFESTS:
         raise LayoutError(
             f"a checkpoint of {len(chunks)} chunks needs {len(parts)} manifests and an index of "
@@ -168,24 +168,24 @@ def read(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact:
     if root.media_type == MANIFEST:
         manifest = _manifest(root, read)
         if not _is_checkpoint(manifest):
-            raise _other(root, manifest)
+            raise _describe_other_artifact(root, manifest)
         if PARTS in manifest.annotations:
             raise LayoutError(
                 f"{root.digest} is one of {manifest.annotations[PARTS][:20]} manifests of a checkpoint; take "
                 "the index that names them all"
             )
-        return _assembled(root, manifest, (), manifest.annotations, (root,))
+        return _assemble(root, manifest, (), manifest.annotations, (root,))
     if root.media_type != INDEX:
         raise NotACheckpoint(f"{root.digest} is no checkpoint of gpusnap, but a {root.media_type}")
-    return _of_index(root, read)
+    return _read_index(root, read)
 
 
-def _of_index(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact:
+def _read_index(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact:
     what = f"the index {root.digest}"
     index = Index.from_json(parse_document(read(root), what))
     if index.artifact_type not in ("", CHECKPOINT):
         raise NotACheckpoint(f"{root.digest} is no checkpoint of gpusnap, but a {index.artifact_type}")
-    named = _once(each for each in index.manifests if each.media_type == MANIFEST)
+    named = _drop_repeated(each for each in index.manifests if each.media_type == MANIFEST)
     if len(named) > MOST_MANIFESTS:
         raise LayoutError(f"{what} names {len(named)} manifests, and {MOST_MANIFESTS} are allowed")
     main: list[tuple[Descriptor, Manifest]] = []
@@ -210,10 +210,10 @@ def _of_index(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact
             )
     documents = (root, main[0][0], *(each for each, _ in more))
     notes = {key: value for key, value in index.annotations.items() if key != PARTS}
-    return _assembled(root, main[0][1], [manifest for _, manifest in more], notes, documents)
+    return _assemble(root, main[0][1], [manifest for _, manifest in more], notes, documents)
 
 
-def _assembled(
+def _assemble(
     root: Descriptor,
     main: Manifest,
     more: Sequence[Manifest],
@@ -222,7 +222,9 @@ def _assembled(
 ) -> Artifact:
     what = f"the checkpoint {root.digest}"
     known = (*TITLES, BLOB, *MEDIA_TYPES.values())
-    layers = _once(layer for part in (main, *more) for layer in part.layers if layer.media_type in known)
+    layers = _drop_repeated(
+        layer for part in (main, *more) for layer in part.layers if layer.media_type in known
+    )
     if main.config.media_type not in (CONFIG, EMPTY):
         raise LayoutError(f"{what} has a config of an unknown kind, {main.config.media_type}")
     if any(each.media_type in (*TITLES, BLOB) for part in more for each in part.layers):
@@ -256,7 +258,7 @@ def _is_checkpoint(manifest: Manifest) -> bool:
     return (manifest.artifact_type or manifest.config.media_type) in (CHECKPOINT, CONFIG)
 
 
-def _other(root: Descriptor, manifest: Manifest) -> NotACheckpoint:
+def _describe_other_artifact(root: Descriptor, manifest: Manifest) -> NotACheckpoint:
     """The error for the manifest of something else."""
     engine = engine_of(manifest)
     if engine is None:
@@ -270,7 +272,7 @@ def _other(root: Descriptor, manifest: Manifest) -> NotACheckpoint:
     )
 
 
-def _once(named: Iterable[Descriptor]) -> tuple[Descriptor, ...]:
+def _drop_repeated(named: Iterable[Descriptor]) -> tuple[Descriptor, ...]:
     """Each blob once. Raises LayoutError for one that is described in two ways."""
     found: dict[str, Descriptor] = {}
     for each in named:
@@ -296,7 +298,7 @@ def _check_types(artifact: Artifact) -> None:
             raise LayoutError(f"the {what} {part.digest} is a {part.media_type}, not a {' or '.join(types)}")
 
 
-def _titled(layer: Descriptor) -> Descriptor:
+def _add_title(layer: Descriptor) -> Descriptor:
     notes = {**layer.annotations, TITLE: TITLES[layer.media_type]}
     return dataclasses.replace(layer, annotations=dict(sorted(notes.items())))
 
@@ -305,19 +307,19 @@ def _top(document: Descriptor, notes: Mapping[str, str]) -> Descriptor:
     return dataclasses.replace(document, annotations=notes)
 
 
-def _counted(notes: Mapping[str, str], parts: int) -> dict[str, str]:
+def _add_count(notes: Mapping[str, str], parts: int) -> dict[str, str]:
     return dict(sorted({**notes, PARTS: str(parts)}.items()))
 
 
 def _parts(config: Descriptor, first: Sequence[Descriptor], chunks: Sequence[Descriptor]) -> list[Manifest]:
     """The manifests of an artifact that is too large for one, each as full as it may be."""
     # With a count of manifests that is as long as any.
-    main = Manifest(config, tuple(first), CHECKPOINT, None, _counted({}, MOST_MANIFESTS))
+    main = Manifest(config, tuple(first), CHECKPOINT, None, _add_count({}, MOST_MANIFESTS))
     room = LARGEST_DOCUMENT - _size(main)
     further = LARGEST_DOCUMENT - _size(Manifest(empty_descriptor(), (), CHUNKS))
     filled: list[list[Descriptor]] = [[]]
     for chunk in chunks:
-        need = len(written_document(chunk.to_json())) + 1
+        need = len(encode_document(chunk.to_json())) + 1
         if need > room:
             if need > further:
                 raise LayoutError(f"the annotations of the chunk {chunk.digest} are too large for a manifest")
@@ -325,11 +327,11 @@ def _parts(config: Descriptor, first: Sequence[Descriptor], chunks: Sequence[Des
             room = further
         filled[-1].append(chunk)
         room -= need
-    main = Manifest(config, (*first, *filled[0]), CHECKPOINT, None, _counted({}, len(filled)))
+    main = Manifest(config, (*first, *filled[0]), CHECKPOINT, None, _add_count({}, len(filled)))
     if _size(main) > LARGEST_DOCUMENT:
         raise LayoutError("the annotations of the layers of a checkpoint are too large for a manifest")
     return [main, *(Manifest(empty_descriptor(), tuple(each), CHUNKS) for each in filled[1:])]
 
 
 def _size(manifest: Manifest) -> int:
-    return len(written_document(manifest.to_json()))
+    return len(encode_document(manifest.to_json()))

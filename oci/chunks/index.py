@@ -27,7 +27,7 @@ from gpusnap.oci.base.errors import DigestError, disk_error
 from gpusnap.oci.base.files import open_folder, read_regular, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks.table import Encoding, Table
-from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.digests import PREFIX, get_hex
 from gpusnap.oci.layout.layout import Layout
 
 # 1 TiB in chunks of 8 MiB, and a file of about 28 MiB.
@@ -50,7 +50,7 @@ class Place:
     modified: int
     """st_mtime_ns"""
 
-    def right(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether its blob is still the file that it was."""
         found = _file(self.layout, self.blob)
         return found is not None and (found.st_size, found.st_ino, found.st_mtime_ns) == (
@@ -75,7 +75,7 @@ class Known:
         """Where the chunk of that plain digest is; None, and forgotten, where its blob is no longer right."""
         with self._lock:
             place = self._places.get(plain)
-        if place is not None and not place.right():
+        if place is not None and not place.is_unchanged():
             self.forget(plain)
             return None
         return place
@@ -96,7 +96,7 @@ class Known:
     def prune(self) -> int:
         """Forget the chunks whose blobs are no longer there or no longer right; how many these were."""
         with self._lock:
-            gone = [plain for plain, place in self._places.items() if not place.right()]
+            gone = [plain for plain, place in self._places.items() if not place.is_unchanged()]
             for plain in gone:
                 del self._places[plain]
         return len(gone)
@@ -124,7 +124,7 @@ class Known:
     def save(self) -> None:
         """Write the index, atomically. Raises DiskFull, DiskError."""
         with self._lock:
-            content = _written(self._places)
+            content = _encode_places(self._places)
         folder, name = os.path.split(self.path)
         try:
             descriptor = open_folder(folder)
@@ -139,19 +139,19 @@ class Known:
 def _file(layout: str, blob: str) -> os.stat_result | None:
     """The file of a blob; None where there is none, or something else has its name."""
     try:
-        found = os.stat(os.path.join(layout, "blobs", "sha256", encoded(blob)), follow_symlinks=False)
+        found = os.stat(os.path.join(layout, "blobs", "sha256", get_hex(blob)), follow_symlinks=False)
     except OSError:
         return None
     return found if stat.S_ISREG(found.st_mode) else None
 
 
-def _written(places: dict[str, Place]) -> bytes:
+def _encode_places(places: dict[str, Place]) -> bytes:
     layouts: dict[str, int] = {}
     rows = {}
     for plain, place in places.items():
         at = layouts.setdefault(place.layout, len(layouts))
         file = [place.inode, place.modified]
-        rows[encoded(plain)] = [at, place.stored, place.encoding, encoded(place.blob), *file]
+        rows[get_hex(plain)] = [at, place.stored, place.encoding, get_hex(place.blob), *file]
     value = {"version": _VERSION, "layouts": list(layouts), "chunks": rows}
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
@@ -164,12 +164,12 @@ def _read(path: str) -> dict[str, Place]:
             value = parse_json(read_regular(name, descriptor, limit=_LARGEST_FILE))
         finally:
             os.close(descriptor)
-        return _parsed(value)
+        return _parse_places(value)
     except (OSError, ValueError, RecursionError, DigestError):
         return {}
 
 
-def _parsed(value: object) -> dict[str, Place]:
+def _parse_places(value: object) -> dict[str, Place]:
     """The entries of an index. Raises ValueError, DigestError for one that is broken."""
     match value:
         case {"version": 3, "layouts": list(layouts), "chunks": dict(rows)} if len(rows) <= MOST_ENTRIES:
@@ -190,6 +190,6 @@ def _place(row: object, layouts: list[object]) -> Place:
         ] if 0 <= at < len(layouts):
             layout = layouts[at]
             if isinstance(layout, str) and layout.startswith("/") and "\0" not in layout:
-                encoded(PREFIX + blob)
+                get_hex(PREFIX + blob)
                 return Place(PREFIX + blob, stored, encoding, layout, inode, modified)
     raise ValueError("an entry of it is broken")

@@ -37,7 +37,7 @@ from gpusnap.oci.base.files import ask_for
 from gpusnap.oci.base.threads import Crew, Shared
 from gpusnap.oci.chunks import planes
 from gpusnap.oci.chunks.buffers import Memory, Target
-from gpusnap.oci.chunks.table import CHUNK_SIZE, LARGE_CHUNK, Chunk, Table, validated
+from gpusnap.oci.chunks.table import CHUNK_SIZE, LARGE_CHUNK, Chunk, Table, make_table
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import OCTETS, Descriptor
@@ -167,7 +167,7 @@ class Reading:
         behind: Begun | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._tables = [validated(table.size, table.chunks) for table in tables]
+        self._tables = [make_table(table.size, table.chunks) for table in tables]
         self._layout = layout
         self._targets = self._checked(targets) if targets is not None else None
         self._later, self._unsure = later, deque[_Part]()
@@ -224,7 +224,7 @@ class Reading:
     def begun(self) -> bool:
         """Whether a worker has begun with the last chunk, or none will ever do."""
         with self._changed:
-            return self._unread.next() is None or self._crew.over
+            return self._unread.next() is None or self._crew.is_over
 
     def hurry(self, at: int, offset: int) -> None:
         """Somebody waits for that place of a table: it, and what lies behind it, is read next."""

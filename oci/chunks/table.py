@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ChunkError, DigestError
-from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.digests import PREFIX, get_hex
 from gpusnap.oci.layout.documents import Descriptor
 
 Encoding: TypeAlias = Literal["plain", "zstd", "planes"]
@@ -57,7 +57,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A region of `size` bytes as its chunks, in order. `validated` and `from_json` make checked ones."""
+    """A region of `size` bytes as its chunks, in order. `make_table` and `from_json` make checked ones."""
 
     size: int
     chunks: tuple[Chunk, ...]
@@ -89,7 +89,7 @@ class Progress:
     written: int = 0
 
 
-def validated(size: int, chunks: Sequence[Chunk]) -> Table:
+def make_table(size: int, chunks: Sequence[Chunk]) -> Table:
     """A table whose every number was checked. Raises ChunkError, which names the chunk."""
     if not 0 <= size <= LARGEST_REGION:
         raise ChunkError(f"a region of {size} bytes cannot be")
@@ -116,7 +116,7 @@ def from_json(value: object) -> Table:
     size, rows = value.get("size"), value.get("chunks")
     if type(size) is not int or not isinstance(rows, list) or len(rows) > MOST_CHUNKS:
         raise ChunkError(f"a table of chunks needs a size, and a list of at most {MOST_CHUNKS} chunks")
-    return validated(size, [_chunk(at, row) for at, row in enumerate(rows)])
+    return make_table(size, [_chunk(at, row) for at, row in enumerate(rows)])
 
 
 def descriptors(tables: Sequence[Table]) -> tuple[Descriptor, ...]:
@@ -140,8 +140,8 @@ def _fault(chunk: Chunk, begin: int, end: int) -> str:
     if not 0 < chunk.stored <= chunk.size:
         return f"of {chunk.size} bytes has a blob of {chunk.stored} bytes"
     try:
-        encoded(chunk.plain)
-        encoded(chunk.blob)
+        get_hex(chunk.plain)
+        get_hex(chunk.blob)
     except DigestError as error:
         return f"has a digest that is none: {error}"
     if chunk.encoding == "plain":
@@ -151,11 +151,11 @@ def _fault(chunk: Chunk, begin: int, end: int) -> str:
 
 
 def _row(chunk: Chunk) -> list[object]:
-    row: list[object] = [chunk.offset, chunk.size, encoded(chunk.plain)]
+    row: list[object] = [chunk.offset, chunk.size, get_hex(chunk.plain)]
     if chunk.encoding == "plain":
         return row
     named = ["planes"] if chunk.encoding == "planes" else []
-    return [*row, chunk.stored, encoded(chunk.blob), *named]
+    return [*row, chunk.stored, get_hex(chunk.blob), *named]
 
 
 def _chunk(at: int, row: object) -> Chunk:

@@ -13,7 +13,7 @@ import zstandard
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError, reason
-from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks import planes
 from gpusnap.oci.chunks.table import LARGE_CHUNK, Table
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor
@@ -148,7 +148,7 @@ def verify(
             if progress is not None:
                 progress(done)
 
-    for_each(blobs, check, threads=max(1, min(threads, len(blobs))))
+    run_for_each(blobs, check, threads=max(1, min(threads, len(blobs))))
     return tuple(sorted(faults, key=lambda fault: (fault.descriptor.digest, fault.descriptor.size)))
 
 

@@ -32,7 +32,7 @@ from gpusnap.oci.chunks.table import (
     Encoding,
     Progress,
     Table,
-    validated,
+    make_table,
 )
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Descriptor
@@ -96,7 +96,7 @@ def write(
     if not 0 <= level <= HIGHEST_LEVEL:
         raise ChunkError(f"zstd level {level} is not one from 0 to {HIGHEST_LEVEL}", code="GPS-111")
     for source in sources:
-        validated(source.size, ())
+        make_table(source.size, ())
     need = worker_memory(chunk_size, level)
     if ceiling < need:
         raise CeilingError(
@@ -220,7 +220,7 @@ class _Writing:
         """What was written."""
         found = zip(self._sources, self._chunks, strict=True)
         in_order = [(source.size, sorted(chunks, key=lambda chunk: chunk.offset)) for source, chunks in found]
-        return tuple(validated(size, chunks) for size, chunks in in_order)
+        return tuple(make_table(size, chunks) for size, chunks in in_order)
 
     def work(self) -> None:
         """What each worker does."""

@@ -12,8 +12,8 @@ import tempfile
 from contextlib import suppress
 
 from gpusnap.oci.base.errors import ArchiveError, BlobError, DigestError, LayoutError, NotACheckpoint, reason
-from gpusnap.oci.base.files import all_written, open_named
-from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.base.files import open_named, write_all
+from gpusnap.oci.layout.digests import PREFIX, get_hex
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Index, parse_document
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import entries
@@ -97,15 +97,15 @@ class LayoutArchive(Layout):
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
         """As Layout.open_blob: a copy of the blob, in memory or in a file without a name in TMPDIR."""
         at, left = self.place(digest, size)
-        with self._writing(left, "a copy of a blob"):
+        with self._explain_write_errors(left, "a copy of a blob"):
             file = _new_file(left)
         try:
             while left:
                 piece = self.read_at(at, min(left, _PIECE))
                 if not piece:
                     raise BlobError(f"the blob {digest} in {self.path} ends before its end")
-                with self._writing(left, "a copy of a blob"):
-                    all_written(file.fileno(), piece)
+                with self._explain_write_errors(left, "a copy of a blob"):
+                    write_all(file.fileno(), piece)
                 at += len(piece)
                 left -= len(piece)
             file.seek(0)
@@ -135,7 +135,7 @@ class LayoutArchive(Layout):
             elif entry.name.startswith(_BLOBS):
                 digest = PREFIX + entry.name.removeprefix(_BLOBS)
                 with suppress(DigestError):
-                    encoded(digest)
+                    get_hex(digest)
                     self._places.setdefault(digest, (self._file.tell(), entry.info.size))
         if index is None:
             raise LayoutError(f"{self.path} is no image layout: it has no {_INDEX}")

@@ -7,8 +7,8 @@ import tarfile
 from collections.abc import Callable, Sequence
 
 from gpusnap.oci.base.errors import BlobError
-from gpusnap.oci.layout.digests import PREFIX, encoded
-from gpusnap.oci.layout.documents import Descriptor, Index, written_document
+from gpusnap.oci.layout.digests import PREFIX, get_hex
+from gpusnap.oci.layout.documents import Descriptor, Index, encode_document
 from gpusnap.oci.layout.graph import walk
 from gpusnap.oci.layout.layout import VERSION, Layout, read_piece
 from gpusnap.oci.tar import headers as tar
@@ -33,16 +33,16 @@ def write_archive(
         for each, _ in walk(root, layout.read_blob):
             blobs.setdefault(each.digest, each)
     whole, done = sum(each.size for each in blobs.values()), 0
-    index = written_document(Index(tuple(roots)).to_json())
+    index = encode_document(Index(tuple(roots)).to_json())
     with Writer(path) as writer:
         # First, so that a reader sees by the first entry what it is.
         for name, data in (
-            ("oci-layout", written_document({"imageLayoutVersion": VERSION})),
+            ("oci-layout", encode_document({"imageLayoutVersion": VERSION})),
             ("index.json", index),
         ):
             writer.append(_header(name, len(data)) + data + tar.padding(len(data)))
         for each in blobs.values():
-            writer.append(_header(f"blobs/sha256/{encoded(each.digest)}", each.size))
+            writer.append(_header(f"blobs/sha256/{get_hex(each.digest)}", each.size))
             hashed = hashlib.sha256()
             with layout.open_blob(each.digest, each.size) as file:
                 while piece := read_piece(file):

@@ -30,7 +30,7 @@ def check_digest(text: object) -> str:
     return text
 
 
-def encoded(digest: str) -> str:
+def get_hex(digest: str) -> str:
     """The hex digits of a sha256 digest, which name its blob. Raises DigestError for any other."""
     if not _SHA256.fullmatch(digest):
         raise DigestError(f"{digest[:80]!r} is no sha256 digest")

@@ -44,7 +44,7 @@ class Descriptor:
     def to_json(self) -> dict[str, object]:
         """The descriptor as the spec writes it."""
         value: dict[str, object] = {"mediaType": self.media_type, "digest": self.digest, "size": self.size}
-        return value | _optional(self.artifact_type, self.annotations)
+        return value | _encode_optional(self.artifact_type, self.annotations)
 
     @classmethod
     def from_json(cls, value: object, what: str = "the descriptor") -> Descriptor:
@@ -74,7 +74,7 @@ class Manifest:
     def to_json(self) -> dict[str, object]:
         """The manifest as the spec writes it."""
         value: dict[str, object] = {"schemaVersion": 2, "mediaType": MANIFEST}
-        value |= _optional(self.artifact_type, self.annotations)
+        value |= _encode_optional(self.artifact_type, self.annotations)
         value |= {"config": self.config.to_json(), "layers": [each.to_json() for each in self.layers]}
         return value if self.subject is None else value | {"subject": self.subject.to_json()}
 
@@ -105,7 +105,7 @@ class Index:
         """The index as the spec writes it."""
         value: dict[str, object] = {"schemaVersion": 2, "mediaType": INDEX}
         value |= {"manifests": [each.to_json() for each in self.manifests]}
-        return value | _optional(self.artifact_type, self.annotations)
+        return value | _encode_optional(self.artifact_type, self.annotations)
 
     @classmethod
     def from_json(cls, value: object) -> Index:
@@ -116,7 +116,7 @@ class Index:
         return cls(found, _artifact_type(fields, what), _annotations(fields, what))
 
 
-def written_document(value: Mapping[str, object]) -> bytes:
+def encode_document(value: Mapping[str, object]) -> bytes:
     """A document as bytes, the same ones for the same content."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
@@ -177,6 +177,6 @@ def _annotations(fields: Mapping[str, object], what: str) -> Mapping[str, str]:
     return found
 
 
-def _optional(artifact_type: str, annotations: Mapping[str, str]) -> dict[str, object]:
+def _encode_optional(artifact_type: str, annotations: Mapping[str, str]) -> dict[str, object]:
     value: dict[str, object] = {"artifactType": artifact_type} if artifact_type else {}
     return value | ({"annotations": dict(annotations)} if annotations else {})

@@ -33,8 +33,8 @@ def children(descriptor: Descriptor, content: bytes) -> tuple[Descriptor, ...]:
     if not isinstance(value, dict):
         raise LayoutError(f"{what} is no JSON object")
     if descriptor.media_type in INDEXES:
-        return _all(value.get("manifests"), f"the manifests of {what}")
-    found = _all(value.get("layers"), f"the layers of {what}")
+        return _parse_all(value.get("manifests"), f"the manifests of {what}")
+    found = _parse_all(value.get("layers"), f"the layers of {what}")
     return (Descriptor.from_json(value.get("config"), f"the config of {what}"), *found)
 
 
@@ -76,7 +76,7 @@ def _walk(
     yield at, content
 
 
-def _all(value: object, what: str) -> tuple[Descriptor, ...]:
+def _parse_all(value: object, what: str) -> tuple[Descriptor, ...]:
     if not isinstance(value, list):
         raise LayoutError(f"{what} are no list")
     return tuple(Descriptor.from_json(each, f"{what}, {at},") for at, each in enumerate(value))

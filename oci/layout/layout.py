@@ -37,15 +37,15 @@ from typing import IO
 from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, disk_error, reason
 from gpusnap.oci.base.files import (
     UNFINISHED,
-    all_written,
     new_file,
     open_folder,
     open_regular,
     read_regular,
     replace,
     sync_folder,
+    write_all,
 )
-from gpusnap.oci.layout.digests import digest_of, encoded
+from gpusnap.oci.layout.digests import digest_of, get_hex
 from gpusnap.oci.layout.documents import (
     DOCUMENT_LIMIT,
     MANIFEST,
@@ -53,8 +53,8 @@ from gpusnap.oci.layout.documents import (
     Descriptor,
     Index,
     Manifest,
+    encode_document,
     parse_document,
-    written_document,
 )
 from gpusnap.oci.layout.partial_blob import Incoming
 from gpusnap.oci.layout.unsynced import Unsynced
@@ -79,9 +79,9 @@ class Layout:
 
     def create(self) -> Layout:
         """Make the folders and `oci-layout`; what is there stays. Raises DiskError, LayoutError."""
-        content = written_document({"imageLayoutVersion": VERSION})
+        content = encode_document({"imageLayoutVersion": VERSION})
         try:
-            for folder in (self.path, self._inner("blobs"), self._inner("blobs", "sha256")):
+            for folder in (self.path, self._join_path("blobs"), self._join_path("blobs", "sha256")):
                 os.makedirs(folder, mode=0o700, exist_ok=True)
             with self._root() as root:
                 try:
@@ -103,16 +103,16 @@ class Layout:
 
     def has_blob(self, digest: str, size: int) -> bool:
         """Whether that blob is there, as a plain file of that size. Raises DigestError."""
-        name = encoded(digest)
+        name = get_hex(digest)
         try:
             with self._blobs() as folder:
                 return _has(name, size, folder)
         except (LayoutError, OSError):
             return False
 
-    def lacks(self, wanted: Iterable[Descriptor]) -> list[Descriptor]:
+    def list_missing(self, wanted: Iterable[Descriptor]) -> list[Descriptor]:
         """Those that `has_blob` says no of. Raises DigestError."""
-        names = [(encoded(each.digest), each) for each in wanted]
+        names = [(get_hex(each.digest), each) for each in wanted]
         try:
             with self._blobs() as folder:
                 return [each for name, each in names if not _is_there(name, each.size, folder)]
@@ -136,14 +136,14 @@ class Layout:
         if not isinstance(data, bytes | bytearray | memoryview):
             return self._add_file(data, media_type)
         digest = digest or digest_of(data)
-        name, size = encoded(digest), memoryview(data).nbytes
-        with self._blobs() as folder, self._writing(size):
+        name, size = get_hex(digest), memoryview(data).nbytes
+        with self._blobs() as folder, self._explain_write_errors(size):
             if anew or not _has(name, size, folder):
                 with new_file(folder) as (descriptor, unfinished):
-                    all_written(descriptor, data)
+                    write_all(descriptor, data)
                     self._keep(descriptor, unfinished, name, folder)
             else:
-                self._unsynced.found(name)
+                self._unsynced.note_existing(name)
         return Descriptor(media_type, digest, size)
 
     def link_blob(self, digest: str, size: int, source: Layout) -> None:
@@ -152,19 +152,19 @@ class Layout:
         Raises BlobError where the source lacks the blob, or has another size (a link) or content (a copy);
         DiskFull, DiskError, LayoutError.
         """
-        name = encoded(digest)
+        name = get_hex(digest)
         if source.path == self.path:
-            with self._writing(size):
+            with self._explain_write_errors(size):
                 source._unsynced.hand_over(name, self._unsynced)
-        with self._blobs() as folder, source._blobs() as origin, self._writing(size):
+        with self._blobs() as folder, source._blobs() as origin, self._explain_write_errors(size):
             if not _has(name, size, folder):
                 if not _has(name, size, origin):
                     raise BlobError(f"{source.path} does not have the blob {digest} of {size} bytes")
-                if not _linked(name, origin, folder):
+                if not _link_blob(name, origin, folder):
                     with source.open_blob(digest, size) as file:
                         self._add_file(file, expected=name)
                     return
-        self._unsynced.found(name)
+        self._unsynced.note_existing(name)
 
     def link_durable(self, wanted: Iterable[Descriptor], source: Layout) -> list[Descriptor]:
         """Link blobs that are known to be right and durable from another layout, in place of any here.
@@ -175,9 +175,9 @@ class Layout:
         left = []
         with self._blobs() as folder, source._blobs() as origin:
             for each in wanted:
-                name = encoded(each.digest)
-                with self._writing(each.size), suppress(BlobError):
-                    if _has(name, each.size, origin) and _linked(name, origin, folder):
+                name = get_hex(each.digest)
+                with self._explain_write_errors(each.size), suppress(BlobError):
+                    if _has(name, each.size, origin) and _link_blob(name, origin, folder):
                         continue
                 left.append(each)
         return left
@@ -189,24 +189,24 @@ class Layout:
         It takes the place of one that is there. Raises BlobError unless its size and digest are right, and
         whatever is raised within; nothing is left then. DiskFull, DiskError, LayoutError.
         """
-        name = encoded(wanted.digest)
+        name = get_hex(wanted.digest)
         with self._blobs() as folder, ExitStack() as stack:
-            with self._writing(wanted.size):
+            with self._explain_write_errors(wanted.size):
                 descriptor, unfinished = stack.enter_context(new_file(folder))
             incoming = Incoming(wanted, descriptor, self.path)
             yield incoming
             incoming.check()
-            with self._writing(wanted.size):
+            with self._explain_write_errors(wanted.size):
                 self._keep(descriptor, unfinished, name, folder)
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
         """A blob to read, unbuffered, its content not checked yet. Raises BlobError for another size."""
-        name = encoded(digest)
+        name = get_hex(digest)
         try:
             with self._blobs() as folder:
                 file, found = open_regular(name, folder)
         except (OSError, ValueError) as error:
-            raise BlobError(f"the blob {digest} cannot be read: {_why(error)}") from error
+            raise BlobError(f"the blob {digest} cannot be read: {_explain(error)}") from error
         if size is not None and found != size:
             file.close()
             raise BlobError(f"the blob {digest} has {found} bytes instead of {size}")
@@ -230,7 +230,7 @@ class Layout:
                 hashed.update(piece)
         if f"sha256:{hashed.hexdigest()}" != wanted.digest:
             raise BlobError(f"the blob {wanted.digest} holds something else than its digest says")
-        self._unsynced.found(encoded(wanted.digest))
+        self._unsynced.note_existing(get_hex(wanted.digest))
 
     def write_again(self, wanted: Descriptor) -> None:
         """Read a blob, compare it with its digest, and put what was read in its place, for `sync`.
@@ -255,10 +255,10 @@ class Layout:
 
     def write_index(self, index: Index) -> None:
         """Put index.json in its place, atomically and durably. Raises DiskFull, DiskError, LayoutError."""
-        content = written_document(index.to_json())
+        content = encode_document(index.to_json())
         if len(content) > DOCUMENT_LIMIT:
             raise LayoutError(f"the index of {self.path} would have {len(content)} bytes")
-        with self._writing(len(content), "the index"), self._root() as root:
+        with self._explain_write_errors(len(content), "the index"), self._root() as root:
             replace("index.json", content, root)
 
     def read_manifest(self, wanted: Descriptor) -> Manifest:
@@ -269,7 +269,7 @@ class Layout:
 
     def add_manifest(self, manifest: Manifest) -> Descriptor:
         """Write a manifest as a blob; its descriptor is for the index. Raises as add_blob does."""
-        content = written_document(manifest.to_json())
+        content = encode_document(manifest.to_json())
         if len(content) > DOCUMENT_LIMIT:
             raise LayoutError(
                 f"the manifest would have {len(content)} bytes, and {DOCUMENT_LIMIT} are allowed"
@@ -285,13 +285,13 @@ class Layout:
         Raises DiskError, also where an earlier fsync of one has failed; BlobError for one that has gone.
         """
         for name in names or ():
-            self._unsynced.found(name)
+            self._unsynced.note_existing(name)
         try:
-            self._unsynced.sync(self._opened, threads=threads, names=names)
+            self._unsynced.sync(self._open_file, threads=threads, names=names)
         except OSError as error:
             size = None
             with suppress(OSError):
-                size = os.stat(self._inner("blobs", "sha256", error.filename)).st_size
+                size = os.stat(self._join_path("blobs", "sha256", error.filename)).st_size
             raise disk_error(error, self.path, "a blob", size) from error
 
     def sync(self, *, threads: int = 8) -> None:
@@ -299,14 +299,14 @@ class Layout:
         self.sync_blobs(threads=threads)
         parent = os.path.dirname(self.path)
         try:
-            for folder in (self._inner("blobs", "sha256"), self._inner("blobs"), self.path, parent):
+            for folder in (self._join_path("blobs", "sha256"), self._join_path("blobs"), self.path, parent):
                 sync_folder(folder)
         except OSError as error:
             raise DiskError(f"{self.path} cannot be made durable: {reason(error)}") from error
 
-    def undurable(self) -> frozenset[str]:
+    def list_undurable(self) -> frozenset[str]:
         """The names of those blobs whose fsync has failed, and that were not written again."""
-        return self._unsynced.failed()
+        return self._unsynced.list_failed()
 
     def close(self) -> None:
         """Let go of what was written and is not durable: it is to be removed. May be called twice."""
@@ -319,7 +319,7 @@ class Layout:
 
     def prune(self, wanted: Iterable[str]) -> None:
         """Remove all blobs but those of these digests, and what killed writers left. Raises DiskError."""
-        names = {encoded(digest) for digest in wanted}
+        names = {get_hex(digest) for digest in wanted}
         try:
             with self._blobs() as folder:
                 for name in os.listdir(folder):
@@ -330,7 +330,7 @@ class Layout:
 
     # Within
 
-    def _inner(self, *names: str) -> str:
+    def _join_path(self, *names: str) -> str:
         return os.path.join(self.path, *names)
 
     @contextmanager
@@ -354,7 +354,7 @@ class Layout:
             os.close(folder)
 
     @contextmanager
-    def _writing(self, size: int, what: str = "a blob") -> Iterator[None]:
+    def _explain_write_errors(self, size: int, what: str = "a blob") -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -362,17 +362,21 @@ class Layout:
 
     def _add_file(self, file: IO[bytes], media_type: str = OCTETS, *, expected: str = "") -> Descriptor:
         hashed, size = hashlib.sha256(), 0
-        with self._blobs() as folder, self._writing(0), new_file(folder) as (descriptor, unfinished):
+        with (
+            self._blobs() as folder,
+            self._explain_write_errors(0),
+            new_file(folder) as (descriptor, unfinished),
+        ):
             while piece := read_piece(file):
                 hashed.update(piece)
                 size += len(piece)
-                with self._writing(size):
-                    all_written(descriptor, piece)
+                with self._explain_write_errors(size):
+                    write_all(descriptor, piece)
             name = hashed.hexdigest()
             if expected not in ("", name):
                 raise BlobError(f"the blob sha256:{expected} holds something else than its digest says")
             if _has(name, size, folder):
-                self._unsynced.found(name)
+                self._unsynced.note_existing(name)
             else:
                 self._keep(descriptor, unfinished, name, folder)
         return Descriptor(media_type, f"sha256:{name}", size)
@@ -380,11 +384,11 @@ class Layout:
     def _keep(self, descriptor: int, unfinished: str, name: str, folder: int) -> None:
         os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
         if self._lasting:
-            self._unsynced.wrote(name, descriptor)
+            self._unsynced.note_written(name, descriptor)
         else:
-            self._unsynced.found(name)
+            self._unsynced.note_existing(name)
 
-    def _opened(self, name: str) -> int:
+    def _open_file(self, name: str) -> int:
         with self.open_blob(f"sha256:{name}") as file:
             return os.dup(file.fileno())
 
@@ -393,15 +397,15 @@ class Layout:
             with self._root() as root:
                 data = read_regular(name, root, limit=limit)
         except (OSError, ValueError) as error:
-            raise LayoutError(f"{self._inner(name)} cannot be read: {_why(error)}") from error
-        return parse_document(data, self._inner(name))
+            raise LayoutError(f"{self._join_path(name)} cannot be read: {_explain(error)}") from error
+        return parse_document(data, self._join_path(name))
 
 
 # No link can be made: another file system, one without links, too many of them, or none allowed to this file.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EACCES}
 
 
-def _linked(name: str, origin: int, folder: int) -> bool:
+def _link_blob(name: str, origin: int, folder: int) -> bool:
     """Hard-link a blob into a folder, in place of one there; False where no link can be made."""
     unfinished = UNFINISHED + secrets.token_hex(8)
     try:
@@ -446,5 +450,5 @@ def read_piece(file: IO[bytes]) -> bytes:
         raise BlobError(f"the content of a blob cannot be read: {reason(error)}") from error
 
 
-def _why(error: OSError | ValueError) -> str:
+def _explain(error: OSError | ValueError) -> str:
     return reason(error) if isinstance(error, OSError) else str(error)

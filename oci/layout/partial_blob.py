@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from gpusnap.oci.base.errors import BlobError, disk_error
-from gpusnap.oci.base.files import all_written
+from gpusnap.oci.base.files import write_all
 from gpusnap.oci.layout.documents import Descriptor
 
 
@@ -25,7 +25,7 @@ class Incoming:
         if self.size + len(piece) > self.wanted.size:
             raise BlobError(f"the blob {self.wanted.digest} has more than its {self.wanted.size} bytes")
         try:
-            all_written(self._descriptor, piece)
+            write_all(self._descriptor, piece)
         except OSError as error:
             raise disk_error(error, self._path, "a blob", self.wanted.size) from error
         self._hashed.update(piece)

@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias
 
 from gpusnap.oci.base.errors import ArchiveError, reason
 from gpusnap.oci.base.files import open_named
-from gpusnap.oci.layout.documents import Descriptor, Manifest, written_document
+from gpusnap.oci.layout.documents import Descriptor, Manifest, encode_document
 from gpusnap.oci.layout.image_marks import CONFIG, CRI_O, CRIU, PODMAN, Format
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import entries
@@ -94,12 +94,14 @@ def write_image(
     if not annotations.get(wanted):
         raise ArchiveError(f"no image for {format} can be made without the annotation {wanted}")
     layer, plain = _add_layer(layout, archive, packing, threads or len(os.sched_getaffinity(0)))
-    config = layout.add_blob(written_document(_config(annotations, plain)), media_type=CONFIG)
+    config = layout.add_blob(encode_document(_config(annotations, plain)), media_type=CONFIG)
     # `artifactType` stays away: with an image's config it is none (image-spec, manifest.md).
-    return layout.add_manifest(Manifest(config, (layer,), annotations=_named(format, annotations)))
+    return layout.add_manifest(
+        Manifest(config, (layer,), annotations=_make_name_annotations(format, annotations))
+    )
 
 
-def _named(format: Format, annotations: Mapping[str, str]) -> dict[str, str]:
+def _make_name_annotations(format: Format, annotations: Mapping[str, str]) -> dict[str, str]:
     prefix, names = (PODMAN, _PODMAN) if format == "podman" else (CRI_O, _CRI)
     found = {prefix + name: annotations.get(CRIU + ours, "") for name, ours in names.items()}
     return dict(annotations) | {key: value for key, value in found.items() if value}
@@ -155,10 +157,10 @@ def _layer_of(
 
         source = file if packs is not None else _Watched(file, passed)
         for entry in entries(source, plain=plain, where=where):
-            yield from _taken(passed)
+            yield from _take_pieces(passed)
             while entry.content is not None and entry.content.read(_PIECE):
-                yield from _taken(passed)
-        yield from _taken(passed)
+                yield from _take_pieces(passed)
+        yield from _take_pieces(passed)
         if packs is not None:
             yield packs.flush()
 
@@ -166,7 +168,7 @@ def _layer_of(
     return layer, f"sha256:{hashed.hexdigest()}"
 
 
-def _taken(pieces: list[bytes]) -> list[bytes]:
+def _take_pieces(pieces: list[bytes]) -> list[bytes]:
     taken = list(pieces)
     pieces.clear()
     return taken

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.base.threads import run_for_each
 
 MOST = 256
 # No descriptor is left, in this process or on this host.
@@ -41,7 +41,7 @@ class Unsynced:
     def __del__(self) -> None:
         self.close()
 
-    def wrote(self, name: str, descriptor: int) -> None:
+    def note_written(self, name: str, descriptor: int) -> None:
         """That file was written by this descriptor, which stays its caller's. Raises OSError of an fsync."""
         try:
             own = os.dup(descriptor)
@@ -60,7 +60,7 @@ class Unsynced:
         if oldest is not None:
             self._sync_and_close(oldest)
 
-    def found(self, name: str) -> None:
+    def note_existing(self, name: str) -> None:
         """That file was there already, and whoever wrote it may have been killed before it was durable."""
         with self._lock:
             self._found.add(name)
@@ -95,8 +95,8 @@ class Unsynced:
                 self._found.discard(name)
 
         try:
-            for_each(wanted, written_one, threads=min(threads, len(wanted)))
-            for_each(found, found_one, threads=min(threads, len(found)))
+            run_for_each(wanted, written_one, threads=min(threads, len(wanted)))
+            run_for_each(found, found_one, threads=min(threads, len(found)))
         finally:
             with self._lock:
                 self._open = [each for each in wanted if each in left] + self._open
@@ -109,11 +109,11 @@ class Unsynced:
             self._open = [each for each in self._open if each[0] != name]
         for descriptor in mine:
             try:
-                to.wrote(name, descriptor)
+                to.note_written(name, descriptor)
             finally:
                 os.close(descriptor)
 
-    def failed(self) -> frozenset[str]:
+    def list_failed(self) -> frozenset[str]:
         """Those whose fsync has failed, and that were not written again."""
         with self._lock:
             return frozenset(self._failed)

@@ -21,7 +21,7 @@ from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.registry.credentials import Credentials
 from gpusnap.oci.registry.http import Answer, Broken, Pool, address, exchange, host_of
-from gpusnap.oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
+from gpusnap.oci.registry.responses import BODY_LIMIT, is_worth_retrying, make_refusal, parse_retry_after
 
 _CLIENT = "gpusnap"
 # Seconds that a token serves where its service does not say (token.md: at least 60), and its share of them
@@ -100,7 +100,7 @@ class Tokens:
         with self._lock:
             return "" if self._challenge is None else self._answer(self._challenge, scopes, "")
 
-    def after(self, refused: str, header: str, scopes: tuple[str, ...]) -> str:
+    def answer_challenge(self, refused: str, header: str, scopes: tuple[str, ...]) -> str:
         """The header to try once more with, after `refused` (or "") was, with that WWW-Authenticate.
 
         Raises Unauthorized where there is none; Broken, RegistryError.
@@ -117,13 +117,13 @@ class Tokens:
 
     def _answer(self, challenge: Challenge, scopes: tuple[str, ...], refused: str) -> str:
         if challenge.scheme == "basic":
-            return self._basic(refused)
+            return self._answer_basic(refused)
         token = self._tokens.get(scopes)
         if token is None or token.header == refused or self._clock() >= token.until:
-            token = self._tokens[scopes] = self._fetched(challenge, scopes)
+            token = self._tokens[scopes] = self._fetch_token(challenge, scopes)
         return token.header
 
-    def _basic(self, refused: str) -> str:
+    def _answer_basic(self, refused: str) -> str:
         found = self._credentials
         if found is None or not found.username:
             raise Unauthorized(
@@ -132,10 +132,10 @@ class Tokens:
             )
         header = _basic_header(found)
         if header == refused:
-            raise Unauthorized(f"{self._registry} does not accept {_named(found)}: log in again")
+            raise Unauthorized(f"{self._registry} does not accept {_name_user(found)}: log in again")
         return header
 
-    def _fetched(self, challenge: Challenge, scopes: tuple[str, ...]) -> _Token:
+    def _fetch_token(self, challenge: Challenge, scopes: tuple[str, ...]) -> _Token:
         realm = challenge.parameters.get("realm", "")
         self._check_realm(realm)
         service = challenge.parameters.get("service", "")
@@ -144,7 +144,7 @@ class Tokens:
         wanted = list(dict.fromkeys(asked))
         begun = self._clock()
         with self._ask(realm, service, wanted) as answer:
-            value, seconds = self._judged(answer, realm)
+            value, seconds = self._parse_token(answer, realm)
         return _Token(f"Bearer {value}", begun + seconds * _SHARE)
 
     def _check_realm(self, realm: str) -> None:
@@ -185,19 +185,19 @@ class Tokens:
         query = urlencode([*head.items(), *(("scope", each) for each in scopes)])
         return exchange(self._pool, "GET", realm + ("&" if urlsplit(realm).query else "?") + query, headers)
 
-    def _judged(self, answer: Answer, realm: str) -> tuple[str, float]:
+    def _parse_token(self, answer: Answer, realm: str) -> tuple[str, float]:
         """The token of an answer and the seconds that it serves."""
         where, body = host_of(realm), answer.body(BODY_LIMIT)
-        if worth_another(answer.status):
-            wait = seconds_to_wait(answer.header("Retry-After"))
+        if is_worth_retrying(answer.status):
+            wait = parse_retry_after(answer.header("Retry-After"))
             raise Broken(f"the token service {where} answered {answer.status}", wait)
         if answer.status in (400, 401, 403) and self._credentials is not None:
             raise Unauthorized(
                 f"the token service {where} of {self._registry} does not accept "
-                f"{_named(self._credentials)}: log in again"
+                f"{_name_user(self._credentials)}: log in again"
             )
         if answer.status != 200:
-            raise refusal(
+            raise make_refusal(
                 answer.status, body, f"the token service {where} of {self._registry} gives no token"
             )
         try:
@@ -220,5 +220,5 @@ def _basic_header(found: Credentials) -> str:
     return f"Basic {base64.b64encode(both).decode()}"
 
 
-def _named(found: Credentials) -> str:
+def _name_user(found: Credentials) -> str:
     return found.source if found.source.startswith("the ") else f"the credentials of {found.source}"

@@ -31,7 +31,7 @@ from gpusnap.oci.registry.auth import Tokens
 from gpusnap.oci.registry.credentials import Credentials
 from gpusnap.oci.registry.http import PIECE, Answer, Broken, address, clear, exchange, host_of, make_pool
 from gpusnap.oci.registry.pace import Limits
-from gpusnap.oci.registry.responses import BODY_LIMIT, refusal, seconds_to_wait, worth_another
+from gpusnap.oci.registry.responses import BODY_LIMIT, is_worth_retrying, make_refusal, parse_retry_after
 
 T = TypeVar("T")
 
@@ -126,19 +126,19 @@ class Client:
         """
         shown = self._tokens.header(request.scopes)
         answer = self._follow(request, shown)
-        if answer.status == 401 and self._own(answer.url):
+        if answer.status == 401 and self._is_own(answer.url):
             with answer:
                 header = answer.header("WWW-Authenticate")
-            shown = self._tokens.after(shown, header, request.scopes)
+            shown = self._tokens.answer_challenge(shown, header, request.scopes)
             answer = self._follow(request, shown)
-            if answer.status == 401 and shown.startswith("Basic ") and self._own(answer.url):
+            if answer.status == 401 and shown.startswith("Basic ") and self._is_own(answer.url):
                 with answer:
-                    self._tokens.after(shown, answer.header("WWW-Authenticate"), request.scopes)
+                    self._tokens.answer_challenge(shown, answer.header("WWW-Authenticate"), request.scopes)
         if answer.status in request.accepted:
             return answer
         with answer:
-            if worth_another(answer.status):
-                wait = seconds_to_wait(answer.header("Retry-After"))
+            if is_worth_retrying(answer.status):
+                wait = parse_retry_after(answer.header("Retry-After"))
                 raise Broken(f"{host_of(answer.url)} answered {answer.status}", wait)
             body = answer.body(BODY_LIMIT)
             if answer.status == 400 and answer.url.startswith("http:") and _TLS_WANTED.search(body):
@@ -149,7 +149,7 @@ class Client:
             if answer.status < 400:
                 how = f"it answers {request.method} with status {answer.status}"
                 raise no_registry(host_of(answer.url), how, request.what)
-            raise refusal(answer.status, body, request.what)
+            raise make_refusal(answer.status, body, request.what)
 
     def persist(
         self,
@@ -189,7 +189,7 @@ class Client:
                 self._served += 1
                 return done
 
-    def resolved(self, base: str, location: str) -> str:
+    def resolve_location(self, base: str, location: str) -> str:
         """The URL that a Location header names. Raises RegistryError where it is none to go to."""
         try:
             url = urljoin(base, location)
@@ -207,7 +207,7 @@ class Client:
         url = request.url
         for _ in range(_MOST_REDIRECTS + 1):
             headers = dict(request.headers)
-            if shown and self._own(url):
+            if shown and self._is_own(url):
                 headers["Authorization"] = shown
             body = None if request.body is None else request.body()
             answer = exchange(self._pool, request.method, url, headers, body)
@@ -216,12 +216,12 @@ class Client:
                 return answer
             with answer:
                 location = answer.header("Location")
-            url = self.resolved(url, location)
+            url = self.resolve_location(url, location)
         raise RegistryError(
             f"{request.what}: it sends us on and on, more than {_MOST_REDIRECTS} times", code="GPS-808"
         )
 
-    def _own(self, url: str) -> bool:
+    def _is_own(self, url: str) -> bool:
         """Whether a URL is the registry's own, and not one of another host."""
         return address(url) == address(self.base) is not None
 

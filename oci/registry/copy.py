@@ -84,7 +84,7 @@ class Moved:
     """of those skipped, the ones that the registry took over from another of its repositories"""
 
 
-def together(one: Moved, other: Moved) -> Moved:
+def add(one: Moved, other: Moved) -> Moved:
     """What both transfers moved."""
     return Moved(*(getattr(one, each.name) + getattr(other, each.name) for each in fields(Moved)))
 
@@ -113,14 +113,14 @@ class _Tally:
             self._all_bytes += sum(each.size for each in wanted)
             self._tell()
 
-    def part(self, of: Descriptor, at: int) -> None:
+    def note_part(self, of: Descriptor, at: int) -> None:
         """So many bytes of a blob have come through."""
         with self._lock:
             if self._parts.get(of.digest) != at:
                 self._parts[of.digest] = at
                 self._tell()
 
-    def sent(self, one: Descriptor) -> None:
+    def note_sent(self, one: Descriptor) -> None:
         """All of it has."""
         with self._lock:
             self._parts.pop(one.digest, None)
@@ -128,7 +128,7 @@ class _Tally:
             self.moved = replace(now, blobs=now.blobs + 1, bytes=now.bytes + one.size)
             self._tell()
 
-    def skipped(self, one: Descriptor, *, mounted: bool = False) -> None:
+    def note_skipped(self, one: Descriptor, *, mounted: bool = False) -> None:
         """It is there without having been moved."""
         with self._lock:
             self._parts.pop(one.digest, None)
@@ -177,23 +177,23 @@ def push(
     def send(one: Descriptor) -> None:
         def step(at: int) -> None:
             crew.check()
-            tally.part(one, at)
+            tally.note_part(one, at)
 
         if repository.has_blob(one.digest, one.size, pushing=True):
-            tally.skipped(one)
+            tally.note_skipped(one)
         elif repository.send_blob(one, layout, mount_from=mount_from, step=step):
-            tally.skipped(one, mounted=True)
+            tally.note_skipped(one, mounted=True)
         else:
-            tally.sent(one)
+            tally.note_sent(one)
 
-    _all(blobs, send, crew, threads)
+    _move_all(blobs, send, crew, threads)
     for one, content in documents:
         name = tag if one.digest == root.digest and tag else one.digest
-        if _stands(repository, name, one.digest):
-            tally.skipped(one)
+        if _has_manifest(repository, name, one.digest):
+            tally.note_skipped(one)
         else:
             repository.put_manifest(content, one.media_type, name)
-            tally.sent(one)
+            tally.note_sent(one)
     return tally.moved
 
 
@@ -220,9 +220,9 @@ def pull(
 
     def document(one: Descriptor) -> bytes:
         tally.expect([one])
-        content = _kept(one, layout, have)
+        content = _find_kept(one, layout, have)
         if content is not None:
-            tally.skipped(one)
+            tally.note_skipped(one)
             return content
         found, content = source.read_manifest(one.digest)
         _take(found, content, layout, tally, one)
@@ -235,19 +235,21 @@ def pull(
     def fetch(one: Descriptor) -> None:
         def step(at: int) -> None:
             crew.check()
-            tally.part(one, at)
+            tally.note_part(one, at)
 
-        if _right(one, layout) or have(one):
-            tally.skipped(one)
+        if _is_right(one, layout) or have(one):
+            tally.note_skipped(one)
         else:
             source.fetch_blob(one, layout, step=step)
-            tally.sent(one)
+            tally.note_sent(one)
 
-    _all(blobs, fetch, crew, threads)
+    _move_all(blobs, fetch, crew, threads)
     return root, tally.moved
 
 
-def _all(blobs: Sequence[Descriptor], move: Callable[[Descriptor], None], crew: Crew, threads: int) -> None:
+def _move_all(
+    blobs: Sequence[Descriptor], move: Callable[[Descriptor], None], crew: Crew, threads: int
+) -> None:
     shared = Shared(blobs)
 
     def work() -> None:
@@ -259,7 +261,7 @@ def _all(blobs: Sequence[Descriptor], move: Callable[[Descriptor], None], crew: 
     crew.join()
 
 
-def _stands(repository: Repository, name: str, digest: str) -> bool:
+def _has_manifest(repository: Repository, name: str, digest: str) -> bool:
     """Whether the repository has that manifest under that name."""
     try:
         return repository.resolve(name, pushing=True).digest == digest
@@ -267,7 +269,7 @@ def _stands(repository: Repository, name: str, digest: str) -> bool:
         return False
 
 
-def _kept(one: Descriptor, layout: Layout, have: Callable[[Descriptor], bool]) -> bytes | None:
+def _find_kept(one: Descriptor, layout: Layout, have: Callable[[Descriptor], bool]) -> bytes | None:
     """A document that need not come from the registry."""
     if layout.has_blob(one.digest, one.size) or have(one):
         with suppress(BlobError):
@@ -281,10 +283,10 @@ def _take(found: Descriptor, content: bytes, layout: Layout, tally: _Tally, one:
     if found.size != one.size:
         raise BlobError(f"the manifest {one.digest} has {found.size} bytes, not {one.size}")
     layout.add_blob(content, media_type=one.media_type, digest=one.digest, anew=True)
-    tally.sent(one)
+    tally.note_sent(one)
 
 
-def _right(one: Descriptor, layout: Layout) -> bool:
+def _is_right(one: Descriptor, layout: Layout) -> bool:
     """Whether the layout has that blob as its digest says."""
     if not layout.has_blob(one.digest, one.size):
         return False

@@ -203,10 +203,10 @@ def _ask(
         if _NOT_THERE in done.stdout:
             return None
         raise Unauthorized(f"{program} gave no credentials for {registry}: it exited with {done.returncode}")
-    return _helpers_answer(done.stdout, program, registry)
+    return _parse_helper_answer(done.stdout, program, registry)
 
 
-def _helpers_answer(text: str, program: str, registry: str) -> Credentials | None:
+def _parse_helper_answer(text: str, program: str, registry: str) -> Credentials | None:
     try:
         answer = _table(parse_json(text))
     except (ValueError, RecursionError):

@@ -104,15 +104,15 @@ class Pool:
             self._watches.add(made)
         return made
 
-    def at(self, proxy: str) -> urllib3.PoolManager:
+    def get_manager(self, proxy: str) -> urllib3.PoolManager:
         """Those through a proxy, or straight ones for "". Raises RegistryError for what is no proxy."""
         with self._lock:
             if proxy not in self._made:
-                self._made[proxy] = self._new(proxy)
+                self._made[proxy] = self._make_manager(proxy)
                 self._made[proxy].pool_classes_by_scheme = {"http": _Pool, "https": _TlsPool}
             return self._made[proxy]
 
-    def _new(self, proxy: str) -> urllib3.PoolManager:
+    def _make_manager(self, proxy: str) -> urllib3.PoolManager:
         # urllib3 1.26 would take its own default, to verify, for that of the context.
         checks = "CERT_NONE" if self._context.verify_mode == ssl.CERT_NONE else None
         if not proxy:
@@ -139,7 +139,7 @@ class _Watched(HTTPConnection):
         watch: Watch | None = getattr(_current, "watch", None)
         if watch is None:
             return super()._new_conn()
-        made = _connected(super()._new_conn, watch)
+        made = _connect(super()._new_conn, watch)
         watch.attach(made)
         return made
 
@@ -188,7 +188,7 @@ class _Connecting:
             if self._made is not None:
                 self._made.close()
 
-    def taken(self) -> socket.socket:
+    def take_connection(self) -> socket.socket:
         """The connection. Raises what making it raised."""
         if self._made is None:
             assert self._error is not None
@@ -196,7 +196,7 @@ class _Connecting:
         return self._made
 
 
-def _connected(make: Callable[[], socket.socket], watch: Watch) -> socket.socket:
+def _connect(make: Callable[[], socket.socket], watch: Watch) -> socket.socket:
     """A new connection, unless the exchange is ended, or a signal's exception comes, before it is there."""
     connecting = _Connecting(make)
     try:
@@ -210,7 +210,7 @@ def _connected(make: Callable[[], socket.socket], watch: Watch) -> socket.socket
     except BaseException:
         connecting.leave()
         raise
-    return connecting.taken()
+    return connecting.take_connection()
 
 
 class _WatchedTls(_Watched, HTTPSConnection):
@@ -311,10 +311,10 @@ class Answer:
 
     def _read(self, size: int) -> bytes:
         try:
-            with self._watch.waiting():
+            with self._watch.count_waiting():
                 data = self._response.read(size, decode_content=False)
         except (HTTPError, http.client.HTTPException, OSError) as error:
-            why = self._watch.why or _why(error)
+            why = self._watch.why or _explain(error)
             raise Broken(f"{host_of(self.url)} broke off: {why}") from error
         if self._watch.why:  # what it had sent until then may look like all of it
             raise Broken(f"{host_of(self.url)} broke off: {self._watch.why}")
@@ -334,11 +334,11 @@ def exchange(
     attempt would not help; Cancelled; whatever `body` raises, and then the other side never sees its end.
     """
     proxy = proxy_for(url)
-    connections = pool.at(proxy)
+    connections = pool.get_manager(proxy)
     limits = pool.limits
     watch = _current.watch = pool.watch(method)
     try:
-        with watch.waiting():
+        with watch.count_waiting():
             response = connections.urlopen(
                 method,
                 url,
@@ -361,7 +361,7 @@ def exchange(
         _refuse_tls(error, url)
         by = f" through the proxy {host_of(proxy)}" if proxy else ""
         nobody = any(isinstance(each, _NOBODY) for each in _chain(error)) or bool(watch.why)
-        raise Broken(f"{host_of(url)}{by}: {watch.why or _why(error)}", nobody=nobody) from error
+        raise Broken(f"{host_of(url)}{by}: {watch.why or _explain(error)}", nobody=nobody) from error
     except BaseException:
         watch.close()
         raise
@@ -434,7 +434,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     yield from seen
 
 
-def _why(error: BaseException) -> str:
+def _explain(error: BaseException) -> str:
     """Why an exchange broke, in words without addresses of objects."""
     words = "the connection broke"
     for each in _chain(error):

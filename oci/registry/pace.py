@@ -64,14 +64,14 @@ class Watch:
                 self._end(self.why)
             self._begin()
 
-    def sent(self) -> None:
+    def note_sent(self) -> None:
         """The request has gone; its answer is waited for."""
         with self._lock:
             self._head = True
             self._begin()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def count_waiting(self) -> Iterator[None]:
         """Somebody waits in it, for the while of the block."""
         with self._lock:
             self._waiting, self._head = True, False

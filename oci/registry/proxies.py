@@ -25,14 +25,14 @@ def proxy_for(url: str) -> str:
     if not proxy or host == "localhost" or (address is not None and address.is_loopback):
         return ""
     excepted = proxies.get("no", "")
-    if address is not None and any(_within(address, each.strip()) for each in excepted.split(",")):
+    if address is not None and any(_is_within(address, each.strip()) for each in excepted.split(",")):
         return ""
     if proxy_bypass(host if parts.port is None else f"{host}:{parts.port}", proxies):
         return ""
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
-def _within(address: ipaddress.IPv4Address | ipaddress.IPv6Address, network: str) -> bool:
+def _is_within(address: ipaddress.IPv4Address | ipaddress.IPv6Address, network: str) -> bool:
     try:
         return "/" in network and address in ipaddress.ip_network(network, strict=False)
     except ValueError:

@@ -20,14 +20,14 @@ from gpusnap.oci.base.errors import (
     Rejected,
     Unauthorized,
 )
-from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.digests import PREFIX, get_hex
 from gpusnap.oci.layout.documents import (
     DOCUMENT_LIMIT,
     INDEX,
     Descriptor,
     Index,
+    encode_document,
     parse_document,
-    written_document,
 )
 from gpusnap.oci.layout.graph import is_document
 from gpusnap.oci.layout.layout import Layout
@@ -57,7 +57,7 @@ def pull(
     moved, seen = Moved(), set[tuple[str, str]]()
     waiting = [(subject, 1)]
     for at, depth in waiting:
-        for each in _listed(repository, at):
+        for each in _list_referrers(repository, at):
             if each.digest in found or each.digest == subject or (each.digest, at) in seen:
                 continue
             if len(found) >= _MOST or len(seen) >= _MOST_LISTED:
@@ -67,7 +67,7 @@ def pull(
                 if subject_of(repository.read_manifest(each.digest)[1]) != at:
                     continue
                 root, came = transfer.pull(repository, each.digest, layout, have=have)
-                moved = transfer.together(moved, came)
+                moved = transfer.add(moved, came)
                 found[each.digest] = Descriptor(
                     root.media_type, root.digest, root.size, each.annotations, each.artifact_type
                 )
@@ -81,7 +81,7 @@ def push(referrers: Iterable[Descriptor], layout: Layout, repository: Repository
     moved = Moved()
     by_subject: dict[str, list[Descriptor]] = {}
     for each in referrers:
-        moved = transfer.together(moved, transfer.push(each, layout, repository))
+        moved = transfer.add(moved, transfer.push(each, layout, repository))
         by_subject.setdefault(subject_of(layout.read_blob(each)), []).append(each)
     for subject, some in by_subject.items():
         if subject and repository.read_referrers(subject, pushing=True) is None:
@@ -89,15 +89,15 @@ def push(referrers: Iterable[Descriptor], layout: Layout, repository: Repository
     return moved
 
 
-def _listed(repository: Repository, subject: str) -> Iterator[Descriptor]:
+def _list_referrers(repository: Repository, subject: str) -> Iterator[Descriptor]:
     """The manifests that a registry says refer to one."""
     found = repository.read_referrers(subject)
     if found is None:
-        found = _of_tag(repository, subject, pushing=False)
+        found = _read_tag_list(repository, subject, pushing=False)
     yield from (each for each in found if is_document(each) and each.digest.startswith(PREFIX))
 
 
-def _of_tag(repository: Repository, subject: str, *, pushing: bool) -> tuple[Descriptor, ...]:
+def _read_tag_list(repository: Repository, subject: str, *, pushing: bool) -> tuple[Descriptor, ...]:
     """The list that clients keep where a registry keeps none."""
     try:
         root, content = repository.read_manifest(_tag(subject), pushing=pushing)
@@ -112,11 +112,11 @@ def _of_tag(repository: Repository, subject: str, *, pushing: bool) -> tuple[Des
 
 
 def _add_to_tag(repository: Repository, subject: str, more: Iterable[Descriptor]) -> None:
-    there = _of_tag(repository, subject, pushing=True)
+    there = _read_tag_list(repository, subject, pushing=True)
     known = {each.digest for each in there}
     new = tuple(each for each in more if each.digest not in known)
     if new:
-        content = written_document(Index((*there, *new)).to_json())
+        content = encode_document(Index((*there, *new)).to_json())
         if len(content) > DOCUMENT_LIMIT:
             raise RegistryError(
                 f"the list of what refers to {subject} would have {len(content)} bytes", code="GPS-812"
@@ -126,4 +126,4 @@ def _add_to_tag(repository: Repository, subject: str, more: Iterable[Descriptor]
 
 def _tag(subject: str) -> str:
     """distribution-spec v1.1, Referrers Tag Schema."""
-    return f"sha256-{encoded(subject)}"
+    return f"sha256-{get_hex(subject)}"

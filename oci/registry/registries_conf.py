@@ -46,7 +46,7 @@ def endpoints(
     """
     best: tuple[int, dict[str, Any]] | None = None
     for entry in _entries(environ):
-        length = _fits(entry, reference.name)
+        length = _match_length(entry, reference.name)
         if length > (best[0] if best is not None else 0):
             best = length, entry
     if best is None:
@@ -63,11 +63,13 @@ def endpoints(
             "digest-only" if entry.get("mirror-by-digest-only") else "all"
         )
         if only == "all" or only == ("digest-only" if reference.digest else "tag-only"):
-            found.append(_moved(reference, length, mirror, entry))
-    return (*found, _moved(reference, length, entry, entry))
+            found.append(_replace_prefix(reference, length, mirror, entry))
+    return (*found, _replace_prefix(reference, length, entry, entry))
 
 
-def _moved(reference: Reference, length: int, to: Mapping[str, Any], entry: Mapping[str, Any]) -> Endpoint:
+def _replace_prefix(
+    reference: Reference, length: int, to: Mapping[str, Any], entry: Mapping[str, Any]
+) -> Endpoint:
     """A reference with the first `length` characters of its name replaced by a location."""
     found, location = reference, to.get("location") or ""
     if location:
@@ -85,7 +87,7 @@ def _prefix(entry: Mapping[str, Any]) -> str:
     return str(entry.get("prefix") or entry.get("location") or "")
 
 
-def _fits(entry: Mapping[str, Any], name: str) -> int:
+def _match_length(entry: Mapping[str, Any], name: str) -> int:
     """How many characters of a name an entry is for; 0 for none."""
     prefix = _prefix(entry)
     if prefix.startswith("*."):

@@ -24,7 +24,7 @@ from gpusnap.oci.base.errors import (
 )
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.blobs import Blobs
-from gpusnap.oci.layout.digests import digest_of, encoded
+from gpusnap.oci.layout.digests import digest_of, get_hex
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor, Index, parse_document
 from gpusnap.oci.layout.graph import INDEXES, MANIFESTS
 from gpusnap.oci.layout.layout import Layout
@@ -114,7 +114,7 @@ class Repository:
 
         def attempt() -> Descriptor | None:
             with self._client.ask(request) as answer:
-                return _told(answer, wanted)
+                return _parse_head(answer, wanted)
 
         try:
             found = self._client.persist(attempt, request.what)
@@ -142,7 +142,7 @@ class Repository:
                 return answer.header("Content-Type"), told, content
 
         kind, told, content = self._client.persist(attempt, request.what)
-        shown = _named(self._to.shown, wanted)
+        shown = _format_name(self._to.shown, wanted)
         if len(content) > DOCUMENT_LIMIT:
             raise BlobError(f"the manifest {shown} has more than the {DOCUMENT_LIMIT} bytes that are allowed")
         digest = digest_of(content)
@@ -165,10 +165,10 @@ class Repository:
         wanted = wanted or digest
         if _is_digest(wanted) and wanted != digest:
             raise BlobError(f"the manifest {wanted} holds something else than its digest says")
-        shown = _named(self._to.shown, wanted)
+        shown = _format_name(self._to.shown, wanted)
         request = Request(
             "PUT",
-            f"{self._to.url}manifests/{_checked(wanted)}",
+            f"{self._to.url}manifests/{_check_reference(wanted)}",
             f"the manifest {shown} of {len(content)} bytes is not taken",
             self._to.scopes,
             (201, 200, 202, 204),
@@ -201,7 +201,7 @@ class Repository:
         except NotInRegistry:
             pass
         if found != digest:
-            shown = _named(self._to.shown, wanted)
+            shown = _format_name(self._to.shown, wanted)
             has = f"has {found}" if found else "does not have it"
             how = f"it said that it took the manifest {digest}, and {has}"
             raise answers.no_registry(self.reference.registry, how, f"{shown} is not there")
@@ -213,7 +213,7 @@ class Repository:
 
         pushing: as for `resolve`. Raises LayoutError, DigestError, too.
         """
-        encoded(digest)
+        get_hex(digest)
         what = f"{self._to.shown} does not say what refers to {digest}"
         scopes = self._to.scopes if pushing else self._scopes
         url = f"{self._to.url}referrers/{digest}"
@@ -232,7 +232,7 @@ class Repository:
             match = _NEXT.search(more)
             if match is None or len(found) >= _MOST_REFERRERS:
                 break
-            url = self._client.resolved(url, match[1])
+            url = self._client.resolve_location(url, match[1])
         return tuple(found)
 
     def read_tags(self) -> tuple[str, ...]:
@@ -256,7 +256,7 @@ class Repository:
             following = _NEXT.search(more)
             if following is None:
                 break
-            url = self._client.resolved(url, following[1])
+            url = self._client.resolve_location(url, following[1])
         return tuple(dict.fromkeys(found))
 
     def _page(self, request: Request) -> tuple[str, str, bytes]:
@@ -308,7 +308,7 @@ class Repository:
         goes back where an upload has to begin anew. Raises BlobError, which names the blob, before the
         registry has all of one that is not what its digest says.
         """
-        encoded(wanted.digest)
+        get_hex(wanted.digest)
         upload = Upload(
             self._client, self._to, wanted, source, mount_from=mount_from, ways=self._ways, step=step
         )
@@ -360,8 +360,8 @@ class Repository:
                     yield new
 
     def _manifest(self, method: str, wanted: str, *, pushing: bool) -> Request:
-        what = f"{_named(self._to.shown, wanted)} cannot be read"
-        url = f"{self._to.url}manifests/{_checked(wanted)}"
+        what = f"{_format_name(self._to.shown, wanted)} cannot be read"
+        url = f"{self._to.url}manifests/{_check_reference(wanted)}"
         scopes = self._to.scopes if pushing else self._scopes
         return Request(method, url, what, scopes, headers={"Accept": _ACCEPT})
 
@@ -374,7 +374,7 @@ class Repository:
         *,
         pushing: bool = False,
     ) -> Request:
-        encoded(digest)
+        get_hex(digest)
         does_not = "say whether it has" if method == "HEAD" else "give"
         what = f"{self._to.shown} does not {does_not} the blob {digest}"
         scopes = self._to.scopes if pushing else self._scopes
@@ -385,26 +385,26 @@ def _is_digest(wanted: str) -> bool:
     return ":" in wanted
 
 
-def _checked(wanted: str) -> str:
+def _check_reference(wanted: str) -> str:
     """A tag, or a sha256 digest. Raises RegistryError, DigestError."""
     if _is_digest(wanted):
-        encoded(wanted)
+        get_hex(wanted)
         return wanted
     return check_tag(wanted)
 
 
-def _named(name: str, wanted: str) -> str:
+def _format_name(name: str, wanted: str) -> str:
     return f"{name}{'@' if _is_digest(wanted) else ':'}{wanted[:200]}"
 
 
-def _told(answer: Answer, wanted: str) -> Descriptor | None:
+def _parse_head(answer: Answer, wanted: str) -> Descriptor | None:
     """The descriptor that the head of an answer amounts to; None where it does not say all of it."""
     digest, length = answers.digest(answer), answers.length(answer)
     media_type = answers.media_type(answer.header("Content-Type"))
     if media_type in _VAGUE or length is None or (_is_digest(wanted) and digest != wanted):
         return None
     try:
-        encoded(digest)
+        get_hex(digest)
         return Descriptor.from_json({"mediaType": media_type, "digest": digest, "size": length})
     except (LayoutError, DigestError):
         return None

@@ -29,14 +29,14 @@ _REWORDED = (
 )
 
 
-def worth_another(status: int) -> bool:
+def is_worth_retrying(status: int) -> bool:
     """Whether the same request may go better the next time."""
     return status in (408, 429) or (status >= 500 and status != 501)
 
 
-def refusal(status: int, body: bytes, what: str) -> RegistryError:
+def make_refusal(status: int, body: bytes, what: str) -> RegistryError:
     """The error for a status; `what` says what was asked of whom: "HOST does not take the blob sha256:…"."""
-    code, message = _first(body)
+    code, message = _find_first_error(body)
     words = f" ({': '.join(each for each in (code, message) if each) or f'status {status}'})"
     if status in (401, 403):
         return Unauthorized(f"{what}: it is not allowed with these credentials{words}: log in as one who may")
@@ -54,7 +54,7 @@ def printable(text: object, longest: int = _LONGEST) -> str:
     return found if len(found) <= longest else found[: longest - 1] + "…"
 
 
-def seconds_to_wait(text: str) -> float:
+def parse_retry_after(text: str) -> float:
     """A Retry-After header in seconds; 0.0 where it is missing or makes no sense (RFC 9110, 10.2.3)."""
     if re.fullmatch(r"[0-9]{1,9}", text.strip(), re.ASCII):
         return float(text)
@@ -64,7 +64,7 @@ def seconds_to_wait(text: str) -> float:
         return 0.0
 
 
-def _first(body: bytes) -> tuple[str, str]:
+def _find_first_error(body: bytes) -> tuple[str, str]:
     """Code and message of the first error in a body."""
     try:
         found = parse_json(body[:BODY_LIMIT])

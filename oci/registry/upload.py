@@ -113,20 +113,20 @@ class Upload:
         """
         if self._location and not self._known:
             self._ask_how_far()
-        if self._begun and not self._location and self._there():
+        if self._begun and not self._location and self._is_there():
             return False
         if not self._location and self._begin():
             return True
-        while not (self._in_chunks() if self._divided() else self._all_at_once()):
+        while not (self._in_chunks() if self._is_in_parts() else self._send_at_once()):
             self._begin()
         return False
 
-    def _divided(self) -> bool:
+    def _is_in_parts(self) -> bool:
         """Whether it goes in parts."""
         wanted = self._cut or self._ways.in_parts
         return self._blob.size > MONOLITHIC and wanted and not self._ways.whole
 
-    def _there(self) -> bool:
+    def _is_there(self) -> bool:
         request = Request(
             "HEAD", f"{self._to.url}blobs/{self._blob.digest}", self._what, self._to.scopes, (200, 404)
         )
@@ -154,7 +154,7 @@ class Upload:
         self._begun = True
         self.position, self._known, self._unsure = 0, True, False
         while self._mounts:
-            mounted = self._opened(self._mounts[0])
+            mounted = self._open(self._mounts[0])
             del self._mounts[0]
             if mounted:
                 return True
@@ -163,10 +163,10 @@ class Upload:
                 if not self._mounts:
                     return False
                 self._location = ""
-        self._opened("")
+        self._open("")
         return False
 
-    def _opened(self, mount: str) -> bool:
+    def _open(self, mount: str) -> bool:
         scopes, query = self._to.scopes, ""
         if mount:
             scopes += (f"repository:{mount}:pull",)
@@ -175,7 +175,7 @@ class Upload:
         accepted = (201, 202) if mount else (202,)
         request = Request("POST", url, self._what, scopes, accepted, {"Content-Length": "0"})
         try:
-            return self._insist(request, self._opening)
+            return self._insist(request, self._take_over)
         except (Unauthorized, NotInRegistry, Rejected):
             # To be refused the other repository is no reason to give up on this one.
             if not mount:
@@ -183,7 +183,7 @@ class Upload:
             self._ways.no_mounts.add(mount)
             return False
 
-    def _opening(self, answer: Answer) -> bool:
+    def _take_over(self, answer: Answer) -> bool:
         """Take over the upload of an answer to a POST; True where it is a mount in its place."""
         if answer.status == 201:
             return True
@@ -193,19 +193,19 @@ class Upload:
             self._chunk = max(MONOLITHIC, min(int(least), _LARGEST_CHUNK))
         return False
 
-    def _all_at_once(self) -> bool:
+    def _send_at_once(self) -> bool:
         """Send it in one PUT; False where it has to begin anew, in parts."""
         try:
             self._finish(0, self._blob.size)
         except Broken:
             self._cut, self._known = True, False
-            if not self._divided():
+            if not self._is_in_parts():
                 self._location = ""
             raise
         except Rejected as error:
             if error.status == 413 and self._blob.size > MONOLITHIC:
                 self._ways.in_parts = True
-            if not self._divided():
+            if not self._is_in_parts():
                 raise
             self._location = ""
             return False
@@ -229,12 +229,12 @@ class Upload:
 
     def _ask_how_far(self) -> None:
         """Go on from what the registry says that it has got; forget the upload where it does not go on."""
-        if not self._divided():
+        if not self._is_in_parts():
             self._location = ""
             return
         request = Request("GET", self._location, self._what, self._to.scopes, (204, 202, 200))
         try:
-            found = self._insist(request, self._moved_to)
+            found = self._insist(request, self._follow_location)
         except (NotInRegistry, Rejected):
             self._location = ""
             return
@@ -306,9 +306,9 @@ class Upload:
         """The upload is at the Location of this answer from now on."""
         location = answer.header("Location")
         if location or needed:
-            self._location = self._client.resolved(answer.url, location)
+            self._location = self._client.resolve_location(answer.url, location)
 
-    def _moved_to(self, answer: Answer) -> int:
+    def _follow_location(self, answer: Answer) -> int:
         """Follow the upload's Location; how far it is."""
         self._move(answer, needed=False)
         return self._range(answer)

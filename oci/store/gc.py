@@ -11,16 +11,16 @@ from contextlib import ExitStack, contextmanager
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, DiskError, LayoutError, OciError, StoreError
 from gpusnap.oci.base.files import exists, open_folder
-from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks.index import Known
-from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.digests import PREFIX, get_hex
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, parse_document
 from gpusnap.oci.layout.graph import INDEXES, MANIFESTS, check_known, is_document, walk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.index import Catalog
-from gpusnap.oci.store.paths import BLOBS, CUT_OFF, GONE, Tree, discard, opened
-from gpusnap.oci.store.staging import why_precious
+from gpusnap.oci.store.paths import BLOBS, CUT_OFF, GONE, Tree, discard, open_nested_folder
+from gpusnap.oci.store.staging import read_why_precious
 
 _NAME = compile_later("[0-9a-f]{64}")
 
@@ -55,12 +55,16 @@ def collect(tree: Tree, *, dry_run: bool) -> Collected:
     # Manifests are read before the lock is had, and those that came meanwhile with it.
     reached: dict[str, frozenset[str]] = {}
     with contextlib.suppress(OciError, OSError):
-        _all_reached(tree, _roots(Catalog(tree.path), ()), reached)
+        _mark_all_reached(tree, _roots(Catalog(tree.path), ()), reached)
     # The bytes go, and that takes time, when nobody waits for the lock any more.
-    with ExitStack() as after, tree.locked("gc"), tree.writing("the store without what gc removes"):
-        read = tuple(held(tree.holds, free=not dry_run))
-        live = _all_reached(tree, _roots(Catalog(tree.path), read), reached)
-        with opened(tree.path, *BLOBS) as folder:
+    with (
+        ExitStack() as after,
+        tree.hold_lock("gc"),
+        tree.explain_write_errors("the store without what gc removes"),
+    ):
+        read = tuple(list_held(tree.holds, free=not dry_run))
+        live = _mark_all_reached(tree, _roots(Catalog(tree.path), read), reached)
+        with open_nested_folder(tree.path, *BLOBS) as folder:
             names = os.listdir(folder)
             _check_all_there(tree, live, names)
             dead = [name for name in names if _NAME.fullmatch(name) and name not in live]
@@ -82,12 +86,12 @@ def _roots(catalog: Catalog, held: Iterable[str]) -> dict[str, Descriptor | None
         found.setdefault(entry.descriptor.digest, entry.descriptor)
     for digest in held:
         # What a reader is about to find missing is named by nobody.
-        if exists(os.path.join(catalog.path, *BLOBS, encoded(digest)), follow=False):
+        if exists(os.path.join(catalog.path, *BLOBS, get_hex(digest)), follow=False):
             found.setdefault(digest, None)
     return found
 
 
-def _all_reached(
+def _mark_all_reached(
     tree: Tree, roots: dict[str, Descriptor | None], reached: dict[str, frozenset[str]]
 ) -> set[str]:
     """Names of all blobs below the roots. Those of each one are put into `reached`, if not there already."""
@@ -95,14 +99,16 @@ def _all_reached(
     for digest, root in roots.items():
         if digest not in reached:
             try:
-                reached[digest] = frozenset(_reached(tree.layout, root or _descriptor(tree.layout, digest)))
+                reached[digest] = frozenset(
+                    _iterate_reached(tree.layout, root or _descriptor(tree.layout, digest))
+                )
             except (LayoutError, DigestError) as error:
-                raise _refused(tree, str(error), digest) from error
+                raise _make_refusal(tree, str(error), digest) from error
         live |= reached[digest]
     return live
 
 
-def _reached(layout: Layout, root: Descriptor) -> Iterator[str]:
+def _iterate_reached(layout: Layout, root: Descriptor) -> Iterator[str]:
     """The name of every blob below a root that can be among those of sha256. Raises LayoutError."""
     if not is_document(root):
         raise LayoutError(f"what a {root.media_type} names is not known")
@@ -110,7 +116,7 @@ def _reached(layout: Layout, root: Descriptor) -> Iterator[str]:
         if content is not None:
             check_known(found, content)
         if found.digest.startswith(PREFIX):
-            yield encoded(found.digest)
+            yield get_hex(found.digest)
 
 
 def _descriptor(layout: Layout, digest: str) -> Descriptor:
@@ -132,10 +138,10 @@ def _check_all_there(tree: Tree, live: set[str], names: Iterable[str]) -> None:
     missing = sorted(live.difference(names))
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise _refused(tree, f"the blob {PREFIX}{missing[0]}{more} is missing", "")
+        raise _make_refusal(tree, f"the blob {PREFIX}{missing[0]}{more} is missing", "")
 
 
-def _refused(tree: Tree, why: str, digest: str) -> StoreError:
+def _make_refusal(tree: Tree, why: str, digest: str) -> StoreError:
     what = f" below {digest}" if digest else ""
     return StoreError(
         f"gc removed nothing from {tree.path}, as it cannot tell what is still needed{what}: {why}; "
@@ -148,7 +154,7 @@ def _size(names: Iterable[str], folder: int) -> int:
     return sum(os.stat(name, dir_fd=folder, follow_symlinks=False).st_size for name in names)
 
 
-def held(path: str, *, free: bool) -> Iterator[str]:
+def list_held(path: str, *, free: bool) -> Iterator[str]:
     """The digests that somebody reads; with `free`, the files of others go."""
     for name in sorted(os.listdir(path)):
         if not _NAME.fullmatch(name):
@@ -161,7 +167,7 @@ def held(path: str, *, free: bool) -> Iterator[str]:
         try:
             if not try_exclusive(lock):
                 yield PREFIX + name
-            elif free and stands(lock, file):
+            elif free and is_still_there(lock, file):
                 os.unlink(file)
         finally:
             unlock(lock)
@@ -205,9 +211,9 @@ def _stagings(tree: Tree, after: ExitStack, *, dry_run: bool) -> tuple[tuple[str
             continue
         with ExitStack() as now:
             now.callback(unlock, lock)
-            if not try_exclusive(lock) or not stands(lock, path):
+            if not try_exclusive(lock) or not is_still_there(lock, path):
                 continue
-            why = None if name.startswith(GONE) else why_precious(path)
+            why = None if name.startswith(GONE) else read_why_precious(path)
             if why is not None:
                 spared.append(Spared(path, why))
                 continue
@@ -227,7 +233,7 @@ def _stagings(tree: Tree, after: ExitStack, *, dry_run: bool) -> tuple[tuple[str
 
 def _forget(tree: Tree) -> None:
     """Take the chunks whose blobs have gone out of the index of known ones, which would grow for ever."""
-    known = Known(tree.known)
+    known = Known(tree.known_chunks)
     if known.prune():
         with contextlib.suppress(DiskError):  # it saves work, and is needed for nothing
             known.save()
@@ -235,7 +241,7 @@ def _forget(tree: Tree) -> None:
 
 def _clear(path: str) -> None:
     """Remove cut-off files from the store's own folder."""
-    with opened(path) as folder:
+    with open_nested_folder(path) as folder:
         for name in os.listdir(folder):
             if CUT_OFF.fullmatch(name):
                 os.unlink(name, dir_fd=folder)

@@ -22,10 +22,10 @@ from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError
 from gpusnap.oci.base.files import read_regular, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, written_document
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, encode_document
 from gpusnap.oci.store.entry import Entry
-from gpusnap.oci.store.paths import opened
-from gpusnap.oci.store.tags import base, listed, newest, tagged
+from gpusnap.oci.store.paths import open_nested_folder
+from gpusnap.oci.store.tags import base, format_names, newest, select_tagged
 
 REF_NAME = "org.opencontainers.image.ref.name"
 CREATED = "org.opencontainers.image.created"
@@ -56,7 +56,7 @@ class Catalog:
         """That of the layout at `path`. Raises LayoutError."""
         self.path = path
         try:
-            with opened(path) as folder:
+            with open_nested_folder(path) as folder:
                 data = read_regular("index.json", folder, limit=DOCUMENT_LIMIT)
             self._value: dict[str, Any] = parse_json(data)
         except OSError as error:
@@ -79,13 +79,13 @@ class Catalog:
         (RFC 3339). Raises NotThere, Ambiguous.
         """
         entries = self.entries()
-        found, tags = self._exact(wanted, entries), tagged(wanted, entries)
+        found, tags = self._find_exact(wanted, entries), select_tagged(wanted, entries)
         if tags and not found:
             return newest(wanted, tags, created, self.path)
-        one = self._one(wanted, found, entries)
+        one = self._get_one(wanted, found, entries)
         digest = one.descriptor.digest
         if tags and wanted not in (one.name, digest, digest.partition(":")[2]):
-            names = listed([digest, *(each.name for each in tags)])
+            names = format_names([digest, *(each.name for each in tags)])
             raise Ambiguous(
                 f"{wanted!r} in {self.path} is a name and begins a digest: it may stand for {names}"
             )
@@ -94,9 +94,9 @@ class Catalog:
     def find_exactly(self, wanted: str) -> Entry:
         """The same, and a name without a tag stands only for itself. Raises NotThere, Ambiguous."""
         entries = self.entries()
-        return self._one(wanted, self._exact(wanted, entries), entries)
+        return self._get_one(wanted, self._find_exact(wanted, entries), entries)
 
-    def _exact(self, wanted: str, entries: Sequence[Entry]) -> list[Entry]:
+    def _find_exact(self, wanted: str, entries: Sequence[Entry]) -> list[Entry]:
         """All that have that name; where there is none, that digest, or one that begins so."""
         found = [each for each in entries if each.name == wanted] if wanted else []
         begin = _PREFIX.fullmatch(wanted)
@@ -107,7 +107,7 @@ class Catalog:
                 found = [each for each in entries if each.descriptor.digest.startswith(digest)]
         return found
 
-    def _one(self, wanted: str, found: Sequence[Entry], entries: Iterable[Entry]) -> Entry:
+    def _get_one(self, wanted: str, found: Sequence[Entry], entries: Iterable[Entry]) -> Entry:
         """The first, where all are of one digest. Raises NotThere, Ambiguous."""
         if not found:
             raise self._not_there(wanted, entries)
@@ -120,19 +120,19 @@ class Catalog:
         """Put in what lies below `root`, under these names; without any, under its digest only."""
         notes = {key: value for key, value in root.annotations.items() if key != REF_NAME}
         new = dataclasses.replace(root, annotations=notes).to_json()
-        if not self._of(root.digest):
+        if not self._find_by_digest(root.digest):
             self._entries.append(new)
         for name in names:
             self._give(name, root.digest, new)
 
-    def complete(self, digest: str) -> None:
+    def drop_incomplete(self, digest: str) -> None:
         """Take out the entry of something that another one completes, unless somebody has named it."""
         self._entries[:] = [e for e in self._entries if e["digest"] != digest or _notes(e).get(REF_NAME)]
 
     def tag(self, wanted: str, name: str) -> None:
         """Give a name to what is there. Raises NotThere, Ambiguous, StoreError."""
         digest = self.find_exactly(wanted).descriptor.digest
-        self._give(check_name(name), digest, self._of(digest)[0])
+        self._give(check_name(name), digest, self._find_by_digest(digest)[0])
 
     def remove(self, wanted: str) -> tuple[str, ...]:
         """Take out a name, or, by its digest, something with all its names; the names that were taken out.
@@ -152,19 +152,19 @@ class Catalog:
 
     def write(self) -> None:
         """Put index.json in its place, atomically and durably. Raises DiskFull, DiskError, StoreError."""
-        content = written_document(self._value)
+        content = encode_document(self._value)
         if len(content) > DOCUMENT_LIMIT:
             raise StoreError(
                 f"the index of {self.path} would have {len(content)} bytes, and {DOCUMENT_LIMIT} are "
                 "allowed; remove some of what it names"
             )
         try:
-            with opened(self.path) as folder:
+            with open_nested_folder(self.path) as folder:
                 replace("index.json", content, folder)
         except OSError as error:
             raise disk_error(error, self.path, "the index", len(content)) from error
 
-    def _of(self, digest: str) -> list[dict[str, Any]]:
+    def _find_by_digest(self, digest: str) -> list[dict[str, Any]]:
         return [each for each in self._entries if each["digest"] == digest]
 
     def _give(self, name: str, digest: str, model: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ class Catalog:
         for each in list(self._entries):
             if _notes(each).get(REF_NAME) == name and each["digest"] != digest:
                 self._unname(each)
-        same = self._of(digest)
+        same = self._find_by_digest(digest)
         if any(_notes(each).get(REF_NAME) == name for each in same):
             return
         entry = next((each for each in same if not _notes(each).get(REF_NAME)), None)
@@ -182,7 +182,7 @@ class Catalog:
         entry["annotations"] = {**_notes(entry), REF_NAME: name}
 
     def _unname(self, entry: dict[str, Any]) -> None:
-        if len(self._of(entry["digest"])) > 1:
+        if len(self._find_by_digest(entry["digest"])) > 1:
             self._entries[:] = [each for each in self._entries if each is not entry]
         else:
             del entry["annotations"][REF_NAME]

@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DiskError, StoreError, disk_error, reason
 from gpusnap.oci.base.files import UNFINISHED, open_folder
-from gpusnap.oci.base.locks import exclusive
+from gpusnap.oci.base.locks import lock_exclusively
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.layout.layout import Layout
 
 BLOBS = ("blobs", "sha256")
@@ -38,7 +38,7 @@ class Tree:
         return Layout(self.path)
 
     @property
-    def known(self) -> str:
+    def known_chunks(self) -> str:
         """The index of known chunks."""
         return os.path.join(self.path, "known.json")
 
@@ -53,12 +53,12 @@ class Tree:
         return os.path.join(self.path, "holds")
 
     @contextmanager
-    def locked(self, what: str) -> Iterator[None]:
+    def hold_lock(self, what: str) -> Iterator[None]:
         """Have the lock of the store, for a moment. Raises StoreBusy, and StoreError where there is none."""
         path = os.path.join(self.path, "lock")
         with ExitStack() as stack:
             try:
-                stack.enter_context(exclusive(path, patience=self.patience, what=what))
+                stack.enter_context(lock_exclusively(path, patience=self.patience, what=what))
             except OSError as error:
                 raise StoreError(
                     f"{self.path} cannot be used as a store: its lock cannot be opened: {reason(error)}",
@@ -67,7 +67,7 @@ class Tree:
             yield
 
     @contextmanager
-    def writing(self, what: str, size: int | None = None) -> Iterator[None]:
+    def explain_write_errors(self, what: str, size: int | None = None) -> Iterator[None]:
         """An OSError within is DiskFull or DiskError, for `what`, of `size` bytes where that is known."""
         try:
             yield
@@ -87,7 +87,7 @@ def link_error(error: OSError, path: str) -> StoreError | DiskError:
 
 
 @contextmanager
-def opened(*names: str) -> Iterator[int]:
+def open_nested_folder(*names: str) -> Iterator[int]:
     """A descriptor of the folder `names`, each within the one before. Raises OSError."""
     folder = open_folder(*names)
     try:
@@ -110,7 +110,7 @@ def discard(path: str) -> None:
                     (folders if each.is_dir(follow_symlinks=False) else files).append(each.path)
         except OSError:
             continue
-    for_each(files, _unlink, threads=min(THREADS, len(files)))
+    run_for_each(files, _unlink, threads=min(THREADS, len(files)))
     for folder in reversed(folders):
         try:
             os.rmdir(folder)

@@ -24,7 +24,7 @@ def subject_of(content: bytes) -> str:
     return ""
 
 
-def below(
+def list_referring(
     entries: Iterable[Descriptor], read: Callable[[Descriptor], bytes], subject: str
 ) -> tuple[Descriptor, ...]:
     """Those among the entries of a layout's index that refer to a manifest, and what refers to them.

@@ -19,16 +19,25 @@ from gpusnap.oci.base.errors import (
     reason,
 )
 from gpusnap.oci.base.files import UNFINISHED, open_folder, read_regular, replace
-from gpusnap.oci.base.locks import stands, try_exclusive, unlock
-from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
+from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table
-from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import OCTETS, Descriptor
 from gpusnap.oci.layout.graph import check_known, is_document, walk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.index import Catalog, check_name
-from gpusnap.oci.store.paths import BLOBS, CUT_OFF, PRECIOUS, THREADS, Tree, discard, link_error, opened
+from gpusnap.oci.store.paths import (
+    BLOBS,
+    CUT_OFF,
+    PRECIOUS,
+    THREADS,
+    Tree,
+    discard,
+    link_error,
+    open_nested_folder,
+)
 
 _LONGEST_REASON = 4096
 
@@ -61,18 +70,21 @@ class Staging:
         """The same of many blobs; those that the store does not have."""
         return self.layout.link_durable(wanted, self._tree.layout)
 
-    def precious(self, why: str) -> None:
+    def mark_precious(self, why: str) -> None:
         """Let nobody remove this folder but its owner, though he dies: `why` is for people to read.
 
         It also keeps its blobs in a `commit`: who looks for them here finds them. Raises DiskFull, DiskError.
         """
         content = why.encode()[:_LONGEST_REASON]
-        with self._tree.writing("the mark of a staging", len(content)), opened(self.path) as folder:
+        with (
+            self._tree.explain_write_errors("the mark of a staging", len(content)),
+            open_nested_folder(self.path) as folder,
+        ):
             replace(PRECIOUS, content, folder)
 
-    def plain(self) -> None:
-        """Take `precious` back. Raises DiskError."""
-        with self._tree.writing("the mark of a staging"), contextlib.suppress(FileNotFoundError):
+    def unmark_precious(self) -> None:
+        """Take `mark_precious` back. Raises DiskError."""
+        with self._tree.explain_write_errors("the mark of a staging"), contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.path, PRECIOUS))
 
     def commit(
@@ -109,32 +121,32 @@ class Staging:
                 code="GPS-603",
             )
         layout = self._tree.layout
-        sizes = self._below(root, layout)
+        sizes = self._measure_blobs_below(root, layout)
         for each in also:
-            sizes |= self._below(each, layout)
+            sizes |= self._measure_blobs_below(each, layout)
         with (
-            self._tree.writing("a blob"),
-            opened(self.path, *BLOBS) as own,
-            opened(layout.path, *BLOBS) as store,
+            self._tree.explain_write_errors("a blob"),
+            open_nested_folder(self.path, *BLOBS) as own,
+            open_nested_folder(layout.path, *BLOBS) as store,
         ):
-            here = self._durable(sizes, own, store, threads)
-            with self._tree.locked(f"the commit of {root.digest}"):
+            here = self._make_durable(sizes, own, store, threads)
+            with self._tree.hold_lock(f"the commit of {root.digest}"):
                 for name, size in sizes.items():
                     if name in here:
                         _link(name, own, store, self._tree.path)
                     elif not _is_blob(name, size, store):
-                        raise _missing(name, size, self._tree.path)
+                        raise _make_missing_error(name, size, self._tree.path)
                 os.fsync(store)
                 catalog = Catalog(layout.path)
                 if completes != root.digest:
-                    catalog.complete(completes)
+                    catalog.drop_incomplete(completes)
                 catalog.add(root, names)
                 for each in also:
                     catalog.add(each, ())
                 catalog.write()
                 self._learn(tables, foreign)
-        if why_precious(self.path) is None:
-            self._empty(threads)
+        if read_why_precious(self.path) is None:
+            self._remove_blobs(threads)
 
     def close(self, *, leave: bool = False) -> None:
         """Let go of it; it is removed, unless it is precious. May be called twice.
@@ -146,12 +158,12 @@ class Staging:
         lock, self._lock = self._lock, None
         self.layout.close()
         try:
-            if not leave and why_precious(self.path) is None:
+            if not leave and read_why_precious(self.path) is None:
                 discard(self.path)
         finally:
             unlock(lock)
 
-    def _below(self, root: Descriptor, store: Layout) -> dict[str, int]:
+    def _measure_blobs_below(self, root: Descriptor, store: Layout) -> dict[str, int]:
         """Name and size of all blobs below `root` and of itself."""
 
         def read(document: Descriptor) -> bytes:
@@ -163,18 +175,18 @@ class Staging:
             if content is not None:
                 # gc could tell no more what is needed, of the whole store.
                 check_known(found, content)
-            if sizes.setdefault(encoded(found.digest), found.size) != found.size:
+            if sizes.setdefault(get_hex(found.digest), found.size) != found.size:
                 raise LayoutError(f"{root.digest} names the blob {found.digest} with two sizes")
         return sizes
 
-    def _durable(self, sizes: Mapping[str, int], own: int, store: int, threads: int) -> set[str]:
+    def _make_durable(self, sizes: Mapping[str, int], own: int, store: int, threads: int) -> set[str]:
         """Make the blobs durable that this staging has; their names. Raises BlobError for one nobody has."""
         here, new = set(), []
         for name, size in sizes.items():
             found = _status(name, own)
             if found is None or not stat.S_ISREG(found.st_mode) or found.st_size != size:
                 if not _is_blob(name, size, store):
-                    raise _missing(name, size, self._tree.path)
+                    raise _make_missing_error(name, size, self._tree.path)
                 continue
             here.add(name)
             # A file that the store has too was made durable before it got there.
@@ -186,13 +198,13 @@ class Staging:
             self.layout.check_blob(Descriptor("application/octet-stream", f"sha256:{name}", sizes[name]))
 
         if not self._checked:
-            for_each(new, check, threads=min(threads, len(new)))
+            run_for_each(new, check, threads=min(threads, len(new)))
         try:
             self.layout.sync_blobs(new, threads=threads)
         except DiskError:
             # Whoever stages this name again would find them whole, in memory, and their next fsync succeed.
-            if why_precious(self.path) is None:
-                for name in self.layout.undurable():
+            if read_why_precious(self.path) is None:
+                for name in self.layout.list_undurable():
                     with contextlib.suppress(OSError):
                         os.unlink(name, dir_fd=own)
             raise
@@ -201,36 +213,36 @@ class Staging:
     def _learn(self, tables: Iterable[Table], foreign: Iterable[Table]) -> None:
         tables, foreign = tuple(tables), tuple(foreign)
         if tables or foreign:
-            known = Known(self._tree.known)
+            known = Known(self._tree.known_chunks)
             known.learn(tables, self._tree.layout)
             known.learn(foreign, self._tree.layout, foreign=True)
             # It saves work and is needed for nothing: what is committed by now stays so.
             with contextlib.suppress(DiskError):
                 known.save()
 
-    def _empty(self, threads: int) -> None:
+    def _remove_blobs(self, threads: int) -> None:
         """Remove its blobs; what stays is for `close`, and for gc."""
-        with contextlib.suppress(OSError), opened(self.path, *BLOBS) as folder:
+        with contextlib.suppress(OSError), open_nested_folder(self.path, *BLOBS) as folder:
 
             def remove(name: str) -> None:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=folder)
 
             names = os.listdir(folder)
-            for_each(names, remove, threads=min(threads, len(names)))
+            run_for_each(names, remove, threads=min(threads, len(names)))
 
 
 def stage(tree: Tree, name: str) -> Staging:
     """The staging of that name, new or left by somebody. Raises as gpusnap.oci.store.store.Store.stage."""
     path = os.path.join(tree.staging, name)
-    with tree.locked(f"the staging {name}"), tree.writing("a staging"):
+    with tree.hold_lock(f"the staging {name}"), tree.explain_write_errors("a staging"):
         lock, new = None, False
         while lock is None:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
                 new = True
             with contextlib.suppress(FileNotFoundError):
-                lock = _locked(path)
+                lock = _try_lock(path)
     try:
         staging = Staging(tree, path, lock, checked=True)
         staging.layout.create()
@@ -248,9 +260,9 @@ def adopt(tree: Tree, path: str) -> Staging:
     folder, name = os.path.split(os.path.realpath(path))
     if folder != tree.staging or name.startswith("."):
         raise StoreError(f"{path} is no staging of the store {tree.path}", code="GPS-703")
-    with tree.locked(f"the staging {name}"):
+    with tree.hold_lock(f"the staging {name}"):
         try:
-            lock = _locked(os.path.join(folder, name))
+            lock = _try_lock(os.path.join(folder, name))
         except OSError as error:
             raise NotThere(f"the staging {path} cannot be taken over: {reason(error)}") from error
         if lock is None:
@@ -260,10 +272,10 @@ def adopt(tree: Tree, path: str) -> Staging:
     return Staging(tree, os.path.join(folder, name), lock, checked=False)
 
 
-def why_precious(path: str) -> str | None:
+def read_why_precious(path: str) -> str | None:
     """Why nobody may remove that staging; None where anybody may whose it is."""
     try:
-        with opened(path) as folder:
+        with open_nested_folder(path) as folder:
             return read_regular(PRECIOUS, folder, limit=_LONGEST_REASON).decode(errors="replace")
     except FileNotFoundError:
         return None
@@ -271,7 +283,7 @@ def why_precious(path: str) -> str | None:
         return "its mark cannot be read"
 
 
-def _locked(path: str) -> int | None:
+def _try_lock(path: str) -> int | None:
     """A staging's folder, locked; None where its owner removed it just then. Raises StagingBusy, OSError.
 
     The caller has the store's lock: nobody else tries whether a staging has an owner.
@@ -280,7 +292,7 @@ def _locked(path: str) -> int | None:
     if not try_exclusive(lock):
         os.close(lock)
         raise StagingBusy(f"another process is at work on {path}; try again when it is done")
-    if stands(lock, path):
+    if is_still_there(lock, path):
         return lock
     os.close(lock)
     return None
@@ -291,7 +303,11 @@ def _drop_torn(layout: Layout, tree: Tree) -> None:
 
     One that the store has too, the same file, was durable before.
     """
-    with tree.writing("a staging"), opened(layout.path, *BLOBS) as own, opened(tree.path, *BLOBS) as store:
+    with (
+        tree.explain_write_errors("a staging"),
+        open_nested_folder(layout.path, *BLOBS) as own,
+        open_nested_folder(tree.path, *BLOBS) as store,
+    ):
 
         def check(name: str) -> None:
             if not CUT_OFF.fullmatch(name):
@@ -304,7 +320,7 @@ def _drop_torn(layout: Layout, tree: Tree) -> None:
             os.unlink(name, dir_fd=own)
 
         names = os.listdir(own)
-        for_each(names, check, threads=min(THREADS, len(names)))
+        run_for_each(names, check, threads=min(THREADS, len(names)))
 
 
 def _link(name: str, origin: int, folder: int, path: str) -> None:
@@ -336,5 +352,5 @@ def _is_blob(name: str, size: int, folder: int) -> bool:
     return found is not None and stat.S_ISREG(found.st_mode) and found.st_size == size
 
 
-def _missing(name: str, size: int, path: str) -> BlobError:
+def _make_missing_error(name: str, size: int, path: str) -> BlobError:
     return BlobError(f"the blob sha256:{name} of {size} bytes is neither in its staging nor in {path}")

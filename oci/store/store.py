@@ -45,18 +45,18 @@ from contextlib import contextmanager
 
 from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere, StoreError
 from gpusnap.oci.base.files import UNFINISHED, exists
-from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks.index import Known
-from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import Descriptor, Index, parse_document
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.entry import Entry
-from gpusnap.oci.store.gc import Collected, collect, held
+from gpusnap.oci.store.gc import Collected, collect, list_held
 from gpusnap.oci.store.index import Catalog
-from gpusnap.oci.store.paths import Tree, link_error, opened
+from gpusnap.oci.store.paths import Tree, link_error, open_nested_folder
 from gpusnap.oci.store.staging import Staging, adopt, stage
-from gpusnap.oci.store.tags import tagged
+from gpusnap.oci.store.tags import select_tagged
 
 PATIENCE = 60.0
 _HOLD = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -82,10 +82,10 @@ class Store:
         with contextlib.suppress(LayoutError, StoreError):
             self.check()
             return self
-        with tree.writing("the store"):
+        with tree.explain_write_errors("the store"):
             for folder in (self.path, tree.staging, tree.holds):
                 os.makedirs(folder, mode=0o700, exist_ok=True)
-        with tree.locked("the making of a store"), tree.writing("the store"):
+        with tree.hold_lock("the making of a store"), tree.explain_write_errors("the store"):
             self.layout.create()
             if not exists(os.path.join(self.path, "index.json"), follow=False):
                 self._try_link()
@@ -136,15 +136,15 @@ class Store:
         A name without a tag stands for the newest of that name; see gpusnap.oci.store.tags. Raises NotThere,
         which has near names, Ambiguous, LayoutError.
         """
-        return Catalog(self.path).find(wanted, self._created)
+        return Catalog(self.path).find(wanted, self._find_creation_time)
 
     def find_exactly(self, wanted: str) -> Entry:
         """The same, and a name without a tag stands only for itself. Raises as `find` does."""
         return Catalog(self.path).find_exactly(wanted)
 
-    def tagged(self, name: str) -> tuple[Entry, ...]:
+    def list_tagged(self, name: str) -> tuple[Entry, ...]:
         """All NAME:TAG of a name without a tag. Raises LayoutError."""
-        return tagged(name, self.entries())
+        return select_tagged(name, self.entries())
 
     @contextmanager
     def hold(self, digest: str) -> Iterator[Descriptor]:
@@ -152,23 +152,23 @@ class Store:
 
         Raises NotThere where the index does not have it, DigestError, LayoutError, DiskError.
         """
-        path = os.path.join(self._tree.holds, encoded(digest))
-        self._named(digest)
-        with self._tree.writing("a hold"):
-            lock = _shared(path)
+        path = os.path.join(self._tree.holds, get_hex(digest))
+        self._find_named(digest)
+        with self._tree.explain_write_errors("a hold"):
+            lock = _lock_shared(path)
         try:
             # Again: a gc that did not see the hold is over.
-            yield self._named(digest)
+            yield self._find_named(digest)
         finally:
             # The last one takes the file away; where that fails, gc does.
             with contextlib.suppress(OSError):
-                if try_exclusive(lock) and stands(lock, path):
+                if try_exclusive(lock) and is_still_there(lock, path):
                     os.unlink(path)
             unlock(lock)
 
-    def known(self) -> Known:
+    def open_known_chunks(self) -> Known:
         """The chunks of what was committed, by plain digest: for gpusnap.oci.chunks.writer.write."""
-        return Known(self._tree.known)
+        return Known(self._tree.known_chunks)
 
     def read(self, descriptor: Descriptor) -> bytes:
         """A manifest or an index, its digest checked. Raises BlobError."""
@@ -178,7 +178,7 @@ class Store:
 
     def tag(self, wanted: str, name: str) -> None:
         """Give a name to what `find` finds. Raises as that does, and StoreError, StoreBusy, DiskError."""
-        with self._tree.locked(f"the name {name[:80]}"):
+        with self._tree.hold_lock(f"the name {name[:80]}"):
             catalog = Catalog(self.path)
             catalog.tag(wanted, name)
             catalog.write()
@@ -188,7 +188,7 @@ class Store:
 
         Returns the names that went. The blobs stay until gc. Raises as `tag` does.
         """
-        with self._tree.locked(f"the removal of {wanted[:80]}"):
+        with self._tree.hold_lock(f"the removal of {wanted[:80]}"):
             catalog = Catalog(self.path)
             names = catalog.remove(wanted)
             catalog.write()
@@ -200,9 +200,9 @@ class Store:
         Whether it is out of it now, also where it was not in it. Nobody gets a hold of it meanwhile. Raises
         StoreBusy, StoreError, DiskError, LayoutError.
         """
-        path = os.path.join(self._tree.holds, encoded(digest))
-        with self._tree.locked(f"the removal of {digest}"), self._tree.writing("a hold"):
-            lock = _alone(path)
+        path = os.path.join(self._tree.holds, get_hex(digest))
+        with self._tree.hold_lock(f"the removal of {digest}"), self._tree.explain_write_errors("a hold"):
+            lock = _lock_alone(path)
             if lock is None:
                 return False
             try:
@@ -219,10 +219,10 @@ class Store:
                 unlock(lock)
         return True
 
-    def held(self) -> frozenset[str]:
+    def list_held(self) -> frozenset[str]:
         """The digests that somebody holds. Raises DiskError."""
-        with self._tree.writing("a hold"):
-            return frozenset(held(self._tree.holds, free=False))
+        with self._tree.explain_write_errors("a hold"):
+            return frozenset(list_held(self._tree.holds, free=False))
 
     def collect(self, *, dry_run: bool = False) -> Collected:
         """Remove what nothing names and nobody reads; with `dry_run`, only say what that is.
@@ -231,7 +231,7 @@ class Store:
         """
         return collect(self._tree, dry_run=dry_run)
 
-    def _created(self, entry: Entry) -> str:
+    def _find_creation_time(self, entry: Entry) -> str:
         """When it was made (RFC 3339): another tool's index says so only in the manifest; "" for unknown."""
         if entry.created:
             return entry.created
@@ -241,7 +241,7 @@ class Store:
                     return created
         return ""
 
-    def _named(self, digest: str) -> Descriptor:
+    def _find_named(self, digest: str) -> Descriptor:
         found = [each.descriptor for each in self.entries() if each.descriptor.digest == digest]
         if not found:
             raise NotThere(f"nothing in {self.path} has the digest {digest}")
@@ -249,7 +249,7 @@ class Store:
 
     def _try_link(self) -> None:
         name = UNFINISHED + secrets.token_hex(8)
-        with opened(self.path) as folder:
+        with open_nested_folder(self.path) as folder:
             try:
                 os.link("oci-layout", name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
                 os.unlink(name, dir_fd=folder)
@@ -257,26 +257,26 @@ class Store:
                 raise link_error(error, self.path) from error
 
 
-def _alone(path: str) -> int | None:
+def _lock_alone(path: str) -> int | None:
     """A hold's file, locked against all readers; None where one has it."""
     while True:
         lock = os.open(path, _HOLD, 0o600)
         if not try_exclusive(lock):
             unlock(lock)
             return None
-        if stands(lock, path):
+        if is_still_there(lock, path):
             return lock
         unlock(lock)
 
 
-def _shared(path: str) -> int:
+def _lock_shared(path: str) -> int:
     """A hold's file, locked together with other readers."""
     while True:
         lock = os.open(path, _HOLD, 0o600)
         try:
             # Waits for gc, which tries the lock for a moment, or for another reader that takes the file away.
             fcntl.flock(lock, fcntl.LOCK_SH)
-            if stands(lock, path):
+            if is_still_there(lock, path):
                 return lock
         except BaseException:
             unlock(lock)

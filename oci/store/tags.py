@@ -29,7 +29,7 @@ def base(name: str) -> str:
     return before if colon and _TAG.fullmatch(tag) else name
 
 
-def tagged(wanted: str, entries: Iterable[Entry]) -> tuple[Entry, ...]:
+def select_tagged(wanted: str, entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """The entries wanted:TAG, in their order; none for what has a tag itself, unless that is "latest"."""
     stem = wanted.removesuffix(f":{LATEST}")
     return tuple(each for each in entries if each.name != stem and base(each.name) == stem)
@@ -48,12 +48,12 @@ def newest(wanted: str, found: Sequence[Entry], created: Callable[[Entry], str],
     if unknown:
         raise Ambiguous(
             f"{wanted!r} stands for the newest of {len(found)} checkpoints in {where}, and it is not known "
-            f"when {listed(unknown)} was made"
+            f"when {format_names(unknown)} was made"
         )
     last = max(moment for moment in times.values() if moment is not None)
     first, *others = [each for each in found if times[each.name] == last]
     if any(each.descriptor.digest != first.descriptor.digest for each in others):
-        names = listed(each.name for each in (first, *others))
+        names = format_names(each.name for each in (first, *others))
         raise Ambiguous(
             f"{wanted!r} stands for the newest checkpoint in {where}, and these are as new: {names}"
         )
@@ -66,7 +66,7 @@ def is_later(one: str, other: str) -> bool:
     return times[0] is not None and times[1] is not None and times[0] > times[1]
 
 
-def listed(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     """Names for a message."""
     every = sorted(names)
     more = f" and {len(every) - _MOST} more" if len(every) > _MOST else ""

@@ -23,7 +23,7 @@ import zstandard
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, DiskError, binary_size, disk_error, reason
-from gpusnap.oci.base.files import all_written, open_folder, open_named, unnamed_file
+from gpusnap.oci.base.files import create_unnamed_file, open_folder, open_named, write_all
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.compression import Plain, Readable, packer
 
@@ -47,7 +47,7 @@ class Content:
     def read(self, size: int = -1, /) -> bytes:
         """At most `size` bytes, all that are left for -1, none at the end. Raises ArchiveError."""
         count = self.left if size < 0 else min(size, self.left)
-        data = self._source.exactly(count)
+        data = self._source.read_exactly(count)
         self.left -= len(data)
         return data
 
@@ -89,7 +89,7 @@ def entries(
         while (info := source.header()) is not None:
             left -= sys.getsizeof(info.name) + sys.getsizeof(info.linkname) + _ENTRY
             if left < 0:
-                raise source.broken("its entries have more names than any checkpoint has")
+                raise source.describe_broken("its entries have more names than any checkpoint has")
             if links:
                 source.check_parents(info.name, links)
             if info.issym() or info.islnk():
@@ -101,13 +101,13 @@ def entries(
             if content is not None:
                 source.skip(content.left)
                 source.skip(-size % tar.BLOCK)
-        source.end()
+        source.read_end()
 
 
-def unpacked(file: Readable, where: str) -> Iterator[bytes]:
+def unpack(file: Readable, where: str) -> Iterator[bytes]:
     """What a file holds once it is decompressed, in pieces. Raises ArchiveError, in which it is `where`."""
     source = _Source(file, where, None)
-    while piece := source.some():
+    while piece := source.read_some():
         yield piece
 
 
@@ -135,10 +135,10 @@ class Writer:
         self._packing = packer(level=level, threads=threads) if compress == "zstd" else None
 
     def __enter__(self) -> Writer:
-        with ExitStack() as opened, self._writing():
+        with ExitStack() as opened, self._explain_write_errors():
             self._folder = open_folder(os.path.dirname(self.path))
             opened.callback(os.close, self._folder)
-            self._file, self._name = opened.enter_context(unnamed_file(self._folder))
+            self._file, self._name = opened.enter_context(create_unnamed_file(self._folder))
             self._open = opened.pop_all()
         return self
 
@@ -182,14 +182,14 @@ class Writer:
 
     def _put(self, data: bytes) -> None:
         self._size += len(data)
-        with self._writing():
-            all_written(self._file, data)
+        with self._explain_write_errors():
+            write_all(self._file, data)
 
     def _finish(self) -> None:
         self._write(tar.END)
         if self._packing is not None:
             self._put(self._packing.flush())
-        with self._writing():
+        with self._explain_write_errors():
             os.fsync(self._file)
             name = os.path.basename(self.path)
             try:
@@ -207,7 +207,7 @@ class Writer:
                 raise
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _explain_write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -220,70 +220,70 @@ class _Source:
 
     def __init__(self, file: Readable, where: str, plain: Callable[[bytes], object] | None) -> None:
         self._where, self._seen = where, plain
-        with self._reading():
+        with self._explain_read_errors():
             self._plain = Plain(file)
 
     def header(self) -> tarfile.TarInfo | None:
         """The next entry's; None at the end."""
-        with self._reading():
-            return tar.read_header(self.exactly)
+        with self._explain_read_errors():
+            return tar.read_header(self.read_exactly)
 
     def check_parents(self, name: str, links: Collection[str]) -> None:
         """Raise ArchiveError where a name is below one of the links: who unpacks it would follow that."""
         parent = os.path.dirname(name)
         while parent:
             if parent in links:
-                raise self.broken(f"the name {name[:200]!r} leads through the link {parent[:200]!r}")
+                raise self.describe_broken(f"the name {name[:200]!r} leads through the link {parent[:200]!r}")
             parent = os.path.dirname(parent)
 
-    def exactly(self, size: int) -> bytes:
+    def read_exactly(self, size: int) -> bytes:
         """So many bytes, never less."""
         found: list[bytes] = []
         left = size
         while left:
             piece = self._read(left)
             if not piece:
-                raise self.broken("it ends too early")
+                raise self.describe_broken("it ends too early")
             found.append(piece)
             left -= len(piece)
         return found[0] if len(found) == 1 else b"".join(found)
 
-    def some(self) -> bytes:
+    def read_some(self) -> bytes:
         """As much as there is at once; nothing at the end."""
         return self._read(_PIECE)
 
     def skip(self, size: int) -> None:
         """Pass over so many bytes."""
-        with self._reading():
+        with self._explain_read_errors():
             if self._seen is None and self._plain.skip(size):
                 return
         while size:
-            size -= len(self.exactly(min(size, _PIECE)))
+            size -= len(self.read_exactly(min(size, _PIECE)))
 
-    def end(self) -> None:
+    def read_end(self) -> None:
         """Read what follows the end of the tar: zeros, and what ends the compression."""
         tail = 0
         while piece := self._read(_PIECE):
             tail += len(piece)
             if tail > _LONGEST_TAIL or piece.count(0) != len(piece):
-                raise self.broken("it goes on after its end")
+                raise self.describe_broken("it goes on after its end")
 
     def _read(self, size: int) -> bytes:
-        with self._reading():
+        with self._explain_read_errors():
             data = self._plain.read(size)
         if self._seen is not None:
             self._seen(data)
         return data
 
-    def broken(self, why: object) -> ArchiveError:
+    def describe_broken(self, why: object) -> ArchiveError:
         """The error for what is wrong with it."""
         return ArchiveError(f"{self._where} is not a checkpoint archive, or is cut short: {why}")
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _explain_read_errors(self) -> Iterator[None]:
         try:
             yield
         except (tar.HeaderFault, zstandard.ZstdError, zlib.error, gzip.BadGzipFile, EOFError) as error:
-            raise self.broken(error) from error
+            raise self.describe_broken(error) from error
         except OSError as error:
             raise ArchiveError(f"{self._where} cannot be read: {reason(error)}") from error

@@ -79,7 +79,7 @@ class Plain:
     def read(self, size: int, /) -> bytes:
         """At most `size` bytes, none at the end."""
         data = self._raw.read(size)
-        if not data and size and not self._frames.whole:
+        if not data and size and not self._frames.is_whole:
             raise EOFError("its last zstd frame is not whole")
         return data
 
@@ -98,7 +98,7 @@ def as_file(pieces: Iterable[bytes]) -> IO[bytes]:
 
 def kind_of(file: Readable) -> tuple[Kind, Readable]:
     """How a stream is compressed, by its first bytes, and what to read all of it from."""
-    head = _exactly(file, len(_ZSTD))
+    head = _read_exactly(file, len(_ZSTD))
     kind: Kind = "zstd" if head == _ZSTD else "gzip" if head.startswith(_GZIP) else "none"
     if isinstance(file, io.BufferedReader) and file.seekable():
         file.seek(-len(head), io.SEEK_CUR)
@@ -168,7 +168,7 @@ class _GzipPacker:
         self._waiting.append(self._pool.submit(gzip.compress, piece, self._level, mtime=0))
 
 
-def squeezed(pieces: Iterable[bytes], *, level: int = 1, threads: int = 1) -> Iterator[bytes]:
+def compress(pieces: Iterable[bytes], *, level: int = 1, threads: int = 1) -> Iterator[bytes]:
     """One zstd frame of `pieces`, as `packer` makes it."""
     packing = packer(level=level, threads=threads)
     for piece in pieces:
@@ -212,7 +212,7 @@ class _Frames:
         self._to("magic", 4)
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         return self._state == "magic" and not self._held and not self._skip
 
     def feed(self, data: bytes) -> None:
@@ -258,7 +258,7 @@ class _Frames:
                     self._to("magic", 4)
 
 
-def _exactly(file: Readable, size: int) -> bytes:
+def _read_exactly(file: Readable, size: int) -> bytes:
     found = b""
     while len(found) < size and (piece := file.read(size - len(found))):
         found += piece

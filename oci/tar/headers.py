@@ -56,15 +56,15 @@ def read_header(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
             if records or any(read(BLOCK)):
                 raise HeaderFault("it has a block of zeros between its entries")
             return None
-        info = _parsed(block)
+        info = _parse_header(block)
         if info.type not in (_PAX, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
-            return _whole(info, records)
+            return _apply_records(info, records)
         # Together: else a few bytes, compressed, could make any number of them for one entry. Each counts
         # with its block, so that empty ones come to an end, too; an entry needs three at most.
         left -= BLOCK + info.size
         if left < 0:
             raise HeaderFault(f"an entry has more than {LARGEST_EXTENSION} bytes of extended headers")
-        data = _extension(info, read)
+        data = _read_extension(info, read)
         if info.type == _PAX:
             records |= _records(data)
         else:
@@ -125,7 +125,7 @@ def pieces(info: tarfile.TarInfo, content: Readable | None) -> Iterator[bytes]:
         yield padding(info.size)
 
 
-def _parsed(block: bytes) -> tarfile.TarInfo:
+def _parse_header(block: bytes) -> tarfile.TarInfo:
     try:
         info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError as error:
@@ -136,7 +136,7 @@ def _parsed(block: bytes) -> tarfile.TarInfo:
     return info
 
 
-def _extension(info: tarfile.TarInfo, read: Callable[[int], bytes]) -> bytes:
+def _read_extension(info: tarfile.TarInfo, read: Callable[[int], bytes]) -> bytes:
     data = read(info.size)
     read(-info.size % BLOCK)
     return data
@@ -158,7 +158,7 @@ def _records(data: bytes) -> dict[str, str]:
     return found
 
 
-def _whole(info: tarfile.TarInfo, records: dict[str, str]) -> tarfile.TarInfo:
+def _apply_records(info: tarfile.TarInfo, records: dict[str, str]) -> tarfile.TarInfo:
     """The entry of a header with the records that stood before it."""
     name = records.pop("path", info.name)
     if any(key.startswith("GNU.sparse.") for key in records):

@@ -17,23 +17,23 @@ def find_driver() -> Driver | None:
 
     NVIDIA's where there is AMD's as well.
     """
-    return next(_present(), None)
+    return next(_iterate_present(), None)
 
 
 def find_drivers() -> tuple[Driver, ...]:
     """The drivers of all vendors that have GPUs here, not yet opened; NVIDIA's first."""
-    return tuple(_present())
+    return tuple(_iterate_present())
 
 
-def _present() -> Iterator[Driver]:
+def _iterate_present() -> Iterator[Driver]:
     """One after the other: a vendor's modules are imported when it is asked for."""
     from gpusnap.runtime_shim.gpu.nvidia import driver as nvidia
 
-    if nvidia.present():
+    if nvidia.is_present():
         yield nvidia.Nvidia()
     from gpusnap.runtime_shim.gpu.amd import driver as amd
 
-    if amd.present():
+    if amd.is_present():
         yield amd.Amd()
 
 
@@ -60,12 +60,12 @@ def holders(driver: Driver, pids: Iterable[int]) -> tuple[int, ...]:
     suspended process holds no device file. So a program that merely loaded the library counts too;
     `Driver.state` tells. Raises PermissionRefused where the kernel does not let us look.
     """
-    return tuple(pid for pid in pids if _holds(driver, pid))
+    return tuple(pid for pid in pids if _may_hold(driver, pid))
 
 
-def _holds(driver: Driver, pid: int) -> bool:
+def _may_hold(driver: Driver, pid: int) -> bool:
     # A process on its way out still has its files open for a while.
-    return proc.alive(pid) and (driver.holds(pid) or _has_library(driver.vendor, pid))
+    return proc.is_alive(pid) and (driver.holds(pid) or _has_library(driver.vendor, pid))
 
 
 def _has_library(vendor: str, pid: int) -> bool:

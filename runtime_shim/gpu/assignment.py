@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
-from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, means
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, is_meant
 
 _UPDATE = "update the driver here"
 _MAP = "change the GPU map"
@@ -90,7 +90,7 @@ class Plan:
     code: str = ""
     """Of the refusal, such as GPS-401."""
 
-    def refused(self) -> Refused:
+    def make_refusal(self) -> Refused:
         """The refusal as an error: the sentence in the first line, this host's GPUs after it."""
         said = f"{self.refusal}:\n{self.why}" if self.why else self.refusal
         return Refused(said, hint=self.hint, code=self.code)
@@ -133,7 +133,7 @@ class _Impossible(Exception):
 _Misfits = Sequence[Sequence[_Misfit | None]]
 
 
-def plan(
+def plan_assignment(
     wanted: Iterable[Wanted],
     made_with: str,
     host: Host,
@@ -154,7 +154,7 @@ def plan(
     words = _words(suspended)
     theirs = sorted(wanted, key=lambda gpu: (gpu.index, gpu.uuid))
     ours = sorted(host.gpus, key=lambda gpu: gpu.index)
-    older = _older(host.driver_version, made_with, words)
+    older = _find_older(host.driver_version, made_with, words)
     misfits = [
         [older or _not_given(new, given, words) or _misfit(old, new, reserved) for new in ours]
         for old in theirs
@@ -166,24 +166,24 @@ def plan(
     )
     try:
         if older is not None:
-            made = _shown(made_with)
+            made = _make_printable(made_with)
             raise _Impossible(
                 f"{words.made} with driver {made}, and this host has {host.driver_version}, which is older",
                 older.hint,
                 code="GPS-402",
             )
-        asked = _asked(theirs, ours, request, lenient, words.whose)
-        rest = _around(theirs, ours, misfits, asked, words.whose)
-        chosen = _chosen(theirs, ours, rest, reserved, words)
+        asked = _match_request(theirs, ours, request, lenient, words.whose)
+        rest = _add_request_misfits(theirs, ours, misfits, asked, words.whose)
+        chosen = _choose(theirs, ours, rest, reserved, words)
     except _Impossible as error:
         return Plan((), verdicts, str(error), error.hint, error.why, error.code)
     return Plan(tuple((old.uuid, ours[at].uuid) for old, at in zip(theirs, chosen, strict=True)), verdicts)
 
 
-def _older(here: str, made_with: str, words: _Words) -> _Misfit | None:
+def _find_older(here: str, made_with: str, words: _Words) -> _Misfit | None:
     if _version(here) >= _version(made_with):
         return None
-    return _Misfit(f"driver {here} is older than {words.whose}'s {_shown(made_with)}", _UPDATE)
+    return _Misfit(f"driver {here} is older than {words.whose}'s {_make_printable(made_with)}", _UPDATE)
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _shown(text: str) -> str:
+def _make_printable(text: str) -> str:
     """A word of the checkpoint's, safe to show."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return text if len(text) <= 64 else text[:63] + "…"
@@ -218,7 +218,7 @@ def _misfit(old: Wanted, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | Non
         return _Misfit(f"another model: {new.model}", ELSEWHERE)
     if not same and new.compute_capability != old.compute_capability:
         had, needed = new.compute_capability, old.compute_capability
-        return _Misfit(f"compute capability {had}, needs {_shown(needed)}", ELSEWHERE)
+        return _Misfit(f"compute capability {had}, needs {_make_printable(needed)}", ELSEWHERE)
     if new.mig:
         return _Misfit("in MIG mode", _MODE)
     busy = reserved.get(new.uuid, 0) > 0
@@ -230,10 +230,10 @@ def _misfit(old: Wanted, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | Non
         return None
     if busy and _free(new, _NOTHING) >= old.memory_used:
         return _Misfit("reserved by another restore", _WAIT)
-    return _Misfit(_short(_free(new, reserved), old.memory_used), FREE)
+    return _Misfit(_format_shortage(_free(new, reserved), old.memory_used), FREE)
 
 
-def _short(free: int, needed: int) -> str:
+def _format_shortage(free: int, needed: int) -> str:
     """Two sizes in one unit, rounded away from each other, so that they never look alike."""
     bits, unit = (30, "GiB") if needed >= 1 << 30 else (20, "MiB")
     tenths, more = free * 10 >> bits, -(-needed * 10 >> bits)
@@ -257,17 +257,17 @@ def _names(indices: Iterable[int]) -> str:
 # What the GPU map asks for.
 
 
-def _asked(
+def _match_request(
     theirs: Sequence[Wanted], ours: Sequence[Gpu], request: GpuMap, lenient: bool, whole: str
 ) -> dict[int, int]:
     """Position in `ours` by position in `theirs`."""
     asked: dict[int, int] = {}
     words: dict[int, tuple[str, str]] = {}
     for left, right in request:
-        old = _meant(left, theirs, whole)
+        old = _find_meant(left, theirs, whole)
         if old is None and lenient:
             continue
-        new = _meant(right, ours, "this host")
+        new = _find_meant(right, ours, "this host")
         for word, found, whose in ((left, old, whole), (right, new, "this host")):
             if found is None:
                 have = theirs if found is old else ours
@@ -288,8 +288,8 @@ def _asked(
     return asked
 
 
-def _meant(word: str, gpus: Sequence[Wanted] | Sequence[Gpu], whose: str) -> int | None:
-    found = [at for at, gpu in enumerate(gpus) if means(word, gpu.index, gpu.uuid)]
+def _find_meant(word: str, gpus: Sequence[Wanted] | Sequence[Gpu], whose: str) -> int | None:
+    found = [at for at, gpu in enumerate(gpus) if is_meant(word, gpu.index, gpu.uuid)]
     if len(found) > 1:
         raise _Impossible(
             f"{word} in the GPU map may mean any of {len(found)} GPUs of {whose}",
@@ -299,7 +299,7 @@ def _meant(word: str, gpus: Sequence[Wanted] | Sequence[Gpu], whose: str) -> int
     return found[0] if found else None
 
 
-def _around(
+def _add_request_misfits(
     theirs: Sequence[Wanted], ours: Sequence[Gpu], misfits: _Misfits, asked: Mapping[int, int], whole: str
 ) -> list[list[_Misfit | None]]:
     """The misfits with what the GPU map takes away, from the GPUs that it names and from all others."""
@@ -324,7 +324,7 @@ def _around(
 # The choice: an assignment of least cost, where the cost of a pair holds all that the module's page ranks.
 
 
-def _chosen(
+def _choose(
     theirs: Sequence[Wanted],
     ours: Sequence[Gpu],
     misfits: _Misfits,
@@ -338,7 +338,7 @@ def _chosen(
     if places == 0 < count:
         raise _Impossible(f"{needs} none", ELSEWHERE, code="GPS-401")
     if lost is not None:
-        raise _too_few(theirs, ours, misfits, [lost], [], words)
+        raise _make_too_few_error(theirs, ours, misfits, [lost], [], words)
     if count > places:
         raise _Impossible(f"{needs} {places}", ELSEWHERE, code="GPS-401")
     freest = sorted(range(places), key=lambda at: (-_free(ours[at], reserved), at))
@@ -353,14 +353,14 @@ def _chosen(
         step = places ** (count - 1 - number)
         for at, new in enumerate(ours):
             costs[number][at] += at * step - (uuid if old.uuid == new.uuid else 0)
-    chosen = _cheapest(costs, places)
+    chosen = _find_cheapest(costs, places)
     left = next((at for at, place in enumerate(chosen) if misfits[at][place]), None)
     if left is not None:
-        raise _too_few(theirs, ours, misfits, *_contenders(misfits, chosen, left), words)
+        raise _make_too_few_error(theirs, ours, misfits, *_contenders(misfits, chosen, left), words)
     return chosen
 
 
-def _cheapest(costs: Sequence[Sequence[int]], places: int) -> list[int]:
+def _find_cheapest(costs: Sequence[Sequence[int]], places: int) -> list[int]:
     """The column of each row, none twice, for which the costs sum up to the least; rows <= columns.
 
     The Hungarian method. Rows come in one by one; each takes the column that the cheapest chain of moves sets
@@ -410,7 +410,7 @@ def _contenders(misfits: _Misfits, chosen: Sequence[int], left: int) -> tuple[li
     return sorted(rivals), sorted(places)
 
 
-def _too_few(
+def _make_too_few_error(
     theirs: Sequence[Wanted],
     ours: Sequence[Gpu],
     misfits: _Misfits,
@@ -427,7 +427,7 @@ def _too_few(
         sentence = f"{names} of {words.whose} need {len(rivals)} GPUs of this host, and only {here} {fits}"
     else:
         gpu = theirs[least]
-        model = _shown(gpu.model)
+        model = _make_printable(gpu.model)
         if words.container:
             sentence = (
                 f"no GPU that container {words.container} sees can take what it had on GPU {gpu.index} "

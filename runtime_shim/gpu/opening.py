@@ -13,13 +13,13 @@ from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 
 
-def opening(driver: Driver | None, *, host: bool = False) -> AbstractContextManager[None]:
-    """Have a driver start while the block runs, if it is one that we call ourselves; see threads.meanwhile.
+def open_driver(driver: Driver | None, *, host: bool = False) -> AbstractContextManager[None]:
+    """Have a driver start while the block runs, if it is one that we call ourselves; see threads.run_meanwhile.
 
     `host`: also what tells of its GPUs, NVML. To be entered after question_process.start, which is for a
     process without threads.
     """
     if driver is None or driver.plugin is not None:
-        return threads.meanwhile(name="")
+        return threads.run_meanwhile(name="")
     calls = (driver.open, driver.host) if host else (driver.open,)
-    return threads.meanwhile(*calls, name="gpusnap-driver")
+    return threads.run_meanwhile(*calls, name="gpusnap-driver")

@@ -32,10 +32,10 @@ def live_environment(pid: int) -> dict[str, str] | None:
     (process_vm_readv(2)), and may change its variables meanwhile: what is torn then is left out. Raises
     Unanswered where its memory, or its libc, is in a file that is not answered for.
     """
-    return question_process.ask(pid, "its variables", _live, pid)
+    return question_process.ask(pid, "its variables", _read_live, pid)
 
 
-def _live(pid: int) -> dict[str, str] | None:
+def _read_live(pid: int) -> dict[str, str] | None:
     try:
         where = _pointer(pid)
         return _strings(pid, where) if where else None

@@ -46,7 +46,7 @@ _move_mount.argtypes = [
 _open_tree.restype = _move_mount.restype = ctypes.c_long
 
 
-def lasting() -> bool:
+def is_lasting() -> bool:
     """Whether what we mount stays when we are gone: our namespace is the host's, as far as can be seen.
 
     It is not in a systemd unit with PrivateTmp=, ProtectSystem= and the like.

@@ -44,7 +44,7 @@ def remember(processes: Iterable[tuple[int, int]]) -> None:
             _starts[pid] = start
             if len(_kept) < most:
                 with contextlib.suppress(OSError):  # it has ended, or no descriptor is left
-                    found = _opened(pid, start)
+                    found = _open(pid, start)
                     if found is not None:
                         _kept[pid] = found
 
@@ -76,11 +76,11 @@ def forget() -> None:
 def _send_to(pid: int, start: int, number: int) -> None:
     """Send a signal to a process of which no descriptor is kept."""
     try:
-        found = _opened(pid, start)
+        found = _open(pid, start)
     except (ProcessLookupError, PermissionError):
         raise
     except OSError:  # no descriptor is left: a process that nobody lets go on would be worse
-        if proc.same(pid, start):
+        if proc.is_same(pid, start):
             os.kill(pid, number)
         return
     if found is not None:
@@ -90,11 +90,11 @@ def _send_to(pid: int, start: int, number: int) -> None:
             os.close(found)
 
 
-def _opened(pid: int, start: int) -> int | None:
+def _open(pid: int, start: int) -> int | None:
     """A descriptor of the process; None where it is another by now. Raises OSError."""
     found = os.pidfd_open(pid)
     # After that: what has this PID now is what the descriptor is of, or has ended.
-    if proc.same(pid, start):
+    if proc.is_same(pid, start):
         return found
     os.close(found)
     return None

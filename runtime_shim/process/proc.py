@@ -126,27 +126,27 @@ def _stat(pid: int | str) -> list[str] | None:
     return text.rpartition(")")[2].split() if text else None
 
 
-def running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     """Whether the process is there and no zombie."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in "ZX"
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether the process is there, is no zombie and not on its way out."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in "ZXx" and not int(stat[6]) & _EXITING
 
 
-def dying(pid: int) -> bool:
+def is_dying(pid: int) -> bool:
     """Whether the process cannot go on: it has SIGKILL pending, or exits, which takes a large one seconds."""
     stat = _stat(pid)
     if stat is None or stat[0] in "ZX" or int(stat[6]) & _EXITING:
         return True
-    return any(mask & 1 << (SIGKILL - 1) for mask in _pending(pid))
+    return any(mask & 1 << (SIGKILL - 1) for mask in _iterate_pending(pid))
 
 
-def _pending(pid: int) -> Iterator[int]:
+def _iterate_pending(pid: int) -> Iterator[int]:
     """The signals that the main thread, and that the process, has pending, each as a mask."""
     text = _read(f"{PROC}/{pid}/status") or ""
     for line in _lines(text):
@@ -154,7 +154,7 @@ def _pending(pid: int) -> Iterator[int]:
             yield int(line.split()[1], 16)
 
 
-def stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Whether a signal or a tracer stopped the process, or its cgroup is frozen: it answers nobody."""
     stat = _stat(pid)
     if stat is not None and stat[0] in "Tt":
@@ -163,14 +163,14 @@ def stopped(pid: int) -> bool:
     return wchan in ("do_freezer_trap", "__refrigerator")
 
 
-def halted(pid: int) -> bool:
+def is_halted(pid: int) -> bool:
     """Whether a signal has stopped the process, or will as soon as its cgroup is thawed."""
     return any(state == "T" for state in states(pid)) or any(
-        mask & 1 << (SIGSTOP - 1) for mask in _pending(pid)
+        mask & 1 << (SIGSTOP - 1) for mask in _iterate_pending(pid)
     )
 
 
-def still(pid: int) -> bool:
+def is_still(pid: int) -> bool:
     """Whether no thread of the process can run: each is stopped, or has ended."""
     return all(state in "TtZX" for state in states(pid))
 
@@ -186,7 +186,7 @@ def threads(pid: int) -> list[int]:
     return [int(name) for name in _names(f"{PROC}/{pid}/task")]
 
 
-def stopped_thread(pid: int, tid: int) -> bool:
+def is_thread_stopped(pid: int, tid: int) -> bool:
     """Whether a thread is stopped by a signal, and nobody traces it."""
     stat = _stat(f"{pid}/task/{tid}")
     return stat is not None and stat[0] == "T"
@@ -194,10 +194,10 @@ def stopped_thread(pid: int, tid: int) -> bool:
 
 def stop_pending(pid: int) -> bool:
     """Whether a SIGSTOP waits for the process to go on."""
-    return any(mask & 1 << (SIGSTOP - 1) for mask in _pending(pid))
+    return any(mask & 1 << (SIGSTOP - 1) for mask in _iterate_pending(pid))
 
 
-def goes_on(pid: int) -> bool:
+def has_gone_on(pid: int) -> bool:
     """Whether a process that was stopped runs; told by its main thread, and as cheaply as can be.
 
     Not where that is traced: its tracer lets it run, and no other.
@@ -263,7 +263,7 @@ def process(pid: int) -> Process | None:
     return Process(pid, tuple(map(int, spaces)), comm(pid), command(pid), int(stat[19]))
 
 
-def same(pid: int, start: int) -> bool:
+def is_same(pid: int, start: int) -> bool:
     """Whether the process that began at `start` still has this PID, and is no zombie."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in "ZX" and int(stat[19]) == start
@@ -404,7 +404,7 @@ def mounts(pid: int | str) -> tuple[Mount, ...]:
         words, rest = left.split(" "), right.split(" ")
         if len(words) < 6 or not rest[0]:
             continue
-        root, destination = _unescaped(words[3]), _unescaped(words[4])
+        root, destination = _unescape(words[3]), _unescape(words[4])
         options = rest[2].split(",") if rest[0] == "overlay" and len(rest) > 2 else ()
         upper = next((each.partition("=")[2] for each in options if each.startswith("upperdir=")), "")
         found.append(
@@ -424,7 +424,7 @@ def host_path(mount: Mount) -> str | None:
     return None
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     """Undo the kernel's octal escapes of blank, tab, newline and backslash (seq_path)."""
     for octal, plain in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         text = text.replace(octal, plain)

@@ -35,12 +35,12 @@ OF_CRI = "io.kubernetes.cri.container-type"
 """An annotation of every container that containerd's CRI plugin makes."""
 
 
-def wanted(image_path: str, annotations: Mapping[str, str]) -> bool:
+def is_wanted(image_path: str, annotations: Mapping[str, str]) -> bool:
     """Whether containerd's CRI plugin takes the images, by their path and the container's annotations."""
     return os.path.basename(os.path.normpath(image_path)).startswith(_TEMPORARY) and OF_CRI in annotations
 
 
-def natural(name: str) -> str:
+def name_naturally(name: str) -> str:
     """The path that a file's name stands for, relative to the image directory; others are as they are."""
     if not name.startswith(_BEGINNING):
         return name
@@ -79,19 +79,19 @@ def unfold(image_path: str) -> None:
         return  # whoever reads the images says so
     try:
         try:
-            found = [name for name in os.listdir(top) if natural(name) != name]
+            found = [name for name in os.listdir(top) if name_naturally(name) != name]
         except OSError as error:
             raise ImageError(
                 f"the images in {image_path} cannot be listed: {reason(error)}",
                 hint="see that the directory can be read, and try again",
             ) from error
         # The manifest comes last: without it they are no checkpoint.
-        for name in sorted(found, key=lambda name: natural(name) == f"{FOLDER}/{NAME}"):
+        for name in sorted(found, key=lambda name: name_naturally(name) == f"{FOLDER}/{NAME}"):
             try:
-                _move(top, name, natural(name).split("/"))
+                _move(top, name, name_naturally(name).split("/"))
             except OSError as error:
                 raise ImageError(
-                    f"{name} in {image_path} cannot be renamed to {natural(name)}: {reason(error)}",
+                    f"{name} in {image_path} cannot be renamed to {name_naturally(name)}: {reason(error)}",
                     hint="the images must be where gpusnap may write, and be as containerd unpacked them",
                 ) from error
     finally:

@@ -38,7 +38,7 @@ from gpusnap.runtime_shim.records.manifest import (
 from gpusnap.runtime_shim.records.manifest_json import decode, encode
 
 
-def belongs(image_path: str) -> bool:
+def is_ours(image_path: str) -> bool:
     """Whether gpusnap made this image: it has our folder, complete or not. Raises ImageError.
 
     One that is taken for another tool's is restored without its GPU memory.
@@ -76,28 +76,28 @@ def read(image_path: str) -> Manifest:
     try:
         data = read_below(image_path, f"{FOLDER}/{NAME}", limit=LARGEST)
     except FileNotFoundError:
-        raise missing(image_path, _what_is_left(image_path)) from None
+        raise make_missing_error(image_path, _explain_what_is_left(image_path)) from None
     except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
     try:
         index: bytes | None = read_below(image_path, f"{FOLDER}/{INDEX}", limit=LARGEST_INDEX)
     except FileNotFoundError:
         index = None
     except (OSError, ValueError) as error:
-        raise unreadable(os.path.join(image_path, FOLDER, INDEX), error) from error
+        raise make_unreadable_error(os.path.join(image_path, FOLDER, INDEX), error) from error
     record = decode(data, path)  # first: what is wrong with it says more than that it is another
     check_digest(data, index, path)
     return record
 
 
-def missing(where: str, hint: str = "take another copy of it") -> ManifestError:
+def make_missing_error(where: str, hint: str = "take another copy of it") -> ManifestError:
     """The error for a checkpoint of gpusnap's that has no manifest."""
     return ManifestError(
         f"the checkpoint in {where} is not complete: it has no {FOLDER}/{NAME}", hint=hint, code="GPS-602"
     )
 
 
-def unreadable(path: str, error: OSError | ValueError) -> ManifestError:
+def make_unreadable_error(path: str, error: OSError | ValueError) -> ManifestError:
     """The error for a manifest, or an index, that is no plain file, too large, or cannot be read."""
     why = reason(error) if isinstance(error, OSError) else str(error)
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
@@ -105,7 +105,7 @@ def unreadable(path: str, error: OSError | ValueError) -> ManifestError:
     return ManifestError(f"{path} cannot be read: {why}", hint="do not restore from it")
 
 
-def digested(index: bytes, digest: str) -> bytes:
+def replace_digest(index: bytes, digest: str) -> bytes:
     """The index of a layout with the digest of the manifest beside it. Raises ManifestError."""
     document = _index(index, INDEX)
     document["annotations"] = {**document.get("annotations", {}), DIGEST: digest}
@@ -138,7 +138,7 @@ def _index(data: bytes, where: str) -> dict[str, Any]:
     return document
 
 
-def _what_is_left(image_path: str) -> str:
+def _explain_what_is_left(image_path: str) -> str:
     """What may be done about an image without a manifest."""
     pending = os.path.join(image_path, FOLDER, PENDING)
     if not os.path.exists(pending):
@@ -214,7 +214,7 @@ class Draft:
         try:
             _write(self._pending, encode(manifest))
         except OSError as error:
-            if not self._prepared():
+            if not self._is_prepared():
                 raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
             written = False  # only the timing of the last step is lost
         self._note_digest()
@@ -245,7 +245,7 @@ class Draft:
         try:
             index = read_below(self._folder, INDEX, limit=LARGEST_INDEX)
             data = read_below(self._folder, PENDING, limit=LARGEST)
-            replace_below(self._folder, INDEX, digested(index, digest_of(data)), sync=self._sync)
+            replace_below(self._folder, INDEX, replace_digest(index, digest_of(data)), sync=self._sync)
         except (OSError, ValueError, ManifestError) as error:
             if DIGEST.encode() in index:
                 raise ImageError(f"{self._folder}/{INDEX} cannot be written: {error}") from error
@@ -257,7 +257,7 @@ class Draft:
                 if name.startswith(UNFINISHED):
                     os.unlink(os.path.join(self._folder, name))
 
-    def _prepared(self) -> bool:
+    def _is_prepared(self) -> bool:
         try:
             return os.path.getsize(self._pending) > 0
         except OSError:

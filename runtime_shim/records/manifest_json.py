@@ -142,7 +142,7 @@ def _check(document: Any, where: str) -> None:
         ("mount key", [mount["key"] for mount in document["mounts"]]),
         ("image", [each["name"] for key in ("files", "images") for each in document.get(key, ())]),
     ):
-        _once(what, names, where)
+        _refuse_repeated(what, names, where)
     known = {gpu["uuid"] for gpu in document["gpus"]}
     for node in document["nodes"]:
         if node["gpu"] and node["gpu"] not in known:
@@ -150,7 +150,7 @@ def _check(document: Any, where: str) -> None:
                 f"{where}: device {node['path']} is of a GPU {node['gpu']} that is not listed"
             )
     for process in document["processes"]:
-        _once(f"GPU of process {process['pid']},", [gpu["uuid"] for gpu in process["gpus"]], where)
+        _refuse_repeated(f"GPU of process {process['pid']},", [gpu["uuid"] for gpu in process["gpus"]], where)
         for gpu in process["gpus"]:
             if gpu["uuid"] not in known:
                 raise ManifestError(
@@ -158,7 +158,7 @@ def _check(document: Any, where: str) -> None:
                 )
 
 
-def _once(what: str, names: list[Any], where: str) -> None:
+def _refuse_repeated(what: str, names: list[Any], where: str) -> None:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ManifestError(f"{where} lists the {what} {twice} twice")

@@ -134,10 +134,10 @@ def device_rules(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     update` leaves them all out, and so takes the GPUs away at the next restore.
     """
     found = [each for each in _rules(config) or () if isinstance(each, dict)]
-    return [*found, *_left_out(config, found)]
+    return [*found, *_list_left_out(config, found)]
 
 
-def _left_out(config: Mapping[str, Any], rules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _list_left_out(config: Mapping[str, Any], rules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A rule for each device that a configuration gives, and that its rules do not allow in any way."""
     found: list[dict[str, Any]] = []
     for each in devices(config):
@@ -250,7 +250,7 @@ def _allow_devices(config: dict[str, Any]) -> None:
     """Where there are rules, have them allow what the configuration gives."""
     rules = _rules(config)
     if rules is not None:
-        rules += _left_out(config, [each for each in rules if isinstance(each, dict)])
+        rules += _list_left_out(config, [each for each in rules if isinstance(each, dict)])
 
 
 def _numbers(changes: Iterable[Change]) -> dict[_Number, Sequence[_Number]]:

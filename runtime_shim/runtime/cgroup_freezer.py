@@ -27,22 +27,22 @@ def thaw(group: str) -> None:
     _write(group, "0", "thawed")
 
 
-def frozen(group: str) -> bool:
+def is_frozen(group: str) -> bool:
     """Whether somebody has it frozen; not where it is gone. Raises GpusnapError."""
     return _read(group, "cgroup.freeze").strip() == "1"
 
 
-def standing(group: str) -> bool:
+def is_standing(group: str) -> bool:
     """Whether all in it stand, whichever cgroup above it is frozen. Raises GpusnapError."""
     return "frozen 1" in _read(group, "cgroup.events").splitlines()
 
 
-def gone(group: str) -> bool:
+def is_gone(group: str) -> bool:
     """Whether the cgroup has been removed, so that no process is in it. Raises GpusnapError."""
     try:
         return not is_folder(group)
     except OSError as error:
-        raise _unreadable(group, error) from error
+        raise _make_unreadable_error(group, error) from error
 
 
 def settle(group: str) -> None:
@@ -64,7 +64,7 @@ def members(group: str) -> Iterator[int]:
         except OSError as error:
             if error.errno in _GONE:
                 continue
-            raise _unreadable(folder, error) from error
+            raise _make_unreadable_error(folder, error) from error
         yield from found
 
 
@@ -78,11 +78,11 @@ def _with_inner(group: str) -> Iterator[str]:
         except OSError as error:
             if error.errno in _GONE:
                 continue
-            raise _unreadable(folder, error) from error
+            raise _make_unreadable_error(folder, error) from error
         yield folder
 
 
-def _unreadable(folder: str, error: OSError) -> GpusnapError:
+def _make_unreadable_error(folder: str, error: OSError) -> GpusnapError:
     return GpusnapError(f"the cgroup {folder} cannot be read: {reason(error)}", hint="try again")
 
 
@@ -105,4 +105,4 @@ def _read(group: str, name: str) -> str:
     except OSError as error:
         if error.errno in _GONE:
             return ""
-        raise _unreadable(group, error) from error
+        raise _make_unreadable_error(group, error) from error

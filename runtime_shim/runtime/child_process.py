@@ -56,11 +56,11 @@ class Child(subprocess.Popen[bytes]):
         if timeout is None or self.returncode is not None:
             return super().wait(timeout)
         deadline = time.monotonic() + timeout
-        _ends(self.pid, timeout)
+        _wait_for_end(self.pid, timeout)
         return super().wait(max(0.0, deadline - time.monotonic()))
 
 
-def _ends(pid: int, seconds: float) -> None:
+def _wait_for_end(pid: int, seconds: float) -> None:
     """Wait until a child of ours ends, or for so many seconds; not at all where no descriptor is to be had.
 
     The descriptor of a process is readable when it has ended (pidfd_open(2)).

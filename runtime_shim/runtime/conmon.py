@@ -32,14 +32,14 @@ def podman_above(container: str) -> tuple[str, ...]:
 
 def podman_of(conmon: Sequence[str], container: str) -> tuple[str, ...]:
     """As `podman_above`, by the command line of a conmon: another engine's has none of Podman's."""
-    program, arguments = _after(conmon, _PROGRAM), tuple(_after(conmon, _ARGUMENT))
+    program, arguments = _iterate_values(conmon, _PROGRAM), tuple(_iterate_values(conmon, _ARGUMENT))
     at = next((at for at in range(len(arguments)) if arguments[at : at + 2] == _CLEAN_UP), -1)
-    ours = container in _after(conmon, "-c") and container in arguments[at + 2 :]
+    ours = container in _iterate_values(conmon, "-c") and container in arguments[at + 2 :]
     (path,) = [*program][:1] or [""]
     return (path, *arguments[:at]) if ours and at >= 0 and os.path.basename(path) == _PODMAN else ()
 
 
-def _after(words: Sequence[str], option: str) -> Iterator[str]:
+def _iterate_values(words: Sequence[str], option: str) -> Iterator[str]:
     """The values of an option: each in the next word, or behind `=`."""
     for word, value in pairwise((*words, "")):
         if word == option:

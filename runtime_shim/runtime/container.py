@@ -51,7 +51,7 @@ def find(command: Sequence[str], container_id: str, *, root: str = "") -> Contai
     done = run([*command, "state", container_id])
     if done.code != 0:
         said = runtime_message("", done.err) or f"exit code {done.code}"
-        raise ContainerError(f"the state of container {container_id} cannot be read: {_reworded(said)}")
+        raise ContainerError(f"the state of container {container_id} cannot be read: {_reword(said)}")
     try:
         state = parse_json(done.out)
         return Container(
@@ -68,7 +68,7 @@ def find(command: Sequence[str], container_id: str, *, root: str = "") -> Contai
         ) from error
 
 
-def _reworded(text: str) -> str:
+def _reword(text: str) -> str:
     """Podman replaces messages with the words of ENOENT (see errors.py); the runtime's own may have them."""
     lowered = text.lower()
     if "no such file or directory" in lowered or "not exist" in lowered:
@@ -86,28 +86,28 @@ def processes(init: int, container_id: str) -> tuple[proc.Process, ...]:
     """
     if init <= 0:
         return ()
-    found = _listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).members)
+    found = _list_listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).members)
     pidfd.remember((process.pid, process.start) for process in found)
     return found
 
 
-def beside(init: int, container_id: str) -> tuple[proc.Process, ...]:
+def list_beside(init: int, container_id: str) -> tuple[proc.Process, ...]:
     """The processes of other containers that would end with this one, or that have its init for an ancestor.
 
     Those that joined its PID namespace: when its PID 1 ends, the kernel kills all in it.
     """
     if init <= 0:
         return ()
-    return _listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).neighbours)
+    return _list_listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).neighbours)
 
 
-def left_out(init: int, members: Iterable[proc.Process]) -> tuple[proc.Process, ...]:
+def list_left_out(init: int, members: Iterable[proc.Process]) -> tuple[proc.Process, ...]:
     """Members that are no descendants of init: in a shared PID namespace its PID 1 has adopted them."""
     known = {process.pid: process for process in members}
     return tuple(known[pid] for pid in neighbours.orphans(init, known))
 
 
-def descends(pid: int, init: int) -> bool:
+def is_descendant(pid: int, init: int) -> bool:
     """Whether a process is init or a descendant of it."""
     seen = set()
     while pid and pid != init and pid not in seen:
@@ -116,7 +116,7 @@ def descends(pid: int, init: int) -> bool:
     return pid == init
 
 
-def _listed(pids: Iterable[int]) -> tuple[proc.Process, ...]:
+def _list_listed(pids: Iterable[int]) -> tuple[proc.Process, ...]:
     found = (proc.process(pid) for pid in sorted(pids))
     return tuple(process for process in found if process is not None)
 
@@ -139,13 +139,13 @@ def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> Non
     if group is None or group[0] or top is None:
         return
     for member in members:
-        if neighbours.inside(member.pid, group):
+        if neighbours.is_inside(member.pid, group):
             continue
         try:
             with open(f"{top}{proc.cgroups(init)['']}/cgroup.procs", "w", encoding="ascii") as file:
                 file.write(str(member.pid))
         except (OSError, KeyError) as error:
-            if not proc.running(member.pid):
+            if not proc.is_running(member.pid):
                 continue
             said = reason(error) if isinstance(error, OSError) else "init has ended"
             raise ContainerError(
@@ -153,19 +153,19 @@ def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> Non
             ) from error
 
 
-def frozen_by(container: Container) -> str | None:
+def find_freezer(container: Container) -> str | None:
     """The folder of the cgroup (version 2) that froze a container, as `frozen_group`."""
     found = (frozen_group(container.pid, name) for name in _names(container))
     return next((group for group in found if group is not None), None)
 
 
-def freezable(container: Container) -> tuple[str, ...]:
+def list_freezable(container: Container) -> tuple[str, ...]:
     """The folders of the cgroups by which a runtime would freeze this container alone: one of them.
 
     As in `frozen_group`. None where the runtimes use version 1, with version 2 beside it for its name alone:
     they look for version 2 in one place.
     """
-    if UNIFIED not in _mounted():
+    if UNIFIED not in _list_mounted():
         return ()
     return next(filter(None, (_groups(container.pid, name, UNIFIED) for name in _names(container))), ())
 
@@ -192,17 +192,17 @@ def frozen_group(pid: int, container_id: str) -> str | None:
 
     The container's own or, as crun makes one within it, one between that and the process.
     """
-    tops = _mounted()
-    return next(filter(cgroup_freezer.frozen, _groups(pid, container_id, tops[0])), None) if tops else None
+    tops = _list_mounted()
+    return next(filter(cgroup_freezer.is_frozen, _groups(pid, container_id, tops[0])), None) if tops else None
 
 
 def cgroup_folder(pid: int) -> str | None:
     """The folder of the cgroup (version 2) that a process is in; None where there is none."""
-    tops, path = _mounted(), proc.cgroups(pid).get("")
+    tops, path = _list_mounted(), proc.cgroups(pid).get("")
     return f"{tops[0].rstrip('/')}{path}".rstrip("/") if tops and path is not None else None
 
 
-def _mounted() -> list[str]:
+def _list_mounted() -> list[str]:
     """Where version 2 of the cgroups is mounted."""
     return [mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"]
 
@@ -238,7 +238,7 @@ def _own_cgroup(init: int, container_id: str) -> tuple[str, str] | None:
     return None
 
 
-def own_v1_freezer(init: int, container_id: str) -> bool:
+def has_own_v1_freezer(init: int, container_id: str) -> bool:
     """Whether the container's cgroup is one of version 1, with a freezer.
 
     Beside version 2 a restore by CRIU leaves such groups as well, and nobody uses them. There a process that

@@ -4,7 +4,7 @@ Only os, stat and sys are imported at the top. The launcher (settings.h, choice.
 follows the same rules, and a test runs both on the same trees.
 
 Which one a command goes to: the runtime that made its container, unless the settings name another than crun
-and runc; else the settings' one; else the first of `preferred` that there is. Where one cannot be started,
+and runc; else the settings' one; else the first of `list_preferred` that there is. Where one cannot be started,
 the next is. Nothing that is wrong with the settings keeps a command from a real runtime: `start` says what is
 wrong, and goes on.
 """
@@ -43,7 +43,7 @@ SYSTEM_DIRECTORIES = (
 (containers-common, pkg/config/default.go) and libexec."""
 
 NAMES = ("crun", "runc")
-"""The real runtimes, the one that is preferred first, but under CRI; see `preferred`."""
+"""The real runtimes, the one that is preferred first, but under CRI; see `list_preferred`."""
 
 RUNC_ROOTS = ("/run/containerd/runc", "/run/crio-gpusnap")
 """Values of --root, or directories above it, with which runc is looked for before crun, because crun restores
@@ -82,7 +82,7 @@ def setting(path: str | None = None) -> str:
     """
     path = path or SETTINGS_FILE
     data = content(path, SETTINGS_SIZE)
-    return "" if data is None else written(data, path)
+    return "" if data is None else parse_setting(data, path)
 
 
 def content(path: str, most: int) -> bytes | None:
@@ -100,7 +100,7 @@ def content(path: str, most: int) -> bytes | None:
         raise SettingsError(said, hint=_HINT) from error
 
 
-def written(data: bytes, path: str) -> str:
+def parse_setting(data: bytes, path: str) -> str:
     """The setting `runtime` in a settings file's bytes, as the launcher reads it; "" without one.
 
     It is the value of the first line `runtime = NAME` before the first [table], quoted or not, so that no
@@ -110,13 +110,13 @@ def written(data: bytes, path: str) -> str:
         line = whole.lstrip(b" \t")
         if line.startswith(b"["):
             break
-        value = _value_in(line)
+        value = _parse_value(line)
         if value is not None:
-            return _checked_name(value, path)
+            return _check_name(value, path)
     return ""
 
 
-def _value_in(line: bytes) -> bytes | None:
+def _parse_value(line: bytes) -> bytes | None:
     """The value of a line `runtime = VALUE`; None for another line."""
     quote = line[:1] if line[:1] in (b'"', b"'") else b""
     word = quote + b"runtime" + quote
@@ -134,7 +134,7 @@ def _value_in(line: bytes) -> bytes | None:
     return value
 
 
-def _checked_name(value: bytes, path: str) -> str:
+def _check_name(value: bytes, path: str) -> str:
     bad = any(byte < 0x20 or byte in b"\\\x7f" for byte in value) or len(value) >= _PATH_MAX
     if bad or (b"/" in value and not value.startswith(b"/")):
         raise SettingsError(
@@ -154,13 +154,13 @@ def creator(words: Sequence[str], root: str | None = None) -> str:
         if word in ("", ".", "..") or word.startswith("-") or "/" in word:
             continue
         states = zip(NAMES, STATE_FILES, strict=True)
-        known = [name for name, file in states if _knows(name, file, word, root)]
+        known = [name for name, file in states if _knows_container(name, file, word, root)]
         if known:
             return known[0] if len(known) == 1 else ""
     return ""
 
 
-def _knows(name: str, file: str, word: str, root: str | None) -> bool:
+def _knows_container(name: str, file: str, word: str, root: str | None) -> bool:
     """Whether a runtime knows the container, in --root or where it keeps its containers without one."""
     if root is None:
         private = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -176,7 +176,7 @@ def _knows(name: str, file: str, word: str, root: str | None) -> bool:
     return False
 
 
-def preferred(root: str | None = None, command: str = "") -> tuple[str, ...]:
+def list_preferred(root: str | None = None, command: str = "") -> tuple[str, ...]:
     """The names of crun and runc, in the order in which they are tried where nothing else decides.
 
     runc is first with a --root below RUNC_ROOTS, and for `features` without one, which only containerd, CRI-O
@@ -193,7 +193,7 @@ def find_all(named: str, made_by: str, names: Sequence[str]) -> Iterator[tuple[s
     """The paths of the real runtimes to try, in order, and whether each is in the place of the `named` one.
 
     `named` is the setting `runtime`, `made_by` the container's runtime as `creator` gives it, and `names` are
-    those that `preferred` gives. A named one of another kind than crun and runc, such as a wrapper, comes
+    those that `list_preferred` gives. A named one of another kind than crun and runc, such as a wrapper, comes
     first: it may have made the container by one of them.
     """
     kind = os.path.basename(named)
@@ -231,7 +231,7 @@ def start(args: list[str], at: int, root: str | None, by: Callable[[str, list[st
         wrong = f"{type(error).__name__}: {error}"
     failed: NotStarted | None = None
     warned = False
-    for path, instead in find_all(named, made_by, preferred(root, command)):
+    for path, instead in find_all(named, made_by, list_preferred(root, command)):
         if instead:
             wrong = f"the real runtime that {SETTINGS_FILE} names ({named}) cannot be started"
         if wrong and not warned:
@@ -241,7 +241,7 @@ def start(args: list[str], at: int, root: str | None, by: Callable[[str, list[st
             return by(path, args)
         except NotStarted as error:
             failed = failed or error
-    raise failed or missing()
+    raise failed or make_missing_error()
 
 
 def _warn(text: str, command: str) -> None:
@@ -263,40 +263,40 @@ def _warn(text: str, command: str) -> None:
 def find(name_or_path: str | None = None, *, root: str | None = None) -> str:
     """The path of the real runtime, as given or by name on PATH and in SYSTEM_DIRECTORIES; never ourselves.
 
-    Without a name the first that is `preferred` with that --root. Relative directories on PATH are passed
+    Without a name the first that is `list_preferred` with that --root. Relative directories on PATH are passed
     over: this runs as root. Raises SettingsError where the one that was asked for is not there, RuntimeFailed
     where there is none at all.
     """
     if name_or_path and name_or_path.startswith("/"):
-        return _checked(name_or_path)
-    names = (name_or_path,) if name_or_path else preferred(root)
+        return _check_program(name_or_path)
+    names = (name_or_path,) if name_or_path else list_preferred(root)
     for name in names:
         for path in _paths(name):
             return path
     if name_or_path:
         raise SettingsError(
-            f"the real runtime {name_or_path} is neither on PATH nor in {_searched()}",
+            f"the real runtime {name_or_path} is neither on PATH nor in {_describe_searched()}",
             hint=f"install it, or set runtime in {SETTINGS_FILE}",
             code="GPS-114",
         )
-    raise missing()
+    raise make_missing_error()
 
 
-def _searched() -> str:
+def _describe_searched() -> str:
     return ", ".join(SYSTEM_DIRECTORIES)
 
 
-def missing() -> RuntimeFailed:
+def make_missing_error() -> RuntimeFailed:
     """That neither crun nor runc is there."""
     return RuntimeFailed(
-        f"there is no real runtime: neither crun nor runc is on PATH or in {_searched()}",
+        f"there is no real runtime: neither crun nor runc is on PATH or in {_describe_searched()}",
         hint=f"install one of them, or set runtime in {SETTINGS_FILE}",
         exit_code=127,
         code="GPS-114",
     )
 
 
-def _checked(path: str) -> str:
+def _check_program(path: str) -> str:
     if not _is_program(path):
         raise SettingsError(
             f"the real runtime {path} is not a program that can be run",

@@ -48,13 +48,13 @@ class View:
 def look(init: int, container_id: str, group: Cgroup | None) -> View:
     """The container whose init is `init`; `group` is the cgroup that was made for it, if one was."""
     parents = proc.parents()
-    within = {pid for pid in parents if group is not None and inside(pid, group)}
+    within = {pid for pid in parents if group is not None and is_inside(pid, group)}
     space = _own_space(init)
     mates = {pid for pid in parents if space and proc.namespace(pid, "pid") == space}
     came = {pid for pid in mates - within - {init} if parents[pid] not in mates}
     others = _Others(init, container_id, group, _with_own_mounts(came, init))
     neighbours = {pid for pid in mates - within - {init} if others.have(pid)}
-    neighbours = _grown(neighbours, parents, lambda pid: pid not in within and pid != init)
+    neighbours = _add_descendants(neighbours, parents, lambda pid: pid not in within and pid != init)
     members = {init} | within | (mates - neighbours)
 
     def belongs(pid: int) -> bool:
@@ -62,7 +62,7 @@ def look(init: int, container_id: str, group: Cgroup | None) -> View:
             neighbours.add(pid)
         return pid not in neighbours
 
-    members = _grown(members, parents, belongs)
+    members = _add_descendants(members, parents, belongs)
     return View(frozenset(members - {os.getpid()}), frozenset(neighbours - {os.getpid()}))
 
 
@@ -74,17 +74,19 @@ def orphans(init: int, members: Iterable[int]) -> tuple[int, ...]:
     space = proc.namespace(init, "pid")
     if not space or space == proc.namespace(os.getpid(), "pid"):
         return ()  # in the host's namespace they look like what was started by podman exec
-    return tuple(pid for pid in members if _is_first(_oldest(pid, init, space), init))
+    return tuple(pid for pid in members if _is_first(_find_oldest(pid, init, space), init))
 
 
-def inside(pid: int, group: Cgroup) -> bool:
+def is_inside(pid: int, group: Cgroup) -> bool:
     """Whether a process is in a cgroup, or below it."""
     hierarchy, path = group
     theirs = proc.cgroups(pid).get(hierarchy)
-    return theirs is not None and _below(theirs, path)
+    return theirs is not None and _is_below(theirs, path)
 
 
-def _grown(some: Iterable[int], parents: Mapping[int, int], belongs: Callable[[int], bool]) -> set[int]:
+def _add_descendants(
+    some: Iterable[int], parents: Mapping[int, int], belongs: Callable[[int], bool]
+) -> set[int]:
     """These and their descendants, as far as they belong."""
     found = set(some)
     fresh = found
@@ -110,7 +112,7 @@ def _with_own_mounts(came: Iterable[int], init: int) -> set[int]:
     return {pid for pid in came if own and proc.namespace(pid, "mnt") not in ("", own)}
 
 
-def _oldest(pid: int, init: int, space: str) -> int:
+def _find_oldest(pid: int, init: int, space: str) -> int:
     """The oldest ancestor of a process within its PID namespace, itself included; `init` if that is one."""
     while pid != init:
         parent = proc.parent(pid)
@@ -142,21 +144,21 @@ class _Others:
         """Whether a process is another container's."""
         if pid in self._inits:
             return True
-        if self._group is not None and inside(pid, self._group):
+        if self._group is not None and is_inside(pid, self._group):
             return False
-        mounts, apart = proc.namespace(pid, "mnt"), self._apart(pid)
+        mounts, apart = proc.namespace(pid, "mnt"), self._split_apart(pid)
         if apart and self._mounts and mounts not in ("", self._mounts):
             return True
         return mounts in self._theirs or self._is_named(apart)
 
-    def _apart(self, pid: int) -> Sequence[str]:
+    def _split_apart(self, pid: int) -> Sequence[str]:
         """The names of a process' cgroup, from where its path leaves that of the container's.
 
         None where it does not; and in gpusnap's own, since that is where a runtime that we call leaves
         processes that it restores.
         """
         path = proc.cgroups(pid).get(self._hierarchy)
-        if path is None or _below(self._path, path) or _below(self._ours, path):
+        if path is None or _is_below(self._path, path) or _is_below(self._ours, path):
             return ()
         ours, theirs = self._path.split("/"), path.split("/")
         return theirs[len(os.path.commonprefix([ours, theirs])) :]
@@ -166,5 +168,5 @@ class _Others:
         return any(match[1] != self._id for match in filter(None, map(_CONTAINER.fullmatch, names)))
 
 
-def _below(path: str, parent: str) -> bool:
+def _is_below(path: str, parent: str) -> bool:
     return path == parent or path.startswith(parent.rstrip("/") + "/")

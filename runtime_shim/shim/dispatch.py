@@ -17,23 +17,23 @@ from gpusnap.runtime_shim.errors import (
     GpusnapError,
     RuntimeFailed,
     SettingsError,
+    make_unforeseen,
     reason,
-    unforeseen,
 )
 from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
-from gpusnap.runtime_shim.gpu.opening import opening
+from gpusnap.runtime_shim.gpu.opening import open_driver
 from gpusnap.runtime_shim.progress import VARIABLE, reporter
 from gpusnap.runtime_shim.records import cri_layout, manifest_file, manifest_json
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall, parse, render
-from gpusnap.runtime_shim.runtime.criu.external_mounts import undeclared
-from gpusnap.runtime_shim.runtime.criu.run import quiet
+from gpusnap.runtime_shim.runtime.criu.external_mounts import list_undeclared
+from gpusnap.runtime_shim.runtime.criu.run import make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
-from gpusnap.runtime_shim.settings import Settings, annotated, usable
+from gpusnap.runtime_shim.settings import Settings, apply_annotations, load_usable
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import users
 
 # As gpusnap.runtime_shim.snapshot.records.journal has it, which a container without a GPU must not wait for.
@@ -43,11 +43,11 @@ JOURNAL = "/run/gpusnap/journal"
 def main(argv: list[str]) -> int:
     """Run `checkpoint` or `restore`; `argv` is without the program's name. Returns the exit code."""
     call: CheckpointCall | RestoreCall | None = None
-    threads.bound_starts()
+    threads.bound_thread_starts()
     try:
         call = parse(argv)
         settings = _settings()
-        real = _real(call)
+        real = _find_real(call)
         if isinstance(call, CheckpointCall):
             return _checkpoint(call, real, settings)
         return _restore(call, real, settings)
@@ -62,26 +62,26 @@ def main(argv: list[str]) -> int:
         # Of a kind or a configuration of a shape that nobody foresaw; whatever was begun has been undone.
         if call.globals.debug:
             traceback.print_exception(error)
-        log.report(unforeseen(error), log=call.globals.log, log_format=call.globals.log_format)
+        log.report(make_unforeseen(error), log=call.globals.log, log_format=call.globals.log_format)
         return 1
 
 
 def _settings() -> Settings | SettingsError:
     """The settings, or what is wrong with them, which a container without a GPU need not suffer for."""
     try:
-        return usable()
+        return load_usable()
     except SettingsError as error:
         return error
 
 
-def _valid(settings: Settings | SettingsError) -> Settings:
+def _require_valid(settings: Settings | SettingsError) -> Settings:
     """For a container that may have GPU state: a plain checkpoint would lose it, so there is none."""
     if isinstance(settings, SettingsError):
         raise settings
     return settings
 
 
-def _real(call: CheckpointCall | RestoreCall) -> RealRuntime:
+def _find_real(call: CheckpointCall | RestoreCall) -> RealRuntime:
     """The runtime that every other command of this container goes to."""
     command = "checkpoint" if isinstance(call, CheckpointCall) else "restore"
     return locate.start([command, call.container_id], 0, call.globals.root, _identify)
@@ -99,18 +99,18 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     _take_away(call, real, driver)
     root = container_key.root(call.globals.root, real.kind)
     try:
-        container = containers.find(quiet(call, real), call.container_id, root=root)
+        container = containers.find(make_quiet_command(call, real), call.container_id, root=root)
     except ContainerError:
         _hand_over(call, real)  # the runtime says it in its own words
     if _recover(driver, container, settings):
-        container = containers.find(quiet(call, real), call.container_id, root=root)
+        container = containers.find(make_quiet_command(call, real), call.container_id, root=root)
     others = (each for each in find_drivers() if each.vendor != driver.vendor)
     drivers = (driver, *others)
     if not any(_concerns_us(each, container) for each in drivers):
         _spare_neighbours(call, container, drivers)
         _hand_over(call, real)
     question_process.start()  # before there are threads
-    with opening(driver, host=True):
+    with open_driver(driver, host=True):
         # Imported late: a container without a GPU must not wait for it.
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.shim import overrides
@@ -120,14 +120,16 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
         from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 
         _announce(call)
-        settings = overrides.applied(annotated(_valid(settings), container.annotations), container.id)
+        settings = overrides.apply_orders(
+            apply_annotations(_require_valid(settings), container.annotations), container.id
+        )
         driver = choose_driver(driver, container, settings)
-        with journal.held(container.key):
+        with journal.hold(container.key):
             asleep = suspensions.read(container.key)
             if asleep is not None and asleep.stage is not suspensions.Stage.SUSPENDED:
-                raise suspensions.unfinished(asleep)
+                raise suspensions.make_unfinished_error(asleep)
             checkpoint(call, real, settings, driver, container, asleep)
-            if cri_layout.wanted(str(call.images()), container.annotations):
+            if cri_layout.is_wanted(str(call.images()), container.annotations):
                 cri_layout.fold(str(call.images()))
         restored_containers.sweep()
         scratch_files.sweep_all()
@@ -151,7 +153,7 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
     if (asleep := suspensions.read(container.key)) is not None:
         if asleep.stage is Stage.SUSPENDED:
             return False  # nothing of it is to be put right
-        raise suspensions.unfinished(asleep)
+        raise suspensions.make_unfinished_error(asleep)
     # An earlier version's entry has the bare ID; what it names is looked for by PID and start time.
     found = [entry for key in (container.key, container.id) if (entry := journal.read(key)) is not None]
     if not found:
@@ -160,7 +162,7 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
 
     for entry in found:
         log.note(
-            f"an earlier checkpoint was cut off; {recover(entry, driver, _valid(settings).memory)}",
+            f"an earlier checkpoint was cut off; {recover(entry, driver, _require_valid(settings).memory)}",
             code="GPS-021",
         )
     return True
@@ -210,12 +212,12 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     _take_away(call, real, find_driver())
     images = str(call.images(real.kind))
     cri_layout.unfold(images)
-    if not manifest_file.belongs(images):
+    if not manifest_file.is_ours(images):
         _hand_over(call, real)
-    valid = _valid(settings)
+    valid = _require_valid(settings)
     question_process.start()  # before there are threads
-    checks = threads.meanwhile(manifest_json.prepare, name="gpusnap-schema")
-    with opening(find_driver(), host=True), checks:
+    checks = threads.run_meanwhile(manifest_json.prepare, name="gpusnap-schema")
+    with open_driver(find_driver(), host=True), checks:
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.snapshot import restored_containers
         from gpusnap.runtime_shim.snapshot.restore import restore
@@ -224,7 +226,7 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
         if board := os.environ.get(VARIABLE):
             reporter.report_to(board)
         config = containers.bundle_config(str(call.bundle_dir()))
-        code = restore(call, real, annotated(valid, containers.bundle_annotations(config)), config)
+        code = restore(call, real, apply_annotations(valid, containers.bundle_annotations(config)), config)
     restored_containers.sweep()
     scratch_files.sweep_all()
     key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
@@ -239,7 +241,7 @@ def _concerns_us(driver: Driver, container: containers.Container) -> bool:
     members = containers.processes(container.pid, container.id)
     if any(driver.holds(process.pid) for process in members):
         return True
-    if undeclared(container.pid, containers.bundle_config(container.bundle))[0]:
+    if list_undeclared(container.pid, containers.bundle_config(container.bundle))[0]:
         return True
     if not holders(driver, [process.pid for process in members]):
         return False
@@ -258,11 +260,11 @@ def _spare_neighbours(
     """Refuse where a container without a GPU would take one with it that uses some."""
     if call.leave_running:
         return
-    others = containers.beside(container.pid, container.id)
+    others = containers.list_beside(container.pid, container.id)
     if any(each.holds(process.pid) for each in drivers for process in others):
         from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 
-        preflight.neighbours(call, container)
+        preflight.refuse_neighbours(call, container)
 
 
 def _hand_over(call: CheckpointCall | RestoreCall, real: RealRuntime) -> NoReturn:

@@ -18,8 +18,8 @@ from gpusnap.runtime_shim.errors import (
     GpusnapError,
     NotStarted,
     RuntimeFailed,
+    make_unforeseen,
     reason,
-    unforeseen,
 )
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.command_line_words import FALSE, HELP
@@ -131,7 +131,7 @@ def _version(args: list[str], at: int, root: str | None) -> int:
     return 0
 
 
-def _watched(args: list[str], at: int, root: str | None) -> int | None:
+def _run_watched(args: list[str], at: int, root: str | None) -> int | None:
     """The exit code of a command that means something else for this container; None where it does not."""
     ended: list[int] = []
 
@@ -185,7 +185,7 @@ def _answer(args: list[str]) -> int:
             _end(checkpoint_or_restore(args))
         args, at = line, len(line)
     if whose == WATCHED and _is_watched(args[at], args[at + 1 :]):
-        code = _watched(args, at, values.get("root"))
+        code = _run_watched(args, at, values.get("root"))
         if code is not None:
             return code
     return locate.start(args, at, values.get("root"), locate.become)
@@ -250,7 +250,7 @@ def main() -> int:
         # Such as a package that is missing: engines show what is in --log, and no traceback.
         from gpusnap.runtime_shim.log import report
 
-        report(unforeseen(error), **_log_options(args))
+        report(make_unforeseen(error), **_log_options(args))
         return 1
 
 

@@ -40,7 +40,7 @@ _IN_CRIU = "criu"
 
 
 @contextmanager
-def ordered(
+def order(
     container: str,
     *,
     pages: str,
@@ -65,11 +65,11 @@ def ordered(
         "progress": progress,
         "asleep": asleep,
     }
-    with _alone(path, container):
+    with _hold_lock(path, container):
         try:
             state_files.write(path, json.dumps(document).encode())
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise _make_unwritable_error(path, error) from error
         try:
             yield
         finally:
@@ -77,37 +77,37 @@ def ordered(
                 state_files.remove(path)
 
 
-def alone(container: str) -> AbstractContextManager[None]:
+def keep_alone(container: str) -> AbstractContextManager[None]:
     """Keep checkpoints of a container from beginning while the block runs, as a resume of it does.
 
     Such a checkpoint would have its engine pause it afterwards, as it found it. `container`: its full ID.
     Raises ContainerError where one is under way, GpusnapError.
     """
-    return _alone(_path(container), container, patience=_SWEEPING)
+    return _hold_lock(_path(container), container, patience=_SWEEPING)
 
 
-def _alone(path: str, container: str, *, patience: float = 0) -> AbstractContextManager[None]:
+def _hold_lock(path: str, container: str, *, patience: float = 0) -> AbstractContextManager[None]:
     """Have the lock of a container's orders, or fail once `patience` (seconds) is over."""
     busy = ContainerError(
         f"another gpusnap checkpoint or resume of the container {container[:12]} is under way",
         hint="wait until it is done",
         code="GPS-020",
     )
-    return state_files.locked(
+    return state_files.lock(
         path.removesuffix(".json") + ".lock",
         patience=patience,
         busy=lambda: busy,
-        failed=lambda error: _unwritable(path, error),
+        failed=lambda error: _make_unwritable_error(path, error),
     )
 
 
-def _unwritable(path: str, error: OSError) -> GpusnapError:
+def _make_unwritable_error(path: str, error: OSError) -> GpusnapError:
     return GpusnapError(
         f"{path} cannot be written: {reason(error)}", hint="run gpusnap as root", code="GPS-005"
     )
 
 
-def applied(settings: Settings, container: str) -> Settings:
+def apply_orders(settings: Settings, container: str) -> Settings:
     """The settings as ordered for a container; as they are where nobody above this process ordered anything.
 
     An order says where the chunks go: memory that the settings leave in CRIU's images stays there. It may
@@ -120,7 +120,7 @@ def applied(settings: Settings, container: str) -> Settings:
         pid, start = document["owner"]
         pages, store = TABLE["memory.pages"].check(document["pages"]), str(document["store"])
         force = document.get("force") is True
-        if not (proc.same(int(pid), int(start)) and _is_below(int(pid))):
+        if not (proc.is_same(int(pid), int(start)) and _is_below(int(pid))):
             return settings
         progress = document.get("progress")
     except (OSError, ValueError, KeyError, TypeError):
@@ -137,12 +137,12 @@ def applied(settings: Settings, container: str) -> Settings:
     return replace(settings, memory=memory)
 
 
-def asleep(container: str) -> bool:
+def is_ordered_to_stay(container: str) -> bool:
     """Whether somebody above this process ordered that a suspended container stays as it is."""
     try:
         document = state_files.read(_path(container), limit=_LARGEST)
         pid, start = document["owner"]
-        return document.get("asleep") is True and proc.same(int(pid), int(start)) and _is_below(int(pid))
+        return document.get("asleep") is True and proc.is_same(int(pid), int(start)) and _is_below(int(pid))
     except (GpusnapError, OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -155,7 +155,7 @@ def sweep() -> None:
         return
     for container in {name.removesuffix(".new").rpartition(".")[0] for name in names}:
         # Who has the lock lives; one who comes meanwhile waits for nothing and says that another is at work.
-        with contextlib.suppress(GpusnapError, OSError), _alone(_path(container), container):
+        with contextlib.suppress(GpusnapError, OSError), _hold_lock(_path(container), container):
             state_files.remove(_path(container))
 
 

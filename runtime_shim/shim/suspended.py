@@ -39,16 +39,16 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
     line, and gives its exit code. Raises ContainerError where the command is refused.
     """
     container = next((word for word in words if not word.startswith("-")), "")
-    found = _found(container, root)
+    found = _find_suspension(container, root)
     if found is None:
         return _PASS
     if command == "delete":
         code = run()
-        if not found.lives:
-            with journal.held(found.key):
+        if not found.is_alive:
+            with journal.hold(found.key):
                 sweep.remove(found)
         return code
-    if not found.lives:
+    if not found.is_alive:
         return _PASS  # it is of an earlier run of the container, and whoever sweeps next removes it
     if found.stage in (Stage.UNDONE, Stage.RESUMED):  # gpusnap itself has the engine do it
         return _PASS
@@ -60,7 +60,7 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
             hint=f"wait until that is done, then gpusnap resume {found.name}",
             code="GPS-206",
         )
-    if overrides.asleep(found.container):
+    if overrides.is_ordered_to_stay(found.container):
         return 0
     if command == "pause":
         return 0 if _is_frozen(found) else _PASS
@@ -71,14 +71,14 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
     )
 
 
-def _found(container: str, root: str | None) -> Suspension | None:
+def _find_suspension(container: str, root: str | None) -> Suspension | None:
     """What is on file of the container that is meant."""
     if root is None:
-        return suspensions.of_container(container) if re.fullmatch(r"[\w.+-]+", container) else None
+        return suspensions.find_by_container(container) if re.fullmatch(r"[\w.+-]+", container) else None
     keys = {container_key.key(container_key.root(root, kind), container) for kind in locate.NAMES}
     return next((found for key in keys if (found := suspensions.read(key)) is not None), None)
 
 
 def _is_frozen(found: Suspension) -> bool:
     group = containers.frozen_group(found.init[0], found.container)
-    return group is not None and cgroup_freezer.frozen(group)
+    return group is not None and cgroup_freezer.is_frozen(group)

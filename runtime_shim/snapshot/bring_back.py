@@ -16,7 +16,7 @@ from types import MappingProxyType
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
-from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
@@ -25,7 +25,7 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import held_threads
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs, let_finish, resume, suspended
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs, is_suspended, let_finish, resume
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
@@ -54,31 +54,31 @@ def bring_back(
     if cut_off:
         held_threads.unblock_signals(entry.key)
         _let_idle_go_on(entry, let_go)
-    there = tuple(process for process in alive(entry) if not process.idle)
+    there = tuple(process for process in list_alive(entry) if not process.idle)
     if not there:
         return ()
     driver.open()
     _settle(there)
-    stopped = [process for process in there if proc.still(process.pid)]
+    stopped = [process for process in there if proc.is_still(process.pid)]
     for process in stopped:
         _give_thread_back(entry, process)
     pids = [process.pid for process in stopped]
     guard = Guard(pids)
     try:
         if cut_off:
-            at_once(partial(let_finish, driver), pids).raise_first()
-        stopped += _astray(driver, [process for process in there if process not in stopped])
-        lacking = _give_back(entry, [p for p in stopped if suspended(driver, p.pid)], settings, loaded)
+            run_at_once(partial(let_finish, driver), pids).raise_first()
+        stopped += _list_astray(driver, [process for process in there if process not in stopped])
+        lacking = _give_back(entry, [p for p in stopped if is_suspended(driver, p.pid)], settings, loaded)
         pids = [process.pid for process in there if process.pid not in lacking]
-        resume(driver, pids, Pages(), pairs=pairs, right=partial(_right, entry, guard), let_go=let_go)
+        resume(driver, pids, Pages(), pairs=pairs, right=partial(_check_process, entry, guard), let_go=let_go)
     finally:
-        guard.end()
+        guard.stop_watching()
     for error in lacking.values():
         raise error
     return there
 
 
-def _right(entry: Entry, guard: Guard, pid: int) -> None:
+def _check_process(entry: Entry, guard: Guard, pid: int) -> None:
     """Before a process goes on: its memory is its own, and it is kept stopped no longer."""
     transfer.own(entry.key, pid)
     guard.release(pid)
@@ -91,7 +91,7 @@ def _give_back(
 
     What kept some from it, by PID.
     """
-    lost = {p.pid: _not_there(p) for p in processes if not _mapped(p)}
+    lost = {p.pid: _not_there(p) for p in processes if not _is_mapped(p)}
     there = [process for process in processes if process.pid not in lost]
     layout = {
         p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions]
@@ -129,7 +129,7 @@ def _not_there(process: Suspended) -> GpusnapError:
     )
 
 
-def _astray(driver: Driver, running: Sequence[Suspended]) -> list[Suspended]:
+def _list_astray(driver: Driver, running: Sequence[Suspended]) -> list[Suspended]:
     """Those that somebody let go on though the driver has their GPU state: they stand again."""
     away = [p for p in running if p.regions or p.staged]
     found = [p for p in away if driver_calls.state(driver, p.pid) is ProcessState.CHECKPOINTED]
@@ -139,10 +139,10 @@ def _astray(driver: Driver, running: Sequence[Suspended]) -> list[Suspended]:
 
 def _let_idle_go_on(entry: Entry, let_go: Callable[[int], object] | None) -> None:
     """Those without GPU state were only stopped, a thread perhaps in the middle of a call for us."""
-    idle = [process for process in alive(entry) if process.idle]
+    idle = [process for process in list_alive(entry) if process.idle]
     _settle(idle)
     for process in idle:
-        if proc.still(process.pid):
+        if proc.is_still(process.pid):
             _give_thread_back(entry, process)
     for process in idle:
         if let_go is not None:
@@ -159,18 +159,18 @@ def _settle(there: Sequence[Suspended]) -> None:
     """
     deadline = time.monotonic() + _SETTLING
     while time.monotonic() < deadline and any(
-        proc.stopped(process.pid) and not proc.still(process.pid) for process in there
+        proc.is_stopped(process.pid) and not proc.is_still(process.pid) for process in there
     ):
         time.sleep(0.01)
 
 
-def alive(entry: Entry) -> tuple[Suspended, ...]:
+def list_alive(entry: Entry) -> tuple[Suspended, ...]:
     """Those processes of an entry that are still there."""
     pidfd.remember((process.pid, process.start) for process in entry.processes)
-    return tuple(process for process in entry.processes if proc.same(process.pid, process.start))
+    return tuple(process for process in entry.processes if proc.is_same(process.pid, process.start))
 
 
-def _mapped(process: Suspended) -> bool:
+def _is_mapped(process: Suspended) -> bool:
     """Whether there is memory at the addresses of all its regions: the driver's restore takes it away."""
     try:
         mapped = regions.mappings(process.pid)
@@ -184,13 +184,13 @@ def _mapped(process: Suspended) -> bool:
         return False
     layout = [(region.start, region.table.size) for region in process.regions]
     staged = [(region.start, region.size) for region in process.staged]
-    return all(_covered(start, size, mapped) for start, size in (*layout, *staged))
+    return all(_is_covered(start, size, mapped) for start, size in (*layout, *staged))
 
 
-def _covered(start: int, size: int, mapped: Sequence[regions.Mapping]) -> bool:
+def _is_covered(start: int, size: int, mapped: Sequence[regions.Mapping]) -> bool:
     """Whether memory is mapped all the way, plain or staged; the kernel may show it in several pieces."""
     at = start
-    ours = [m for m in mapped if m.plain or m.name.startswith(stage.FOLDER + "/")]
+    ours = [m for m in mapped if m.is_plain or m.name.startswith(stage.FOLDER + "/")]
     for each in sorted(ours, key=lambda m: m.start):
         if each.start <= at < each.end:
             at = each.end

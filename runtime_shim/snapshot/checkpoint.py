@@ -32,7 +32,7 @@ from gpusnap.runtime_shim.errors import (
     Interrupted,
     Refused,
     RuntimeFailed,
-    unforeseen,
+    make_unforeseen,
 )
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.log import note
@@ -46,7 +46,7 @@ from gpusnap.runtime_shim.runtime.criu import config as criu_config
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
 from gpusnap.runtime_shim.runtime.criu.images import control_groups, dev, digests
 from gpusnap.runtime_shim.runtime.criu.images import directory as image
-from gpusnap.runtime_shim.runtime.criu.plugins import injected
+from gpusnap.runtime_shim.runtime.criu.plugins import inject
 from gpusnap.runtime_shim.runtime.criu.run import Invoked, invoke
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
@@ -57,10 +57,10 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.adopt import adopt
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import users
 from gpusnap.runtime_shim.snapshot.gpu_processes.job import (
     Job,
-    all_suspended,
-    for_the_dump,
+    check_all_suspended,
     newcomers,
-    resumed,
+    pause_for_dump,
+    resume_processes,
     suspend_all,
     thaw,
 )
@@ -71,7 +71,7 @@ from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.transaction import Transaction, held_signals, interruptible, stop_if_asked
+from gpusnap.runtime_shim.transaction import Transaction, hold_signals, make_interruptible, stop_if_asked
 
 
 def checkpoint(
@@ -87,10 +87,10 @@ def checkpoint(
     Or one that is suspended: `asleep` is what is on file of it. Raises a GpusnapError; the container is then
     as if nobody had asked, unless the error says otherwise.
     """
-    with interruptible():
+    with make_interruptible():
         pages = _pages(call, settings, driver, container, asleep=asleep is not None)
         job = Job(call, real, settings, driver, container, Transaction(), pages, asleep=asleep)
-        with _whole_or_nothing(job), job.transaction as transaction:
+        with _name_whole_failure(job), job.transaction as transaction:
             with transaction.step("inspect"):
                 _inspect(job)
             draft = Draft(str(call.images()), sync=settings.memory.sync)
@@ -103,15 +103,15 @@ def checkpoint(
             if not call.leave_running:
                 _write(job)  # before the dump: a disk that fills up must not cost the container
             # Once the dump has succeeded there is no way back, and no moment at which a signal may stop us.
-            with held_signals():
+            with hold_signals():
                 _dump(job, draft)
                 transaction.commit()
-                _complete(job, draft)
+                _finish_image(job, draft)
             inherited_handles.say(job.cleared)
 
 
 @contextlib.contextmanager
-def _whole_or_nothing(job: Job) -> Iterator[None]:
+def _name_whole_failure(job: Job) -> Iterator[None]:
     """Have an error say so where the container runs as before, and nothing of the checkpoint is left."""
     try:
         yield
@@ -119,7 +119,7 @@ def _whole_or_nothing(job: Job) -> Iterator[None]:
         raise
     except GpusnapError as error:
         undone = not job.transaction.committed and not job.transaction.failed
-        runs = job.asleep is None and job.paused is None and _alive(job)
+        runs = job.asleep is None and job.paused is None and _is_alive(job)
         if undone and runs and not isinstance(error, Refused) and "runs on" not in error.hint:
             error.add_hint("nothing of this checkpoint is left, and the container runs on")
         raise
@@ -158,25 +158,25 @@ def _inspect(job: Job) -> None:
     job.driver.open()
     job.host = job.driver.host()
     job.init = proc.process(job.container.pid)
-    preflight.criu_library(job.real)
-    preflight.pycriu(job.container)
+    preflight.check_criu_library(job.real)
+    preflight.check_pycriu(job.container)
     preflight.call(job.call, job.container)
-    preflight.adopted(job.container)
-    preflight.neighbours(job.call, job.container)
+    preflight.refuse_adopted(job.container)
+    preflight.refuse_neighbours(job.call, job.container)
     config = containers.bundle_config(job.container.bundle)
-    preflight.network_tool(job.real, config)
+    preflight.check_network_tool(job.real, config)
     job.nodes = job.driver.nodes(job.container.pid)
-    job.mounts, job.masters = criu_mounts.undeclared(job.container.pid, config)
-    criu_mounts.checked(job.mounts)  # what a restore would refuse is refused now
+    job.mounts, job.masters = criu_mounts.list_undeclared(job.container.pid, config)
+    criu_mounts.check_mounts(job.mounts)  # what a restore would refuse is refused now
     job.volumes = volumes.find(config)
-    volumes.check(volumes.opened(job.processes(), job.volumes), job.settings.criu.ghost_limit)
-    _known_devices(job, config)
+    volumes.check(volumes.list_open(job.processes(), job.volumes), job.settings.criu.ghost_limit)
+    _refuse_unknown_devices(job, config)
     # What the runtime does not take is refused now; the dump would overwrite an earlier checkpoint.
     job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     render(job.call, job.real)
-    preflight.sockets(job.processes(), job.real, _connections(job))
-    preflight.rings(job.processes())
-    criu_plugin.possible(job.driver, job.container, job.processes(), job.settings)
+    preflight.refuse_sockets(job.processes(), job.real, _connections(job))
+    preflight.refuse_rings(job.processes())
+    criu_plugin.refuse_impossible(job.driver, job.container, job.processes(), job.settings)
     if job.asleep is not None:
         if not job.call.leave_running:
             raise Refused(
@@ -186,16 +186,16 @@ def _inspect(job: Job) -> None:
             )
         return  # all else was looked at when it was suspended, and a frozen process gives no answer
     thaw(job)
-    preflight.leftover(lambda: inherited_handles.strangers(job.driver, job.processes(), job.held))
-    criu_plugin.inherited(job.driver, job.processes())
+    preflight.refuse_leftover(lambda: inherited_handles.find_strangers(job.driver, job.processes(), job.held))
+    criu_plugin.refuse_inherited(job.driver, job.processes())
     found = users(job.driver, job.processes(), job.held)
-    preflight.states(found)
-    preflight.complete(job.container, job.processes(), list(found))
-    preflight.shared(list(found), job.settings.nvidia, job.host)
+    preflight.check_states(found)
+    preflight.check_complete(job.container, job.processes(), list(found))
+    preflight.refuse_shared(list(found), job.settings.nvidia, job.host)
     if job.driver.plugin is None and found:
         allow = partial(device_access.update, job.real, job.container)
         device_access.check(job.container.pid, job.container.id, job.nodes, allow)
-    if left_out := preflight.sessions(job.container, job.processes()):
+    if left_out := preflight.list_sessions(job.container, job.processes()):
         names = ", ".join(f"{each.pid} ({each.comm})" for each in left_out)
         note(f"what exec started in the container is not in its checkpoint: process {names}", code="GPS-212")
 
@@ -204,9 +204,13 @@ def _connections(job: Job) -> criu_config.Connections:
     return criu_config.connections(job.call, job.real, job.settings.criu, job.container.annotations)
 
 
-def _known_devices(job: Job, config: dict[str, Any]) -> None:
+def _refuse_unknown_devices(job: Job, config: dict[str, Any]) -> None:
     """Refuse where /dev holds a device that a restore would not bring back, as nothing gives it."""
-    known = {*dev.DEFAULT, *remap.given(config), *(("c", n.major, n.minor, n.path) for n in job.nodes)}
+    known = {
+        *dev.DEFAULT,
+        *remap.iterate_given(config),
+        *(("c", n.major, n.minor, n.path) for n in job.nodes),
+    }
     for device in bind_mounted_nodes.device_nodes(job.container.pid):
         if device not in known:
             _, major, minor, path = device
@@ -235,22 +239,22 @@ def _dump(job: Job, draft: Draft) -> None:
     attempt = 0
     while True:
         stop_if_asked()
-        all_suspended(job)
-        preflight.neighbours(job.call, job.container)  # one may have come meanwhile
+        check_all_suspended(job)
+        preflight.refuse_neighbours(job.call, job.container)  # one may have come meanwhile
         with job.transaction.step("write manifest"):
             job.record = _manifest(job)
             draft.prepare(job.record if job.pages.records() is not None else None)
             job.dumping = draft.written_at()
-            job.earlier = image.earlier(job.image_path)
+            job.earlier = image.note_earlier(job.image_path)
             # An earlier checkpoint's would tell of a dump that was none.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(job.image_path, manifest.INVENTORY))
-        with for_the_dump(job):
+        with pause_for_dump(job):
             if job.volumes:
                 with job.transaction.step("volumes"):
-                    volumes.take(job.image_path, volumes.opened(job.processes(), job.volumes))
+                    volumes.take(job.image_path, volumes.list_open(job.processes(), job.volumes))
             with job.transaction.step("dump"):
-                failure = _runtime_checkpoint(job)
+                failure = _call_runtime(job)
         if failure is None:
             return
         if job.stuck is not None:
@@ -267,10 +271,10 @@ def _dump(job: Job, draft: Draft) -> None:
             _write(job)
 
 
-def _runtime_checkpoint(job: Job) -> GpusnapError | None:
+def _call_runtime(job: Job) -> GpusnapError | None:
     """One call of the real runtime; the error instead of a dump."""
     plugin = job.driver.plugin if job.records else None
-    with injected(plugin, job.settings, processes=len(job.records)) as extra:
+    with inject(plugin, job.settings, processes=len(job.records)) as extra:
         text = criu_config.dump_text(
             extra.criu,
             job.mounts,
@@ -280,7 +284,7 @@ def _runtime_checkpoint(job: Job) -> GpusnapError | None:
         )
         done = invoke(job.call, job.real, text, capture=True, environment=extra.environment)
     dumped = _has(job, manifest.INVENTORY)
-    if done.code != 0 and dumped and not _alive(job):
+    if done.code != 0 and dumped and not _is_alive(job):
         # CRIU ends the processes only when all of them are on disk: whatever failed then, the images are all
         # that is left of the container, and must not be cleaned away.
         note(f"{_dump_error(job, done)}, but only after the dump; the checkpoint is whole", code="GPS-504")
@@ -295,14 +299,14 @@ def _runtime_checkpoint(job: Job) -> GpusnapError | None:
     return None
 
 
-def _alive(job: Job) -> bool:
+def _is_alive(job: Job) -> bool:
     """Whether the container's init is still the process that it was; CRIU does not wait for its end."""
     init = job.init
-    return init is not None and proc.same(init.pid, init.start) and not proc.dying(init.pid)
+    return init is not None and proc.is_same(init.pid, init.start) and not proc.is_dying(init.pid)
 
 
 def _dump_error(job: Job, done: Invoked) -> RuntimeFailed:
-    said = done.because(os.path.join(job.call.work() or job.image_path, "dump.log"))
+    said = done.explain(os.path.join(job.call.work() or job.image_path, "dump.log"))
     return RuntimeFailed(
         f"{job.real.name} could not dump container {job.container.id}: {said}",
         hint="the container runs on",
@@ -311,16 +315,16 @@ def _dump_error(job: Job, done: Invoked) -> RuntimeFailed:
     )
 
 
-def _complete(job: Job, draft: Draft) -> None:
+def _finish_image(job: Job, draft: Draft) -> None:
     """After the dump: resume what shall run on, make the image durable, and name it a checkpoint."""
     assert job.record is not None
     failure: GpusnapError | None = None
     if job.call.leave_running:
         if job.asleep is None:
             with job.transaction.step("resume"):
-                failure = resumed(job)
+                failure = resume_processes(job)
         if failure is None:
-            reporter.resumed()
+            reporter.note_resumed()
     try:
         if job.call.leave_running:
             if failure is None:  # else `gpusnap recover` may try again
@@ -331,12 +335,12 @@ def _complete(job: Job, draft: Draft) -> None:
             files = job.pages.commit(kept=job.call.leave_running)
             control_groups.thaw(job.image_path)
             images = _sync(job, but=[each.name for each in files])
-        record = replace(_finished(job, job.record), files=files, images=images)
+        record = replace(_finish_manifest(job, job.record), files=files, images=images)
         with job.transaction.step("name"):
             job.pages.finish(record, partial(draft.finish, record))
     except Exception as error:
         # Of whatever kind: the container has ended, or needs to be told of.
-        known = error if isinstance(error, GpusnapError) else unforeseen(error)
+        known = error if isinstance(error, GpusnapError) else make_unforeseen(error)
         _not_written(job, known, failure)
         if known is error:
             raise
@@ -355,7 +359,7 @@ def _complete(job: Job, draft: Draft) -> None:
         job.paused.forget()
 
 
-def _finished(job: Job, record: manifest.Manifest) -> manifest.Manifest:
+def _finish_manifest(job: Job, record: manifest.Manifest) -> manifest.Manifest:
     """The manifest with what has become known since the dump; the processes may be gone by now."""
     regions = job.pages.records() or {}
     processes = tuple(

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from gpusnap.oci.base.files import open_regular
 from gpusnap.runtime_shim.gpu.api.device_files import mapped_files
 from gpusnap.runtime_shim.gpu.api.driver import Host, Node
-from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file, mapped
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import describe_mapped, is_driver_file
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.runtime.container import Container
@@ -110,7 +110,7 @@ def _libraries(pids: Iterable[int]) -> tuple[manifest.DriverLibrary, ...]:
                 directory(pid, folder) as above,
                 open_regular(name, above)[0] as file,
             ):
-                seen = mapped(path, f"/proc/self/fd/{file.fileno()}")
+                seen = describe_mapped(path, f"/proc/self/fd/{file.fileno()}")
                 found[path] = manifest.DriverLibrary(path, seen.size, seen.build_id, seen.mode)
     return tuple(found[path] for path in sorted(found))
 

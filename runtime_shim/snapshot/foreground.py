@@ -16,12 +16,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, reason, unforeseen
+from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, make_unforeseen, reason
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu import descendants, scratch_files
 from gpusnap.runtime_shim.runtime.criu.run import Invoked
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
-from gpusnap.runtime_shim.transaction import forwarded_signals, held_signals, stop_if_asked
+from gpusnap.runtime_shim.transaction import forward_signals, hold_signals, stop_if_asked
 
 LARGEST_LOG = 256 << 20
 """Bytes of CRIU's log; that of a thousand processes takes some MiB."""
@@ -38,16 +38,16 @@ class Beside:
         self._run, self._log = run, log
         self._thread = threading.Thread(target=self._work)
 
-    def restored(self, pid_file: str | None) -> bool:
+    def wait_until_restored(self, pid_file: str | None) -> bool:
         """Start it, and wait until it says that the container is there; False where it ended before.
 
         Without a PID file that is only at its end. A signal is looked for while it is held back, see
-        transaction.held_signals. Raises Interrupted, and RuntimeFailed for a log that is too large; the
+        transaction.hold_signals. Raises Interrupted, and RuntimeFailed for a log that is too large; the
         runtime and all that it started are gone then.
         """
         others = descendants.children()
         self._thread.start()
-        while self._thread.is_alive() and not (pid_file and _written(pid_file)):
+        while self._thread.is_alive() and not (pid_file and _is_written(pid_file)):
             self._thread.join(_INTERVAL)
             try:
                 stop_if_asked()
@@ -64,7 +64,7 @@ class Beside:
 
         Raises GpusnapError where it could not be run.
         """
-        with forwarded_signals(self._pids[0]) if self._pids else held_signals():
+        with forward_signals(self._pids[0]) if self._pids else hold_signals():
             self._thread.join()
         return self.result(name)
 
@@ -91,7 +91,7 @@ class Beside:
         except GpusnapError as error:
             self._ended.append(error)
         except Exception as error:  # of whatever kind, it is for who waits, not for the end of this thread
-            self._ended.append(unforeseen(error))
+            self._ended.append(make_unforeseen(error))
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def pid_file(call: RestoreCall) -> Iterator[str]:
             yield os.path.join(folder, "pid")
 
 
-def _written(path: str) -> bool:
+def _is_written(path: str) -> bool:
     try:
         return os.path.getsize(path) > 0
     except OSError:

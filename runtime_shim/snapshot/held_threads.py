@@ -33,13 +33,13 @@ def give_registers_back(key: str, pid: int, saved: Saved) -> None:
             f"thread {saved.tid} of process {pid} cannot be given its registers back: {reason(error)}",
             hint=_HINT,
         ) from error
-    journal.given_back(key, pid)
+    journal.drop_thread(key, pid)
 
 
 def give_all_back(key: str) -> None:
     """Both, for all threads of a container that are on file, whose processes stand. Raises GpusnapError."""
     unblock_signals(key)
     for pid, start, saved in journal.threads(key):
-        if proc.same(pid, start):
+        if proc.is_same(pid, start):
             pidfd.remember([(pid, start)])
             give_registers_back(key, pid, saved)

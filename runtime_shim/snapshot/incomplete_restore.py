@@ -68,7 +68,7 @@ class Place:
     """
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], bundle: str, container: str) -> Place:
+    def from_config(cls, config: Mapping[str, Any], bundle: str, container: str) -> Place:
         """Of a container by its config.json."""
         linux, root = config.get("linux"), config.get("root")
         path = linux.get("cgroupsPath") if isinstance(linux, dict) else None
@@ -91,7 +91,7 @@ class Place:
         upper, fsid = str(document.get("upper", "")), int(document.get("fsid", 0))
         return cls(str(document["group"]), beside, device, root, upper, fsid)
 
-    def holds(self, pid: int) -> bool:
+    def contains(self, pid: int) -> bool:
         """Whether a process is in one of these cgroups."""
         groups = proc.cgroups(pid)
         if any(map(self._is_own, groups.values())):
@@ -119,7 +119,7 @@ class Place:
 def find(place: Place, since: int) -> tuple[proc.Process, ...]:
     """The container's processes that began at or after `since` (clock ticks after boot), by PID."""
     fresh = {each.pid: each for each in map(proc.process, proc.pids()) if each and each.start >= since}
-    fresh = {pid: each for pid, each in fresh.items() if pid != os.getpid() and place.holds(pid)}
+    fresh = {pid: each for pid, each in fresh.items() if pid != os.getpid() and place.contains(pid)}
     found = {pid for pid in fresh if place.is_root_of(pid)}
     parents = proc.parents()
     while more := {pid for pid in fresh if pid not in found and parents.get(pid) in found}:
@@ -137,7 +137,7 @@ def let_runtime_end(
     scratch_files.let_end(owner, container, enough=lambda: enough() or not _runtimes(owner, container))
 
 
-def end(place: Place | None, owner: tuple[int, int], container: str) -> tuple[int, ...]:
+def kill_restored(place: Place | None, owner: tuple[int, int], container: str) -> tuple[int, ...]:
     """Kill CRIU and the processes that were restored, and wait until they are gone; their PIDs.
 
     `owner` is PID and start time of the gpusnap that restored. While a runtime that it called is there its
@@ -145,7 +145,7 @@ def end(place: Place | None, owner: tuple[int, int], container: str) -> tuple[in
     """
     killed: set[int] = set()
     deadline = time.monotonic() + _PATIENCE
-    while left := _left(place, owner, container):
+    while left := _list_left(place, owner, container):
         pidfd.remember((each.pid, each.start) for each in left)
         for each in left:
             pidfd.send(each.pid, signal.SIGKILL)
@@ -177,14 +177,14 @@ def unmount_yards(folder: str) -> None:
     Raises ContainerError.
     """
     folder = os.path.realpath(folder)
-    if any(_works_in(pid, folder) for pid in proc.pids()):
+    if any(_is_working_in(pid, folder) for pid in proc.pids()):
         return
     for path in {mount.destination for mount in proc.mounts("self")}:
         if os.path.dirname(path) == folder and os.path.basename(path).startswith(_YARD):
             _unmount(path)
 
 
-def _works_in(pid: int, folder: str) -> bool:
+def _is_working_in(pid: int, folder: str) -> bool:
     try:
         return proc.comm(pid) == "criu" and os.readlink(f"/proc/{pid}/cwd") == folder
     except OSError:
@@ -207,7 +207,7 @@ def _unmount(path: str) -> None:
         os.rmdir(path)
 
 
-def _left(place: Place | None, owner: tuple[int, int], container: str) -> list[proc.Process]:
+def _list_left(place: Place | None, owner: tuple[int, int], container: str) -> list[proc.Process]:
     marked: list[proc.Process] = []
     if not _runtimes(owner, container):
         marked = [each for each in map(proc.process, scratch_files.children(owner)) if each is not None]

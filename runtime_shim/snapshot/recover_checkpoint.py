@@ -23,7 +23,7 @@ from gpusnap.runtime_shim.runtime.criu.images import control_groups, digests
 from gpusnap.runtime_shim.runtime.criu.images import directory as image
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import held_threads
-from gpusnap.runtime_shim.snapshot.bring_back import alive, bring_back
+from gpusnap.runtime_shim.snapshot.bring_back import bring_back, list_alive
 from gpusnap.runtime_shim.snapshot.gpu_processes import dump_pause, paused_container
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, kept
 from gpusnap.runtime_shim.snapshot.memory.destination import Home, StoreHome, in_image, left
@@ -40,7 +40,7 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
     Raises GpusnapError, also where another gpusnap is at work on that container; what could be brought back
     has been, and the entry stays.
     """
-    with journal.held(entry.key):
+    with journal.hold(entry.key):
         now = journal.read(entry.key)
         if now is None:
             return "somebody else has put it right"
@@ -56,12 +56,12 @@ def sweep() -> None:
     with suppress(OSError):  # the next time, then
         keys = stage.containers()
     for key in keys:
-        with suppress(GpusnapError, OSError), journal.held(key, patience=0):
-            if key not in (*journal.noted("json"), *journal.noted("restore")):
+        with suppress(GpusnapError, OSError), journal.hold(key, patience=0):
+            if key not in (*journal.list_noted("json"), *journal.list_noted("restore")):
                 stage.remove(key)
     with suppress(GpusnapError):
-        for key in journal.noted(journal.MASKS):
-            with suppress(GpusnapError), journal.held(key, patience=0):
+        for key in journal.list_noted(journal.MASKS):
+            with suppress(GpusnapError), journal.hold(key, patience=0):
                 pass  # who lets go of the lock removes them: process/ptrace/signal_masks.py
     with suppress(OSError):  # one that a killed `gpusnap restore` mounted, and nobody has used since
         stage.tidy()
@@ -77,8 +77,8 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
         )
     scratch_files.let_end(entry.owner, entry.container)
     entry = dump_pause.put_right(entry)
-    pids = [process.pid for process in alive(entry)]
-    paused = paused_container.left(entry, pids)
+    pids = [process.pid for process in list_alive(entry)]
+    paused = paused_container.reopen(entry, pids)
     if paused is None:
         said = _put_right(entry, driver, settings, None)
         journal.drop(entry.key, journal.PAUSED)
@@ -105,7 +105,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
         _discard(entry, settings)
     elif entry.processes:
         said = _finish(entry, settings)
-    elif _named(entry, settings):
+    elif _has_manifest(entry, settings):
         said = f"it runs on, and the checkpoint in {entry.image} is whole"
     else:
         _take_back(entry, settings)
@@ -145,12 +145,12 @@ def _finish(entry: Entry, settings: Memory) -> str:
         _drop(entry, settings)
         return "no process is left, and its image is another container's by now"
     dumped = manifest_file.has(entry.image, manifest.INVENTORY)
-    if record is None and dumped and _named(entry, settings):
+    if record is None and dumped and _has_manifest(entry, settings):
         return f"the checkpoint in {entry.image} is whole"
     if record is None or not dumped:
         _drop(entry, settings)
         return "no process is left"
-    if (why := journal.unsynced(entry.key)) is not None:
+    if (why := journal.read_unsynced(entry.key)) is not None:
         raise ImageError(
             f"the images in {entry.image} did not come to disk ({why}), and nobody can tell whether they are "
             "whole",
@@ -176,7 +176,7 @@ def _finish(entry: Entry, settings: Memory) -> str:
     return f"the checkpoint in {entry.image} is whole"
 
 
-def _named(entry: Entry, settings: Memory) -> bool:
+def _has_manifest(entry: Entry, settings: Memory) -> bool:
     """Whether the image had its manifest when gpusnap was killed; the store then names its chunks, too.
 
     Also where somebody has given the manifest its name by hand. Raises ImageError.

@@ -30,7 +30,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
-from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.records import manifest, manifest_file
@@ -63,7 +63,7 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
     """
     if _cut_off(key) is None:
         return _GONE
-    with journal.held(key):
+    with journal.hold(key):
         if (entry := _cut_off(key)) is None:  # somebody else did it meanwhile
             return _GONE
         # Without --detach the runtime stays until the container ends; the PID file says that it is there.
@@ -71,9 +71,9 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
             entry.owner, entry.container, enough=lambda: not entry.detach and _pid(entry) > 0
         )
         held_threads.give_all_back(key)  # before any of them goes on
-        said = _kept(entry, driver) if entry.stage is not Stage.PREPARE else None
+        said = _explain_kept(entry, driver) if entry.stage is not Stage.PREPARE else None
         if said is not None and said.startswith(RUNNING):
-            _came_up_late(entry)
+            _record_late_start(entry)
         if said is None:
             if not remove and entry.stage is not Stage.PREPARE:
                 container = entry.container
@@ -82,7 +82,7 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
                     hint=f"gpusnap recover {container}",
                     code="GPS-022",
                 )
-            said = _removed(entry)
+            said = _remove_container(entry)
         scratch_files.sweep(entry.owner)
         _let_go(key)
         _drop_links(entry)
@@ -102,9 +102,9 @@ def _cut_off(key: str) -> Restore | None:
     return entry
 
 
-def _kept(entry: Restore, driver: Driver | None) -> str | None:
+def _explain_kept(entry: Restore, driver: Driver | None) -> str | None:
     """Why the container that has this ID now is not to be removed; None where it is, or there is none."""
-    if (found := _found(entry)) is None:
+    if (found := _find_container(entry)) is None:
         return None
     container, init = found
     if entry.init is not None and entry.init != (init.pid, init.start):
@@ -127,19 +127,19 @@ def _kept(entry: Restore, driver: Driver | None) -> str | None:
     # Of those that are left: processes may have ended since, or be done with the GPU.
     ours = [pid for pid, state in states.items() if state in (ProcessState.RUNNING, ProcessState.LOCKED)]
     if driver is not None and ours:
-        standing = [pid for pid in ours if proc.stopped(pid)]
-        at_once(partial(let_finish, driver), standing).raise_first()
+        standing = [pid for pid in ours if proc.is_stopped(pid)]
+        run_at_once(partial(let_finish, driver), standing).raise_first()
         if standing:
             _check(entry)
         resume(driver, ours, Pages(), right=partial(transfer.own, entry.key))
     return RUNNING + " ".join(map(str, ours or [init.pid]))
 
 
-def _came_up_late(entry: Restore) -> None:
+def _record_late_start(entry: Restore) -> None:
     """Have it on file: whoever had it restored was told that this had failed."""
-    if entry.init is None and (found := _found(entry)) is not None:
+    if entry.init is None and (found := _find_container(entry)) is not None:
         entry = replace(entry, init=(found[1].pid, found[1].start))
-    restore_record.came_up(entry)
+    restore_record.record_start(entry)
 
 
 def _check(entry: Restore) -> None:
@@ -151,7 +151,7 @@ def _check(entry: Restore) -> None:
         chunk_layout.check(FirstOf([Layout(path) for path in layouts]), tables, where=entry.image)
 
 
-def _found(entry: Restore) -> tuple[containers.Container, proc.Process] | None:
+def _find_container(entry: Restore) -> tuple[containers.Container, proc.Process] | None:
     """The container that has this ID now and its init; None where the runtime knows none that runs."""
     try:
         found = containers.find(entry.command, entry.container)
@@ -183,13 +183,13 @@ def _states(entry: Restore, driver: Driver | None, pids: Sequence[int]) -> Mappi
     return {pid: driver_calls.state(driver, pid) for pid in pids}
 
 
-def _removed(entry: Restore) -> str:
+def _remove_container(entry: Restore) -> str:
     """Remove what there is of the container, and put config.json back; what was there, in words."""
     said = "nothing of it had been begun"
     if entry.stage is not Stage.PREPARE:
         said = remove(entry)
-    _config_back(entry)
-    if entry.pid_file and not proc.running(_pid(entry)):
+    _put_config_back(entry)
+    if entry.pid_file and not proc.is_running(_pid(entry)):
         with contextlib.suppress(OSError):
             os.unlink(entry.pid_file)
     if not os.path.isdir(entry.image):  # Podman removes its copy with a container that it could not import
@@ -204,7 +204,7 @@ def remove(entry: Restore) -> str:
     """
     incomplete_restore.unmount_root([folder for folder in (entry.bundle, entry.state) if folder])
     known = delete(entry.command, entry.container)
-    ended = incomplete_restore.end(entry.place, entry.owner, entry.container)
+    ended = incomplete_restore.kill_restored(entry.place, entry.owner, entry.container)
     if entry.work:
         incomplete_restore.unmount_yards(entry.work)
     if known:
@@ -230,10 +230,10 @@ def _let_go(key: str) -> None:
     """Remove what was staged for the restore, and noted of threads."""
     if journal.read(key) is not None:
         return  # of a checkpoint, which recover_checkpoint.py puts right
-    for name in journal.noted("thread"):
+    for name in journal.list_noted("thread"):
         whose, _, pid = name.rpartition(".")
         if whose == key and pid.isdigit():
-            journal.given_back(key, int(pid))
+            journal.drop_thread(key, int(pid))
     try:
         stage.remove(key)
     except OSError as error:
@@ -264,7 +264,7 @@ def deletion(command: Sequence[str], container: str) -> str:
     return shlex.join([*command, "delete", "--force", container])
 
 
-def _config_back(entry: Restore) -> None:
+def _put_config_back(entry: Restore) -> None:
     """Unless somebody has written it since: Podman does at every start."""
     if entry.config is None:
         return

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from gpusnap.oci.base.files import replace_below
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, unforeseen
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, make_unforeseen
 from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
@@ -30,8 +30,8 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
 from gpusnap.runtime_shim.runtime.criu.images import inventory, masked_paths, pycriu_package
-from gpusnap.runtime_shim.runtime.criu.plugins import injected
-from gpusnap.runtime_shim.runtime.criu.run import Invoked, invoke, quiet
+from gpusnap.runtime_shim.runtime.criu.plugins import inject
+from gpusnap.runtime_shim.runtime.criu.run import Invoked, invoke, make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import (
@@ -51,9 +51,9 @@ from gpusnap.runtime_shim.snapshot.restore_plan import plan
 from gpusnap.runtime_shim.snapshot.restore_record import Stage
 from gpusnap.runtime_shim.transaction import (
     Transaction,
-    held_signals,
-    interruptible,
-    or_recover,
+    hold_signals,
+    make_interruptible,
+    name_recover,
     stop_if_asked,
 )
 
@@ -76,7 +76,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     record = manifest_file.read(images)
     driver = driver_for(record, criu_plugin.of_record(record, found))
     with (
-        interruptible(),
+        make_interruptible(),
         ExitStack() as held,
         ExitStack() as room,
         ExitStack() as cleanup,
@@ -84,7 +84,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     ):
         job = Job(call, real, settings, record, driver, found, transaction, images, held, room, cleanup)
         with transaction.step("plan"):
-            held.enter_context(journal.held(job.key))
+            held.enter_context(journal.hold(job.key))
             _absent(job)
             _nothing_waits(job)
             _begin(job, config)
@@ -102,7 +102,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
 
 def _begin(job: Job, config: dict[str, Any]) -> None:
     """Have it on file what to take away, should this be killed. There is no such container yet."""
-    job.entry = restore_record.begun(job.call, job.real, job.record, config)
+    job.entry = restore_record.make_record(job.call, job.real, job.record, config)
     job.transaction.undo("forgetting the restore", lambda: _forget(job))
     restore_record.write(job.entry)
 
@@ -112,7 +112,7 @@ def _drop_hook(job: Job, container: containers.Container) -> None:
     bundle.drop_hook(
         container.bundle,
         containers.bundle_config(container.bundle),
-        noted=lambda _, after: job.note(digest=restore_record.digest(after)),
+        noted=lambda _, after: job.save_progress(digest=restore_record.digest(after)),
     )
 
 
@@ -130,7 +130,7 @@ def _commit(job: Job) -> None:
             _said(partial(_keep_fetched, job.fetching))
         _said(job.cleanup.close)
     assert job.entry is not None
-    restore_record.came_up(job.entry)
+    restore_record.record_start(job.entry)
     _said(partial(restore_record.forget, job.key))  # not before: who is killed until then leaves files
     _said(job.held.close)  # a checkpoint of it stages under the same name
     _say_timing(job)
@@ -141,7 +141,7 @@ def _said(let_go: Callable[[], object]) -> None:
     try:
         let_go()
     except Exception as error:
-        found = error if isinstance(error, GpusnapError) else unforeseen(error)
+        found = error if isinstance(error, GpusnapError) else make_unforeseen(error)
         text = f"the container is restored, and what that took is not all removed: {found.sentence()}"
         note(text, code=found.code)
 
@@ -176,7 +176,7 @@ def _absent(job: Job) -> None:
 def _nothing_waits(job: Job) -> None:
     """Refuse where processes wait for memory that is staged under the same key: a restore would remove it."""
     entry = journal.read(job.key)
-    waiting = [p.pid for p in entry.processes if proc.same(p.pid, p.start)] if entry is not None else []
+    waiting = [p.pid for p in entry.processes if proc.is_same(p.pid, p.start)] if entry is not None else []
     if waiting:
         container, pids = job.call.container_id, " ".join(map(str, waiting))
         raise Refused(
@@ -198,13 +198,13 @@ def _invoke(job: Job, pid_file: str | None, started: Callable[[int], object] | N
     call = replace(call, tcp_close=call.tcp_close or inventory.has_closed_connections(images))
     mounts = job.remap.mounts if job.remap else job.record.mounts
     mounts = (*mounts, *masked_paths.mounts(images, job.real.kind, call.globals.root))
-    with injected(job.plugin, job.settings) as extra:
+    with inject(job.plugin, job.settings) as extra:
         text = criu_config.restore_text(extra.criu, mounts, drop_connections=call.tcp_close)
         return invoke(call, job.real, text, capture=False, started=started, environment=extra.environment)
 
 
 def _error(job: Job, done: Invoked) -> RuntimeFailed:
-    said = done.because(job.criu_log)
+    said = done.explain(job.criu_log)
     return RuntimeFailed(
         f"{job.real.name} could not restore container {job.call.container_id}: {said}",
         hint="the checkpoint is unharmed",
@@ -215,9 +215,9 @@ def _error(job: Job, done: Invoked) -> RuntimeFailed:
 
 def _restore_container(job: Job) -> None:
     runtime = Beside(lambda started: _invoke(job, None, started), job.criu_log)
-    with job.transaction.step("restore"), held_signals():
-        job.note(stage=Stage.RESTORE)
-        runtime.restored(None)
+    with job.transaction.step("restore"), hold_signals():
+        job.save_progress(stage=Stage.RESTORE)
+        runtime.wait_until_restored(None)
     done = runtime.result(job.real.name)
     if done.code != 0:
         raise _error(job, done)
@@ -226,15 +226,15 @@ def _restore_container(job: Job) -> None:
 
 def _finish(job: Job) -> None:
     """What the runtime leaves undone: cgroups, and the GPUs."""
-    container = containers.find(quiet(job.call, job.real), job.call.container_id)
-    if not container.pid or not proc.running(container.pid):
+    container = containers.find(make_quiet_command(job.call, job.real), job.call.container_id)
+    if not container.pid or not proc.is_running(container.pid):
         raise GpusnapError(
             f"container {container.id} ended as soon as it was restored",
             hint="its own log may say why",
             code="GPS-509",
         )
     init = proc.process(container.pid)
-    job.note(stage=Stage.SETTLE, init=(container.pid, init.start if init is not None else 0))
+    job.save_progress(stage=Stage.SETTLE, init=(container.pid, init.start if init is not None else 0))
     _drop_hook(job, container)
     members = containers.processes(container.pid, container.id)
     containers.gather(container.pid, container.id, members)
@@ -243,10 +243,10 @@ def _finish(job: Job) -> None:
             job.compared.result()
     if job.driver is not None and job.remap is not None:
         settle(job, container, job.remap, job.driver)
-        job.note(stage=Stage.GPUS, arriving=job.filling is not None and job.filling.arriving)
+        job.save_progress(stage=Stage.GPUS, arriving=job.filling is not None and job.filling.arriving)
         restore_gpus(job, job.driver, container, members)
     else:
-        restored_processes.none_suspended(job.present, members)
+        restored_processes.check_none_suspended(job.present, members)
     job.room.close()
 
 
@@ -268,7 +268,7 @@ def _say_timing(job: Job) -> None:
 
 def _kill(job: Job) -> None:
     assert job.entry is not None
-    with or_recover(job.call.container_id):
+    with name_recover(job.call.container_id):
         recover_restore.remove(job.entry)
     job.removed = True
 
@@ -277,9 +277,9 @@ def _in_foreground(job: Job) -> int:
     """Without --detach the runtime stays until the container ends; the GPUs come back meanwhile."""
     with pid_file(job.call) as path:
         runtime = Beside(lambda started: _invoke(job, path, started), job.criu_log)
-        with job.transaction.step("restore"), held_signals():
-            job.note(stage=Stage.RESTORE, pid_file=os.path.abspath(path))
-            restored = runtime.restored(path)
+        with job.transaction.step("restore"), hold_signals():
+            job.save_progress(stage=Stage.RESTORE, pid_file=os.path.abspath(path))
+            restored = runtime.wait_until_restored(path)
         if restored:
             stop_if_asked()
             _finish(job)

@@ -36,16 +36,16 @@ def restore_gpus(
     inner = containers.inner_pids(container.pid, members)
     by_inner = {inner[process.pid]: process for process in members}
     if driver.plugin is None:  # those of a plugin run since then, and may be done
-        restored_processes.all_there(job.record.processes, by_inner, job.images)
+        restored_processes.check_all_there(job.record.processes, by_inner, job.images)
     suspended = [by_inner[each.pid] for each in job.record.processes if each.pid in by_inner]
     others = [process for process in members if process not in suspended]
     if driver.plugin is not None:
-        criu_plugin.came_back(driver, suspended)
-        restored_processes.none_forgotten(driver, others)
+        criu_plugin.check_came_back(driver, suspended)
+        restored_processes.check_none_forgotten(driver, others)
         return
-    restored_processes.none_forgotten(driver, others)  # first: no other one has gone on
+    restored_processes.check_none_forgotten(driver, others)  # first: no other one has gone on
     gone_on = _fill(job, driver, container, suspended, by_inner)
-    criu_plugin.came_back(driver, restored_processes.without_ended(suspended, gone_on, container.pid))
+    criu_plugin.check_came_back(driver, restored_processes.drop_ended(suspended, gone_on, container.pid))
 
 
 def _fill(
@@ -59,7 +59,7 @@ def _fill(
     pids = [process.pid for process in suspended]
     assert job.remap is not None
     pairs = {
-        by_inner[wanted.pid].pid: job.remap.of(uuid for uuid, _ in wanted.gpus)
+        by_inner[wanted.pid].pid: job.remap.list_pairs(uuid for uuid, _ in wanted.gpus)
         for wanted in job.record.processes
         if wanted.pid in by_inner
     }
@@ -89,6 +89,6 @@ def _right(job: Job, gone_on: set[int], pid: int) -> None:
     """Before a process goes on: its memory is what it was, and its own."""
     if job.filling is not None:
         job.filling.right()
-        job.note(arriving=False)
+        job.save_progress(arriving=False)
         transfer.own(job.key, pid)
     gone_on.add(pid)

@@ -58,7 +58,7 @@ class Job:
     removed: bool = False
     """What was restored has been taken away again."""
     noting: threading.Lock = field(default_factory=threading.Lock)
-    """For `note` by several threads."""
+    """For `save_progress` by several threads."""
 
     @property
     def key(self) -> str:
@@ -82,7 +82,7 @@ class Job:
         """CRIU's, there."""
         return os.path.join(self.work_path, "restore.log")
 
-    def note(self, **changed: Any) -> None:
+    def save_progress(self, **changed: Any) -> None:
         """Write down how far it has come. For any thread."""
         with self.noting:
             assert self.entry is not None

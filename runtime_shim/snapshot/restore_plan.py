@@ -18,7 +18,7 @@ from typing import Any
 from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.gpu.api.driver import Host
 from gpusnap.runtime_shim.gpu.cdi import folders as cdi
-from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, found
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, find_files
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import bundle, loopback
@@ -33,7 +33,7 @@ from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.devices import remap
-from gpusnap.runtime_shim.snapshot.devices.choose import choose, given, gpu_request
+from gpusnap.runtime_shim.snapshot.devices.choose import choose, gpu_request, list_given
 from gpusnap.runtime_shim.snapshot.memory import images_ahead, transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.memory.images_ahead import Joined
@@ -63,7 +63,7 @@ def plan(job: Job, config: dict[str, Any]) -> None:
             job.record,
             job.driver,
             host,
-            _choose(job, host, room, given(job.driver, config)),
+            _choose(job, host, room, list_given(job.driver, config)),
             config,
             known=lambda: _driver_files(host),
             keep_names=job.settings.keep_names,
@@ -73,7 +73,7 @@ def plan(job: Job, config: dict[str, Any]) -> None:
     call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     if call.tcp_established and not call.tcp_close and not inventory.has_closed_connections(job.images):
         addresses.check(job.images, config)
-    preflight.network_tool(job.real, config)
+    preflight.check_network_tool(job.real, config)
     job.compared = job.cleanup.enter_context(contextlib.closing(Comparison(job.images, job.record.images)))
     _clear_links(job)
     elsewhere: dict[str, str] = {}
@@ -82,7 +82,7 @@ def plan(job: Job, config: dict[str, Any]) -> None:
         elsewhere = dict(coming.paths)
         job.ahead = isinstance(coming, Joined) and coming.taken
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
-    criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
+    criu_mounts.check_mounts(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else bundle.Edits()
     edits = replace(edits, hook=loopback.hook(job.real.kind, config))
     noted = partial(_config_changes, job)
@@ -98,12 +98,12 @@ def _start_reading(job: Job) -> Rebuilding | Joined | None:
     memory = job.settings.memory
     images: Rebuilding | Joined | None = None
     if job.driver is not None and any(process.regions for process in job.record.processes):
-        space.room_to_restore(job.record, memory)
+        space.check_memory_to_restore(job.record, memory)
     if job.record.pages == StoreHome.kind:
         fetching = job.fetching = job.cleanup.enter_context(
             Fetching.of(job.record, job.images, job.settings.store)
         )
-        job.note(layouts=fetching.folders)
+        job.save_progress(layouts=fetching.folders)
         if job.record.files:
             where = fetching.scratch or scratch()
             folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=where)
@@ -126,7 +126,7 @@ def _rebuild(job: Job, fetching: Fetching, folder: str) -> Rebuilding:
         folder,
         threads=memory.threads,
         ceiling=transfer.ceiling(memory),
-        stage=tmpfs.Stage(job.key) if space.room_for_images(job.record, memory) else None,
+        stage=tmpfs.Stage(job.key) if space.has_memory_for_images(job.record, memory) else None,
     )
 
 
@@ -155,15 +155,15 @@ def _choose(job: Job, host: Host, room: Room, only: Collection[str] | None) -> t
     request = gpu_request(job.call.gpu_map)
     chosen = choose(job.record, host, request, job.settings.gpu_map, room.reserved, given=only)
     if chosen.refusal:
-        raise chosen.refused()
+        raise chosen.make_refusal()
     new = dict(chosen.pairs)
     room.take({new[gpu.uuid]: gpu.memory_used for gpu in job.record.gpus})
     return chosen.pairs
 
 
 def _driver_files(host: Host) -> Found:
-    return found(cdi.load(report=lambda error: note(str(error), code=error.code)), host.driver_version)
+    return find_files(cdi.load(report=lambda error: note(str(error), code=error.code)), host.driver_version)
 
 
 def _config_changes(job: Job, before: bytes, after: bytes) -> None:
-    job.note(**restore_record.changed(before, after))
+    job.save_progress(**restore_record.describe_change(before, after))

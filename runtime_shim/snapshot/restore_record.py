@@ -26,7 +26,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime import conmon, container_key
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
-from gpusnap.runtime_shim.runtime.criu.run import quiet
+from gpusnap.runtime_shim.runtime.criu.run import make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.snapshot.incomplete_restore import Place
 from gpusnap.runtime_shim.snapshot.records import journal
@@ -96,10 +96,10 @@ class Restore:
     @property
     def at_work(self) -> bool:
         """Whether that gpusnap is still there."""
-        return proc.same(*self.owner)
+        return proc.is_same(*self.owner)
 
 
-def begun(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mapping[str, Any]) -> Restore:
+def make_record(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mapping[str, Any]) -> Restore:
     """The first entry of a restore by this process; `config` is the bundle's config.json."""
     root, bundle_dir = container_key.root(call.globals.root, real.kind), str(call.bundle_dir())
     return Restore(
@@ -113,7 +113,7 @@ def begun(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mappin
         processes=tuple(process.pid for process in record.processes),
         state=os.path.join(root, call.container_id),
         work=os.path.abspath(call.work() or call.images(real.kind)),
-        place=Place.of(config, bundle_dir, call.container_id),
+        place=Place.from_config(config, bundle_dir, call.container_id),
         podman=conmon.podman_above(call.container_id),
     )
 
@@ -124,7 +124,7 @@ def commands(call: RestoreCall, real: RealRuntime) -> tuple[str, ...]:
     Without that crun takes XDG_RUNTIME_DIR of who asks: Podman's is empty, a login shell's is not.
     """
     root = container_key.root(call.globals.root, real.kind)
-    return tuple(quiet(replace(call, globals=replace(call.globals, root=root)), real))
+    return tuple(make_quiet_command(replace(call, globals=replace(call.globals, root=root)), real))
 
 
 def digest(config: bytes) -> str:
@@ -132,7 +132,7 @@ def digest(config: bytes) -> str:
     return hashlib.sha256(config).hexdigest()
 
 
-def changed(before: bytes, after: bytes) -> dict[str, str]:
+def describe_change(before: bytes, after: bytes) -> dict[str, str]:
     """The fields of an entry that tell of config.json's change, which comes next."""
     return {
         "config": before.decode("utf-8", "surrogateescape"),
@@ -142,7 +142,9 @@ def changed(before: bytes, after: bytes) -> dict[str, str]:
 
 def write(entry: Restore, kind: str = _KIND) -> None:
     """Write the entry, in place of an earlier one. Raises GpusnapError."""
-    journal.store(entry.key, kind, {"version": _VERSION, "container": entry.container, **asdict(entry)})
+    journal.write_document(
+        entry.key, kind, {"version": _VERSION, "container": entry.container, **asdict(entry)}
+    )
 
 
 def forget(key: str) -> None:
@@ -150,7 +152,7 @@ def forget(key: str) -> None:
     journal.drop(key, _KIND)
 
 
-def came_up(entry: Restore) -> None:
+def record_start(entry: Restore) -> None:
     """The container runs: have it on file whom to ask about it, if it is Podman's.
 
     Nothing is to be undone any more, so that it is only noted where there is no room for that.
@@ -165,7 +167,7 @@ def came_up(entry: Restore) -> None:
 
 def entries() -> tuple[Restore, ...]:
     """All restores that were begun, by container. Raises GpusnapError for one that cannot be read."""
-    found = (read(key) for key in journal.noted(_KIND))
+    found = (read(key) for key in journal.list_noted(_KIND))
     return tuple(entry for entry in found if entry is not None)
 
 
@@ -175,7 +177,7 @@ def read(key: str, kind: str = _KIND) -> Restore | None:
     if document is None:
         return None
     try:
-        return _decoded(document, key)
+        return _decode(document, key)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         container = container_key.id_of(key)
         raise GpusnapError(
@@ -185,7 +187,7 @@ def read(key: str, kind: str = _KIND) -> Restore | None:
         ) from error
 
 
-def _decoded(document: Any, key: str) -> Restore:
+def _decode(document: Any, key: str) -> Restore:
     init, config, place = document["init"], document["config"], document.get("place")
     return Restore(
         key=key,

@@ -29,13 +29,13 @@ from gpusnap.runtime_shim.snapshot.restore_record import Restore
 _ENDING = 30.0  # seconds that a container that was killed may take to go
 
 
-def living() -> tuple[Restore, ...]:
+def list_living() -> tuple[Restore, ...]:
     """Those that still run, by container. Of one whose file cannot be read only a note tells.
 
     Nobody needs it to have his processes back. Raises GpusnapError where the folder cannot be read.
     """
     found = []
-    for key in journal.noted(RESTORED):
+    for key in journal.list_noted(RESTORED):
         try:
             entry = restore_record.read(key, RESTORED)
         except GpusnapError as error:
@@ -43,14 +43,14 @@ def living() -> tuple[Restore, ...]:
                 f"what is on file of a restored container is passed over: {error.sentence()}", code="GPS-023"
             )
             continue
-        if entry is not None and lives(entry):
+        if entry is not None and is_alive(entry):
             found.append(entry)
     return tuple(found)
 
 
-def lives(entry: Restore) -> bool:
+def is_alive(entry: Restore) -> bool:
     """Whether the container that was restored then is still there, and not about to end."""
-    return entry.init is not None and proc.same(*entry.init) and not proc.dying(entry.init[0])
+    return entry.init is not None and proc.is_same(*entry.init) and not proc.is_dying(entry.init[0])
 
 
 def is_on_file(key: str, init: int) -> bool:
@@ -59,7 +59,7 @@ def is_on_file(key: str, init: int) -> bool:
         entry = restore_record.read(key, RESTORED)
     except GpusnapError:
         return False
-    return entry is not None and lives(entry) and entry.init is not None and entry.init[0] == init
+    return entry is not None and is_alive(entry) and entry.init is not None and entry.init[0] == init
 
 
 def tell(key: str) -> None:
@@ -76,28 +76,28 @@ def tell(key: str) -> None:
 def sweep() -> None:
     """Remove the files of containers that have ended. What cannot be read or removed stays."""
     with suppress(GpusnapError):
-        for key in journal.noted(RESTORED):
+        for key in journal.list_noted(RESTORED):
             with suppress(GpusnapError, OSError):
                 _sweep(key)
 
 
 def _sweep(key: str) -> None:
     entry = restore_record.read(key, RESTORED)
-    if entry is None or (entry.init is not None and proc.same(*entry.init)):
+    if entry is None or (entry.init is not None and proc.is_same(*entry.init)):
         return
-    with journal.held(key, patience=0):  # a restore of it writes the next one meanwhile
+    with journal.hold(key, patience=0):  # a restore of it writes the next one meanwhile
         if restore_record.read(key, RESTORED) == entry:
             journal.drop(key, RESTORED)
 
 
-def end(entry: Restore, unknown: Callable[[], str | None]) -> str | None:
+def end_container(entry: Restore, unknown: Callable[[], str | None]) -> str | None:
     """End such a container, and see that nothing is left of it; what was done, in words.
 
     `unknown` asks its Podman: None, as the answer, where that knows it and it is left alone. Raises
     GpusnapError, also where another gpusnap is at work on it.
     """
-    with journal.held(entry.key):
-        if restore_record.read(entry.key, RESTORED) != entry or not lives(entry):
+    with journal.hold(entry.key):
+        if restore_record.read(entry.key, RESTORED) != entry or not is_alive(entry):
             return "it has ended by itself"
         if entry.at_work:
             raise GpusnapError(
@@ -108,7 +108,7 @@ def end(entry: Restore, unknown: Callable[[], str | None]) -> str | None:
         why = unknown()
         if why is None:
             return None
-        if not lives(entry):
+        if not is_alive(entry):
             return "it has ended by itself"
         _check(entry)
         recover_restore.remove(entry)
@@ -135,7 +135,7 @@ def _check(entry: Restore) -> None:
 def _wait(entry: Restore) -> None:
     assert entry.init is not None
     deadline = time.monotonic() + _ENDING
-    while proc.same(*entry.init):
+    while proc.is_same(*entry.init):
         if time.monotonic() > deadline:
             raise GpusnapError(
                 f"container {entry.container} does not end though it was killed: process {entry.init[0]}",

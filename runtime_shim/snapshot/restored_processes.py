@@ -14,7 +14,7 @@ from gpusnap.runtime_shim.records.manifest import GpuProcess
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 
 
-def all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str) -> None:
+def check_all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str) -> None:
     """See that the processes of the manifest are `there`, by PID in the container.
 
     One that CRIU restored from `images` and that has ended since is only said. Raises GpusnapError for one
@@ -36,16 +36,14 @@ def all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str)
         )
 
 
-def without_ended(
-    processes: Sequence[proc.Process], gone_on: Collection[int], init: int
-) -> list[proc.Process]:
+def drop_ended(processes: Sequence[proc.Process], gone_on: Collection[int], init: int) -> list[proc.Process]:
     """Those that are to be there; one that ended after it had gone on with all of its state is only said.
 
     Without its init there is no container.
     """
     left = []
     for process in processes:
-        if process.pid == init or process.pid not in gone_on or proc.running(process.pid):
+        if process.pid == init or process.pid not in gone_on or proc.is_running(process.pid):
             left.append(process)
             continue
         note(
@@ -56,18 +54,18 @@ def without_ended(
     return left
 
 
-def none_suspended(driver: Driver | None, processes: Iterable[proc.Process]) -> None:
-    """As `none_forgotten`, for a checkpoint that is said to have no GPU, and this host's driver, if any."""
+def check_none_suspended(driver: Driver | None, processes: Iterable[proc.Process]) -> None:
+    """As `check_none_forgotten`, for a checkpoint that is said to have no GPU, and this host's driver, if any."""
     if driver is None:
         return
     try:
         driver.open()
     except GpuError:
         return  # one without the checkpoint API has suspended none
-    none_forgotten(driver, processes)
+    check_none_forgotten(driver, processes)
 
 
-def none_forgotten(driver: Driver, processes: Iterable[proc.Process]) -> None:
+def check_none_forgotten(driver: Driver, processes: Iterable[proc.Process]) -> None:
     """See that no process which the manifest does not list is suspended. Raises GpusnapError."""
     for process in processes:
         native = driver.plugin is None

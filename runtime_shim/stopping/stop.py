@@ -68,14 +68,14 @@ def stand(pids: Iterable[int], *, timeout: float) -> None:
 
 
 def _stop_moving(pids: Iterable[int]) -> None:
-    for pid in [pid for pid in pids if not proc.still(pid)]:
+    for pid in [pid for pid in pids if not proc.is_still(pid)]:
         pidfd.send(pid, signal.SIGSTOP)
 
 
 def _await_still(pids: tuple[int, ...], timeout: float, *, again: bool) -> None:
     begin = time.monotonic()
     deadline, sent, pause = begin + timeout, begin, 0.0005
-    while moving := [pid for pid in pids if not proc.still(pid)]:
+    while moving := [pid for pid in pids if not proc.is_still(pid)]:
         now = time.monotonic()
         if now > deadline:
             raise GpusnapError(
@@ -109,14 +109,14 @@ def settle(pids: Iterable[int], *, within: float = _LEAVING) -> None:
     waiting = list(pids)
     for attempt in itertools.count():
         moment = _MOMENT * 2 ** (attempt % _TRIES)
-        waiting = [pid for pid in waiting if proc.running(pid) and positions.unsafe(pid)]
+        waiting = [pid for pid in waiting if proc.is_running(pid) and positions.list_unsafe(pid)]
         if not waiting or time.monotonic() > deadline:
             return
         for pid in waiting:
-            with several(pid, ()) as tracer:
-                found = positions.unsafe(pid)
+            with run_several(pid, ()) as tracer:
+                found = positions.list_unsafe(pid)
                 if attempt % 3 == 2:
-                    tracer.run_briefly({*found, *positions.waiting(pid)}, moment)
+                    tracer.run_briefly({*found, *positions.list_waiting(pid)}, moment)
                     continue
                 for tid in found:
                     if time.monotonic() < deadline:
@@ -129,19 +129,19 @@ def drop_stops(pids: Iterable[int]) -> None:
     A program that sends them all day (cpulimit) sends one to a process that stands already, and it waits
     until the process goes on. Raises PermissionRefused where a process cannot be traced.
     """
-    from gpusnap.runtime_shim.process.ptrace.tracee import held
+    from gpusnap.runtime_shim.process.ptrace.tracee import hold
 
     for pid in pids:
         if not proc.stop_pending(pid):
             continue
         try:
-            with held(pid, pid) as tracee:
+            with hold(pid, pid) as tracee:
                 tracee.to_signal(signal.SIGSTOP)
                 tracee.to_rest()
         except ProcessLookupError:
             continue
         except OSError as error:
-            raise untraceable(pid, pid, error) from error
+            raise make_untraceable_error(pid, pid, error) from error
 
 
 class Guard:
@@ -163,7 +163,7 @@ class Guard:
         with self._lock:
             self._pids.discard(pid)
 
-    def end(self) -> None:
+    def stop_watching(self) -> None:
         """Look no more. May be called again."""
         self._over.set()
         self._thread.join()
@@ -172,27 +172,27 @@ class Guard:
         while not self._over.wait(_GUARD):
             for pid in tuple(self._pids):
                 with self._lock, contextlib.suppress(GpusnapError):
-                    if pid in self._pids and proc.goes_on(pid):
+                    if pid in self._pids and proc.has_gone_on(pid):
                         _stop_moving([pid])
 
 
 @contextmanager
-def only(pid: int, tid: int, *, exit_kill: bool = False) -> Iterator[Tracer]:
+def run_only(pid: int, tid: int, *, exit_kill: bool = False) -> Iterator[Tracer]:
     """Let one thread of a stopped process run while the block does, and stop it again.
 
     The tracer is a thread of our own. The thread gets no signal meanwhile but for what itself does.
     `exit_kill`: the process ends with gpusnap, whatever ends that. Raises PermissionRefused where the thread
     cannot be traced.
     """
-    with several(pid, [tid], exit_kill=exit_kill) as tracer:
+    with run_several(pid, [tid], exit_kill=exit_kill) as tracer:
         yield tracer
 
 
 @contextmanager
-def several(
+def run_several(
     pid: int, tids: Iterable[int], *, guard: bool = True, exit_kill: bool = False
 ) -> Iterator[Tracer]:
-    """As `only`, for any number of threads; `guard` as for Tracer."""
+    """As `run_only`, for any number of threads; `guard` as for Tracer."""
     # Imported here: a container without a GPU must not pay for it.
     from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
@@ -201,7 +201,7 @@ def several(
     try:
         tracer.start()
     except OSError as error:
-        raise untraceable(pid, tids[0] if tids else pid, error) from error
+        raise make_untraceable_error(pid, tids[0] if tids else pid, error) from error
     try:
         yield tracer
     finally:
@@ -209,8 +209,10 @@ def several(
 
 
 @contextmanager
-def populated(pid: int, tid: int, *, threads: int = 0, backing: Backing | None = None) -> Iterator[Populated]:
-    """As `only`, for the driver's checkpoint: the large mapping that the thread makes is populated for it.
+def run_populating(
+    pid: int, tid: int, *, threads: int = 0, backing: Backing | None = None
+) -> Iterator[Populated]:
+    """As `run_only`, for the driver's checkpoint: the large mapping that the thread makes is populated for it.
 
     With `backing`, files take the mappings' place.
 
@@ -222,26 +224,26 @@ def populated(pid: int, tid: int, *, threads: int = 0, backing: Backing | None =
 
     stack = contextlib.ExitStack()
     try:
-        done = stack.enter_context(populate.populated(pid, tid, threads=threads, backing=backing))
+        done = stack.enter_context(populate.populate_mappings(pid, tid, threads=threads, backing=backing))
     except OSError as error:
-        raise untraceable(pid, tid, error) from error
+        raise make_untraceable_error(pid, tid, error) from error
     try:
         yield done
     finally:
         try:
             stack.close()
         except OSError as error:
-            raise _does_not_stop(pid, error) from error
+            raise _make_does_not_stop_error(pid, error) from error
 
 
 def _end(tracer: Tracer) -> None:
     try:
-        tracer.end()
+        tracer.stop_threads()
     except OSError as error:
-        raise _does_not_stop(tracer.pid, error) from error
+        raise _make_does_not_stop_error(tracer.pid, error) from error
 
 
-def _does_not_stop(pid: int, error: OSError) -> GpusnapError:
+def _make_does_not_stop_error(pid: int, error: OSError) -> GpusnapError:
     return GpusnapError(
         f"a thread of process {pid} ({proc.comm(pid)}) does not stop: {reason(error)}",
         hint="it waits in the kernel; see the kernel log, and run gpusnap recover when it has come out",
@@ -249,7 +251,7 @@ def _does_not_stop(pid: int, error: OSError) -> GpusnapError:
     )
 
 
-def untraceable(pid: int, tid: int, error: OSError) -> PermissionRefused:
+def make_untraceable_error(pid: int, tid: int, error: OSError) -> PermissionRefused:
     """What to say where a thread cannot be traced."""
     return PermissionRefused(
         f"thread {tid} of process {pid} ({proc.comm(pid)}) cannot be traced: {reason(error)}",

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.process.kcmp import EQUAL, VM, compared
-from gpusnap.runtime_shim.process.ptrace.tracee import held
-from gpusnap.runtime_shim.stopping.stop import stand, untraceable
+from gpusnap.runtime_shim.process.kcmp import EQUAL, VM, compare
+from gpusnap.runtime_shim.process.ptrace.tracee import hold
+from gpusnap.runtime_shim.stopping.stop import make_untraceable_error, stand
 
 _LOOK = 0.0005
 _FALLING_ASLEEP = 1.0
@@ -34,7 +34,7 @@ class Waiting:
     child: int
 
 
-def waiting(pids: Iterable[int]) -> Iterator[Waiting]:
+def iterate_waiting(pids: Iterable[int]) -> Iterator[Waiting]:
     """Those of these processes, which stand or are frozen, that wait for another of them.
 
     Not found are parents whose child has a memory of its own, or another parent (clone(2), CLONE_VFORK
@@ -43,7 +43,7 @@ def waiting(pids: Iterable[int]) -> Iterator[Waiting]:
     among = set(pids)
     for child in sorted(among):
         parent = proc.parent(child)
-        if parent in among and compared(parent, child, VM) == EQUAL and _sleeps(parent):
+        if parent in among and compare(parent, child, VM) == EQUAL and _is_asleep(parent):
             yield Waiting(parent, child)
 
 
@@ -55,13 +55,13 @@ def finish(pids: Iterable[int], *, timeout: float) -> None:
     pids = tuple(pids)
     deadline = time.monotonic() + timeout
     # A child may itself have such a child.
-    while found := {each.child: each for each in waiting(pids)}:
+    while found := {each.child: each for each in iterate_waiting(pids)}:
         parents = {each.parent for each in found.values()}
         for each in (each for child, each in found.items() if child not in parents):
             _begin(each, deadline, timeout)
 
 
-def too_long(each: Waiting, timeout: float) -> GpusnapError:
+def make_too_long_error(each: Waiting, timeout: float) -> GpusnapError:
     """What to say where a child does not come to its program."""
     return GpusnapError(
         f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
@@ -71,7 +71,7 @@ def too_long(each: Waiting, timeout: float) -> GpusnapError:
     )
 
 
-def for_good(each: Waiting) -> GpusnapError:
+def make_for_good_error(each: Waiting) -> GpusnapError:
     """What to say where a parent would wait for as long as the container is paused."""
     return GpusnapError(
         f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
@@ -81,7 +81,7 @@ def for_good(each: Waiting) -> GpusnapError:
     )
 
 
-def _sleeps(pid: int) -> bool:
+def _is_asleep(pid: int) -> bool:
     """Whether a thread of the process waits in the kernel, and no signal wakes it.
 
     A thaw wakes it for nothing, and it is a while until it sleeps again; what stands or is frozen has no
@@ -104,12 +104,12 @@ def _begin(each: Waiting, deadline: float, timeout: float) -> None:
     child = each.child
     stand([child], timeout=max(deadline - time.monotonic(), _STANDING))
     try:
-        with held(child, child, own_signals=True) as tracee:
+        with hold(child, child, own_signals=True) as tracee:
             tracee.to_exec(deadline)
     except ProcessLookupError:
         pass  # it has ended instead
     except TimeoutError as error:
-        raise too_long(each, timeout) from error
+        raise make_too_long_error(each, timeout) from error
     except OSError as error:
-        raise untraceable(child, child, error) from error
+        raise make_untraceable_error(child, child, error) from error
     stand([child], timeout=_STANDING)

@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.gpu.api.errors import (
     NotSupported,
     ProcessGone,
 )
-from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
 
 SIZE = 64 << 20
@@ -113,9 +113,9 @@ def test_who_holds_a_gpu(driver: Nvidia, start: Start) -> None:
         assert driver.state(plain.pid) is None
     finally:
         plain.communicate()
-    assert "/dev/nvidiactl" in driver.handles(program.pid)
-    assert set(driver.visible(program.pid)) <= {gpu.uuid for gpu in driver.host().gpus}
-    assert driver.visible(program.pid)
+    assert "/dev/nvidiactl" in driver.list_handles(program.pid)
+    assert set(driver.list_visible(program.pid)) <= {gpu.uuid for gpu in driver.host().gpus}
+    assert driver.list_visible(program.pid)
     used = driver.memory_used([program.pid])
     if used:  # NVML counts in the host's PID namespace
         assert sum(used[program.pid].values()) >= SIZE
@@ -133,12 +133,12 @@ def test_suspend_and_resume(driver: Nvidia, start: Start) -> None:
         driver.unlock(pid)
     driver.lock(pid, timeout=10)
     assert driver.state(pid) is ProcessState.LOCKED
-    visible = driver.visible(pid)
+    visible = driver.list_visible(pid)
     driver.checkpoint(pid)
     assert driver.state(pid) is ProcessState.CHECKPOINTED
-    assert driver.handles(pid) == ()
+    assert driver.list_handles(pid) == ()
     assert holders(driver, [pid]) == (pid,)  # by its library
-    assert driver.visible(pid) == visible  # by its /dev
+    assert driver.list_visible(pid) == visible  # by its /dev
     wrong = "GPU-00000000-0000-0000-0000-000000000000"
     with pytest.raises(InvalidRequest) as caught:
         driver.restore(pid, [(wrong, wrong)])
@@ -154,9 +154,9 @@ def test_several_at_once_and_again(driver: Nvidia, start: Start) -> None:
     programs = [start() for _ in range(3)]
     pids = [program.pid for program in programs]
     for _ in range(2):
-        at_once(lambda pid: driver.lock(pid, timeout=10), pids).raise_first()
+        run_at_once(lambda pid: driver.lock(pid, timeout=10), pids).raise_first()
         for step in (driver.checkpoint, driver.restore, driver.unlock):
-            at_once(step, pids).raise_first()
+            run_at_once(step, pids).raise_first()
         for program in programs:
             program.works()
 
@@ -166,7 +166,7 @@ def test_from_one_gpu_to_another(driver: Nvidia, start: Start) -> None:
     if len(driver.host().gpus) < 2:
         pytest.skip("needs two GPUs")
     program = start(CUDA_VISIBLE_DEVICES="0")
-    visible = driver.visible(program.pid)
+    visible = driver.list_visible(program.pid)
     assert len(visible) == len(driver.host().gpus)
     driver.lock(program.pid, timeout=10)
     driver.checkpoint(program.pid)

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from gpusnap.runtime_shim.gpu.api.errors import ProcessGone
-from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.gpu_processes.lock import lock
-from gpusnap.runtime_shim.snapshot.preflight.nccl import IPC_DRIVER, VARIABLES, sharing
+from gpusnap.runtime_shim.snapshot.preflight.nccl import IPC_DRIVER, VARIABLES, find_sharing
 
 PROGRAM = Path(__file__).with_name("programs") / "nccl_rank.py"
 P2P, CUMEM, HOST, SHM = (
@@ -129,10 +129,10 @@ def comes_back(driver: Nvidia, job: Job) -> bool:
     """Have the driver suspend and restore all of the job; whether it then ticks on."""
     pids = [process.pid for process in job.gpu_processes(driver)]
     lock(driver, pids, timeout=15)
-    at_once(driver.checkpoint, pids).raise_first()  # which never fails: that is the trap
-    if at_once(lambda pid: driver.restore(pid, ()), pids).errors:
+    run_at_once(driver.checkpoint, pids).raise_first()  # which never fails: that is the trap
+    if run_at_once(lambda pid: driver.restore(pid, ()), pids).errors:
         return False
-    at_once(driver.unlock, pids).raise_first()
+    run_at_once(driver.unlock, pids).raise_first()
     return job.go_on(5, 60)
 
 
@@ -173,6 +173,6 @@ def test_what_is_said_is_what_happens(
         pytest.skip("needs two GPUs")
     job = start(kind, ranks, settings, **more)
     good = good or (kind == "ipc" and int(host.driver_version.partition(".")[0]) >= IPC_DRIVER)
-    found = sharing(job.gpu_processes(driver), host)
+    found = find_sharing(job.gpu_processes(driver), host)
     assert (found is None) is good, found
     assert comes_back(driver, job) is good

@@ -167,7 +167,7 @@ class Server:
         process = proc.process(pid)
         assert process is not None
         listening = 1
-        found = [each for each in sockets.opened([process]) if each.inode not in open_ones]
+        found = [each for each in sockets.iterate_open([process]) if each.inode not in open_ones]
         return len(found) - listening
 
     def wait_for_answers(self, clients: Clients, more: int = 5) -> None:
@@ -190,7 +190,7 @@ def _address(container: Container, network: str) -> str:
 
 def runtimes() -> list[str]:
     """crun and runc whose CRIU can dump sockets on this kernel: the host's own, or the next releases."""
-    if not sockets.restricted_by_kernel() or _version() >= (4, 2):
+    if not sockets.is_restricted_by_kernel() or _version() >= (4, 2):
         return ["crun", "runc"]
     newer = [f"/opt/newer/bin/{name}" for name in ("crun", "runc")]
     return [path for path in newer if os.path.exists(path) and run(path, "--version").code == 0]

@@ -50,7 +50,7 @@ def test_checkpoint_and_restore(store: Store) -> None:
         assert "volume" not in back.err
         container.goes_on()
     assert container.id == before
-    assert len(store.tagged("server")) == 2
+    assert len(store.list_tagged("server")) == 2
     good(podman("volume", "inspect", "data"))
 
 

@@ -164,7 +164,7 @@ def test_a_worker_that_is_killed(crun: None) -> None:
     suspended(container)
     worker = next(iter(suspensions.find())).processes[-1]
     os.kill(worker.pid, signal.SIGKILL)
-    until(lambda: not proc.same(worker.pid, worker.start), "its end")
+    until(lambda: not proc.is_same(worker.pid, worker.start), "its end")
     said = gpusnap("resume", "w")
     assert said.code == 0, said.err
     assert f"process {worker.pid} of container w (in it, {worker.inner_pid}) was killed while" in said.err
@@ -233,7 +233,7 @@ def test_two_at_once(crun: None) -> None:
     container = Container.start("w")
     suspended(container)
     key = next(iter(suspensions.find())).key
-    with journal.held(key):
+    with journal.hold(key):
         assert "another gpusnap is still at work" in sentence(gpusnap("resume", "w"))
     resumed(container)
 

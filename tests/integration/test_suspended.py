@@ -359,9 +359,9 @@ def test_a_resume_during_a_checkpoint(store: Store) -> None:
     container = Container.start("w")
     suspended(container)
     container_id = container.inspect()["Id"]
-    with overrides.ordered(container_id, pages="chunks", asleep=True):  # as a checkpoint does
+    with overrides.order(container_id, pages="chunks", asleep=True):  # as a checkpoint does
         assert "another gpusnap checkpoint or resume" in sentence(gpusnap("resume", "w"))
-    with overrides.alone(container_id):  # as a resume does
+    with overrides.keep_alone(container_id):  # as a resume does
         assert "another gpusnap checkpoint or resume" in sentence(gpusnap("checkpoint", "w"))
     assert usage("w")["state"] == "suspended"
     resumed(container)

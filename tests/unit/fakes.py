@@ -172,7 +172,7 @@ class Family:
     def end(self, pid: int) -> None:
         """Kill one of them and wait until it is no more than a zombie."""
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not proc.running(pid), f"the end of process {pid}")
+        wait_for(lambda: not proc.is_running(pid), f"the end of process {pid}")
 
     def __enter__(self) -> Family:
         return self
@@ -190,7 +190,7 @@ class Family:
         self._first.kill()
         self._first.wait(DEADLINE)
         for pid in self.pids:
-            wait_for(lambda pid=pid: not proc.running(pid), f"the end of process {pid}")  # type: ignore[misc]
+            wait_for(lambda pid=pid: not proc.is_running(pid), f"the end of process {pid}")  # type: ignore[misc]
 
 
 def _children(pid: int) -> list[int]:
@@ -264,7 +264,7 @@ class FakeDriver:
     def _step(self, operation: str, pid: int, before: ProcessState, after: ProcessState) -> None:
         self._called(operation, pid)
         with self._lock:
-            if not proc.running(pid):
+            if not proc.is_running(pid):
                 raise ProcessGone(f"process {pid} has ended", pid=pid)
             if self.states.get(pid) is not before:
                 raise IllegalState(f"process {pid} is not {before.name.lower()}", pid=pid)
@@ -282,7 +282,7 @@ class FakeDriver:
     def state(self, pid: int) -> ProcessState | None:
         """As the protocol says."""
         self._called("state", pid)
-        return self.states.get(pid) if proc.running(pid) else None
+        return self.states.get(pid) if proc.is_running(pid) else None
 
     def nodes(self, pid: int | None = None) -> tuple[Node, ...]:
         """Those of this host; every process has the nodes of its `dev`, or else all of them."""
@@ -300,27 +300,27 @@ class FakeDriver:
         self._called("memory_used")
         return {pid: {self.gpus[0].uuid: self.used[pid]} for pid in pids if pid in self.used}
 
-    def handles(self, pid: int) -> tuple[str, ...]:
+    def list_handles(self, pid: int) -> tuple[str, ...]:
         """As the protocol says, but for suspended processes, whose libcuda would give them away instead."""
-        held = self.held(pid)
+        held = self.list_held(pid)
         found = sorted({path for _, path in held.descriptors} | {path for *_, path in held.mappings})
         return tuple(found) or (("/dev/nvidia0",) if pid in self.states else ())
 
     def holds(self, pid: int) -> bool:
-        """As the protocol says, and as `handles`."""
-        return bool(self.handles(pid))
+        """As the protocol says, and as `list_handles`."""
+        return bool(self.list_handles(pid))
 
-    def held(self, pid: int) -> Held:
+    def list_held(self, pid: int) -> Held:
         """As the protocol says; those of `idle` have numbers that no descriptor has."""
         invented = [(1 << 30 | at, path) for at, path in enumerate(self.idle.get(pid, ()))]
-        if not self.files or not proc.running(pid):
+        if not self.files or not proc.is_running(pid):
             return Held(tuple(invented), ())
         links = ((int(name), _link(f"/proc/{pid}/fd/{name}")) for name in os.listdir(f"/proc/{pid}/fd"))
         opened = sorted((number, path) for number, path in links if path in self.files)
         mapped = [(m.start, m.end, m.name) for m in mappings(pid) if m.name in self.files]
         return Held((*invented, *opened), tuple(mapped))
 
-    def visible(self, pid: int) -> tuple[str, ...]:
+    def list_visible(self, pid: int) -> tuple[str, ...]:
         """As the protocol says: all GPUs."""
         return tuple(each.uuid for each in self.gpus) if pid in self.states else ()
 
@@ -481,7 +481,7 @@ class Scene:
         monkeypatch.setattr(dispatch, "find_driver", lambda: self.driver)
         monkeypatch.setattr(dispatch, "find_drivers", lambda: (self.driver,))
         monkeypatch.setattr(choose_driver, "find_drivers", lambda: (self.driver,))
-        monkeypatch.setattr(dispatch, "usable", lambda: self.settings)
+        monkeypatch.setattr(dispatch, "load_usable", lambda: self.settings)
         monkeypatch.setattr(locate, "setting", lambda: self.settings.runtime)
         monkeypatch.setattr(locate, "become", _never_become)
         monkeypatch.setattr(gpu_state, "_PAUSE", 0.0)
@@ -489,7 +489,7 @@ class Scene:
         from gpusnap.runtime_shim.snapshot.gpu_processes import job
 
         monkeypatch.setattr(restore, "find_driver", lambda: self.driver)
-        monkeypatch.setattr(remap, "_hosts_dev", lambda init: False)  # though these processes share it
+        monkeypatch.setattr(remap, "_has_hosts_dev", lambda init: False)  # though these processes share it
         monkeypatch.setattr(journal, "FOLDER", str(folder / "gpusnap" / "journal"))
         monkeypatch.setattr(dispatch, "JOURNAL", journal.FOLDER)
         self.room = str(folder / "gpusnap" / "room")
@@ -540,7 +540,7 @@ class Scene:
 
     def all_running(self) -> bool:
         """Whether every process that has GPU state and still is there runs on its GPU."""
-        here = {pid: state for pid, state in self.driver.states.items() if proc.running(pid)}
+        here = {pid: state for pid, state in self.driver.states.items() if proc.is_running(pid)}
         return all(state is RUNNING for state in here.values())
 
     def content(self) -> dict[str, str]:

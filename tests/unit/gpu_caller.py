@@ -15,7 +15,7 @@ from typing import Any
 
 from gpusnap.runtime_shim.gpu import find_driver, holders
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
-from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
 from gpusnap.runtime_shim.process.ptrace import positions
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
@@ -36,14 +36,14 @@ def settled(pid: int) -> list[int]:
     """Stop a process at a safe instant; the threads that stand within the C library all the same."""
     stop([pid], timeout=10)
     settle([pid])
-    return positions.unsafe(pid)
+    return positions.list_unsafe(pid)
 
 
 def settled_at_last(pid: int) -> list[int]:
     """The same with all the time that a busy machine may take."""
     stop([pid], timeout=10)
     settle([pid], within=20.0)
-    return positions.unsafe(pid)
+    return positions.list_unsafe(pid)
 
 
 def safe_restore(pid: int) -> None:
@@ -55,7 +55,7 @@ def safe_state(pid: int) -> int | None:
 
 
 def in_all(method: str, pids: list[int]) -> list[dict[str, Any]]:
-    outcome = at_once(FUNCTIONS[method], pids)
+    outcome = run_at_once(FUNCTIONS[method], pids)
     errors = {str(pid): type(error).__name__ for pid, error in outcome.errors.items()}
     return [{str(pid): value for pid, value in outcome.results.items()}, errors]
 
@@ -67,8 +67,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "state": driver.state,
     "restore_thread": driver.restore_thread,
     "memory_used": driver.memory_used,
-    "handles": driver.handles,
-    "visible": driver.visible,
+    "handles": driver.list_handles,
+    "visible": driver.list_visible,
     "holders": lambda pids: holders(driver, pids),
     "lock": lock,
     "checkpoint": driver.checkpoint,

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 
 from gpusnap.runtime_shim.process.ptrace import signal_masks
-from gpusnap.runtime_shim.process.ptrace.tracee import held
+from gpusnap.runtime_shim.process.ptrace.tracee import hold
 
 __all__ = ["be_killed", "blocked", "hold_and_be_killed"]
 
@@ -41,9 +41,9 @@ def hold_and_be_killed(pid: int, tids: Iterable[int], path: Path) -> None:
 
     @contextmanager
     def holding() -> Iterator[None]:
-        with signal_masks.kept(str(path)), ExitStack() as stack:
+        with signal_masks.keep_masks(str(path)), ExitStack() as stack:
             for tid in tids:
-                stack.enter_context(held(pid, tid))
+                stack.enter_context(hold(pid, tid))
             yield
 
     be_killed(holding())

@@ -149,7 +149,7 @@ class Target:
 
     def well(self) -> bool:
         """Whether it runs when it is let, and answers."""
-        assert proc.still(self.pid)
+        assert proc.is_still(self.pid)
         assert self.untraced()
         self.go_on()
         return self.ask("6 * 7") == "42" and self.untraced()

@@ -56,11 +56,11 @@ def test_explained() -> None:
     error = failure(refused_by("/store"))
     error.__cause__ = refused_by("/store")
     assert isinstance(error, Damaged)
-    said = privileges.explained(error)
+    said = privileges.explain_error(error)
     assert not isinstance(said, Damaged)
     assert said.sentence() == "/store cannot be read: access is refused; run gpusnap as root [GPS-005]"
     other = GpusnapError("another thing", hint="do this")
-    assert privileges.explained(other) is other
+    assert privileges.explain_error(other) is other
 
 
 def test_root(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(privileges, "is_root", lambda: True)
     error = GpusnapError("x")
     error.__cause__ = PermissionError(1, "Operation not permitted")
-    assert privileges.explained(error) is error
+    assert privileges.explain_error(error) is error
 
 
 def test_what_may_not_be_seen(gpusnap: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

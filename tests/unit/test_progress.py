@@ -12,7 +12,7 @@ import pytest
 
 from gpusnap.oci.chunks.table import Progress as ChunkProgress
 from gpusnap.oci.registry.copy import Moved, Underway
-from gpusnap.progress import Lines, Progress, board, grown, in_words
+from gpusnap.progress import Lines, Progress, board, in_words, watch_growth
 from gpusnap.runtime_shim.progress import Board, Record, Reporter
 
 MIB = 1 << 20
@@ -83,7 +83,7 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         bar.at(5 * MIB)
         shown(bar)
         bar.stage("push")
-        bar.moved(Underway(Moved(1, MIB, 1, 2 * MIB), 16 * MIB))
+        bar.show_transfer(Underway(Moved(1, MIB, 1, 2 * MIB), 16 * MIB))
         shown(bar)
         bar.say("SIGINT: [it] is being undone")
     text = terminal.getvalue()
@@ -113,7 +113,7 @@ def test_quiet(monkeypatch: pytest.MonkeyPatch, quiet: None) -> None:
         assert not bar.shown
         bar.stage("push")
         bar.at(1, 2)
-        tick = bar.following(there, "restore", lambda: pytest.fail("it was looked at"))
+        tick = bar.follow(there, "restore", lambda: pytest.fail("it was looked at"))
         for _ in range(100):
             tick()
         bar.say("SIGINT")
@@ -123,14 +123,14 @@ def test_quiet(monkeypatch: pytest.MonkeyPatch, quiet: None) -> None:
 def test_what_grows(tmp_path: Path) -> None:
     """Files in folders that are new; those that were there do not count, nor does a folder that is gone."""
     (tmp_path / "old").mkdir()
-    measure = grown(str(tmp_path))
+    measure = watch_growth(str(tmp_path))
     (tmp_path / "old/file").write_bytes(b"x" * 100)
     assert measure() == 0
     (tmp_path / "new/blobs").mkdir(parents=True)
     (tmp_path / "new/blobs/one").write_bytes(b"x" * 10)
     (tmp_path / "new/two").write_bytes(b"x" * 5)
     assert measure() == 15
-    assert grown(str(tmp_path / "gone"))() == 0
+    assert watch_growth(str(tmp_path / "gone"))() == 0
 
 
 def test_following_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_following_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     reporter = Reporter()
     with Progress() as bar, Board() as there:
         reporter.report_to(there.path)
-        tick = bar.following(there, "checkpoint of w", lambda: 3 * MIB)
+        tick = bar.follow(there, "checkpoint of w", lambda: 3 * MIB)
         reporter.step("lock")
         for _ in range(4):
             tick()
@@ -147,7 +147,7 @@ def test_following_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "checkpoint of w: waiting for its GPU work" in terminal.getvalue()
         assert "3.0 MiB" in terminal.getvalue()  # of files, as the step moves nothing itself
         reporter.step("resume")
-        reporter.resumed()
+        reporter.note_resumed()
         reporter.step("write")
         reporter.move(8 * MIB, 8 * MIB)
         tick()
@@ -182,7 +182,7 @@ def test_no_board(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with Progress(shown=False) as bar, board() as there:
         assert there is None
-        tick = bar.following(there, "restore", measure)
+        tick = bar.follow(there, "restore", measure)
         for _ in range(80):
             tick()
     assert len(looked) == 2

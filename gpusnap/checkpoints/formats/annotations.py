@@ -48,7 +48,7 @@ def annotations_of(config: bytes, spec: bytes, record: Manifest | None, *, writt
 
 def bounded(found: Mapping[str, object]) -> dict[str, str]:
     """Those that are texts, printable and not too long; without such as are empty."""
-    texts = {key: _printable(value) for key, value in found.items() if isinstance(value, str)}
+    texts = {key: _make_printable(value) for key, value in found.items() if isinstance(value, str)}
     return {key: text for key, text in sorted(texts.items()) if text}
 
 
@@ -78,5 +78,5 @@ def time_of(seconds: float) -> str:
     return moment.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def _printable(text: str) -> str:
+def _make_printable(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in text[:_LONGEST])

@@ -31,14 +31,14 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, LayoutError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.oci.layout.digests import PREFIX, digest_of, encoded
+from gpusnap.oci.layout.digests import PREFIX, digest_of, get_hex
 from gpusnap.oci.layout.documents import (
     DOCUMENT_LIMIT,
     INDEX,
     Descriptor,
     Index,
+    encode_document,
     parse_document,
-    written_document,
 )
 from gpusnap.oci.layout.graph import INDEXES, children, is_document
 from gpusnap.oci.tar.compression import Readable
@@ -110,7 +110,7 @@ class Image:
 
 
 class Checked:
-    """A blob that is read in order; `end` says whether it was right."""
+    """A blob that is read in order; `check_end` says whether it was right."""
 
     def __init__(self, file: Readable, wanted: Descriptor, seen: Callable[[int], object]) -> None:
         self._file, self._wanted, self._seen = file, wanted, seen
@@ -127,7 +127,7 @@ class Checked:
         self._seen(len(data))
         return data
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         """Raise BlobError unless all of it was read, and is what its digest says."""
         if self._left:
             raise BlobError(
@@ -147,7 +147,7 @@ def blob_of(source: Source, wanted: Descriptor, seen: Callable[[int], object] = 
         data = b""
         while piece := content.read(wanted.size + 1 - len(data)):
             data += piece
-        content.end()
+        content.check_end()
     return data
 
 
@@ -186,7 +186,7 @@ def load(
             "checkpoint of the same container: then remove that first, with ctr images rm --sync",
             code="GPS-906",
         )
-    encoded(criu[0].digest)
+    get_hex(criu[0].digest)
     walked = _Walk(read, has)
     for each in index.manifests:
         if each.digest != criu[0].digest:
@@ -207,7 +207,7 @@ class _Walk:
         self._read, self._has = read, has
 
     def take(self, one: Descriptor, *, optional: bool, depth: int) -> None:
-        encoded(one.digest)
+        get_hex(one.digest)
         first = self.found.get(one.digest)
         if first is not None:
             if first.size != one.size:
@@ -225,13 +225,13 @@ class _Walk:
                 self.take(child, optional=below, depth=depth + 1)
 
 
-def remade(image: Image, criu: Descriptor) -> bytes:
+def replace_criu_images(image: Image, criu: Descriptor) -> bytes:
     """The index with another tar of CRIU's images in the place of its own."""
     index = parse_json(image.document)
     for each in index["manifests"]:
         if each["mediaType"] == CRIU:
             each["digest"], each["size"] = criu.digest, criu.size
-    return written_document(index)
+    return encode_document(index)
 
 
 def top(image: Image, root: Descriptor, name: str) -> bytes:
@@ -239,11 +239,11 @@ def top(image: Image, root: Descriptor, name: str) -> bytes:
 
     Without an entry of its own the base image would have no name, by which it is looked for.
     """
-    entries = [named(image.base, image.base_name)] if image.base is not None else []
-    return written_document(Index((*entries, named(root, name))).to_json())
+    entries = [make_named_entry(image.base, image.base_name)] if image.base is not None else []
+    return encode_document(Index((*entries, make_named_entry(root, name))).to_json())
 
 
-def named(one: Descriptor, name: str) -> Descriptor:
+def make_named_entry(one: Descriptor, name: str) -> Descriptor:
     """An entry of index.json that makes it an image of that name. Raises LayoutError."""
     if not is_name(name):
         raise LayoutError(f"{name[:120]!r} is no name of an image in containerd")
@@ -293,6 +293,6 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError("it has a number without an end")
 
 
-def digested(document: bytes) -> Descriptor:
+def describe_index(document: bytes) -> Descriptor:
     """The descriptor of an index."""
     return Descriptor(INDEX, digest_of(document), len(document))

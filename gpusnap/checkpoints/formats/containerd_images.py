@@ -9,7 +9,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import Kept
 from gpusnap.checkpoints.formats import containerd_writer
 from gpusnap.checkpoints.formats.containerd import SNAPSHOTTER, blob_of, is_checkpoint, is_name
-from gpusnap.engines.ctr import InContainerd, Target, digest_in, unpack
+from gpusnap.engines.ctr import InContainerd, Target, find_digest, unpack
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.patterns import compile_later
@@ -89,7 +89,7 @@ def _check_base(of: containerd_writer.Origin, to: locator.InContainerd) -> str:
     """The digest of what has the base image's name; "" where nothing has."""
     _check_names(of, to.name)
     base, name = of.image.base, of.image.base_name
-    there = digest_in(to.namespace, name) if is_name(name) else ""
+    there = find_digest(to.namespace, name) if is_name(name) else ""
     if base is not None and there not in ("", base.digest):
         raise Refused(
             f"containerd has another image {name} ({there[:19]}) than the base image of the checkpoint "

@@ -24,7 +24,7 @@ from gpusnap.checkpoints.formats.containerd import (
     blob_of,
     container_name,
     load,
-    named,
+    make_named_entry,
 )
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import IMAGE_BLOBS, IMAGE_FOLDER, PIECE
@@ -32,8 +32,8 @@ from gpusnap.checkpoints.formats.podman_reader import Crew, Taking
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.chunks.table import Progress
-from gpusnap.oci.layout.digests import encoded
-from gpusnap.oci.layout.documents import Descriptor, Index, written_document
+from gpusnap.oci.layout.digests import get_hex
+from gpusnap.oci.layout.documents import Descriptor, Index, encode_document
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.archive import Entry
@@ -70,7 +70,7 @@ def take_in(
         if progress is not None:
             progress(Progress(whole, min(done, whole)))
 
-    small, large = _sorted(image)
+    small, large = _sort_blobs(image)
     for each in large:
         if known is None or not known(each.digest, each.size):
             with source.open(each) as file, layout.receive(each) as incoming:
@@ -85,18 +85,18 @@ def take_in(
     ):
         content = Checked(file, image.criu, seen)
         written: list[float] = []
-        images = taking.placed(_images(content, source.word, written))
-        pieces = chain(_beside(image, source.name, beside), images)
-        records = layout.add_blob(taking.packed(pieces), media_type=artifact.IMAGE)
-        content.end()
+        images = taking.place_entries(_images(content, source.word, written))
+        pieces = chain(_make_records_head(image, source.name, beside), images)
+        records = layout.add_blob(taking.pack(pieces), media_type=artifact.IMAGE)
+        content.check_end()
         crew.join()
         config = beside.get(image.config.digest, b"") if image.config is not None else b""
-        taken = taking.settled(records, lambda record: _notes(image, config, record, written))
+        taken = taking.finish_images(records, lambda record: _notes(image, config, record, written))
     carried = tuple(Descriptor(artifact.BLOB, each.digest, each.size) for each in large)
     return Artifact(taken.config, records, None, taken.chunks, taken.annotations, carried=carried)
 
 
-def _sorted(image: Image) -> tuple[list[Descriptor], list[Descriptor]]:
+def _sort_blobs(image: Image) -> tuple[list[Descriptor], list[Descriptor]]:
     """Blobs for the records, and such as are layers of their own."""
     small: list[Descriptor] = []
     large: list[Descriptor] = []
@@ -108,14 +108,14 @@ def _sorted(image: Image) -> tuple[list[Descriptor], list[Descriptor]]:
     return small, large
 
 
-def _beside(image: Image, name: str, beside: Mapping[str, bytes]) -> Iterator[bytes]:
+def _make_records_head(image: Image, name: str, beside: Mapping[str, bytes]) -> Iterator[bytes]:
     """The records' tar up to CRIU's images. `name`: the image's, if known; `beside`: blobs by digest."""
-    index = Index((named(image.root, name) if name else replace(image.root, annotations={}),))
+    index = Index((make_named_entry(image.root, name) if name else replace(image.root, annotations={}),))
     files = {
-        f"{IMAGE_FOLDER}/oci-layout": written_document(LAYOUT),
-        f"{IMAGE_FOLDER}/index.json": written_document(index.to_json()),
-        f"{IMAGE_BLOBS}/{encoded(image.root.digest)}": image.document,
-        **{f"{IMAGE_BLOBS}/{encoded(digest)}": data for digest, data in beside.items()},
+        f"{IMAGE_FOLDER}/oci-layout": encode_document(LAYOUT),
+        f"{IMAGE_FOLDER}/index.json": encode_document(index.to_json()),
+        f"{IMAGE_BLOBS}/{get_hex(image.root.digest)}": image.document,
+        **{f"{IMAGE_BLOBS}/{get_hex(digest)}": data for digest, data in beside.items()},
     }
     folders = (IMAGE_FOLDER, IMAGE_BLOBS.rpartition("/")[0], IMAGE_BLOBS)
     yield from map(_folder, folders)

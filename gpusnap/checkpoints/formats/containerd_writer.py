@@ -12,17 +12,25 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping
 
 from gpusnap.checkpoints.artifact import Kept
-from gpusnap.checkpoints.formats.containerd import LAYOUT, Checked, Image, digested, load, remade, top
+from gpusnap.checkpoints.formats.containerd import (
+    LAYOUT,
+    Checked,
+    Image,
+    describe_index,
+    load,
+    replace_criu_images,
+    top,
+)
 from gpusnap.checkpoints.formats.names import CONFIG, IMAGE_BLOBS, IMAGE_FOLDER, OURS, PIECE
 from gpusnap.checkpoints.formats.podman_writer import ArchiveWriter
-from gpusnap.checkpoints.formats.whole_archive import whole
+from gpusnap.checkpoints.formats.whole_archive import make_whole
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import Progress
 from gpusnap.oci.layout.blobs import Blobs
-from gpusnap.oci.layout.digests import PREFIX, digest_of, encoded
-from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, parse_document, written_document
+from gpusnap.oci.layout.digests import PREFIX, digest_of, get_hex
+from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, encode_document, parse_document
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.archive import entries
 from gpusnap.oci.tar.compression import Readable
@@ -50,7 +58,7 @@ def origin(found: Kept, blobs: Blobs) -> Origin:
     """Read the beginning of an image's records. Raises OciError, ImageError."""
     layer = found.artifact.records
     assert layer is not None
-    index, beside = _beside(layer, blobs)
+    index, beside = _read_beside(layer, blobs)
     images = Index.from_json(parse_document(index, f"{IMAGE_FOLDER}/index.json")).manifests
     if len(images) != 1:
         raise LayoutError(
@@ -69,11 +77,11 @@ def origin(found: Kept, blobs: Blobs) -> Origin:
     image = load(images[0], read, has, f"the checkpoint {found.root.digest}")
     for each in image.others:
         if not has(each):
-            raise _missing(each)
+            raise _make_missing_error(each)
     return Origin(image, beside)
 
 
-def _beside(layer: Descriptor, blobs: Blobs) -> tuple[bytes, dict[str, bytes]]:
+def _read_beside(layer: Descriptor, blobs: Blobs) -> tuple[bytes, dict[str, bytes]]:
     """index.json in the records, and the blobs by digest."""
     what = f"the records {layer.digest}"
     beside: dict[str, bytes] = {}
@@ -127,9 +135,9 @@ def give_out(
             progress(Progress(whole, min(done, whole)))
 
     images = _Images(found, blobs, threads or copies.cores(), seen)
-    criu = images.measured(image.criu.media_type)
-    document = remade(image, criu)
-    root = digested(document)
+    criu = images.measure(image.criu.media_type)
+    document = replace_criu_images(image, criu)
+    root = describe_index(document)
     for path in ("blobs", "blobs/sha256"):
         append(_folder(path))
     for each in image.others:
@@ -139,12 +147,12 @@ def give_out(
             seen(len(piece))
         append(tar.padding(each.size))
     append(_header(criu))
-    images.written(append, criu)
+    images.write(append, criu)
     append(tar.padding(criu.size))
     for path, data in (
-        (f"blobs/sha256/{encoded(root.digest)}", document),
+        (f"blobs/sha256/{get_hex(root.digest)}", document),
         ("index.json", top(image, root, name)),
-        ("oci-layout", written_document(LAYOUT)),
+        ("oci-layout", encode_document(LAYOUT)),
     ):
         append(tar.header(_info(path, len(data))) + data + tar.padding(len(data)))
 
@@ -155,7 +163,7 @@ class _Images:
     def __init__(self, found: Kept, blobs: Blobs, threads: int, seen: Callable[[int], None]) -> None:
         self._found, self._blobs, self._threads, self._seen = found, blobs, threads, seen
 
-    def measured(self, media_type: str) -> Descriptor:
+    def measure(self, media_type: str) -> Descriptor:
         """Size and digest of the tar; everything is read for it, and the records are checked."""
         records = self._found.artifact.records
         assert records is not None
@@ -170,7 +178,7 @@ class _Images:
         self._pieces(count)
         return Descriptor(media_type, PREFIX + hashed.hexdigest(), size)
 
-    def written(self, append: Append, wanted: Descriptor) -> None:
+    def write(self, append: Append, wanted: Descriptor) -> None:
         """Write it. Raises BlobError where it is not what it was when it was measured."""
         hashed = hashlib.sha256()
 
@@ -187,13 +195,13 @@ class _Images:
         assert found.artifact.records is not None
         sink = _Inner(append)
         archive = ArchiveWriter(found.artifact, self._blobs, sink, self._threads, self._seen)
-        archive.others(found.artifact.records, found.record.files if found.record is not None else ())
+        archive.write_others(found.artifact.records, found.record.files if found.record is not None else ())
         if found.record is not None:
-            config, record = whole(found.config, found.record)
-            archive.folder(OURS)
-            archive.file(CONFIG, config)
+            config, record = make_whole(found.config, found.record)
+            archive.write_folder(OURS)
+            archive.write_file(CONFIG, config)
             if tables := labelled(record):
-                archive.layout(tables, digest_of(config))
+                archive.write_layout(tables, digest_of(config))
         append(tar.END)
 
 
@@ -234,22 +242,22 @@ def _content(
         yield beside[wanted.digest]
         return
     if carried.get(wanted.digest) != wanted.size:
-        raise _missing(wanted)
+        raise _make_missing_error(wanted)
     with blobs.open_blob(wanted.digest, wanted.size) as file:
         content = Checked(file, wanted, lambda size: None)
         while piece := content.read(PIECE):
             yield piece
-        content.end()
+        content.check_end()
 
 
-def _missing(wanted: Descriptor) -> BlobError:
+def _make_missing_error(wanted: Descriptor) -> BlobError:
     return BlobError(
         f"the blob {wanted.digest} of {wanted.size} bytes, a {wanted.media_type}, is not in the checkpoint"
     )
 
 
 def _header(blob: Descriptor) -> bytes:
-    return tar.header(_info(f"blobs/sha256/{encoded(blob.digest)}", blob.size))
+    return tar.header(_info(f"blobs/sha256/{get_hex(blob.digest)}", blob.size))
 
 
 def _info(path: str, size: int) -> tarfile.TarInfo:

@@ -11,7 +11,7 @@ from gpusnap.oci.tar.compression import Readable
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.records.manifest import ImageRecord, Manifest
 from gpusnap.runtime_shim.runtime.criu.images.check import LINK, PARENT, Checker, check_parent
-from gpusnap.runtime_shim.runtime.criu.images.digests import Digester, differs, first_other
+from gpusnap.runtime_shim.runtime.criu.images.digests import Digester, first_other, make_differs_error
 
 _FOLDER = "checkpoint/"
 _PIECE = 1 << 20
@@ -63,7 +63,7 @@ class Images:
         except ImageError as error:
             return str(error)
         other = first_other(record.images if record is not None else (), self._records)
-        return str(differs(other, self._where)) if other else ""
+        return str(make_differs_error(other, self._where)) if other else ""
 
 
 class _Passing:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 
 from gpusnap.oci.base.errors import EngineImage
-from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import Descriptor, Manifest, parse_document
 from gpusnap.oci.layout.image_marks import engine_of, layer_of
 from gpusnap.oci.layout.layout import Layout
@@ -38,4 +38,4 @@ def archive_of(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Descrip
 
 def blob_path(layout: Layout, digest: str) -> str:
     """The file of a blob in the folder of a layout."""
-    return os.path.join(layout.path, "blobs", "sha256", encoded(digest))
+    return os.path.join(layout.path, "blobs", "sha256", get_hex(digest))

@@ -17,10 +17,10 @@ from gpusnap.runtime_shim.records import cri_layout
 _IMAGES = "checkpoint/"
 
 
-def natural(entry: Entry) -> Entry:
+def name_naturally(entry: Entry) -> Entry:
     """An entry of an archive, or of a tar of images alone, under the name that it stands for."""
     images = _IMAGES if entry.name.startswith(_IMAGES) else ""
-    name = images + cri_layout.natural(entry.name.removeprefix(images))
+    name = images + cri_layout.name_naturally(entry.name.removeprefix(images))
     if name == entry.name:
         return entry
     entry.info.name = name
@@ -30,7 +30,7 @@ def natural(entry: Entry) -> Entry:
 def entries(path: str | Readable, *, where: str = "") -> Generator[Entry, None, None]:
     """As gpusnap.oci.tar.archive.entries. Raises as that does."""
     with closing(archive.entries(path, where=where)) as found:
-        yield from map(natural, found)
+        yield from map(name_naturally, found)
 
 
 def read_member(path: str, name: str, *, limit: int) -> bytes | None:

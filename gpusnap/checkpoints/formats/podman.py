@@ -22,7 +22,7 @@ from collections.abc import Callable
 from gpusnap.checkpoints.formats.names import CONFIG, OURS
 from gpusnap.checkpoints.formats.podman_reader import Crew, Taken, Taking
 from gpusnap.checkpoints.formats.podman_writer import ArchiveWriter
-from gpusnap.checkpoints.formats.whole_archive import whole as self_contained
+from gpusnap.checkpoints.formats.whole_archive import make_whole as self_contained
 from gpusnap.oci.base.errors import reason
 from gpusnap.oci.base.files import open_named
 from gpusnap.oci.chunks import artifact
@@ -72,10 +72,10 @@ def take_in(
                 progress(Progress(size, min(file.tell(), size)))
 
         with Taking(archive_path, staging_layout, crew, known, report, written) as taking:
-            tar_of_records = taking.packed(taking.records(file))
+            tar_of_records = taking.pack(taking.records(file))
             records = staging_layout.add_blob(tar_of_records, media_type=artifact.RECORDS)
             crew.join()
-            return taking.finished(records)
+            return taking.finish(records)
 
 
 def give_out(
@@ -128,9 +128,9 @@ def give_out(
         archive = ArchiveWriter(whole, blobs, writer, threads, report, volumes=volumes)
         archive.records(whole.records, files)
         if config:
-            archive.folder(OURS)
-            archive.file(CONFIG, config)
+            archive.write_folder(OURS)
+            archive.write_file(CONFIG, config)
         if whole.rootfs is not None:
-            archive.rootfs(whole.rootfs)
+            archive.write_rootfs(whole.rootfs)
         if tables:
-            archive.layout(tables, digest_of(config))
+            archive.write_layout(tables, digest_of(config))

@@ -32,12 +32,12 @@ from gpusnap.oci.base.errors import BlobError, DigestError, DiskError, reason
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table, descriptors
-from gpusnap.oci.layout.digests import PREFIX, check_digest, digest_of, encoded
+from gpusnap.oci.layout.digests import PREFIX, check_digest, digest_of, get_hex
 from gpusnap.oci.layout.documents import EMPTY, EMPTY_BLOB, Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.archive import Content, Entry
-from gpusnap.oci.tar.compression import Readable, as_file, squeezed
+from gpusnap.oci.tar.compression import Readable, as_file, compress
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome, labelled
@@ -140,24 +140,24 @@ class Taking:
         self._crew.stop()
         self._inner.close()
 
-    def packed(self, pieces: Iterable[bytes]) -> IO[bytes]:
-        return as_file(squeezed(pieces, level=_LEVEL, threads=self._crew.threads))
+    def pack(self, pieces: Iterable[bytes]) -> IO[bytes]:
+        return as_file(compress(pieces, level=_LEVEL, threads=self._crew.threads))
 
     def records(self, file: Readable) -> Iterator[bytes]:
         """The tar of what has no place of its own; on the way the rest goes to its place."""
-        return self.placed(entries(file, where=self._path))
+        return self.place_entries(entries(file, where=self._path))
 
-    def placed(self, found: Iterable[Entry]) -> Iterator[bytes]:
+    def place_entries(self, found: Iterable[Entry]) -> Iterator[bytes]:
         """The same of the entries of an archive."""
         for entry in found:
-            for piece in self._placed(entry):
+            for piece in self._place_entry(entry):
                 yield piece
                 self._report()
             self._report()
         yield tar.END
         self._report()
 
-    def finished(self, records: Descriptor) -> Taken:
+    def finish(self, records: Descriptor) -> Taken:
         """All that the archive became; blobs that nobody names are removed."""
         if FIRST[0] not in self._dumps:
             raise ImageError(
@@ -165,9 +165,11 @@ class Taking:
             )
         config, info = self._dumps[FIRST[0]]
         spec = self._dumps[FIRST[1]][0] if FIRST[1] in self._dumps else b""
-        return self.settled(records, lambda record: annotations_of(config, spec, record, written=info.mtime))
+        return self.finish_images(
+            records, lambda record: annotations_of(config, spec, record, written=info.mtime)
+        )
 
-    def settled(
+    def finish_images(
         self, records: Descriptor, notes: Callable[[manifest.Manifest | None], Mapping[str, str]]
     ) -> Taken:
         """The same for images without an engine's configurations; `notes` are the annotations."""
@@ -193,7 +195,7 @@ class Taking:
         own_volumes = tuple(self._volumes)
         return Taken(self._config, records, self._rootfs, chunks, tables, annotations, own_volumes)
 
-    def _placed(self, entry: Entry) -> Iterable[bytes]:
+    def _place_entry(self, entry: Entry) -> Iterable[bytes]:
         """Put an entry where it belongs; what of it goes into the records."""
         name = entry.name
         self._ours = self._ours or name == OURS or name.startswith(f"{OURS}/")
@@ -202,14 +204,14 @@ class Taking:
                 f"{name} in {self._path} is no folder", hint="do not restore from it", code="GPS-604"
             )
         if name in (CONFIG, ROOTFS, *FIRST):
-            self._once(name)
+            self._refuse_repeated(name)
             content = self._file(entry)
             if name == ROOTFS:
                 self._rootfs = self._layout.add_blob(
-                    self.packed(self._read(content)), media_type=artifact.ROOTFS
+                    self.pack(self._read(content)), media_type=artifact.ROOTFS
                 )
                 return ()
-            data = self._small(name, content)
+            data = self._read_small(name, content)
             if name != CONFIG:
                 self._dumps[name] = data, entry.info
                 return tar.pieces(entry.info, io.BytesIO(data))
@@ -234,7 +236,7 @@ class Taking:
 
     def _volume(self, name: str, info: tarfile.TarInfo, content: Content) -> Iterable[bytes]:
         """Take the tar of a volume in; what stands for it in the records."""
-        self._once(name)
+        self._refuse_repeated(name)
         table, digest = tar_chunks.write(
             _Reported(content, self._report), self._layout, threads=self._crew.threads, known=self._written
         )
@@ -250,7 +252,7 @@ class Taking:
         info.name, info.size = volumes.entry_of(volume.name), len(data)
         return tar.pieces(info, io.BytesIO(data))
 
-    def _once(self, name: str) -> None:
+    def _refuse_repeated(self, name: str) -> None:
         if name in self._seen:
             raise ImageError(
                 f"{self._path} has {name} twice", hint="it is no archive of an engine's", code="GPS-604"
@@ -264,7 +266,7 @@ class Taking:
             )
         return entry.content
 
-    def _small(self, name: str, content: Content) -> bytes:
+    def _read_small(self, name: str, content: Content) -> bytes:
         limit = manifest.LARGEST if name == CONFIG else LARGEST_DUMP
         if content.left > limit:
             raise ImageError(
@@ -281,7 +283,7 @@ class Taking:
         """Take a blob in, unless nobody names it or the store has it. Its name must be right."""
         folder, _, name = entry.name.rpartition("/")
         try:
-            digest = PREFIX + encoded(check_digest(PREFIX + name)) if folder == f"{BLOBS}/sha256" else ""
+            digest = PREFIX + get_hex(check_digest(PREFIX + name)) if folder == f"{BLOBS}/sha256" else ""
         except DigestError:
             digest = ""
         if entry.info.isdir() or not digest:
@@ -300,15 +302,15 @@ class Taking:
         found = self._inner.add_blob(as_file(self._read(content)))
         self._added.add(found.digest)
         if found.digest != digest:
-            raise self._wrong(digest)
+            raise self._make_blob_error(digest)
 
     def _add(self, data: bytes, digest: str) -> None:
         if digest_of(data) != digest:
-            raise self._wrong(digest)
+            raise self._make_blob_error(digest)
         # In the place of one that may be there: a writer that died may have left it torn.
         self._inner.add_blob(data, digest=digest, anew=True)
 
-    def _wrong(self, digest: str) -> BlobError:
+    def _make_blob_error(self, digest: str) -> BlobError:
         return BlobError(f"the blob {digest} in {self._path} holds something else than its digest says")
 
     def _settle(self, chunks: Sequence[Descriptor]) -> None:
@@ -331,7 +333,7 @@ class Taking:
         """Remove blobs of the archive that nobody names."""
         for digest in digests:
             try:
-                os.unlink(os.path.join(self._layout.path, "blobs", "sha256", encoded(digest)))
+                os.unlink(os.path.join(self._layout.path, "blobs", "sha256", get_hex(digest)))
             except FileNotFoundError:
                 pass
             except OSError as error:

@@ -29,7 +29,7 @@ from gpusnap.checkpoints.formats.names import (
     ROOTFS,
     SMALL,
 )
-from gpusnap.checkpoints.formats.whole_archive import rebuilt
+from gpusnap.checkpoints.formats.whole_archive import rebuild_image
 from gpusnap.checkpoints.volumes import records as volumes_in_records
 from gpusnap.checkpoints.volumes import tar_chunks
 from gpusnap.oci.base.errors import BlobError, reason
@@ -37,10 +37,10 @@ from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.blobs import Blobs
-from gpusnap.oci.layout.digests import PREFIX, encoded
+from gpusnap.oci.layout.digests import PREFIX, get_hex
 from gpusnap.oci.layout.documents import Descriptor, Index
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.oci.tar.archive import Entry, entries, unpacked
+from gpusnap.oci.tar.archive import Entry, entries, unpack
 from gpusnap.oci.tar.compression import Readable, as_file
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.records import manifest, manifest_file
@@ -60,7 +60,7 @@ class Sink(Protocol):
         ...
 
 
-def importable(config: bytes) -> bytes:
+def make_importable(config: bytes) -> bytes:
     """A config.dump that Podman imports.
 
     Podman gives each container that it makes a parent of its control group, and refuses to import one of
@@ -107,17 +107,17 @@ class ArchiveWriter:
             if entry.name in FIRST and entry.name not in dumps:
                 dumps.add(entry.name)
                 if entry.name == FIRST[0] and entry.content is not None and entry.info.size <= LARGEST_DUMP:
-                    config = importable(entry.content.read(LARGEST_DUMP))
+                    config = make_importable(entry.content.read(LARGEST_DUMP))
                     entry.info.size = len(config)
                     self._writer.add(entry.info, io.BytesIO(config))
                 else:
                     self._writer.add(entry.info, entry.content)
                 if len(dumps) == len(FIRST):
                     break
-        self.others(layer, images, dumps)
+        self.write_others(layer, images, dumps)
         self._report(layer.size)
 
-    def others(
+    def write_others(
         self,
         layer: Descriptor,
         images: Iterable[manifest.FileRecord] = (),
@@ -141,7 +141,7 @@ class ArchiveWriter:
                 continue
             self._writer.add(entry.info, entry.content)
         for name, each in rebuilt_ones.items():
-            with rebuilt(each, self._blobs, self._threads) as path, open(path, "rb") as file:
+            with rebuild_image(each, self._blobs, self._threads) as path, open(path, "rb") as file:
                 self._writer.add(self._header(name, each.table.size), file)
             self._report(each.table.size)
 
@@ -155,57 +155,57 @@ class ArchiveWriter:
         tar = tar_chunks.pieces(found.table, self._blobs, threads=self._threads)
         self._writer.add(entry.info, as_file(tar))
 
-    def rootfs(self, layer: Descriptor) -> None:
+    def write_rootfs(self, layer: Descriptor) -> None:
         """The files that changed: their tar as it was."""
         self._check(layer)
         where = f"the blob {layer.digest}"
         with self._blobs.open_blob(layer.digest, layer.size) as file:
-            size = sum(len(piece) for piece in unpacked(file, where))
+            size = sum(len(piece) for piece in unpack(file, where))
         with self._blobs.open_blob(layer.digest, layer.size) as file:
-            self._writer.add(self._header(ROOTFS, size), as_file(unpacked(file, where)))
+            self._writer.add(self._header(ROOTFS, size), as_file(unpack(file, where)))
         self._report(layer.size)
 
-    def folder(self, name: str) -> None:
+    def write_folder(self, name: str) -> None:
         info = self._header(name, 0)
         info.type, info.mode = tarfile.DIRTYPE, 0o700
         self._writer.add(info)
 
-    def file(self, name: str, data: bytes) -> None:
+    def write_file(self, name: str, data: bytes) -> None:
         self._writer.add(self._header(name, len(data)), io.BytesIO(data))
 
-    def layout(self, tables: Iterable[tuple[str, Table]], digest: str) -> None:
+    def write_layout(self, tables: Iterable[tuple[str, Table]], digest: str) -> None:
         """The chunks as a layout, as a checkpoint has it from the start (memory/transfer.py, commit).
 
         `digest`: of the manifest that is written beside it.
         """
         chunks = artifact.chunk_layers(tables)
         for name in (BLOBS, f"{BLOBS}/sha256"):
-            self.folder(name)
+            self.write_folder(name)
         with (
             tempfile.TemporaryDirectory(
-                prefix=scratch_files.prefix("layout"), dir=scratch_files.large()
+                prefix=scratch_files.prefix("layout"), dir=scratch_files.find_large()
             ) as place,
             closing(Layout(place).create()) as made,
         ):
             made.write_index(Index((artifact.write(made, artifact.Artifact(chunks=chunks)),)))
-            self.file(f"{OURS}/oci-layout", Path(place, "oci-layout").read_bytes())
+            self.write_file(f"{OURS}/oci-layout", Path(place, "oci-layout").read_bytes())
             index = Path(place, manifest.INDEX).read_bytes()
-            self.file(f"{OURS}/{manifest.INDEX}", manifest_file.digested(index, digest))
+            self.write_file(f"{OURS}/{manifest.INDEX}", manifest_file.replace_digest(index, digest))
             for path in sorted(Path(place, "blobs", "sha256").iterdir()):
-                self.file(f"{BLOBS}/sha256/{path.name}", path.read_bytes())
+                self.write_file(f"{BLOBS}/sha256/{path.name}", path.read_bytes())
         small = (each for each in chunks if each.size <= SMALL)
-        with closing(_ahead(small, self._loaded, self._threads)) as loaded:
+        with closing(_work_ahead(small, self._load_chunk, self._threads)) as loaded:
             for each, data in loaded:
-                self.file(f"{BLOBS}/sha256/{encoded(each.digest)}", data)
+                self.write_file(f"{BLOBS}/sha256/{get_hex(each.digest)}", data)
                 self._report(each.size)
         for each in chunks:
             if each.size > SMALL:
                 with self._blobs.open_blob(each.digest, each.size) as file:
                     content = _Checked(file, each)
                     self._writer.add(
-                        self._header(f"{BLOBS}/sha256/{encoded(each.digest)}", each.size), content
+                        self._header(f"{BLOBS}/sha256/{get_hex(each.digest)}", each.size), content
                     )
-                    content.end()
+                    content.check_end()
                 self._report(each.size)
 
     def _entries(self, layer: Descriptor) -> Iterator[Entry]:
@@ -218,13 +218,13 @@ class ArchiveWriter:
             content = _Checked(file, layer)
             while content.read(PIECE):
                 pass
-            content.end()
+            content.check_end()
 
-    def _loaded(self, chunk: Descriptor) -> tuple[Descriptor, bytes]:
+    def _load_chunk(self, chunk: Descriptor) -> tuple[Descriptor, bytes]:
         with self._blobs.open_blob(chunk.digest, chunk.size) as file:
             content = _Checked(file, chunk)
             data = b"".join(iter(lambda: content.read(chunk.size + 1), b""))
-            content.end()
+            content.check_end()
         return chunk, data
 
     def _header(self, name: str, size: int) -> tarfile.TarInfo:
@@ -234,7 +234,7 @@ class ArchiveWriter:
 
 
 class _Checked:
-    """A blob that is read in order; `end` says whether it was right."""
+    """A blob that is read in order; `check_end` says whether it was right."""
 
     def __init__(self, file: io.FileIO, wanted: Descriptor) -> None:
         self._file, self._wanted = file, wanted
@@ -248,12 +248,12 @@ class _Checked:
         self._hashed.update(data)
         return data
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         if PREFIX + self._hashed.hexdigest() != self._wanted.digest:
             raise BlobError(f"the blob {self._wanted.digest} holds something else than its digest says")
 
 
-def _ahead(items: Iterable[T], work: Callable[[T], U], threads: int) -> Generator[U, None, None]:
+def _work_ahead(items: Iterable[T], work: Callable[[T], U], threads: int) -> Generator[U, None, None]:
     """What `work` makes of each item, in order; as many as there are threads are made ahead."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="gpusnap-convert")
     waiting: deque[Future[U]] = deque()

@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import ImageHome
 
 
-def whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
+def make_whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
     """The manifest of the same checkpoint with all of it in one archive, written and decoded."""
     if record.pages != "store" and not record.files:
         return config, record
@@ -36,9 +36,9 @@ def whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
 
 
 @contextmanager
-def rebuilt(one: FileRecord, blobs: Blobs, threads: int) -> Iterator[str]:
+def rebuild_image(one: FileRecord, blobs: Blobs, threads: int) -> Iterator[str]:
     """The file of an image that is in chunks, put together and checked. Raises ImageError, SettingsError."""
-    folder = tempfile.TemporaryDirectory(prefix=scratch_files.prefix("image"), dir=scratch_files.large())
+    folder = tempfile.TemporaryDirectory(prefix=scratch_files.prefix("image"), dir=scratch_files.find_large())
     with folder as path:
         ceiling = transfer.ceiling(settings_file.load().memory)
         fetching.rebuild([one], blobs, path, threads=threads, ceiling=ceiling)

@@ -17,7 +17,7 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks import reader, writer
 from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.index import Known
-from gpusnap.oci.chunks.table import CHUNK_SIZE, Chunk, Table, validated
+from gpusnap.oci.chunks.table import CHUNK_SIZE, Chunk, Table, make_table
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import PREFIX
 from gpusnap.oci.layout.layout import Layout
@@ -51,13 +51,13 @@ def write(tar: Readable, layout: Layout, *, threads: int, known: Known | None = 
             hashed.update(piece)
             chunks += [replace(chunk, offset=at) for chunk in table.chunks]
             at += len(piece)
-    return validated(at, chunks), PREFIX + hashed.hexdigest()
+    return make_table(at, chunks), PREFIX + hashed.hexdigest()
 
 
 def pieces(table: Table, blobs: Blobs, *, threads: int) -> Iterator[bytes]:
     """The tar again, each chunk checked. Raises BlobError, ChunkError."""
     at = 0
-    for batch in _batched(table.chunks):
+    for batch in _batch_chunks(table.chunks):
         memory = [bytearray(chunk.size) for chunk in batch]
         parts = [Table(chunk.size, (replace(chunk, offset=0),)) for chunk in batch]
         reader.read(parts, blobs, [Buffer(each) for each in memory], threads=threads, ceiling=_CEILING)
@@ -128,7 +128,7 @@ def _batches(found: Iterator[bytearray]) -> Iterator[list[bytearray]]:
         yield batch
 
 
-def _batched(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+def _batch_chunks(chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
     batch: list[Chunk] = []
     size = 0
     for chunk in chunks:

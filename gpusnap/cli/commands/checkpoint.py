@@ -16,15 +16,15 @@ import click
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.labels import parse_labels
 from gpusnap.cli.completion import complete_checkpoint, complete_container
-from gpusnap.cli.moved import figures, pushed
-from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE, refusing
+from gpusnap.cli.moved import figures, make_pushed_document
+from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE, refuse_options
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.registry import registry_options
-from gpusnap.cli.options.several import each_of
-from gpusnap.listing.ages import ago
-from gpusnap.metrics.record import recorded
+from gpusnap.cli.options.several import run_each
+from gpusnap.listing.ages import format_age
+from gpusnap.metrics.record import record_operation
 from gpusnap.oci.base.environment import TLS_VERIFY
-from gpusnap.oci.store.tags import base, listed
+from gpusnap.oci.store.tags import base, format_names
 from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
@@ -71,7 +71,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was 
 @registry_options
 @quiet
 @_as_json
-@refusing(CHECKPOINT)
+@refuse_options(CHECKPOINT)
 def checkpoint(
     containers: tuple[str, ...],
     every: bool,
@@ -143,7 +143,7 @@ def checkpoint(
         raise UsageError("--name is for a store, and an archive has no name but its file's")
     if name and isinstance(place, locator.InStore) and place.wanted:
         raise UsageError("--name and the NAME in --to are the same thing; give one")
-    wanted = _wanted(containers, every=every, latest=latest)
+    wanted = _list_wanted(containers, every=every, latest=latest)
     named = name or (isinstance(place, locator.InStore) and place.wanted)
     if len(wanted) > 1 and (named or isinstance(place, locator.InFile | locator.InRegistry)):
         raise UsageError(
@@ -154,7 +154,7 @@ def checkpoint(
     wish = checkpointing.Wish(
         container="",
         to=place,
-        name=locator.named(name) if name else "",
+        name=locator.parse_name(name) if name else "",
         leave_running=leave_running,
         tcp_established=tcp_established,
         file_locks=file_locks,
@@ -166,7 +166,7 @@ def checkpoint(
     )
 
     def work(container: str) -> checkpointing.Made:
-        with recorded("checkpoint", container) as record, Progress() as progress:
+        with record_operation("checkpoint", container) as record, Progress() as progress:
             made = checkpointing.checkpoint(replace(wish, container=container), progress, asked)
             record.container = made.container.name
             record.figures |= {"size": made.size, "new": made.new, "gpuMemory": made.gpu_memory}
@@ -183,12 +183,12 @@ def checkpoint(
         click.echo(f"{what}  {size}, {made.seconds:.1f} s")
         if made.pushed is not None:
             click.echo(f"pushed to {made.pushed.reference}: {figures(made.pushed.moved)}")
-        click.echo(_way_back(wish, made), err=True)
+        click.echo(_describe_way_back(wish, made), err=True)
 
-    each_of(wanted, work, show=show, document=_made, as_json=as_json, key="container", listed=every)
+    run_each(wanted, work, show=show, document=_make_document, as_json=as_json, key="container", listed=every)
 
 
-def _wanted(containers: tuple[str, ...], *, every: bool, latest: bool) -> tuple[str, ...]:
+def _list_wanted(containers: tuple[str, ...], *, every: bool, latest: bool) -> tuple[str, ...]:
     """The containers that are meant. Raises UsageError, NotFound, GpusnapError."""
     from gpusnap.engines import podman_objects
 
@@ -201,7 +201,7 @@ def _wanted(containers: tuple[str, ...], *, every: bool, latest: bool) -> tuple[
         return (podman_objects.latest(),)
     if not every:
         return tuple(dict.fromkeys(containers))
-    ours, others = podman_objects.running()
+    ours, others = podman_objects.list_running()
     if others:
         click.echo(f"gpusnap: note: not of gpusnap-runtime, and left out: {', '.join(others)}", err=True)
     if not ours:
@@ -245,7 +245,7 @@ def _wanted(containers: tuple[str, ...], *, every: bool, latest: bool) -> tuple[
 @registry_options
 @quiet
 @_as_json
-@refusing(RESTORE)
+@refuse_options(RESTORE)
 def restore(
     what: tuple[str, ...],
     file: str | None,
@@ -343,7 +343,7 @@ def restore(
             not_migrated=not_migrated,
         )
         find_name = partial(restoring.container_of, wish.what)
-        with recorded("restore", name, find_name=find_name) as record, Progress() as progress:
+        with record_operation("restore", name, find_name=find_name) as record, Progress() as progress:
             done = restoring.restore(wish, progress, asked=asked)
             record.container = done.name
             record.figures |= {"digest": done.digest} if done.digest else {}
@@ -354,13 +354,13 @@ def restore(
         if done.source is None:
             return
         source = done.source.entry
-        age = f", made {ago(source.created)}" if source.created else ""
+        age = f", made {format_age(source.created)}" if source.created else ""
         store = done.source.place.store.path
         known = source.name or done.digest
         where = known if store == locator.default_store().path else f"oci:{store}:{known}"
         click.echo(f"restored from {where}{age}", err=True)
         if done.source.later:
-            click.echo(f"note: newer than {source.name}: {listed(done.source.later)}", err=True)
+            click.echo(f"note: newer than {source.name}: {format_names(done.source.later)}", err=True)
 
     def document(done: restoring.Restored) -> dict[str, object]:
         return {
@@ -373,7 +373,7 @@ def restore(
             "seconds": round(done.seconds, 3),
         }
 
-    each_of(
+    run_each(
         (file,) if file is not None else tuple(dict.fromkeys(what)),
         work,
         show=show,
@@ -383,7 +383,7 @@ def restore(
     )
 
 
-def _way_back(wish: checkpointing.Wish, made: checkpointing.Made) -> str:
+def _describe_way_back(wish: checkpointing.Wish, made: checkpointing.Made) -> str:
     """What has become of the container, and the command that restores it."""
     name, auto_remove = made.container.name, made.container.auto_remove
     if made.file:
@@ -395,10 +395,10 @@ def _way_back(wish: checkpointing.Wish, made: checkpointing.Made) -> str:
     elif isinstance(wish.to, locator.InStore):
         word = shlex.quote(f"oci:{made.store}:{made.name}")
     else:
-        word = made.name if wish.name or wish.leave_running or made.asleep else _short_name(made)
+        word = made.name if wish.name or wish.leave_running or made.is_suspended else _short_name(made)
     restore = f"gpusnap restore {word}"
-    if made.asleep or wish.leave_running:
-        state = "stays suspended" if made.asleep else "continues to run"
+    if made.is_suspended or wish.leave_running:
+        state = "stays suspended" if made.is_suspended else "continues to run"
         back = f"podman rm --force --time 0 {name} && {restore}"
         return f"{name} {state}; to go back to this checkpoint: {back}"
     removed = ", and Podman has removed it (--rm)" if auto_remove else ""
@@ -419,7 +419,7 @@ def _print(document: Mapping[str, object]) -> None:
     click.echo(json.dumps(document, indent=1))
 
 
-def _made(made: checkpointing.Made) -> dict[str, object]:
+def _make_document(made: checkpointing.Made) -> dict[str, object]:
     document: dict[str, object] = {
         "container": made.container.name,
         "containerId": made.container.id,
@@ -432,4 +432,4 @@ def _made(made: checkpointing.Made) -> dict[str, object]:
         "new": made.new,
         "seconds": round(made.seconds, 3),
     }
-    return document | ({"pushed": pushed(made.pushed)} if made.pushed is not None else {})
+    return document | ({"pushed": make_pushed_document(made.pushed)} if made.pushed is not None else {})

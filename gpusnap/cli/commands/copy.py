@@ -10,7 +10,7 @@ import click
 from gpusnap.checkpoints import locator
 from gpusnap.cli.completion import complete_checkpoint
 from gpusnap.cli.moved import document as moved_document
-from gpusnap.cli.moved import figures, notes_of_images, written
+from gpusnap.cli.moved import figures, format_written, print_image_notes
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.progress import Progress
 
@@ -68,10 +68,10 @@ def copy(a: str, b: str, plain_http: bool, as_json: bool) -> None:
         click.echo(json.dumps(document | moved_document(done.moved), indent=1))
         return
     image = done.image.name if done.image is not None else ""
-    moved = written(done.moved) if done.file else figures(done.moved, "copied")
+    moved = format_written(done.moved) if done.file else figures(done.moved, "copied")
     where = done.reference or done.file or image or _in_store(done)
     click.echo(f"{where}  {done.digest}  {moved}")
-    notes_of_images(done.image, done.file)
+    print_image_notes(done.image, done.file)
 
 
 def _in_store(done: copying.Copied) -> str:

@@ -88,10 +88,10 @@ def print_checks(to: Console, checks: Sequence[Check]) -> None:
     for each in checks:
         line = Text(f"{_MARKS[each.verdict]:<8}", style=_STYLES[each.verdict])
         line.append(f"{each.name:<{width}}  ", style="bold")
-        line.append(show.plain(with_code(each.says, each.code)).plain, style="default")
+        line.append(show.make_plain(with_code(each.says, each.code)).plain, style="default")
         to.print(line, soft_wrap=True)
         if each.todo:
-            to.print(Text(" " * (10 + width) + f"→ {show.plain(each.todo).plain}"), soft_wrap=True)
+            to.print(Text(" " * (10 + width) + f"→ {show.make_plain(each.todo).plain}"), soft_wrap=True)
     warnings = sum(each.verdict is Verdict.WARNING for each in checks)
     failures = sum(each.verdict is Verdict.FAILURE for each in checks)
     to.print()

@@ -14,12 +14,12 @@ from gpusnap.checkpoints.locator import default_store, in_store, open_store
 from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_stored
-from gpusnap.listing.ages import ago
+from gpusnap.listing.ages import format_age
 from gpusnap.progress import Progress
 from gpusnap.retention.history import Moment
 from gpusnap.retention.history import history as moments
 from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import NotFound, told
+from gpusnap.user_errors import NotFound, convert_errors
 
 # What is left out where there is no room, and the spaces between columns.
 _LAYOUTS = (
@@ -46,7 +46,7 @@ def history(name: str, as_json: bool) -> None:
     """
     place = in_store(name) if name.startswith("oci:") else None
     store, word = (place.store, place.wanted) if place is not None else (default_store(), name)
-    with told(), Progress() as progress:
+    with convert_errors(), Progress() as progress:
         progress.stage("reading the store")
         found = moments(open_store(store), word)
     if not found:
@@ -67,10 +67,10 @@ def _say(found: Sequence[Moment], now: datetime) -> None:
     console = show.output()
     cells = [_cells(each, now) for each in found]
     titles = [title for title in cells[0] if title != "labels" or any(row["labels"] for row in cells)]
-    name_rows.rows(console, titles, cells, layouts=_LAYOUTS)
+    name_rows.print_rows(console, titles, cells, layouts=_LAYOUTS)
     for each in found:
         if each.fault:
-            show.say(console, f"{store_tables.short(each.digest)} is damaged: {each.fault}")
+            show.say(console, f"{store_tables.shorten_digest(each.digest)} is damaged: {each.fault}")
     new = human(sum(each.new for each in found))
     one = "1 checkpoint" if len(found) == 1 else f"{len(found)} checkpoints"
     show.say(console, f"{one}, {new} in all")
@@ -80,7 +80,7 @@ def _cells(each: Moment, now: datetime) -> dict[str, str]:
     """A row, by column."""
     return {
         "created": each.created[:16].replace("T", " "),
-        "age": ago(each.created, now) if each.created else "",
+        "age": format_age(each.created, now) if each.created else "",
         "name": _name(each),
         "size": human(each.size),
         "new": human(each.new),
@@ -92,7 +92,7 @@ def _cells(each: Moment, now: datetime) -> dict[str, str]:
 
 
 def _name(each: Moment) -> str:
-    name = ", ".join(each.names) or store_tables.short(each.digest)
+    name = ", ".join(each.names) or store_tables.shorten_digest(each.digest)
     return f"{name} (may run on {each.migrating})" if each.migrating else name
 
 

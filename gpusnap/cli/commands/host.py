@@ -14,14 +14,14 @@ from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.operations.driver import needed_driver
-from gpusnap.operations.open import needed, opened
+from gpusnap.operations.open import get_manifest, open_checkpoint
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import identify as real
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
-from gpusnap.runtime_shim.snapshot.records.reservations import reserved
+from gpusnap.runtime_shim.snapshot.records.reservations import read_reserved
 from gpusnap.user_errors import NotFound
 
 
@@ -39,20 +39,20 @@ def plan(what: str, gpu_map: str | None, plain_http: bool, as_json: bool) -> Non
     """
     with Progress() as progress:
         progress.stage(f"reading {what}")
-        with opened(what, plain_http=plain_http) as checkpoint:
-            record = needed(checkpoint)
+        with open_checkpoint(what, plain_http=plain_http) as checkpoint:
+            record = get_manifest(checkpoint)
     host = needed_driver(record.host.vendor).host()
     others: Mapping[str, int] = {}
     with suppress(GpusnapError):  # it takes root to know
-        others = reserved()
+        others = read_reserved()
     request = choosing.gpu_request(gpu_map)
     chosen = choosing.choose(record, host, request, settings_file.load().gpu_map, others)
     if as_json:
         click.echo(json.dumps(show.plan_document(chosen), indent=1))
     else:
-        show.plan(show.output(), record, host, chosen)
+        show.print_plan(show.output(), record, host, chosen)
     if chosen.refusal:
-        raise chosen.refused()
+        raise chosen.make_refusal()
 
 
 @click.command()
@@ -63,7 +63,7 @@ def gpus(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(asdict(host), indent=1))
         return
-    show.inventory(show.output(), host)
+    show.print_inventory(show.output(), host)
 
 
 @click.command()
@@ -80,5 +80,5 @@ def settings(path: str) -> None:
     if path != SETTINGS_FILE and not os.path.exists(path):
         raise NotFound(f"there is no settings file {path}", hint="check the path")
     found = settings_file.load(path)
-    show.settings(show.output(), found)
+    show.print_settings(show.output(), found)
     real.identify(real.find(found.runtime or None))

@@ -18,7 +18,7 @@ from gpusnap.engines.install import launcher as install_runtime
 from gpusnap.engines.install import permissions as install_trust
 from gpusnap.engines.install import podman as install_podman
 from gpusnap.engines.install import references as install_mentions
-from gpusnap.engines.install.files import state, under
+from gpusnap.engines.install.files import join_root, state
 from gpusnap.engines.install.installer import Change, Item
 from gpusnap.hooks import hooksd
 from gpusnap.oci.base.dataclass import dataclass
@@ -82,14 +82,14 @@ def install(
     As JSON: program, engines, changes (each with what, which is written, replaced, unchanged, kept, removed,
     gone or left, and path), notes.
     """
-    root = _absolute(root)
+    root = _make_absolute(root)
     _need_root("install", root, dry_run)
     chosen = {"podman": podman, "containerd": containerd, "crio": crio}
     engines = _engines([name for name, wanted in chosen.items() if wanted], root)
-    plan = _planned(engines, root, default=default, hooks=hooks, force=force)
+    plan = _make_plan(engines, root, default=default, hooks=hooks, force=force)
     parts, kept = _parts(plan, root)
     changes = installer.install(plan.items, parts=parts, root=root, force=force, dry_run=dry_run)
-    notes = [*plan.notes, *kept, *_left(changes), *_restarts(changes, root), *_missing(root)]
+    notes = [*plan.notes, *kept, *_list_left(changes), *_restarts(changes, root), *_list_missing(root)]
     if not as_json:
         _say(changes, notes, plan.items if dry_run else (), dry_run)
         if not dry_run:
@@ -117,19 +117,19 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
     As JSON: changes (each with what, which is removed, gone or left, and path), notes, and refused, which is
     empty unless --dry-run found that it would be refused.
     """
-    root = _absolute(root)
+    root = _make_absolute(root)
     _need_root("uninstall", root, dry_run)
     refusal = None if force else _refusal_of_used(root)
-    lines = _named_still(root, force) if refusal is None or dry_run else []
+    lines = _list_mentions(root, force) if refusal is None or dry_run else []
     if lines and not force and refusal is None:
         refusal = GpusnapError(
-            f"engines are told of gpusnap-runtime in files that stay: {_some([str(each) for each in lines])}",
+            f"engines are told of gpusnap-runtime in files that stay: {_join([str(each) for each in lines])}",
             hint="take these lines out first; with --force it is uninstalled all the same",
         )
     if refusal is not None and not dry_run:
         raise refusal
     changes = installer.uninstall(root=root, force=force, dry_run=dry_run)
-    notes = _left(changes)
+    notes = _list_left(changes)
     notes += [f"take this line out, for {each.path} stays as it is: {each}" for each in lines]
     notes += _restarts(changes, root)
     if as_json:
@@ -152,15 +152,15 @@ def _refusal_of_used(root: str) -> GpusnapError | None:
     return None
 
 
-def _absolute(root: str) -> str:
+def _make_absolute(root: str) -> str:
     return os.path.realpath(root)
 
 
-def _missing(root: str) -> list[str]:
+def _list_missing(root: str) -> list[str]:
     """What a restore needs and gpusnap's own packages do not bring."""
     if pycriu_package.is_there(root):
         return []
-    return [pycriu_package.missing("this host can restore no checkpoint without it").sentence()]
+    return [pycriu_package.make_missing_error("this host can restore no checkpoint without it").sentence()]
 
 
 def _need_root(command: str, root: str, dry_run: bool) -> None:
@@ -185,22 +185,24 @@ def _engines(chosen: Sequence[str], root: str) -> dict[str, str]:
     return found
 
 
-def _planned(engines: dict[str, str], root: str, *, default: bool, hooks: bool, force: bool) -> _Plan:
+def _make_plan(engines: dict[str, str], root: str, *, default: bool, hooks: bool, force: bool) -> _Plan:
     """The items in the order in which they are to be put: an engine learns of it when all else is there."""
     runs = install_runtime.program(root)
     items = [*runs.items, install_runtime.settings_item()]
-    notes = [*runs.notes, *_trusted(install_runtime.find_program(root), root, force)]
+    notes = [*runs.notes, *_check_trusted(install_runtime.find_program(root), root, force)]
     if hooks and "podman" not in engines:
         raise GpusnapError("--hooks is for Podman, which is not among the engines", hint="give --podman, too")
     if "podman" in engines:
         hook = install_runtime.find_program(root, hooksd.PROGRAM) if hooks else ""
-        notes += _trusted(hook, root, force) if hook else ()
+        notes += _check_trusted(hook, root, force) if hook else ()
         items += install_podman.items(runs.path, root=root, default=default, hook=hook)
         notes += install_podman.notes(runs.path, root=root, default=default)
     if "containerd" in engines:
         version = install_engines.containerd_version(engines["containerd"], root)
         ours = _is_ours(install_containerd.CONFIG, root)
-        found = install_containerd.planned(runs.path, version=version, root=root, default=default, ours=ours)
+        found = install_containerd.plan_handler(
+            runs.path, version=version, root=root, default=default, ours=ours
+        )
         items += found.items
         notes += found.notes
     if "crio" in engines:
@@ -208,7 +210,7 @@ def _planned(engines: dict[str, str], root: str, *, default: bool, hooks: bool, 
     return _Plan(items, notes, runs.path)
 
 
-def _trusted(program: str, root: str, force: bool) -> list[str]:
+def _check_trusted(program: str, root: str, force: bool) -> list[str]:
     """What is to be said of a program that not only root can change. In a tree nobody knows yet who will."""
     fault = install_trust.fault(program) if root == "/" else ""
     if fault and not force:
@@ -232,8 +234,8 @@ def _parts(plan: _Plan, root: str) -> tuple[set[str], list[str]]:
         return parts, []
     lines = install_mentions.lines(root, old, written)
     needs = next((f"{line}" for line in lines if any(path in line.text for path in old)), "")
-    if not needs and root == "/" and (found := install_engines.used()):
-        needs = f"containers have gpusnap-runtime as their runtime: {_named(found)}"
+    if not needs and root == "/" and (found := install_engines.list_used()):
+        needs = f"containers have gpusnap-runtime as their runtime: {_format_used(found)}"
     if not needs:
         return parts | {"runtime"}, []
     again = "run gpusnap install again when that has changed"
@@ -242,7 +244,7 @@ def _parts(plan: _Plan, root: str) -> tuple[set[str], list[str]]:
     ]
 
 
-def _named_still(root: str, force: bool) -> list[install_mentions.Line]:
+def _list_mentions(root: str, force: bool) -> list[install_mentions.Line]:
     """Lines that name the program in files that an uninstall leaves."""
     changes = installer.uninstall(root=root, force=force, dry_run=True)
     gone = [each.path for each in changes if each.what != "left"]
@@ -259,10 +261,10 @@ def _programs(root: str) -> list[str]:
 
 def _is_ours(path: str, root: str) -> bool:
     entry = record.load(root).entry(path)
-    return entry is not None and state(under(root, path)) in entry.states
+    return entry is not None and state(join_root(root, path)) in entry.states
 
 
-def _left(changes: Sequence[Change]) -> list[str]:
+def _list_left(changes: Sequence[Change]) -> list[str]:
     return [f"{each.path} was changed by somebody, and stays" for each in changes if each.what == "left"]
 
 
@@ -274,20 +276,20 @@ def _restarts(changes: Sequence[Change], root: str) -> list[str]:
 
 
 def _refuse_used() -> None:
-    found = install_engines.used()
+    found = install_engines.list_used()
     if found:
         engines = " and ".join(sorted({install_engines.NAMES[each.engine] for each in found}))
         raise GpusnapError(
-            f"containers of {engines} have gpusnap-runtime as their runtime: {_named(found)}",
+            f"containers of {engines} have gpusnap-runtime as their runtime: {_format_used(found)}",
             hint="remove them first; with --force it is uninstalled all the same",
         )
 
 
-def _named(found: Sequence[install_engines.Used]) -> str:
-    return _some(sorted(each.name or each.id[:12] for each in found))
+def _format_used(found: Sequence[install_engines.Used]) -> str:
+    return _join(sorted(each.name or each.id[:12] for each in found))
 
 
-def _some(words: Sequence[str]) -> str:
+def _join(words: Sequence[str]) -> str:
     return ", ".join(words[:5]) + (f" and {len(words) - 5} more" if len(words) > 5 else "")
 
 

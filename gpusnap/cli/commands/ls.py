@@ -15,7 +15,7 @@ from gpusnap.cli import ls_table, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_store
 from gpusnap.cli.options.registry import registry_options
-from gpusnap.listing.filters import Line, chosen, rows_of
+from gpusnap.listing.filters import Line, filter_lines, rows_of
 from gpusnap.listing.templates import template
 from gpusnap.oci.base.errors import NotARegistry, NotThere, OciError, Rejected
 from gpusnap.oci.store.store import Store
@@ -24,7 +24,7 @@ from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, SettingsError, UsageError
 from gpusnap.runtime_shim.log import NOTE
 from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import NotFound, told
+from gpusnap.user_errors import NotFound, convert_errors
 
 if TYPE_CHECKING:
     from gpusnap.listing.registry import RemoteListing
@@ -101,14 +101,14 @@ def ls(
         name = where
         filters, where = (*filters, f"name={name}"), InStore(_default_store(), "")
     found: kept.Listing | RemoteListing
-    with told(), Progress() as progress:
+    with convert_errors(), Progress() as progress:
         if isinstance(where, InRegistry):
             progress.stage(f"reading {where.reference.name}")
-            found = _of_registry(where, limit=limit, plain_http=plain_http, progress=progress)
+            found = _list_registry(where, limit=limit, plain_http=plain_http, progress=progress)
         else:
             progress.stage("reading the store")
             found = _listing(where, named=place is not None)
-    lines = chosen(found.rows, filters)
+    lines = filter_lines(found.rows, filters)
     if isinstance(where, InStore) and name and not lines:
         _say_near(where.store, name)
     if as_json:
@@ -134,7 +134,7 @@ def _place(word: str | None) -> InStore | InRegistry | str:
     place = locator.find(word) if word.startswith("oci:") else locator.registry_or_none(word)
     if place is None:
         with suppress(UsageError):
-            return locator.named_or_digest(word)
+            return locator.parse_name_or_digest(word)
     if isinstance(place, InRegistry) and not place.reference.tag and not place.reference.digest:
         return place
     if isinstance(place, InStore) and not place.wanted:
@@ -157,7 +157,7 @@ def _default_store() -> Store:
         return Store(found.store.path)
 
 
-def _of_registry(place: InRegistry, *, limit: int, plain_http: bool, progress: Progress) -> RemoteListing:
+def _list_registry(place: InRegistry, *, limit: int, plain_http: bool, progress: Progress) -> RemoteListing:
     from gpusnap.listing.registry import listing as remote_listing  # with HTTP and TLS, 50 ms
 
     try:
@@ -195,11 +195,11 @@ def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filte
     where = found.store if isinstance(found, kept.Listing) else found.repository
     if lines:
         without = () if isinstance(found, kept.Listing) else ("own",)
-        ls_table.rows(console, lines, without=without)
+        ls_table.print_rows(console, lines, without=without)
     rows = rows_of(lines)
     for row in rows:
         if row.fault:
-            show.say(console, f"{store_tables.short(row.digest)} is damaged: {row.fault}")
+            show.say(console, f"{store_tables.shorten_digest(row.digest)} is damaged: {row.fault}")
     some = f"{len(rows)} of {len(found.rows)}" if filtered and found.rows else str(len(rows) or "no")
     one = f"{some} checkpoint{'s' * (len(found.rows if filtered else rows) != 1)}"
     if not isinstance(found, kept.Listing):

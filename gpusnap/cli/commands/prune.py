@@ -23,7 +23,7 @@ from gpusnap.retention.prune import prune as remove
 from gpusnap.runtime_shim.errors import UsageError
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import told
+from gpusnap.user_errors import convert_errors
 
 # What is left out where there is no room, and the spaces between columns.
 _LAYOUTS = (((), 2), (("created",), 2), (("created", "container"), 2))
@@ -72,7 +72,7 @@ def prune(
     names = what[1:] if word is not None else what
     store = find_store(word)
     found: tuple[Verdict, ...] = ()
-    with told(), Progress() as progress:
+    with convert_errors(), Progress() as progress:
         progress.stage("reading the store")
         if word is not None or os.path.exists(store.path):  # this host's comes to be with the first one
             found = remove(open_store(store, write=not dry_run), rules, names, dry_run=dry_run)
@@ -90,7 +90,7 @@ def prune(
         click.echo(json.dumps(document, indent=1))
         return
     if collected is not None:
-        store_tables.collected(show.output(), store.path, collected, dry_run=False)
+        store_tables.print_collected(show.output(), store.path, collected, dry_run=False)
     elif not dry_run and any(each.goes for each in found):
         once = " when all others are whole" if any(each.fault for each in found) else ""
         show.say(show.output(), f"gpusnap gc frees the room that they took{once}")
@@ -100,7 +100,7 @@ def _warn(found: Sequence[Verdict], path: str) -> None:
     """Name what is not whole."""
     for each in found:
         if each.fault:
-            name = each.names[0] if each.names else store_tables.short(each.digest)
+            name = each.names[0] if each.names else store_tables.shorten_digest(each.digest)
             word = name if is_default(path) else f"oci:{path}:{name}"
             note(
                 f"the checkpoint {word} is not whole, so it counts for no rule and stays: {each.fault}; "
@@ -121,13 +121,13 @@ def _say(found: Sequence[Verdict], path: str, names: Sequence[str], *, dry_run: 
             "container": each.container,
             "created": each.created[:16].replace("T", " "),
             "name": ", ".join(each.names) or "(no name)",
-            "digest": store_tables.short(each.digest),
+            "digest": store_tables.shorten_digest(each.digest),
             "": goes if each.goes else "kept",
             "because": ", ".join(each.reasons),
         }
         for each in found
     ]
-    name_rows.rows(console, list(cells[0]), cells, layouts=_LAYOUTS)
+    name_rows.print_rows(console, list(cells[0]), cells, layouts=_LAYOUTS)
     gone = [each for each in found if each.goes]
     verb = "would be removed" if dry_run else "removed"
     own = human(sum(each.own for each in gone))

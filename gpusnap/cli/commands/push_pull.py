@@ -10,7 +10,7 @@ import click
 from gpusnap.checkpoints import locator
 from gpusnap.cli.completion import complete_checkpoint, complete_store
 from gpusnap.cli.moved import document as moved_document
-from gpusnap.cli.moved import figures, notes_of_images, pushed
+from gpusnap.cli.moved import figures, make_pushed_document, print_image_notes
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.progress import Progress
@@ -73,14 +73,14 @@ def push(
     with Progress() as progress:
         done = push_pull.push(
             found,
-            locator.registry(ref),
+            locator.parse_registry(ref),
             plain_http=plain_http,
             format=form,
             packing=packing or "gzip",
             progress=progress,
         )
     if as_json:
-        click.echo(json.dumps(pushed(done), indent=1))
+        click.echo(json.dumps(make_pushed_document(done), indent=1))
         return
     click.echo(f"{done.reference}  {done.digest}  {figures(done.moved)}")
 
@@ -136,7 +136,7 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
         )
     with Progress() as progress:
         done = push_pull.pull(
-            locator.registry(ref), file=file, to=place, plain_http=plain_http, progress=progress
+            locator.parse_registry(ref), file=file, to=place, plain_http=plain_http, progress=progress
         )
     if as_json:
         document = {"reference": done.reference, "digest": done.digest}
@@ -150,5 +150,5 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
         return
     shown = done.image.name if done.image is not None else done.name or done.file
     click.echo(f"{shown}  {done.digest}  {figures(done.moved)}")
-    notes_of_images(done.image, "")
-    notes_of_images(done.packed, done.file)
+    print_image_notes(done.image, "")
+    print_image_notes(done.packed, done.file)

@@ -49,7 +49,7 @@ class _Migrations:
     leaving: tuple[Leaving, ...]
     coming: tuple[Record, ...]
 
-    def of(self, wanted: str) -> _Migrations:
+    def select(self, wanted: str) -> _Migrations:
         """Those of a container by its ID or name."""
         return _Migrations(
             tuple(each for each in self.leaving if wanted in (each.container, each.name)),
@@ -60,7 +60,7 @@ class _Migrations:
         """Those that they are named by: the other host's container has no ID here before it is restored."""
         return [each.container for each in self.leaving] + [_id(each) for each in self.coming]
 
-    def actions(self) -> Sequence[tuple[str, Callable[[], str]]]:
+    def list_actions(self) -> Sequence[tuple[str, Callable[[], str]]]:
         """What recovers those whose gpusnap was killed, with the container of each."""
         from gpusnap.migration import unfinished
 
@@ -107,22 +107,22 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     suspended = tuple(suspensions.find())
     apart = {each.key for each in suspended}
     found = tuple(entry for entry in journal.entries() if entry.key not in apart)
-    cut_off, up = restore_record.entries(), restored_containers.living()
+    cut_off, up = restore_record.entries(), restored_containers.list_living()
     moving = tuple(each for each in suspended if each.stage is not Stage.SUSPENDED)
-    moves = _Migrations(migrations.every(), records.every())
+    moves = _Migrations(migrations.list_outgoing(), records.list_records())
     if container is None and not only_list:
         _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])
     if container is not None:
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
         ids += [each.container for each in suspended]
-        container = wanted = unknown_containers.chosen(container, ids + moves.ids())
-        moves = moves.of(wanted)
+        container = wanted = unknown_containers.choose_id(container, ids + moves.ids())
+        moves = moves.select(wanted)
         found = tuple(entry for entry in found if entry.container == wanted)
         cut_off = tuple(entry for entry in cut_off if entry.container == wanted)
         up = tuple(entry for entry in up if entry.container == wanted)
         moving = tuple(each for each in moving if each.container == wanted)
         if not found and not cut_off and not up and not moving and not moves.ids():
-            raise _nothing_for(container)
+            raise _make_nothing_error(container)
     if only_list:
         asleep = [each for each in suspended if each.stage is Stage.SUSPENDED]
         _list(found, cut_off, up, moving, moves, asleep if container is None else (), as_json=as_json)
@@ -137,14 +137,14 @@ def _pause_again(suspended: Sequence[Suspension]) -> None:
     for each in suspended:
         with suppress(GpusnapError):
             if suspending.pause_again(each):
-                shown = Names({each.container: each.name}).shown(each.container)
+                shown = Names({each.container: each.name}).format_name(each.container)
                 click.echo(f"{shown}  it is suspended, and Podman has it as paused again")
 
 
-def _nothing_for(container: str) -> GpusnapError:
+def _make_nothing_error(container: str) -> GpusnapError:
     hint = "gpusnap recover --list shows what there is"
     with suppress(GpusnapError):
-        found = podman.container(container)
+        found = podman.inspect_container(container)
         if found.status == _CREATED:
             hint = (
                 f"Podman has {found.name} as created: if that is of a restore whose Podman was killed, "
@@ -164,10 +164,10 @@ def _list(
     as_json: bool,
 ) -> None:
     """`asleep`: those that are suspended; None where one container alone is asked for."""
-    unknown, open_ones = unknown_containers.unknown(up)
+    unknown, open_ones = unknown_containers.list_unknown(up)
     store = Store(settings_file.load().store.path)
     awake = [each for each in asleep or () if suspending.is_awake(each)]
-    waits = recover_list.waiting(found, cut_off, unknown, moving, moves.leaving, moves.coming, awake)
+    waits = recover_list.list_waiting(found, cut_off, unknown, moving, moves.leaving, moves.coming, awake)
     names = Names({each.container: each.name for each in moving})
     if as_json:
         click.echo(recover_list.as_json(waits, names))
@@ -188,12 +188,12 @@ def _tell_memory(store: Store) -> bool:
     """
     there = in_podman.left(store)
     for stopped in there:
-        shown = Names({stopped.id: stopped.name}).shown(stopped.id)
+        shown = Names({stopped.id: stopped.name}).format_name(stopped.id)
         said = "Podman has a checkpoint of it, and its memory is in the store"
         click.echo(f"{shown}  {said}; it continues by: {podman.to_restore(stopped)}", err=True)
     if exists(store.path):
         with suppress(OciError):
-            said = store_tables.pages_only(listing(store), needed={each.id for each in there})
+            said = store_tables.explain_pages_only(listing(store), needed={each.id for each in there})
             if said:
                 click.echo(said, err=True)
     return bool(there)
@@ -214,14 +214,14 @@ def _recover_and_say(
             [(each.container, partial(_recover_restore, each)) for each in cut_off]
             + [(each.container, partial(_recover_checkpoint, each)) for each in found]
             + [(each.container, partial(suspending.recover, each)) for each in moving]
-            + list(moves.actions()),
+            + list(moves.list_actions()),
         )
     finally:
         restored_containers.sweep()
-        up = (each for each in restored_containers.living() if container in (None, each.container))
-        unknown, open_ones = unknown_containers.unknown(up)
+        up = (each for each in restored_containers.list_living() if container in (None, each.container))
+        unknown, open_ones = unknown_containers.list_unknown(up)
         for each in unknown:
-            click.echo(f"{names.shown(each.container)}  {each.why}")
+            click.echo(f"{names.format_name(each.container)}  {each.why}")
         for line in open_ones:
             click.echo(line, err=True)
     reservations.sweep()
@@ -232,7 +232,7 @@ def _recover_and_say(
         sweep_suspended(settings.store.path)
         chunk_cache.tidy(settings.memory)
         overrides.sweep()
-        idle = not found and not cut_off and not moving and not moves.actions()
+        idle = not found and not cut_off and not moving and not moves.list_actions()
         store = Store(settings.store.path)
         told = _tell_memory(store)
         if idle and not unknown and not open_ones and not told:
@@ -241,11 +241,11 @@ def _recover_and_say(
 
 def _end_unknown(container: str, up: Sequence[restore_record.Restore]) -> None:
     """End those of that ID that Podman does not know. Raises GpusnapError where there is none."""
-    done = [said for said in map(unknown_containers.end, up) if said is not None]
+    done = [said for said in map(unknown_containers.end_container, up) if said is not None]
     for said in done:
         click.echo(f"{container}  {said}")
     if not done:
-        raise _nothing_for(container)
+        raise _make_nothing_error(container)
 
 
 def _recover_restore(entry: restore_record.Restore) -> str:
@@ -267,10 +267,10 @@ def _recover_all(names: Names, actions: Sequence[tuple[str, Callable[[], str]]])
     for container, action in actions:
         try:
             said = action()
-            click.echo(f"{names.shown(container)}  {said}")
+            click.echo(f"{names.format_name(container)}  {said}")
         except GpusnapError as error:
             failures.append(error)
             if len(actions) > 1:
-                click.echo(f"{names.shown(container)}  {error.sentence()}", err=True)
+                click.echo(f"{names.format_name(container)}  {error.sentence()}", err=True)
     if failures:
         raise failures[0]

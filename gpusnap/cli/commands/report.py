@@ -12,13 +12,13 @@ from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_store
 from gpusnap.cli.completion import complete_stored
 from gpusnap.engines import podman
-from gpusnap.oci.base.files import all_written, open_folder, unnamed_file
+from gpusnap.oci.base.files import create_unnamed_file, open_folder, write_all
 from gpusnap.operations.push_pull import check_free
 from gpusnap.progress import Progress
 from gpusnap.report.report import newest
 from gpusnap.report.report import report as written
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError, reason
-from gpusnap.user_errors import NotFound, told
+from gpusnap.user_errors import NotFound, convert_errors
 
 
 @click.command()
@@ -49,9 +49,9 @@ def report(what: str | None, last: bool, file: str | None) -> None:
     place, without = _place(what, last=last)
     is_name = what is not None and not what.startswith(("oci:", "sha256:"))
     container = what.partition(":")[0] if without and what and is_name else ""
-    with told(), Progress() as progress:
+    with convert_errors(), Progress() as progress:
         progress.stage("asking the host")
-        unknown = _unknown(container) if container else ""
+        unknown = _explain_unknown(container) if container else ""
         text = written(place, container=container, without=without)
     if file == "-":
         click.echo(text, nl=False)
@@ -76,8 +76,8 @@ def _write(path: str, text: str) -> None:
     with ExitStack() as opened:
         within = open_folder(os.path.realpath(folder))
         opened.callback(os.close, within)
-        file, named = opened.enter_context(unnamed_file(within))
-        all_written(file, text.encode())
+        file, named = opened.enter_context(create_unnamed_file(within))
+        write_all(file, text.encode())
         os.fsync(file)
         named(name)
 
@@ -89,10 +89,10 @@ def _warn(without: str, unknown: str) -> None:
         click.echo(f"without the container: {unknown}", err=True)
 
 
-def _unknown(container: str) -> str:
+def _explain_unknown(container: str) -> str:
     """Why Podman does not tell of a container; empty where it does."""
     try:
-        podman.container(container)
+        podman.inspect_container(container)
     except GpusnapError as error:
         return error.sentence()
     return ""
@@ -101,9 +101,9 @@ def _unknown(container: str) -> str:
 def _place(what: str | None, *, last: bool) -> tuple[InStore | None, str]:
     """The checkpoint; or None, and why there is none where one was wanted: that may be what is reported."""
     try:
-        place = _last() if last else in_store(what) if what is not None else None
+        place = _find_last() if last else in_store(what) if what is not None else None
         if place is not None:
-            with told():
+            with convert_errors():
                 place.entry()
     except UsageError:
         raise
@@ -112,9 +112,9 @@ def _place(what: str | None, *, last: bool) -> tuple[InStore | None, str]:
     return place, ""
 
 
-def _last() -> InStore:
+def _find_last() -> InStore:
     store = open_store(default_store())
-    with told():
+    with convert_errors():
         found = newest(listing(store).rows)
     if found is None:
         raise NotFound(f"{store.path} has no checkpoint", hint="gpusnap ls lists them", code="GPS-701")

@@ -72,7 +72,7 @@ def schedule(
         return
     if not every:
         raise UsageError("nothing says how often", hint="give --every, such as --every 30m")
-    container, note = _by_name(container)
+    container, note = _find_name(container)
     found = Schedule(
         container,
         every,
@@ -92,7 +92,7 @@ def schedule(
     elif dry_run:
         click.echo("\n".join(f"# {path}\n{text}" for path, text in files.items()), nl=False)
     else:
-        click.echo(f"{container} is checkpointed every {_said(every)}, by {found.name}.timer")
+        click.echo(f"{container} is checkpointed every {_format_interval(every)}, by {found.name}.timer")
         click.echo(f"systemctl status '{found.name}.service' shows the last run")
     if note:
         click.echo(f"note: {note}", err=True)
@@ -125,13 +125,13 @@ def _prune_words(container: str, to: str | None, keep: dict[str, Any]) -> tuple[
     return (*words(keep), "--gc", "--", *store, container)
 
 
-def _by_name(container: str) -> tuple[str, str]:
+def _find_name(container: str) -> tuple[str, str]:
     """The name of a container that may be given by its ID, and what there is to say.
 
     There may be none now: Quadlet makes one at each start.
     """
     try:
-        return podman.container(container).name, ""
+        return podman.inspect_container(container).name, ""
     except NotFound:
         return container, f"there is no container {container} now"
     except GpusnapError as error:
@@ -148,7 +148,7 @@ def _remove(container: str, *, as_json: bool) -> None:
 
 
 def _list(*, as_json: bool) -> None:
-    found = [*schedules.listed()]
+    found = [*schedules.list_schedules()]
     if as_json:
         click.echo(json.dumps([asdict(each) for each in found], indent=1))
         return
@@ -159,12 +159,14 @@ def _list(*, as_json: bool) -> None:
     rows = show.table("", "container", "every", "last run", "unit")
     rows.title = None
     for each in found:
-        every = _said(timedelta(seconds=each.every)) if each.every else ""
-        rows.add_row(show.plain(each.container), every, show.plain(each.result), show.plain(each.unit))
+        every = _format_interval(timedelta(seconds=each.every)) if each.every else ""
+        rows.add_row(
+            show.make_plain(each.container), every, show.make_plain(each.result), show.make_plain(each.unit)
+        )
     console.print(rows)
 
 
-def _said(every: timedelta) -> str:
+def _format_interval(every: timedelta) -> str:
     seconds = int(every.total_seconds())
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds % size == 0:

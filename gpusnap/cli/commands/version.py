@@ -32,10 +32,10 @@ def version(as_json: bool) -> None:
     width = max(len(part.name) for part in parts)
     console = show.output()
     for part in parts:
-        show.say(console, f"{part.name:{width}}  {_said(part)}")
+        show.say(console, f"{part.name:{width}}  {_format_part(part)}")
 
 
-def _said(part: Part) -> str:
+def _format_part(part: Part) -> str:
     more = ", ".join(each for each in (part.path, part.note) if each)
     said = part.version or part.fault
     return f"{said} ({more})" if more else said

@@ -72,7 +72,7 @@ RESTORE: Mapping[tuple[str, ...], tuple[bool, str, str]] = {
 }
 
 
-def refusing(table: Mapping[tuple[str, ...], tuple[bool, str, str]]) -> Callable[[Any], Any]:
+def refuse_options(table: Mapping[tuple[str, ...], tuple[bool, str, str]]) -> Callable[[Any], Any]:
     """A decorator for a command: these options are known, not shown, and refused with what to do instead."""
 
     def decorate(command: Any) -> Any:

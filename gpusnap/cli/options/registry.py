@@ -52,7 +52,7 @@ def registry_options(command: F) -> F:
 
     @functools.wraps(command)
     def run(*args: Any, authfile: str, creds: str, tls_verify: str | None, **named: Any) -> Any:
-        with _told(authfile, creds, tls_verify, named):
+        with _set_environment(authfile, creds, tls_verify, named):
             return command(*args, **named)
 
     made: Any = run
@@ -63,7 +63,9 @@ def registry_options(command: F) -> F:
 
 
 @contextmanager
-def _told(authfile: str, creds: str, tls_verify: str | None, named: Mapping[str, Any]) -> Iterator[None]:
+def _set_environment(
+    authfile: str, creds: str, tls_verify: str | None, named: Mapping[str, Any]
+) -> Iterator[None]:
     """Have the environment say so while the block runs. Raises UsageError."""
     with ExitStack() as stack:
         if authfile and creds:

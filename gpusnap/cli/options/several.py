@@ -16,7 +16,7 @@ from gpusnap.user_errors import failure
 T = TypeVar("T")
 
 
-def each_of(
+def run_each(
     wanted: Sequence[str],
     work: Callable[[str], T],
     *,
@@ -49,7 +49,7 @@ def each_of(
         except (KeyboardInterrupt, Interrupted) as error:
             stopped = error if isinstance(error, Interrupted) else Interrupted("it was interrupted")
             if as_json:
-                results.append(_failed(key, one, stopped))
+                results.append(_make_failed_document(key, one, stopped))
                 click.echo(json.dumps({"results": results}, indent=1))
             before, left = ", ".join(ready) or "none", ", ".join(wanted[at + 1 :]) or "none"
             raise Interrupted(
@@ -61,7 +61,7 @@ def each_of(
             debugging.show(error)
             said = error if isinstance(error, GpusnapError) else failure(error)
             failures[one] = said
-            results.append(_failed(key, one, said))
+            results.append(_make_failed_document(key, one, said))
             click.echo(f"gpusnap: {one}: {said.sentence()}", err=True)
         else:
             ready.append(one)
@@ -79,7 +79,7 @@ def each_of(
         )
 
 
-def _failed(key: str, one: str, error: GpusnapError) -> dict[str, object]:
+def _make_failed_document(key: str, one: str, error: GpusnapError) -> dict[str, object]:
     return {
         key: one,
         "error": str(error),

@@ -56,22 +56,22 @@ def failure(name: str, says: str, todo: str, **facts: Any) -> Check:
     return Check(name, Verdict.FAILURE, says, todo, facts)
 
 
-def refused(name: str, error: GpusnapError, otherwise: str = "", **facts: Any) -> Check:
+def make_refused(name: str, error: GpusnapError, otherwise: str = "", **facts: Any) -> Check:
     """What gpusnap itself would refuse, in its own words; `otherwise`: what to do, where these do not say."""
     said = " ".join(str(error).split())
     return Check(name, Verdict.FAILURE, said, error.hint or otherwise, facts, error.code)
 
 
-def asked(asks: Iterable[Ask]) -> tuple[Check, ...]:
+def run_checks(asks: Iterable[Ask]) -> tuple[Check, ...]:
     """All checks, in order. One that cannot be made is a warning, and does not stop the others."""
     found: list[Check] = []
     for name, ask in asks:
         try:
             found += ask()
         except GpusnapError as error:
-            found.append(_untold(name, error, error.hint))
+            found.append(_make_untold(name, error, error.hint))
         except OciError as error:
-            found.append(_untold(name, error))
+            found.append(_make_untold(name, error))
         except OSError as error:
             what = error.filename or "what says it"
             found.append(warning(name, f"it cannot be told: {what} cannot be used: {reason(error)}", ""))
@@ -81,7 +81,7 @@ def asked(asks: Iterable[Ask]) -> tuple[Check, ...]:
     return tuple(found)
 
 
-def _untold(name: str, error: GpusnapError | OciError, todo: str = "") -> Check:
+def _make_untold(name: str, error: GpusnapError | OciError, todo: str = "") -> Check:
     return Check(name, Verdict.WARNING, f"it cannot be told: {error}", todo, code=error.code)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from gpusnap.doctor.base.check import Check, ok, warning
-from gpusnap.doctor.base.sources import below, free, text, toml
+from gpusnap.doctor.base.sources import free, join_root, text, toml
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.gpu.api.driver import Gpu
 from gpusnap.runtime_shim.process import proc
@@ -42,11 +42,11 @@ def graph_root(root: str = "/") -> str:
     return found
 
 
-def disks(gpus: Sequence[Gpu], store: str, graph: str, root: str = "/") -> Iterator[Check]:
+def check_disks(gpus: Sequence[Gpu], store: str, graph: str, root: str = "/") -> Iterator[Check]:
     """Free space in the store and in Podman's storage, against the memory of the largest GPU."""
     need = max((gpu.memory_total for gpu in gpus), default=0)
     for name, path in (("store", store), ("Podman's storage", graph)):
-        _, left, size = free(below(root, path))
+        _, left, size = free(join_root(root, path))
         facts = {"path": path, "free": left, "size": size, "largest_gpu": need}
         if left < need:
             yield warning(
@@ -60,7 +60,7 @@ def disks(gpus: Sequence[Gpu], store: str, graph: str, root: str = "/") -> Itera
             yield ok(f"disk, {name}", f"{human(left)} are free in {path}", **facts)
 
 
-def memory(gpus: Sequence[Gpu], root: str = "/") -> Iterator[Check]:
+def check_memory(gpus: Sequence[Gpu], root: str = "/") -> Iterator[Check]:
     """RAM: what a GPU holds has to move there before it goes to the disk."""
     info = dict(
         line.split(":", 1) for line in (text(root, "/proc/meminfo") or "").splitlines() if ":" in line
@@ -85,10 +85,10 @@ def memory(gpus: Sequence[Gpu], root: str = "/") -> Iterator[Check]:
         yield ok("RAM", f"{has}" + (f" beside {human(every)} of GPU memory" if every else ""), **facts)
 
 
-def unpacking(gpus: Sequence[Gpu], root: str = "/", folder: str = "/tmp") -> Iterator[Check]:
+def check_unpacking(gpus: Sequence[Gpu], root: str = "/", folder: str = "/tmp") -> Iterator[Check]:
     """Where containerd unpacks a checkpoint before it restores it (its task service: os.MkdirTemp)."""
     largest = max((gpu.memory_total for gpu in gpus), default=0)
-    _, left, size = free(below(root, folder))
+    _, left, size = free(join_root(root, folder))
     facts = {"path": folder, "free": left, "size": size, "largest_gpu": largest}
     if left < largest:
         yield warning(
@@ -137,7 +137,7 @@ def in_memory(folder: str) -> bool:
     return any(each.device == name and each.kind in ("tmpfs", "ramfs") for each in proc.mounts("self"))
 
 
-def podmans_limit(gpus: Sequence[Gpu], found: Speed | None, folder: str) -> Iterator[Check]:
+def check_podmans_limit(gpus: Sequence[Gpu], found: Speed | None, folder: str) -> Iterator[Check]:
     """Whether what fills the largest GPU can be read in the time that Podman waits for a restore."""
     if found is None or not gpus:
         return

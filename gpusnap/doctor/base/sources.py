@@ -27,7 +27,7 @@ class Answer:
     err: str
 
 
-def below(root: str, path: str) -> str:
+def join_root(root: str, path: str) -> str:
     """An absolute path below a root."""
     return os.path.join(root, path.lstrip("/"))
 
@@ -35,7 +35,7 @@ def below(root: str, path: str) -> str:
 def text(root: str, path: str) -> str | None:
     """A file's text, 8 MiB of it at most; None where it is not there, or not for us to read."""
     try:
-        with open(below(root, path), "rb") as file:
+        with open(join_root(root, path), "rb") as file:
             return file.read(_LARGEST).decode("utf-8", "surrogateescape")
     except OSError:
         return None

@@ -77,12 +77,12 @@ def in_containerd(wanted: str, state: str = CONTAINERD, namespace: str = "") -> 
 
 
 def _podmans(wanted: str) -> Subject:
-    found = podman.container(wanted)
+    found = podman.inspect_container(wanted)
     if not found.init or found.status not in ("running", "paused"):
         raise podman.not_running(found)
     objection: GpusnapError | None = None
     try:
-        podman.check(found, asleep=suspensions.of_container(found.id) is not None)
+        podman.check(found, asleep=suspensions.find_by_container(found.id) is not None)
         podman_objects.check_options(found, force=True)  # the options have a line of their own
     except GpusnapError as error:
         objection = error
@@ -110,11 +110,11 @@ def _containerds(wanted: str, state: str, namespace: str) -> Subject:
             init = int(file.read())
     except (OSError, ValueError):
         init = 0
-    if not init or not proc.running(init):
+    if not init or not proc.is_running(init):
         raise ContainerError(
             f"the task {wanted} does not run", hint="start it with ctr task start", code="GPS-201"
         )
-    status = "paused" if proc.stopped(init) else "running"
+    status = "paused" if proc.is_stopped(init) else "running"
     return _subject(wanted, "containerd", os.path.basename(bundle), init, bundle, status, None)
 
 
@@ -135,6 +135,6 @@ def _subject(
         Container(container_id, init, status, bundle, annotations),
         containers.processes(init, container_id),
         config,
-        settings_file.annotated(settings_file.load(), annotations),
+        settings_file.apply_annotations(settings_file.load(), annotations),
         objection,
     )

@@ -66,7 +66,7 @@ def from_earlier(gpu: int, before: Sequence[Earlier]) -> Range:
     return Range(min(each) * 0.8, max(each) * 1.25)
 
 
-def earlier(path: str, container: str, *, patience: float = _PATIENCE) -> tuple[Earlier, ...]:
+def list_earlier(path: str, container: str, *, patience: float = _PATIENCE) -> tuple[Earlier, ...]:
     """Those in the store: of this container (its full ID) where there are some, else the last ones of any.
 
     At most five, and no more than can be read within `patience` seconds, the last that were kept first.
@@ -86,14 +86,14 @@ def earlier(path: str, container: str, *, patience: float = _PATIENCE) -> tuple[
             seen.add(entry.descriptor.digest)
             with suppress(OciError, GpusnapError):
                 record = kept.load(entry.descriptor, store.layout).record
-                if record is not None and (one := _earlier(record)) is not None:
+                if record is not None and (one := _read_earlier(record)) is not None:
                     found.append((record.created, one))
     latest = [one for _, one in sorted(found, key=lambda each: each[0], reverse=True)]
     same = [one for one in latest if one.container == container]
     return tuple((same or latest)[:5])
 
 
-def _earlier(record: Manifest) -> Earlier | None:
+def _read_earlier(record: Manifest) -> Earlier | None:
     size = sum(gpu.memory_used for gpu in record.gpus)
     seconds = max((step.start + step.seconds for step in record.timing), default=0.0)
     return Earlier(record.container, size, seconds) if size and seconds else None

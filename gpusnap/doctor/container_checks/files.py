@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from gpusnap.doctor.base.check import Check, failure, ok, plural, warning
-from gpusnap.doctor.base.sources import below, text
+from gpusnap.doctor.base.sources import join_root, text
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
@@ -55,14 +55,14 @@ class Opened:
         return f"process {self.process.pid} ({self.process.comm})"
 
 
-def opened(processes: Iterable[Process], root: str = "/") -> tuple[Opened, ...]:
+def list_open_files(processes: Iterable[Process], root: str = "/") -> tuple[Opened, ...]:
     """Every open file of the processes, by process and number; what is closed meanwhile is left out.
 
     Raises Unanswered where one is of a file system that does not answer.
     """
     found: list[Opened] = []
     for process in processes:
-        folder = below(root, f"/proc/{process.pid}/fd")
+        folder = join_root(root, f"/proc/{process.pid}/fd")
         try:
             names = sorted((name for name in os.listdir(folder) if name.isdigit()), key=int)
         except OSError:
@@ -77,7 +77,7 @@ def opened(processes: Iterable[Process], root: str = "/") -> tuple[Opened, ...]:
     return tuple(found)
 
 
-def anonymous(files: Sequence[Opened]) -> Iterator[Check]:
+def check_anonymous(files: Sequence[Opened]) -> Iterator[Check]:
     """io_uring, perf, BPF, userfaultfd and what else CRIU does not know of the kernel's own files."""
     found: dict[str, Opened] = {}
     for each in files:
@@ -101,7 +101,7 @@ def anonymous(files: Sequence[Opened]) -> Iterator[Check]:
         yield ok("kernel files", "no io_uring, performance counter or other file that CRIU cannot dump")
 
 
-def character_devices(
+def check_character_devices(
     files: Sequence[Opened], ours: Callable[[str, int], bool] = lambda path, major: False
 ) -> Iterator[Check]:
     """Open device files that CRIU cannot dump; `ours` (path, major) are the GPU's, which are dealt with."""
@@ -124,7 +124,7 @@ def character_devices(
         )
 
 
-def deleted(
+def check_deleted(
     processes: Iterable[Process], files: Sequence[Opened], limit: int, root: str = "/"
 ) -> Iterator[Check]:
     """Deleted files that are open or mapped and larger than criu.ghost-limit, which CRIU then refuses."""
@@ -132,13 +132,15 @@ def deleted(
     for each in files:
         if each.info is not None and _is_ghost(each.target, each.info):
             key = each.info.st_dev, each.info.st_ino
-            sizes[key] = _plain(each.target), each.info.st_blocks * 512, each.process
+            sizes[key] = _strip_deleted(each.target), each.info.st_blocks * 512, each.process
     for process in processes:
-        paths = dict(_deleted_mappings(process, root))
+        paths = dict(_list_deleted_mappings(process, root))
         for link, info in question_process.stat_files(process.pid, paths).items():
             path = paths[link]
             if not isinstance(info, OSError) and _is_ghost(path, info):
-                sizes.setdefault((info.st_dev, info.st_ino), (_plain(path), info.st_blocks * 512, process))
+                sizes.setdefault(
+                    (info.st_dev, info.st_ino), (_strip_deleted(path), info.st_blocks * 512, process)
+                )
     large = sorted((each for each in sizes.values() if each[1] > limit), key=lambda each: -each[1])
     for path, size, process in large:
         yield failure(
@@ -162,11 +164,11 @@ def _is_ghost(path: str, info: os.stat_result) -> bool:
     return stat.S_ISREG(info.st_mode) and info.st_nlink == 0 and not path.startswith(("/memfd:", "/SYSV"))
 
 
-def _plain(path: str) -> str:
+def _strip_deleted(path: str) -> str:
     return path.removesuffix(_DELETED)
 
 
-def _deleted_mappings(process: Process, root: str) -> Iterator[tuple[str, str]]:
+def _list_deleted_mappings(process: Process, root: str) -> Iterator[tuple[str, str]]:
     """(link in map_files, path) of each mapping of a deleted file."""
     seen: set[str] = set()
     for line in (text(root, f"/proc/{process.pid}/maps") or "").split("\n"):
@@ -177,10 +179,10 @@ def _deleted_mappings(process: Process, root: str) -> Iterator[tuple[str, str]]:
             seen.add(fields[5])
             start, _, end = fields[0].partition("-")
             name = f"{int(start, 16):x}-{int(end, 16):x}"
-            yield below(root, f"/proc/{process.pid}/map_files/{name}"), fields[5]
+            yield join_root(root, f"/proc/{process.pid}/map_files/{name}"), fields[5]
 
 
-def watches(files: Sequence[Opened], root: str = "/") -> Iterator[Check]:
+def check_watches(files: Sequence[Opened], root: str = "/") -> Iterator[Check]:
     """inotify watches on files of the container's own overlay: CRIU cannot open those by their handles.
 
     It looks for them in a few folders (criu/irmap.c, /etc among them) and in those that it is told. Only
@@ -223,7 +225,7 @@ def _overlay(pid: int, root: str) -> int:
     return 0
 
 
-def shared_memory(
+def check_shared_memory(
     processes: Iterable[Process], namespaces: Mapping[int, str], own: str, root: str = "/"
 ) -> Iterator[Check]:
     """System V shared memory of the host's: CRIU dumps it only with the IPC namespace that it is in.
@@ -243,7 +245,7 @@ def shared_memory(
             return
 
 
-def locks(files: Sequence[Opened], root: str = "/", driver: Iterable[str] = ()) -> Iterator[Check]:
+def check_locks(files: Sequence[Opened], root: str = "/", driver: Iterable[str] = ()) -> Iterator[Check]:
     """File locks, with which CRIU dumps only if it is told (proc_locks(5)).
 
     `driver`: files and folders of the GPU's driver. Locks on those are its own, and it gives them up when it

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpusnap.doctor.base.check import Check, Verdict, ok, plural, refused
+from gpusnap.doctor.base.check import Check, Verdict, make_refused, ok, plural
 from gpusnap.doctor.base.sources import free
 from gpusnap.doctor.base.subject import Subject
 from gpusnap.oci.base.dataclass import dataclass
@@ -45,7 +45,7 @@ def use(driver: Driver, processes: Sequence[Process]) -> tuple[Use, dict[Process
     return {each.process: each for each in records}, states
 
 
-def told(used: Use) -> Iterator[Check]:
+def list_use(used: Use) -> Iterator[Check]:
     """Each GPU process with its bytes."""
     if not used:
         yield ok("GPU processes", "no process has GPU state", processes=[])
@@ -68,11 +68,11 @@ def told(used: Use) -> Iterator[Check]:
     )
 
 
-def refusals(
+def check_refusals(
     of: Subject, driver: Driver, used: Use, states: Mapping[Process, ProcessState]
 ) -> Iterator[Check]:
     """What pre-flight would refuse, each by itself, in its own words; nothing is changed."""
-    for each in _asks(of, driver, used, states):
+    for each in _list_checks(of, driver, used, states):
         try:
             each.ask()
         except GpusnapError as error:
@@ -80,7 +80,7 @@ def refusals(
                 todo = error.hint.partition("; if you know")[0]
                 yield Check(each.name, Verdict.WARNING, f"{error}; {each.but}", todo, code=error.code)
             else:
-                yield refused(each.name, error)
+                yield make_refused(each.name, error)
         else:
             if each.fine:
                 yield ok(each.name, each.fine)
@@ -96,7 +96,7 @@ class _Asked:
     """Why what it refuses is a warning alone."""
 
 
-def _asks(
+def _list_checks(
     of: Subject, driver: Driver, used: Use, states: Mapping[Process, ProcessState]
 ) -> tuple[_Asked, ...]:
     settings, container = of.settings, of.container
@@ -106,27 +106,31 @@ def _asks(
     looking = replace(settings.nvidia, allow_nccl=False)
     return (
         _Asked("container", "", lambda: preflight.call(call, container)),
-        _Asked("other containers", "", lambda: preflight.adopted(container)),
+        _Asked("other containers", "", lambda: preflight.refuse_adopted(container)),
         _Asked(
             "other containers",
             "no other container's processes would end with this one",
-            lambda: preflight.neighbours(call, container),
+            lambda: preflight.refuse_neighbours(call, container),
             "a checkpoint with --leave-running does them no harm",
         ),
-        _Asked("whole", "", lambda: preflight.complete(container, of.processes, list(states))),
-        _Asked("GPU state", "all GPU processes run", lambda: preflight.states(states)),
+        _Asked("whole", "", lambda: preflight.check_complete(container, of.processes, list(states))),
+        _Asked("GPU state", "all GPU processes run", lambda: preflight.check_states(states)),
         _Asked(
             "left-over handles",
             "no process holds a GPU's files without using it",
-            lambda: preflight.leftover(lambda: inherited_handles.strangers(driver, of.processes)),
+            lambda: preflight.refuse_leftover(lambda: inherited_handles.find_strangers(driver, of.processes)),
         ),
         _Asked(
             "shared GPU memory",
             "no GPU memory is shared in a way that does not come back (NCCL, CUDA IPC)",
-            lambda: preflight.shared(list(used), looking, driver.host()),
+            lambda: preflight.refuse_shared(list(used), looking, driver.host()),
             "allowed by nvidia.allow-nccl" if settings.nvidia.allow_nccl else "",
         ),
-        _Asked("CRIU plugin", "", lambda: criu_plugin.possible(driver, container, of.processes, settings)),
+        _Asked(
+            "CRIU plugin",
+            "",
+            lambda: criu_plugin.refuse_impossible(driver, container, of.processes, settings),
+        ),
         _Asked(
             "RAM",
             f"{human(sum(gpu_bytes.values()))} of GPU memory fit beside what runs",
@@ -135,32 +139,34 @@ def _asks(
         _Asked(
             "disk",
             "the checkpoint fits",
-            lambda: _disk(of, sum(gpu_bytes.values()), store),
+            lambda: _check_disk(of, sum(gpu_bytes.values()), store),
             "" if of.engine == "Podman" else "containerd may be told of another folder",
         ),
         _Asked("driver's mounts", "the driver's mounts can be restored", lambda: _mounts(of)),
         _Asked(
-            "devices", "its configuration has all devices of its /dev", lambda: strange_devices(of, driver)
+            "devices",
+            "its configuration has all devices of its /dev",
+            lambda: refuse_strange_devices(of, driver),
         ),
     )
 
 
-def _disk(of: Subject, gpu_bytes: int, store: str) -> None:
+def _check_disk(of: Subject, gpu_bytes: int, store: str) -> None:
     """Whether it fits where the settings have it go and, of Podman's, where `gpusnap checkpoint` does."""
-    images = _existing(place(of))
-    space.room_on_disk(images, gpu_bytes, of.processes, place=_existing(store))
+    images = _find_existing(find_image_folder(of))
+    space.check_disk(images, gpu_bytes, of.processes, place=_find_existing(store))
     if of.engine == "Podman" and not store:
-        space.room_on_disk(images, gpu_bytes, of.processes, place=_existing(of.settings.store.path))
+        space.check_disk(images, gpu_bytes, of.processes, place=_find_existing(of.settings.store.path))
 
 
 def _memory(gpu_bytes: Mapping[int, int], of: Subject, driver: Driver) -> None:
     plugin = driver.plugin
     if plugin is None or plugin.into_memory:
         staged = of.settings.memory if plugin is None else None
-        space.room_in_memory(gpu_bytes, of.container.pid, staged)
+        space.check_memory(gpu_bytes, of.container.pid, staged)
 
 
-def place(of: Subject) -> str:
+def find_image_folder(of: Subject) -> str:
     """The folder that a checkpoint's images go to: Podman's own; of containerd's where most often they do.
 
     `ctr task checkpoint --image-path` names any; without it containerd makes one in TMPDIR.
@@ -172,20 +178,20 @@ def place(of: Subject) -> str:
     return os.environ.get("TMPDIR") or "/tmp"
 
 
-def _existing(folder: str) -> str:
+def _find_existing(folder: str) -> str:
     """The folder, or the one that it would be made in."""
     return free(folder)[0] if folder else ""
 
 
 def _mounts(of: Subject) -> None:
-    found, _ = criu_mounts.undeclared(of.container.pid, of.config)
-    criu_mounts.checked(found)
+    found, _ = criu_mounts.list_undeclared(of.container.pid, of.config)
+    criu_mounts.check_mounts(found)
 
 
-def strange_devices(of: Subject, driver: Driver, *, devices: Sequence[Any] | None = None) -> None:
+def refuse_strange_devices(of: Subject, driver: Driver, *, devices: Sequence[Any] | None = None) -> None:
     """Raise Refused where /dev holds a device that its configuration does not give, as a checkpoint does."""
     nodes = driver.nodes(of.container.pid)
-    known = {*dev.DEFAULT, *remap.given(of.config), *(("c", n.major, n.minor, n.path) for n in nodes)}
+    known = {*dev.DEFAULT, *remap.iterate_given(of.config), *(("c", n.major, n.minor, n.path) for n in nodes)}
     for device in bind_mounted_nodes.device_nodes(of.container.pid) if devices is None else devices:
         if device not in known:
             _, major, minor, path = device

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from gpusnap.doctor.base.check import Check, ok, plural, refused, warning
+from gpusnap.doctor.base.check import Check, make_refused, ok, plural, warning
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.process.proc import Process
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
@@ -17,7 +17,7 @@ from gpusnap.runtime_shim.units import human
 _PERIOD, _THRESHOLD = 10, 3
 
 
-def probes(annotations: Mapping[str, str], pause: float) -> Iterator[Check]:
+def check_probes(annotations: Mapping[str, str], pause: float) -> Iterator[Check]:
     """What a liveness probe has to allow for a pause of so many seconds; nothing for others than pods.
 
     A runtime is not told of a pod's probes, and kubelet keeps them in memory. The first one that fails may
@@ -55,10 +55,10 @@ def open_files(config: Mapping[str, Any], processes: Iterable[Process], limit: i
     if not own:
         return
     try:
-        found = volumes.opened(processes, own)
+        found = volumes.list_open(processes, own)
         volumes.check(found, limit)
     except Refused as error:
-        yield refused("pod's volumes", error)
+        yield make_refused("pod's volumes", error)
         return
     files = [each for each in found if each.size]
     size = sum(each.size for each in files)

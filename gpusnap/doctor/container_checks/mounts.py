@@ -18,7 +18,7 @@ _MADE = frozenset(
 )
 
 
-def unexplained(
+def list_unexplained(
     mounts: Sequence[Mount], config: Mapping[str, Any], known: Collection[str] = ()
 ) -> tuple[Mount, ...]:
     """Bind mounts from the host that the configuration does not name; `known` are destinations besides.
@@ -50,8 +50,8 @@ def unexplained(
 
 
 def check(mounts: Sequence[Mount], config: Mapping[str, Any], known: Collection[str] = ()) -> Iterator[Check]:
-    """As `unexplained`; `known` are those of the driver, which gpusnap declares to CRIU."""
-    found = unexplained(mounts, config, known)
+    """As `list_unexplained`; `known` are those of the driver, which gpusnap declares to CRIU."""
+    found = list_unexplained(mounts, config, known)
     for mount in found:
         yield failure(
             "mounts",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from gpusnap.doctor.base.check import Check, failure, ok, plural, warning
-from gpusnap.doctor.base.sources import below
+from gpusnap.doctor.base.sources import join_root
 from gpusnap.doctor.container_checks.files import Opened
 from gpusnap.runtime_shim.snapshot.preflight import sockets
 
@@ -13,7 +13,7 @@ Ask = Callable[[str], str]
 Judge = Callable[[str], bool]
 
 
-def protocols(
+def check_protocols(
     files: Sequence[Opened],
     *,
     root: str = "/",
@@ -24,7 +24,7 @@ def protocols(
     found: dict[str, Opened] = {}
     for each in files:
         if sockets.inode(each.target):
-            name = ask(below(root, f"/proc/{each.process.pid}/fd/{each.number}"))
+            name = ask(join_root(root, f"/proc/{each.process.pid}/fd/{each.number}"))
             if name:
                 found.setdefault(name, each)
     # One that CRIU does not know may be none that it was tried with.
@@ -46,7 +46,7 @@ def protocols(
         yield ok("sockets", "no socket of a protocol that CRIU cannot dump")
 
 
-def connections(files: Sequence[Opened], root: str = "/", *, closed: bool = True) -> Iterator[Check]:
+def check_connections(files: Sequence[Opened], root: str = "/", *, closed: bool = True) -> Iterator[Check]:
     """TCP connections of the container's processes; `closed`: the setting criu.tcp-close."""
     owners = {sockets.inode(each.target): each for each in files}
     found: dict[str, tuple[Opened, int]] = {}

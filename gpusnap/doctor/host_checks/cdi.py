@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 
-from gpusnap.doctor.base.check import Check, failure, ok, plural, refused, warning
-from gpusnap.doctor.base.sources import below
+from gpusnap.doctor.base.check import Check, failure, make_refused, ok, plural, warning
+from gpusnap.doctor.base.sources import join_root
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.gpu.cdi.folders import FOLDERS, load
 from gpusnap.runtime_shim.gpu.cdi.spec import CdiError, Spec
@@ -22,7 +22,7 @@ def driver_versions(spec: Spec) -> frozenset[str]:
     return frozenset(match[1] for path in paths if (match := _VERSION.search(path)))
 
 
-def mounted(folders: Iterable[str] = FOLDERS) -> frozenset[str]:
+def list_mounted(folders: Iterable[str] = FOLDERS) -> frozenset[str]:
     """Where containers have the files and folders that come with NVIDIA's GPUs and AMD's."""
     specs = load(folders, report=lambda error: None)
     ours = [spec for spec in specs if spec.kind.startswith(("nvidia.com/", "amd.com/"))]
@@ -34,9 +34,9 @@ def mounted(folders: Iterable[str] = FOLDERS) -> frozenset[str]:
 def check(driver: str, root: str = "/", folders: Iterable[str] = FOLDERS) -> Iterator[Check]:
     """Whether the files are valid and made for the driver that runs; `driver` is its version, or empty."""
     broken: list[CdiError] = []
-    specs = load([below(root, folder) for folder in folders], report=broken.append)
+    specs = load([join_root(root, folder) for folder in folders], report=broken.append)
     for error in broken:
-        yield refused("CDI", error, _MAKE)
+        yield make_refused("CDI", error, _MAKE)
     ours = [spec for spec in specs if spec.kind.startswith("nvidia.com/")]
     if not driver:
         return
@@ -45,10 +45,10 @@ def check(driver: str, root: str = "/", folders: Iterable[str] = FOLDERS) -> Ite
             yield warning("CDI", f"no specification for NVIDIA's GPUs in {' or '.join(folders)}", _MAKE)
         return
     for spec in ours:
-        yield _checked(spec, driver, root)
+        yield _check_spec(spec, driver, root)
 
 
-def _checked(spec: Spec, driver: str, root: str) -> Check:
+def _check_spec(spec: Spec, driver: str, root: str) -> Check:
     other = sorted(driver_versions(spec) - {driver})
     names = [device.name for device in spec.devices]
     facts = {"path": spec.path, "kind": spec.kind, "devices": names}
@@ -62,7 +62,7 @@ def _checked(spec: Spec, driver: str, root: str) -> Check:
         )
     edits = (spec.edits, *(device.edits for device in spec.devices))
     sources = dict.fromkeys(mount.host_path for each in edits for mount in each.mounts)
-    missing = [path for path in sources if not os.path.lexists(below(root, path))]
+    missing = [path for path in sources if not os.path.lexists(join_root(root, path))]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         says = f"{spec.path} mounts {missing[0]}{more}, which this host does not have"

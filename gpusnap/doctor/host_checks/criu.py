@@ -25,7 +25,7 @@ Find = Callable[[str], str | None]
 Run = Callable[[list[str]], Answer | None]
 
 
-def criu(found: str, release: str = "", *, find: Find = program) -> Iterator[Check]:
+def check_criu(found: str, release: str = "", *, find: Find = program) -> Iterator[Check]:
     """Which CRIU the runtime will start; `found` is its version, "unknown" where it does not tell."""
     path = find("criu")
     if path is None:
@@ -47,7 +47,7 @@ def criu(found: str, release: str = "", *, find: Find = program) -> Iterator[Che
             "install CRIU 4.1 or later",
             **facts,
         )
-    elif local_sockets_only(found, release):
+    elif dumps_only_local_sockets(found, release):
         yield warning(
             "criu",
             f"CRIU {found} cannot dump TCP, UDP and packet sockets on Linux 6.16 and later: a container with "
@@ -60,7 +60,7 @@ def criu(found: str, release: str = "", *, find: Find = program) -> Iterator[Che
         yield ok("criu", f"CRIU {found} ({path})", **facts)
 
 
-def local_sockets_only(found: str, release: str = "") -> bool:
+def dumps_only_local_sockets(found: str, release: str = "") -> bool:
     """Whether this CRIU can dump Unix and netlink sockets alone: before 4.2, on Linux 6.16 and later.
 
     Seen with CRIU 4.1.1 on Linux 6.18: TCP, UDP, raw and packet sockets fail alike.
@@ -69,7 +69,7 @@ def local_sockets_only(found: str, release: str = "") -> bool:
     return linux >= _SOCKETS[0] and bool(numbers) and numbers < _SOCKETS[1]
 
 
-def own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
+def run_own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
     """What `criu check` says, in one line; nothing where there is no CRIU."""
     path = find("criu")
     if path is None:
@@ -79,8 +79,8 @@ def own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
         yield failure("criu check", f"{path} check did not come to an end", "run it by hand")
         return
     said = (done.out + "\n" + done.err).splitlines()
-    errors = [_plain(line) for line in said if re.match(r"Error\b", line)]
-    notes = [_plain(line) for line in said if re.match(r"Warn\b", line)]
+    errors = [_strip_source(line) for line in said if re.match(r"Error\b", line)]
+    notes = [_strip_source(line) for line in said if re.match(r"Warn\b", line)]
     facts = {"code": done.code, "errors": errors, "warnings": notes}
     if done.code < 0:
         yield failure(
@@ -92,7 +92,7 @@ def own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
     elif done.code:
         # "exited, status=1" is of a program that CRIU called, and rarely what is wrong.
         telling = [each for each in errors if not each.startswith("exited, status")]
-        rest = [_plain(line) for line in said if line.strip()]
+        rest = [_strip_source(line) for line in said if line.strip()]
         first = (telling or errors or notes or rest or ["nothing"])[0]
         more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
         yield failure(
@@ -103,12 +103,12 @@ def own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
         yield ok("criu check", f"CRIU finds what it needs{more}", **facts)
 
 
-def _plain(line: str) -> str:
+def _strip_source(line: str) -> str:
     """A line of CRIU's without its source file: "Error (criu/cr-check.c:57): no" is "no"."""
     return re.sub(r"^(?:Error|Warn) +\([^)]*\): *", "", line).strip()[:300]
 
 
-def network_lock(
+def check_network_lock(
     options: Sequence[str] = (), kind: str = "", *, root: str = "/", find: Find = program, run: Run = ask
 ) -> Iterator[Check]:
     """What CRIU shuts the container's network with while it dumps; nothing where there is no CRIU.
@@ -152,7 +152,7 @@ def _default_lock(said: Answer | None) -> str:
     return match[1] if match else "iptables"
 
 
-def pycriu() -> Iterator[Check]:
+def check_pycriu() -> Iterator[Check]:
     """CRIU's Python package, which decodes the images that a restore checks."""
     try:
         found = pycriu_package.load()

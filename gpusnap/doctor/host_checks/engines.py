@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gpusnap.doctor.base.check import Check, failure, ok, refused, warning
-from gpusnap.doctor.base.sources import Answer, ask, below, program, toml, version
+from gpusnap.doctor.base.check import Check, failure, make_refused, ok, warning
+from gpusnap.doctor.base.sources import Answer, ask, join_root, program, toml, version
 from gpusnap.engines.install.containerd import CONFIG, FRAGMENT
 from gpusnap.engines.install.containerd import files as containerd_files
 from gpusnap.engines.install.hooks import takes_annotation
@@ -35,17 +35,17 @@ Find = Callable[[str], str | None]
 Run = Callable[[list[str]], Answer | None]
 
 
-def real_runtime(wanted: str) -> RealRuntime:
+def find_real_runtime(wanted: str) -> RealRuntime:
     """The real runtime by the setting, or crun, or runc. Raises GpusnapError."""
     return identify(find_runtime(wanted))
 
 
-def runtimes(wanted: str, criu: str) -> Iterator[Check]:
+def check_runtimes(wanted: str, criu: str) -> Iterator[Check]:
     """The real runtime: which it is, whether it can checkpoint, and by what road CRIU is configured."""
     try:
-        real = real_runtime(wanted)
+        real = find_real_runtime(wanted)
     except GpusnapError as error:
-        yield refused("runtime", error)
+        yield make_refused("runtime", error)
         return
     facts: dict[str, Any] = {
         "path": str(real.path),
@@ -61,8 +61,8 @@ def runtimes(wanted: str, criu: str) -> Iterator[Check]:
             "install a crun with +CRIU in crun --version, or runc, and set runtime in the settings to it",
             **facts,
         )
-    elif (lacking := _without_library(real)) is not None:
-        yield refused("runtime", lacking, **facts)
+    elif (lacking := _check_library(real)) is not None:
+        yield make_refused("runtime", lacking, **facts)
     elif real.kind == "other":
         yield warning(
             "runtime",
@@ -76,9 +76,9 @@ def runtimes(wanted: str, criu: str) -> Iterator[Check]:
         yield ok("runtime", says, **facts)
 
 
-def under_cri(wanted: str, root: str = "/", *, find: Find = program) -> Iterator[Check]:
+def check_cri(wanted: str, root: str = "/", *, find: Find = program) -> Iterator[Check]:
     """Where containerd or CRI-O know of gpusnap: whether runc runs their containers; crun restores less."""
-    here = [name for name in ("containerd", "CRI-O") if _known(name, root, find)]
+    here = [name for name in ("containerd", "CRI-O") if _list_known(name, root, find)]
     if not here:
         return
     real = identify(find_runtime(wanted, root=RUNC_ROOTS[0]))
@@ -95,18 +95,18 @@ def under_cri(wanted: str, root: str = "/", *, find: Find = program) -> Iterator
     )
 
 
-def _without_library(real: RealRuntime) -> GpusnapError | None:
+def _check_library(real: RealRuntime) -> GpusnapError | None:
     try:
-        preflight.criu_library(real)
+        preflight.check_criu_library(real)
     except GpusnapError as error:
         return error
     return None
 
 
-def launcher(root: str = "/", *, find: Find = program) -> Iterator[Check]:
+def check_launcher(root: str = "/", *, find: Find = program) -> Iterator[Check]:
     """gpusnap-runtime: the files that the engines' configuration names, or else where it is found by name."""
-    path, named = find(_OURS), _configured(root, find)
-    gone = [each for each in named if each.startswith("/") and not os.path.lexists(below(root, each))]
+    path, named = find(_OURS), _list_configured(root, find)
+    gone = [each for each in named if each.startswith("/") and not os.path.lexists(join_root(root, each))]
     if gone:
         yield failure(
             _OURS,
@@ -126,19 +126,19 @@ def launcher(root: str = "/", *, find: Find = program) -> Iterator[Check]:
         yield ok(_OURS, f"{path}, by this command's PATH: no engine's configuration names one", path=path)
 
 
-def complete(root: str = "/", *, find: Find = program, run: Run = ask) -> Iterator[Check]:
+def check_complete(root: str = "/", *, find: Find = program, run: Run = ask) -> Iterator[Check]:
     """Whether gpusnap-runtime finds all of gpusnap when an engine starts it: by its own interpreter, and with
     no more of an environment than Podman gives it (libpod, CheckpointContainer)."""
     path = find(_OURS)
-    for each in _configured(root, find) or ([path] if path else []):
-        if not os.path.lexists(below(root, each)):
-            continue  # `launcher` says so
+    for each in _list_configured(root, find) or ([path] if path else []):
+        if not os.path.lexists(join_root(root, each)):
+            continue  # `check_launcher` says so
         alone = ["env", "-i", f"PATH={os.environ.get('PATH', os.defpath)}"]
         done, said = run([*alone, each, *CHECK]), run([*alone, each, "--version"])
-        yield _whole(each, done, said.out if said is not None else "")
+        yield _judge_answer(each, done, said.out if said is not None else "")
 
 
-def _whole(path: str, done: Answer | None, versions: str) -> Check:
+def _judge_answer(path: str, done: Answer | None, versions: str) -> Check:
     again = "install gpusnap anew where the engines have it from, then run gpusnap install"
     if done is None:
         return failure("gpusnap's parts", f"{path} does not answer", again, path=path)
@@ -159,23 +159,23 @@ def _whole(path: str, done: Answer | None, versions: str) -> Check:
     return ok("gpusnap's parts", f"{path}, by {interpreter}, has all that it imports", **facts)
 
 
-def _configured(root: str, find: Find) -> list[str]:
+def _list_configured(root: str, find: Find) -> list[str]:
     """The paths of gpusnap-runtime in the configuration of the engines that are here."""
-    return sorted({path for name in _PROGRAMS for path in _known(name, root, find)})
+    return sorted({path for name in _PROGRAMS for path in _list_known(name, root, find)})
 
 
-def _known(name: str, root: str, find: Find) -> set[str]:
+def _list_known(name: str, root: str, find: Find) -> set[str]:
     """The paths of gpusnap-runtime in the configuration of an engine; none where that is not here."""
     found = set[str]()
     if find(_PROGRAMS[name]) is not None:
-        # A file that is no TOML is told of by `registered`.
+        # A file that is no TOML is told of by `check_registered`.
         with suppress(ValueError):
             documents = _containerds(root) if name == "containerd" else _documents(root, name)
             found |= {path for each in documents for _, path in _entries(each, root)}
     return found
 
 
-def engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
+def check_engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
     """Podman, containerd and CRI-O: those that are here, with their versions."""
     here = False
     for name, word in _PROGRAMS.items():
@@ -194,7 +194,7 @@ def engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
         yield failure("engines", "there is no Podman, containerd or CRI-O", "install Podman or containerd")
 
 
-def registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
+def check_registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
     """Which engines have gpusnap-runtime in their configuration, under which names.
 
     One line says which have it; another, what `gpusnap install` left to be done for containerd.
@@ -209,7 +209,7 @@ def registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
     without = [name for name in here if name not in found]
     if not here:
         return
-    unfinished = "containerd" in without and os.path.exists(below(root, FRAGMENT))
+    unfinished = "containerd" in without and os.path.exists(join_root(root, FRAGMENT))
     if found:
         each = "; ".join(f"{name} as {', '.join(names)}" for name, names in found.items())
         others = [name for name in without if not unfinished or name != "containerd"]
@@ -240,7 +240,7 @@ def _configuration(root: str, engine: str) -> Iterator[str]:
     yield from _FILES[engine]
     for folder in _FOLDERS[engine]:
         try:
-            names = sorted(os.listdir(below(root, folder)))
+            names = sorted(os.listdir(join_root(root, folder)))
         except OSError:
             continue
         yield from (
@@ -283,4 +283,4 @@ def _is_ours(path: str, root: str) -> bool:
     """By its own name, or another's in whose place it is."""
     if os.path.basename(path) == _OURS:
         return True
-    return path.startswith("/") and os.path.basename(os.path.realpath(below(root, path))) == _OURS
+    return path.startswith("/") and os.path.basename(os.path.realpath(join_root(root, path))) == _OURS

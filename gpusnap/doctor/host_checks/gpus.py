@@ -6,8 +6,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from gpusnap.doctor.base.check import Check, failure, ok, refused, warning
-from gpusnap.doctor.base.sources import below, text
+from gpusnap.doctor.base.check import Check, failure, make_refused, ok, warning
+from gpusnap.doctor.base.sources import join_root, text
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host
@@ -25,7 +25,7 @@ _REMAP = 580
 _MPS = "nvidia-cuda-mps"
 
 
-def driver(found: Driver | None) -> tuple[Host | None, tuple[Check, ...]]:
+def check_driver(found: Driver | None) -> tuple[Host | None, tuple[Check, ...]]:
     """A vendor's driver: its version, whether it can suspend, its GPUs; and the inventory, where it has one.
 
     Nothing is locked or checkpointed: the library is loaded and asked.
@@ -37,8 +37,8 @@ def driver(found: Driver | None) -> tuple[Host | None, tuple[Check, ...]]:
         host = found.host()
         found.open()
     except GpuError as error:
-        return host, (refused("GPU driver", error, vendor=found.vendor),)
-    return host, (_described(host, found.plugin),)
+        return host, (make_refused("GPU driver", error, vendor=found.vendor),)
+    return host, (_describe_host(host, found.plugin),)
 
 
 def _no_driver() -> Check:
@@ -49,7 +49,7 @@ def _no_driver() -> Check:
     )
 
 
-def _described(host: Host, plugin: Plugin | None) -> Check:
+def _describe_host(host: Host, plugin: Plugin | None) -> Check:
     facts = {
         "vendor": host.vendor,
         "version": host.driver_version,
@@ -91,25 +91,25 @@ def _release(version: str) -> int:
     return int(first) if first.isascii() and first.isdigit() else _REMAP
 
 
-def plugin(
+def check_plugin(
     wanted: Plugin, settings: Settings, find: Callable[[Plugin, Settings], str] = find_plugin
 ) -> Iterator[Check]:
     """CRIU's plugin for a vendor's GPUs: needed for AMD's, and for NVIDIA's where nvidia.driver says so."""
     try:
         path = find(wanted, settings)
     except GpusnapError as error:
-        yield refused("CRIU plugin", error, plugin=wanted.name)
+        yield make_refused("CRIU plugin", error, plugin=wanted.name)
     else:
         yield ok("CRIU plugin", f"{wanted.what}: {path}", plugin=wanted.name, path=path)
 
 
-def mig(gpus: Iterable[Gpu]) -> Iterator[Check]:
+def check_mig(gpus: Iterable[Gpu]) -> Iterator[Check]:
     """GPUs that are cut up: the driver cannot checkpoint a program on such an instance."""
     cut = [gpu.index for gpu in gpus if gpu.mig]
     if cut:
         yield warning(
             "MIG",
-            f"{_listed(cut)} in MIG mode: the driver cannot checkpoint a program that uses an instance",
+            f"{_join(cut)} in MIG mode: the driver cannot checkpoint a program that uses an instance",
             "nvidia-smi -i GPU --mig 0, once nothing uses it",
             gpus=cut,
         )
@@ -117,18 +117,18 @@ def mig(gpus: Iterable[Gpu]) -> Iterator[Check]:
         yield ok("MIG", "off", gpus=cut)
 
 
-def compute_modes(gpus: Iterable[Gpu]) -> Iterator[Check]:
+def check_compute_modes(gpus: Iterable[Gpu]) -> Iterator[Check]:
     """GPUs that are kept for one process, or for none."""
     modes = {gpu.index: gpu.compute_mode for gpu in gpus if gpu.compute_mode != "default"}
     closed = [index for index, mode in modes.items() if mode == "prohibited"]
     todo = "nvidia-smi -i GPU --compute-mode DEFAULT"
     if closed:
-        says = f"{_listed(closed)} in compute mode prohibited: nothing can be restored onto it"
+        says = f"{_join(closed)} in compute mode prohibited: nothing can be restored onto it"
         yield warning("compute mode", says, todo, modes=modes)
     elif modes:
         yield warning(
             "compute mode",
-            f"{_listed(modes)} in compute mode {', '.join(sorted(set(modes.values())))}: only a container "
+            f"{_join(modes)} in compute mode {', '.join(sorted(set(modes.values())))}: only a container "
             "with one GPU process can be restored onto it, and while nobody else is there",
             todo,
             modes=modes,
@@ -137,7 +137,7 @@ def compute_modes(gpus: Iterable[Gpu]) -> Iterator[Check]:
         yield ok("compute mode", "default", modes=modes)
 
 
-def _listed(indexes: Iterable[int]) -> str:
+def _join(indexes: Iterable[int]) -> str:
     numbers = sorted(indexes)
     return f"GPU{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
 
@@ -155,7 +155,7 @@ def persistence_modes(gpus: Iterable[Gpu]) -> Mapping[int, bool]:
     return found
 
 
-def persistence(
+def check_persistence(
     gpus: Iterable[Gpu], ask: Callable[[Iterable[Gpu]], Mapping[int, bool]] = persistence_modes
 ) -> Iterator[Check]:
     """Without it the driver is started anew for each checkpoint and restore while no program uses the GPU."""
@@ -164,7 +164,7 @@ def persistence(
     if off:
         yield warning(
             "persistence",
-            f"persistence mode is off for {_listed(off)}: the driver starts anew, which takes seconds, for a "
+            f"persistence mode is off for {_join(off)}: the driver starts anew, which takes seconds, for a "
             "restore onto a GPU that nobody uses",
             "enable the service nvidia-persistenced, or nvidia-smi --persistence-mode 1",
             modes=modes,
@@ -173,10 +173,10 @@ def persistence(
         yield ok("persistence", "persistence mode is on", modes=modes)
 
 
-def mps(root: str = "/") -> Iterator[Check]:
+def check_mps(root: str = "/") -> Iterator[Check]:
     """The Multi-Process Service, whose programs the driver cannot suspend."""
     found = []
-    for name in sorted(filter(str.isdigit, os.listdir(below(root, "/proc"))), key=int):
+    for name in sorted(filter(str.isdigit, os.listdir(join_root(root, "/proc"))), key=int):
         if (text(root, f"/proc/{name}/comm") or "").startswith(_MPS):
             found.append(int(name))
     if found:
@@ -190,7 +190,7 @@ def mps(root: str = "/") -> Iterator[Check]:
         yield ok("MPS", "off", pids=found)
 
 
-def nodes_made(root: str = "/") -> Iterator[Check]:
+def check_device_file_creation(root: str = "/") -> Iterator[Check]:
     """ModifyDeviceFiles: with 1 a program in a container may make the nodes of GPUs that it was not given."""
     params = text(root, "/proc/driver/nvidia/params")
     match = re.search(r"^ModifyDeviceFiles:\s*(\d)", params or "", re.M)

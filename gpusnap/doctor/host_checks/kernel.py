@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 
 from gpusnap.doctor.base.check import Check, failure, ok, warning
-from gpusnap.doctor.base.sources import below, text
+from gpusnap.doctor.base.sources import join_root, text
 from gpusnap.runtime_shim.process.memory import userfault
 
 # criu.org, "Linux kernel configuration": without these CRIU dumps nothing.
@@ -32,11 +32,11 @@ _CHECKPOINT_RESTORE = 40
 _PTRACE_NEVER = 3  # Documentation/admin-guide/LSM/Yama.rst: no attach
 
 
-def configuration(root: str, release: str) -> Mapping[str, str] | None:
+def read_configuration(root: str, release: str) -> Mapping[str, str] | None:
     """The kernel's options without CONFIG_, those that are set ("y", "m"); None where it does not tell."""
     found: str | None = None
     try:
-        with gzip.open(below(root, "/proc/config.gz"), "rt", errors="replace") as file:
+        with gzip.open(join_root(root, "/proc/config.gz"), "rt", errors="replace") as file:
             found = file.read()
     except (OSError, EOFError, zlib.error):
         for path in (f"/boot/config-{release}", f"/usr/lib/modules/{release}/config"):
@@ -46,7 +46,7 @@ def configuration(root: str, release: str) -> Mapping[str, str] | None:
     return dict(re.findall(r"^CONFIG_(\w+)=(\S+)", found, re.M))
 
 
-def pid_namespace(root: str = "/", pid: int | None = None) -> Iterator[Check]:
+def check_pid_namespace(root: str = "/", pid: int | None = None) -> Iterator[Check]:
     """Whether /proc shows this process by the PID that it has; nothing where it does (proc(5), /proc/self).
 
     In a chroot to a node's root, as in a pod, /proc may be of the host's PID namespace and this process in
@@ -54,7 +54,7 @@ def pid_namespace(root: str = "/", pid: int | None = None) -> Iterator[Check]:
     """
     pid = os.getpid() if pid is None else pid
     try:
-        shown = os.readlink(below(root, "/proc/self"))
+        shown = os.readlink(join_root(root, "/proc/self"))
     except OSError:
         shown = ""
     if shown != str(pid):
@@ -68,13 +68,13 @@ def pid_namespace(root: str = "/", pid: int | None = None) -> Iterator[Check]:
         )
 
 
-def kernel(root: str = "/", release: str = "") -> Iterator[Check]:
+def check_kernel(root: str = "/", release: str = "") -> Iterator[Check]:
     """The options that CRIU needs; of a kernel that keeps them to itself, how it behaves."""
     release = release or os.uname().release
-    options = configuration(root, release)
+    options = read_configuration(root, release)
     if options is None:
         # kernel/pid_namespace.c has this file only with CONFIG_CHECKPOINT_RESTORE.
-        if os.path.exists(below(root, "/proc/sys/kernel/ns_last_pid")):
+        if os.path.exists(join_root(root, "/proc/sys/kernel/ns_last_pid")):
             yield ok("kernel", f"Linux {release} can checkpoint and restore", release=release)
         else:
             yield failure(
@@ -108,7 +108,7 @@ def kernel(root: str = "/", release: str = "") -> Iterator[Check]:
         yield ok("kernel", f"Linux {release} has all that CRIU asks for", release=release)
 
 
-def capabilities(root: str = "/", user: int | None = None) -> Iterator[Check]:
+def check_capabilities(root: str = "/", user: int | None = None) -> Iterator[Check]:
     """What this process may do; Podman and containerd run gpusnap-runtime as root."""
     user = os.geteuid() if user is None else user
     status = text(root, "/proc/self/status") or ""
@@ -147,7 +147,7 @@ def capabilities(root: str = "/", user: int | None = None) -> Iterator[Check]:
         yield ok("privileges", "root, with all capabilities that CRIU needs", user=user)
 
 
-def ptrace_scope(root: str = "/") -> Iterator[Check]:
+def check_ptrace_scope(root: str = "/") -> Iterator[Check]:
     """Yama: whether root may attach to processes."""
     scope = (text(root, "/proc/sys/kernel/yama/ptrace_scope") or "").strip()
     if scope == str(_PTRACE_NEVER):
@@ -162,9 +162,9 @@ def ptrace_scope(root: str = "/") -> Iterator[Check]:
         yield ok("ptrace", f"root may attach to processes (ptrace_scope {scope or 'not there'})", scope=scope)
 
 
-def userfaultfd(user: int | None = None) -> Iterator[Check]:
+def check_userfaultfd(user: int | None = None) -> Iterator[Check]:
     """Whether a driver can wait for memory that still comes; without it a restore takes longer."""
-    why = userfault.why_not()
+    why = userfault.explain_missing()
     if not why:
         yield ok("userfaultfd", "a restore fills GPU memory while the driver reads it", there=True)
     elif os.geteuid() if user is None else user:
@@ -178,7 +178,7 @@ def userfaultfd(user: int | None = None) -> Iterator[Check]:
         )
 
 
-def cgroups(root: str = "/") -> Iterator[Check]:
+def check_cgroups(root: str = "/") -> Iterator[Check]:
     """Version 2, and whether containers get into a freezer of version 1 beside it."""
     second, freezer, top = "", "", ""
     for line in (text(root, "/proc/self/mountinfo") or "").splitlines():
@@ -210,7 +210,7 @@ def cgroups(root: str = "/") -> Iterator[Check]:
         yield warning("cgroups", "no hierarchy of version 2 is mounted", todo, **facts)
 
 
-def huge_pages(root: str = "/") -> Iterator[Check]:
+def check_huge_pages(root: str = "/") -> Iterator[Check]:
     """Transparent huge pages: with never the driver's checkpoint takes about twice as long."""
     found = text(root, "/sys/kernel/mm/transparent_hugepage/enabled") or ""
     match = re.search(r"\[(\w+)\]", found)

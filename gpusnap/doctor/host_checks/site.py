@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 
-from gpusnap.doctor.base.check import Check, ok, refused, warning
+from gpusnap.doctor.base.check import Check, make_refused, ok, warning
 from gpusnap.doctor.base.sources import text
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim import settings as settings_file
@@ -14,12 +14,12 @@ from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 from gpusnap.runtime_shim.settings import Settings
 
 
-def settings(path: str = SETTINGS_FILE) -> tuple[Settings, Check]:
+def check_settings(path: str = SETTINGS_FILE) -> tuple[Settings, Check]:
     """The settings, or the defaults where the file is wrong."""
     try:
         found = settings_file.load(path)
     except SettingsError as error:
-        return Settings(), refused(
+        return Settings(), make_refused(
             "settings", error, f"correct {path}; docs/settings.md has every key", path=path
         )
     there = os.path.exists(path)
@@ -41,7 +41,7 @@ def auth_files(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     )
 
 
-def registries(pull_from: Iterable[str], files: Iterable[str], root: str = "/") -> Iterator[Check]:
+def check_registries(pull_from: Iterable[str], files: Iterable[str], root: str = "/") -> Iterator[Check]:
     """For which registries there are credentials: their names, and never what they are."""
     found: dict[str, str] = {}
     for path in files:

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpusnap.engines.install.files import under
+from gpusnap.engines.install.files import join_root
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 HEAD = "# Made by `gpusnap install`, which writes it anew; `gpusnap uninstall` takes it away."
@@ -34,11 +34,11 @@ def read(path: str, whose: str) -> Mapping[str, Any] | None:
 def drop_ins(root: str, folder: str, suffix: str = "") -> list[str]:
     """The files in a folder of drop-ins, as paths of the host, in the order in which they are read."""
     try:
-        names = sorted(os.listdir(under(root, folder)))
+        names = sorted(os.listdir(join_root(root, folder)))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        where = under(root, folder)
+        where = join_root(root, folder)
         raise GpusnapError(
             f"{where} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error

@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import Any
 
 from gpusnap.engines.install.config_files import HEAD, read
-from gpusnap.engines.install.files import under
+from gpusnap.engines.install.files import join_root
 from gpusnap.engines.install.installer import Item
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError
@@ -53,7 +53,7 @@ class Planned:
     notes: tuple[str, ...] = ()
 
 
-def planned(
+def plan_handler(
     program: str, *, version: int, root: str = "/", default: bool = False, ours: bool = False
 ) -> Planned:
     """The handler for gpusnap-runtime at `program`, the default one with `default`.
@@ -61,23 +61,23 @@ def planned(
     `version` is containerd's first number; `ours`: its configuration is a file that an earlier call wrote.
     Raises GpusnapError where the configuration cannot be read.
     """
-    found = None if ours else read(under(root, CONFIG), "containerd")
+    found = None if ours else read(join_root(root, CONFIG), "containerd")
     if found is None:
-        return Planned(_whole(program, version, default))
+        return Planned(_make_whole(program, version, default))
     form = 2 if found.get("version") == 2 else 3 if found.get("version") == 3 else 0
     if not form:
         raise GpusnapError(
             f"{CONFIG} is of version {found.get('version', 1)}, which gpusnap cannot add to",
             hint="bring it to version 2 with `containerd config migrate`, or leave --containerd out",
         )
-    if version >= 2 and _imports(found):
-        handler = _handler(program, form, systemd=_systemd(root))
+    if version >= 2 and _has_imports(found):
+        handler = _handler(program, form, systemd=_uses_systemd(root))
         text = "\n".join([HEAD, f"version = {form}", *_default(form, default), *handler, ""])
         return Planned((Item(DROP_IN, "containerd", text.encode()),))
-    return _by_hand(found, program, form, root, default)
+    return _explain_by_hand(found, program, form, root, default)
 
 
-def _whole(program: str, version: int, default: bool) -> tuple[Item, ...]:
+def _make_whole(program: str, version: int, default: bool) -> tuple[Item, ...]:
     if version >= 2:
         main = f"{HEAD}\nversion = 3\n{_IMPORTS}\n"
         text = "\n".join([HEAD, "version = 3", *_default(3, default), *_handler(program, 3), ""])
@@ -86,11 +86,11 @@ def _whole(program: str, version: int, default: bool) -> tuple[Item, ...]:
     return (Item(CONFIG, "containerd", "\n".join(lines).encode()),)
 
 
-def _by_hand(found: Mapping[str, Any], program: str, form: int, root: str, default: bool) -> Planned:
+def _explain_by_hand(found: Mapping[str, Any], program: str, form: int, root: str, default: bool) -> Planned:
     handlers = _handlers(found, form)
     lines = [f"# The handler of gpusnap-runtime; it belongs at the end of {CONFIG}."]
     lines += [] if handlers else _runc(form)
-    text = "\n".join([*lines, *_handler(program, form, systemd=_systemd(root)), ""])
+    text = "\n".join([*lines, *_handler(program, form, systemd=_uses_systemd(root)), ""])
     item = Item(FRAGMENT, "containerd", text.encode())
     named = _program(handlers.get(HANDLER))
     if named == program:
@@ -100,7 +100,7 @@ def _by_hand(found: Mapping[str, Any], program: str, form: int, root: str, defau
     else:
         notes = [
             f"{CONFIG} is yours and stays as it is; add the handler to it, and restart containerd: "
-            f"cat {under(root, FRAGMENT)} >>{under(root, CONFIG)}"
+            f"cat {join_root(root, FRAGMENT)} >>{join_root(root, CONFIG)}"
         ]
     if default:
         notes.append(f'for the default, set default_runtime_name = "{HANDLER}" in its {_containerd(form)}')
@@ -116,14 +116,14 @@ def files(root: str = "/") -> list[str]:
             continue
         found.append(path)
         with suppress(GpusnapError):
-            document = read(under(root, path), "containerd") or {}
-            waiting += [each for pattern in _patterns(document, path) for each in _matching(root, pattern)]
+            document = read(join_root(root, path), "containerd") or {}
+            waiting += [each for pattern in _patterns(document, path) for each in _glob_paths(root, pattern)]
     return found
 
 
-def _matching(root: str, pattern: str) -> Iterator[str]:
+def _glob_paths(root: str, pattern: str) -> Iterator[str]:
     """Paths of the host."""
-    for path in sorted(glob.glob(under(root, pattern))):
+    for path in sorted(glob.glob(join_root(root, pattern))):
         yield path if root in ("", "/") else "/" + os.path.relpath(path, root)
 
 
@@ -134,7 +134,7 @@ def _patterns(found: Mapping[str, Any], path: str) -> list[str]:
     return [os.path.join(os.path.dirname(path), each) for each in patterns if isinstance(each, str)]
 
 
-def _imports(found: Mapping[str, Any]) -> bool:
+def _has_imports(found: Mapping[str, Any]) -> bool:
     return any(fnmatch.fnmatchcase(DROP_IN, each) for each in _patterns(found, CONFIG))
 
 
@@ -162,14 +162,14 @@ def _containerd(form: int) -> str:
     return f'[plugins."{_PLUGINS[form]}".containerd]'
 
 
-def _systemd(root: str) -> bool:
+def _uses_systemd(root: str) -> bool:
     """Whether systemd makes the cgroups of the default handler: the kubelet wants it of all or of none.
 
     Of several files that say something the last counts. Raises GpusnapError where one cannot be read.
     """
     default, systemd = "runc", dict[str, bool]()
     for path in files(root):
-        document = (read(under(root, path), "containerd") or {}) if path != DROP_IN else {}
+        document = (read(join_root(root, path), "containerd") or {}) if path != DROP_IN else {}
         for form, plugin in _PLUGINS.items():
             named = _table(document, "plugins", plugin, "containerd").get("default_runtime_name")
             default = named if isinstance(named, str) else default

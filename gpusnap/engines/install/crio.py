@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpusnap.engines.install.config_files import HEAD, drop_ins, read
-from gpusnap.engines.install.files import under
+from gpusnap.engines.install.files import join_root
 from gpusnap.engines.install.installer import Item
 
 DROP_IN = "/etc/crio/crio.conf.d/90-gpusnap.conf"
@@ -52,7 +52,7 @@ def _monitor(root: str) -> str:
     for path in files(root):
         if path == DROP_IN:
             continue
-        runtime = _runtime(read(under(root, path), "CRI-O") or {})
+        runtime = _runtime(read(join_root(root, path), "CRI-O") or {})
         named = runtime.get("default_runtime")
         default = named if isinstance(named, str) else default
         handlers = runtime.get("runtimes")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 
-from gpusnap.engines.install.files import under
+from gpusnap.engines.install.files import join_root
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import child_process
@@ -46,7 +46,7 @@ def find(root: str = "/") -> dict[str, str]:
     found = {}
     for engine in ENGINES:
         paths = (os.path.join(place, engine) for place in places)
-        path = next((each for each in paths if os.access(under(root, each), os.X_OK)), "")
+        path = next((each for each in paths if os.access(join_root(root, each), os.X_OK)), "")
         if path:
             found[engine] = path
     return found
@@ -62,14 +62,14 @@ def containerd_version(path: str, root: str = "/") -> int:
     return 1
 
 
-def used() -> list[Used]:
+def list_used() -> list[Used]:
     """The containers of this host whose runtime is gpusnap-runtime, of every engine that tells.
 
     Raises GpusnapError where Podman is there and does not.
     """
     found = [*_podman(), *_containerd()]
     known = {each.id for each in found}
-    return found + [each for each in _monitored() if each.id not in known]
+    return found + [each for each in _list_monitored() if each.id not in known]
 
 
 def _podman() -> Iterator[Used]:
@@ -108,7 +108,7 @@ def _containerd() -> Iterator[Used]:
             yield Used("containerd", os.path.basename(os.path.dirname(path)))
 
 
-def _monitored() -> Iterator[Used]:
+def _list_monitored() -> Iterator[Used]:
     """Those of CRI-O, and of Podman with another storage, by what watches each: conmon -r RUNTIME -c ID."""
     # In a chroot to a node's root, as in a pod, /proc shows the node's processes, and 1 is the node's.
     here = {_namespace("self"), _namespace("1")} - {""}

@@ -13,7 +13,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, reason
 _LARGEST = 16 << 20
 
 
-def under(root: str, path: str) -> str:
+def join_root(root: str, path: str) -> str:
     """Where a path of the host lies."""
     return path if root in ("", "/") else os.path.join(root, path.lstrip("/"))
 
@@ -22,7 +22,7 @@ def check_inside(root: str, path: str) -> None:
     """Raise GpusnapError where a link leads the folder of a path out of the tree, as an absolute one does."""
     if root in ("", "/"):
         return
-    place = under(root, path)
+    place = join_root(root, path)
     top, folder = os.path.realpath(root), os.path.realpath(os.path.dirname(place))
     if os.path.commonpath((top, folder)) != top:
         raise GpusnapError(
@@ -59,7 +59,7 @@ def file_state(data: bytes, mode: int) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()} {mode:04o}"
 
 
-def pending(path: str) -> str:
+def make_pending_name(path: str) -> str:
     """The name of a file that is being written: always the same, so that what a kill leaves is found."""
     return os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.gpusnap-new")
 
@@ -75,7 +75,7 @@ def make_folder(path: str) -> None:
 
 def put_link(path: str, target: str) -> None:
     """Raises OSError."""
-    new = pending(path)
+    new = make_pending_name(path)
     with suppress(FileNotFoundError):
         os.unlink(new)
     os.symlink(target, new)
@@ -84,7 +84,7 @@ def put_link(path: str, target: str) -> None:
 
 def put_file(path: str, data: bytes, mode: int) -> None:
     """Raises OSError."""
-    new = pending(path)
+    new = make_pending_name(path)
     with suppress(FileNotFoundError):
         os.unlink(new)
     try:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from gpusnap.engines.install import files
-from gpusnap.engines.install.files import check_inside, file_state, state, under
+from gpusnap.engines.install.files import check_inside, file_state, join_root, state
 from gpusnap.engines.install.record import RECORD, Entry, Record, load, save
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.locks import try_exclusive
@@ -77,9 +77,11 @@ def install(
     before = load(root)
     foreseen = [Change(_verdict(item, before, root, force), item.path) for item in items]
     if dry_run:
-        stale = _stale(items, parts, before)
-        return foreseen + [Change(_taken(each, root, False, dry_run=True), each.path) for each in stale]
-    with _alone(root):
+        stale = _list_stale(items, parts, before)
+        return foreseen + [
+            Change(_remove_entry(each, root, False, dry_run=True), each.path) for each in stale
+        ]
+    with _hold_lock(root):
         return _install(items, parts, root, force)
 
 
@@ -92,21 +94,21 @@ def _check_tree(root: str, paths: Iterator[str]) -> None:
 def _install(items: Sequence[Item], parts: Collection[str], root: str, force: bool) -> list[Change]:
     before = load(root)
     plan = [(item, _verdict(item, before, root, force)) for item in items]
-    stale = _stale(items, parts, before)
+    stale = _list_stale(items, parts, before)
     ours = [item for item, what in plan if what in ("written", "replaced") or _has(before, item)]
     made = [_OWN] if _is_marked(root) else []
-    folders = tuple(dict.fromkeys((*before.folders, *made, *_missing(ours, root))))
-    under_way = Record(_entries(before, [_pending(item, before) for item in ours]), folders)
+    folders = tuple(dict.fromkeys((*before.folders, *made, *_list_missing(ours, root))))
+    under_way = Record(_entries(before, [_make_pending_entry(item, before) for item in ours]), folders)
     save(under_way, root, before)
     if made:
-        os.chmod(under(root, _OWN), _OWN_MODE)
+        os.chmod(join_root(root, _OWN), _OWN_MODE)
     changes = []
     for item, what in plan:
         if what in ("written", "replaced"):
             _put(item, root)
         changes.append(Change(what, item.path))
     for each in stale:
-        changes.append(Change(_taken(each, root, False, dry_run=False), each.path))
+        changes.append(Change(_remove_entry(each, root, False, dry_run=False), each.path))
     done = _entries(under_way, [Entry(item.path, item.part, (item.state,)) for item in ours])
     kept = tuple(each for each in done if each not in stale)
     save(Record(kept, folders), root, under_way)
@@ -121,7 +123,7 @@ def _entries(before: Record, new: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def _verdict(item: Item, before: Record, root: str, force: bool) -> str:
-    path = under(root, item.path)
+    path = join_root(root, item.path)
     now = state(path)
     entry = before.entry(item.path)
     if now is None:
@@ -146,24 +148,24 @@ def _has(before: Record, item: Item) -> bool:
     return before.entry(item.path) is not None
 
 
-def _pending(item: Item, before: Record) -> Entry:
+def _make_pending_entry(item: Item, before: Record) -> Entry:
     entry = before.entry(item.path)
     earlier = entry.states if entry is not None else ()
     return Entry(item.path, item.part, tuple(dict.fromkeys((*earlier, item.state))))
 
 
-def _stale(items: Sequence[Item], parts: Collection[str], before: Record) -> list[Entry]:
+def _list_stale(items: Sequence[Item], parts: Collection[str], before: Record) -> list[Entry]:
     paths = {item.path for item in items}
     return [each for each in before.entries if each.part in parts and each.path not in paths]
 
 
-def _missing(items: Sequence[Item], root: str) -> Iterator[str]:
+def _list_missing(items: Sequence[Item], root: str) -> Iterator[str]:
     """The folders that are to be made, each before what is in it."""
     seen: set[str] = set()
     for item in items:
         wanted = []
         folder = os.path.dirname(item.path)
-        while folder not in seen and not os.path.isdir(under(root, folder)):
+        while folder not in seen and not os.path.isdir(join_root(root, folder)):
             seen.add(folder)
             wanted.append(folder)
             folder = os.path.dirname(folder)
@@ -180,35 +182,37 @@ def uninstall(*, root: str = "/", force: bool = False, dry_run: bool = False) ->
     record = load(root)
     if dry_run:
         return [
-            Change(_taken(each, root, force, dry_run=True), each.path) for each in reversed(record.entries)
+            Change(_remove_entry(each, root, force, dry_run=True), each.path)
+            for each in reversed(record.entries)
         ]
-    path = under(root, RECORD)
+    path = join_root(root, RECORD)
     if not os.path.lexists(path):
         # One that was cut off at its very beginning, or at its very end, left no more than this.
-        files.unlink(files.pending(path))
+        files.unlink(files.make_pending_name(path))
         _leave(root)
         return []
-    with _alone(root):
+    with _hold_lock(root):
         record = load(root)
         changes = [
-            Change(_taken(each, root, force, dry_run=False), each.path) for each in reversed(record.entries)
+            Change(_remove_entry(each, root, force, dry_run=False), each.path)
+            for each in reversed(record.entries)
         ]
         for folder in reversed(record.folders):
-            files.remove_folder(under(root, folder))
-        files.unlink(files.pending(path))
+            files.remove_folder(join_root(root, folder))
+        files.unlink(files.make_pending_name(path))
         if _OWN in record.folders:
-            os.chmod(under(root, _OWN), _OWN_MODE | stat.S_ISVTX)
+            os.chmod(join_root(root, _OWN), _OWN_MODE | stat.S_ISVTX)
         files.unlink(path)
         _leave(root)
     return changes
 
 
-def _taken(entry: Entry, root: str, force: bool, *, dry_run: bool) -> str:
+def _remove_entry(entry: Entry, root: str, force: bool, *, dry_run: bool) -> str:
     """Remove it, unless it is somebody's; what became of it."""
-    path = under(root, entry.path)
+    path = join_root(root, entry.path)
     now = state(path)
     if not dry_run:
-        files.unlink(files.pending(path))
+        files.unlink(files.make_pending_name(path))
     if now is None:
         return "gone"
     if now not in entry.states and (not force or now == "other"):
@@ -219,7 +223,7 @@ def _taken(entry: Entry, root: str, force: bool, *, dry_run: bool) -> str:
 
 
 def _put(item: Item, root: str) -> None:
-    path = under(root, item.path)
+    path = join_root(root, item.path)
     try:
         files.make_folder(os.path.dirname(path))
         if item.target:
@@ -235,7 +239,7 @@ def _put(item: Item, root: str) -> None:
 def _is_marked(root: str) -> bool:
     """Whether the record's folder was made for it, and no record says so."""
     try:
-        return bool(os.stat(under(root, _OWN)).st_mode & stat.S_ISVTX)
+        return bool(os.stat(join_root(root, _OWN)).st_mode & stat.S_ISVTX)
     except OSError:
         return False
 
@@ -243,15 +247,15 @@ def _is_marked(root: str) -> bool:
 def _leave(root: str) -> None:
     """Remove the record's folder where it was made for it; with something in it, it is somebody's now."""
     if _is_marked(root):
-        files.remove_folder(under(root, _OWN))
+        files.remove_folder(join_root(root, _OWN))
         with suppress(OSError):
-            os.chmod(under(root, _OWN), _OWN_MODE)
+            os.chmod(join_root(root, _OWN), _OWN_MODE)
 
 
 @contextmanager
-def _alone(root: str) -> Iterator[None]:
+def _hold_lock(root: str) -> Iterator[None]:
     """Nobody else installs meanwhile. The record's folder is made for it, and marked."""
-    folder = under(root, _OWN)
+    folder = join_root(root, _OWN)
     try:
         files.make_folder(os.path.dirname(folder))
         with suppress(FileExistsError):

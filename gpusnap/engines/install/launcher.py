@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpusnap import runtime_shim
-from gpusnap.engines.install.files import under
+from gpusnap.engines.install.files import join_root
 from gpusnap.engines.install.installer import Item
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import setting_keys, settings
@@ -57,7 +57,7 @@ def program(root: str = "/", packaged: Path = _PACKAGED) -> Program:
     try:
         data = packaged.read_bytes()
     except FileNotFoundError:
-        slow = _is_script(under(root, script))
+        slow = _is_script(join_root(root, script))
         return Program(script, notes=(_SLOW,) if slow else ())
     except OSError as error:
         raise GpusnapError(
@@ -66,17 +66,17 @@ def program(root: str = "/", packaged: Path = _PACKAGED) -> Program:
             code="GPS-002",
         ) from error
     entry = Item(ENTRY, "runtime", target=script)
-    path = ANOTHER_LAUNCHER if _leads(LAUNCHER, script, root) else LAUNCHER
+    path = ANOTHER_LAUNCHER if _leads_to(LAUNCHER, script, root) else LAUNCHER
     return Program(path, (entry, Item(path, "runtime", data, 0o755)))
 
 
-def _leads(path: str, target: str, root: str) -> bool:
+def _leads_to(path: str, target: str, root: str) -> bool:
     """Whether a path is a link to what `target` is, both of the host."""
-    place = under(root, path)
+    place = join_root(root, path)
     if not os.path.islink(place):
         return False
-    led = under(root, os.path.join(os.path.dirname(path), os.readlink(place)))
-    return os.path.realpath(led) == os.path.realpath(under(root, target))
+    led = join_root(root, os.path.join(os.path.dirname(path), os.readlink(place)))
+    return os.path.realpath(led) == os.path.realpath(join_root(root, target))
 
 
 def find_program(root: str = "/", name: str = PROGRAM) -> str:
@@ -90,11 +90,11 @@ def find_program(root: str = "/", name: str = PROGRAM) -> str:
     if places and os.path.join(places[0], name) in (LAUNCHER, ENTRY):
         del places[0]  # they are links to the program, or call it
     places += [sysconfig.get_path("scripts")]
-    inside = [_inside(place, root) for place in dict.fromkeys(places)]
+    inside = [_strip_root(place, root) for place in dict.fromkeys(places)]
     for place in inside:
         path = os.path.join(place, name)
         with suppress(OSError):
-            found = os.stat(under(root, path))
+            found = os.stat(join_root(root, path))
             if stat.S_ISREG(found.st_mode) and found.st_mode & 0o111:
                 return path
     raise GpusnapError(
@@ -104,7 +104,7 @@ def find_program(root: str = "/", name: str = PROGRAM) -> str:
     )
 
 
-def _inside(path: str, root: str) -> str:
+def _strip_root(path: str, root: str) -> str:
     """A path of this machine as one of the tree `root`; as it is where it is not in there."""
     if root in ("", "/"):
         return path

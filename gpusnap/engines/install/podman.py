@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpusnap.engines.install.config_files import HEAD, drop_ins, read, toml_list
-from gpusnap.engines.install.files import under
+from gpusnap.engines.install.files import join_root
 from gpusnap.engines.install.installer import Item
 from gpusnap.hooks import hooksd
 
@@ -36,14 +36,14 @@ def items(program: str, *, root: str = "/", default: bool = False, hook: str = "
     file of Podman's cannot be read.
     """
     engines = [engine for _, engine in _engines(root)]
-    json_names = [*_SUPPORTS_JSON, *_listed(engines, "runtime_supports_json"), RUNTIME]
+    json_names = [*_SUPPORTS_JSON, *_find_list(engines, "runtime_supports_json"), RUNTIME]
     lines = [HEAD, "[engine]"]
     if default:
         lines.append(f'runtime = "{RUNTIME}"')
     lines.append(f"runtime_supports_json = {toml_list(json_names)}")
     made = []
     if hook:
-        folders = [*_HOOKS_DIRECTORIES, *_listed(engines, "hooks_dir"), HOOKS_DIRECTORY]
+        folders = [*_HOOKS_DIRECTORIES, *_find_list(engines, "hooks_dir"), HOOKS_DIRECTORY]
         lines.append(f"hooks_dir = {toml_list(folders)}")
         hooks = hooksd.files(hook)
         made = [Item(f"{HOOKS_DIRECTORY}/{name}", "podman", data) for name, data in hooks.items()]
@@ -82,12 +82,12 @@ def _engines(root: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for path in files(root):
         if path == DROP_IN:
             continue
-        engine = (read(under(root, path), "Podman") or {}).get("engine", {})
+        engine = (read(join_root(root, path), "Podman") or {}).get("engine", {})
         if isinstance(engine, Mapping):
             yield path, engine
 
 
-def _listed(engines: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+def _find_list(engines: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     return [each for engine in engines for each in _strings(engine.get(key))]
 
 

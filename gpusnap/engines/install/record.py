@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpusnap.engines.install.files import check_inside, put_file, under
+from gpusnap.engines.install.files import check_inside, join_root, put_file
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim._version import __version__
@@ -56,7 +56,7 @@ class Record:
 def load(root: str = "/") -> Record:
     """The record of a host; an empty one where there is none. Raises GpusnapError where it is damaged."""
     check_inside(root, RECORD)
-    path = under(root, RECORD)
+    path = join_root(root, RECORD)
     try:
         with open(path, "rb") as file:
             data = file.read(_LIMIT + 1)
@@ -67,7 +67,7 @@ def load(root: str = "/") -> Record:
             f"the record {path} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error
     try:
-        return _decoded(parse_json(data))
+        return _decode(parse_json(data))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GpusnapError(
             f"the record {path} of what was installed is damaged: {error!r}",
@@ -75,7 +75,7 @@ def load(root: str = "/") -> Record:
         ) from error
 
 
-def _decoded(document: Any) -> Record:
+def _decode(document: Any) -> Record:
     if document["version"] != _VERSION:
         raise ValueError(f"version {document['version']!r}, where this gpusnap knows {_VERSION}")
     entries = tuple(
@@ -103,7 +103,7 @@ def save(record: Record, root: str, before: Record) -> None:
         "entries": entries,
         "folders": list(record.folders),
     }
-    path = under(root, RECORD)
+    path = join_root(root, RECORD)
     try:
         put_file(path, json.dumps(document, indent=1).encode() + b"\n", 0o644)
     except OSError as error:

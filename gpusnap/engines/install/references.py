@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from gpusnap.engines.install import containerd as install_containerd
 from gpusnap.engines.install import crio as install_crio
 from gpusnap.engines.install import podman as install_podman
-from gpusnap.engines.install.files import under
+from gpusnap.engines.install.files import join_root
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, reason
@@ -53,13 +53,13 @@ def lines(root: str, programs: Collection[str], gone: Collection[str]) -> list[L
 def _in_file(root: str, path: str) -> Iterator[Line]:
     """The lines that are no comments."""
     try:
-        with open(under(root, path), encoding="utf-8", errors="replace") as file:
+        with open(join_root(root, path), encoding="utf-8", errors="replace") as file:
             text = file.read(_LARGEST)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return
     except OSError as error:
         raise GpusnapError(
-            f"{under(root, path)} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"{join_root(root, path)} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error
     for number, line in enumerate(text.splitlines(), 1):
         if not line.lstrip().startswith("#"):

@@ -70,7 +70,7 @@ def put(beside: str, path: str, aside: str) -> str:
 
 
 @contextmanager
-def writing(path: str) -> Iterator[None]:
+def explain_write_errors(path: str) -> Iterator[None]:
     """Raise ImageError for what the block cannot write."""
     try:
         yield

@@ -23,8 +23,8 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.names import ARCHIVE, CONFIG, FIRST
 from gpusnap.checkpoints.names import dated_name, store_name
-from gpusnap.checkpoints.statistics import stopped
-from gpusnap.container_hooks.commands import around_checkpoint
+from gpusnap.checkpoints.statistics import measure_stopped
+from gpusnap.container_hooks.commands import run_around_checkpoint
 from gpusnap.engines import podman, podman_objects, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
@@ -36,9 +36,9 @@ from gpusnap.oci.tar.archive import entries
 from gpusnap.operations import disk_space, push_pull, sources
 from gpusnap.operations import open as source
 from gpusnap.operations.checkpointing import archive as archives
-from gpusnap.operations.checkpointing.failed_export import Export, exported
+from gpusnap.operations.checkpointing.failed_export import Export, explain_export_errors
 from gpusnap.operations.push_pull import Pushed
-from gpusnap.progress import Progress, Tick, board, grown
+from gpusnap.progress import Progress, Tick, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import (
     ContainerError,
@@ -52,7 +52,7 @@ from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.records import suspensions
-from gpusnap.user_errors import told
+from gpusnap.user_errors import convert_errors
 
 _BLOBS = ("blobs", "sha256")
 
@@ -108,7 +108,7 @@ class Made:
     """Seconds for which the processes were stopped, or until they had ended; None where it is not known."""
 
     @property
-    def asleep(self) -> bool:
+    def is_suspended(self) -> bool:
         """Whether the container is suspended: Podman checkpoints no other that is paused."""
         return self.container.status == "paused"
 
@@ -123,16 +123,16 @@ def checkpoint(wish: Wish, progress: Progress, asked: podman.Inspection | None =
         raise UsageError(
             f"{wish.to.reference} names a digest, which no checkpoint has before it is made", code="GPS-102"
         )
-    settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
-    found = asked.container() if asked is not None else podman.container(wish.container)
-    asleep = _asleep(found)
+    settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman not always show why
+    found = asked.container() if asked is not None else podman.inspect_container(wish.container)
+    asleep = _is_suspended(found)
     if asleep:
         wish = replace(wish, leave_running=True, asleep=True)
     podman.check(found, asleep=asleep)
     podman_objects.check_options(found, force=wish.force)
     # A suspended container can run no command.
     commands = (
-        nullcontext() if asleep else around_checkpoint(found, progress, leave_running=wish.leave_running)
+        nullcontext() if asleep else run_around_checkpoint(found, progress, leave_running=wish.leave_running)
     )
     if isinstance(wish.to, locator.InFile):
         with commands:
@@ -171,14 +171,14 @@ def checkpoint(wish: Wish, progress: Progress, asked: podman.Inspection | None =
 
 def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:
     """See that the registry answers and lets us in, before a container ends for its sake."""
-    with told(), source.open_repository(to, plain_http=plain_http, mirrors=False) as repository:
+    with convert_errors(), source.open_repository(to, plain_http=plain_http, mirrors=False) as repository:
         empty = empty_descriptor()
         repository.has_blob(empty.digest, empty.size, pushing=True)
 
 
 def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: float) -> Made:
     store = wish.to.store if isinstance(wish.to, locator.InStore) else locator.default_store()
-    with told():
+    with convert_errors():
         names = _store_names(wish, found)
         disk_space.check(
             found,
@@ -189,15 +189,15 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
             gpus=False,
         )
         store.create()  # which writes, and would say no more than that its own few bytes do not fit
-        with _staged(wish, found, store) as (staging, export), ExitStack() as order:
+        with _open_staging(wish, found, store) as (staging, export), ExitStack() as order:
             before, blobs = kept.roots(store), _blobs(store)
             shown = order.enter_context(board())
             path = shown.path if shown is not None else ""
-            measure = grown(os.path.dirname(staging.path))
-            tick = progress.following(shown, f"checkpoint of {found.name}", measure)
+            measure = watch_growth(os.path.dirname(staging.path))
+            tick = progress.follow(shown, f"checkpoint of {found.name}", measure)
             # Last: until Podman runs, nobody needs the order.
             order.enter_context(
-                overrides.ordered(
+                overrides.order(
                     found.id,
                     pages=StoreHome.kind,
                     store=store.path,
@@ -207,12 +207,12 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
                 )
             )
             since = datetime.now(UTC)
-            with exported(export, lambda: kept.forget_pages_of(store, found.id, since, before)):
+            with explain_export_errors(export, lambda: kept.forget_pages_of(store, found.id, since, before)):
                 _run(wish, export, ["--compress", "none"], tick, progress)
                 order.close()
                 progress.stage("records")
-                root, volumes = sources.taken_in(
-                    staging, export.archive, progress, wish.labels, written=store.known()
+                root, volumes = sources.take_in(
+                    staging, export.archive, progress, wish.labels, written=store.open_known_chunks()
                 )
                 progress.stage("to disk")
                 whole = kept.load(root, staging.layout)
@@ -229,12 +229,12 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
         name=names[0],
         digest=root.digest,
         store=store.path,
-        pause=stopped(whole.record.timing) if whole.record is not None else None,
+        pause=measure_stopped(whole.record.timing) if whole.record is not None else None,
     )
 
 
 @contextmanager
-def _staged(wish: Wish, found: podman.Container, store: Store) -> Iterator[tuple[Staging, Export]]:
+def _open_staging(wish: Wish, found: podman.Container, store: Store) -> Iterator[tuple[Staging, Export]]:
     """A staging with the archive in it; it stays where that is all that is left of the container."""
     staging = store.stage()
     archive = os.path.join(staging.path, ARCHIVE)
@@ -250,7 +250,7 @@ def _staged(wish: Wish, found: podman.Container, store: Store) -> Iterator[tuple
             with suppress(OSError):
                 os.unlink(os.path.join(staging.path, *_BLOBS, name))
         with suppress(OciError):
-            staging.precious(why)
+            staging.mark_precious(why)
         return archive
 
     export = Export(found=found, archive=archive, keep=keep, environment=environment)
@@ -258,12 +258,12 @@ def _staged(wish: Wish, found: podman.Container, store: Store) -> Iterator[tuple
         export.more = f"gpusnap push {{archive}} {wish.to.reference} pushes it"
     try:
         if found.auto_remove and not wish.leave_running:  # though we should be killed, too
-            staging.precious(why)
+            staging.mark_precious(why)
         yield staging, export
     finally:
         if not export.kept:
             with suppress(OciError):
-                staging.plain()
+                staging.unmark_precious()
         staging.close(leave=export.kept)
 
 
@@ -282,7 +282,9 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
     token = secrets.token_hex(4)
     beside = os.path.join(folder, f".{name[:200]}.{token}")
     aside = os.path.join(folder, f"checkpoint-of-{found.name[:200]}-{token}{archives.ending(path)}")
-    with archives.writing(path):  # now: once Podman has ended the container it would be too late to say
+    with archives.explain_write_errors(
+        path
+    ):  # now: once Podman has ended the container it would be too late to say
         os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def keep() -> str:
@@ -297,16 +299,16 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
         with ExitStack() as order:
             shown = order.enter_context(board())
             board_path = shown.path if shown is not None else ""
-            tick = progress.following(shown, f"checkpoint of {found.name}", lambda: archives.size(beside))
+            tick = progress.follow(shown, f"checkpoint of {found.name}", lambda: archives.size(beside))
             order.enter_context(
-                overrides.ordered(
+                overrides.order(
                     found.id, pages="chunks", force=wish.force, progress=board_path, asleep=wish.asleep
                 )
             )
-            order.enter_context(exported(export))
+            order.enter_context(explain_export_errors(export))
             _run(wish, export, compression, tick, progress)
-            memory = _memory_of(export)
-            with archives.writing(path):
+            memory = _measure_gpu_memory(export)
+            with archives.explain_write_errors(path):
                 put = archives.put(beside, path, aside)
     finally:
         if not export.kept:
@@ -332,10 +334,10 @@ def _run(wish: Wish, export: Export, options: list[str], tick: Tick, progress: P
         manifest_json.prepare()  # while Podman works: it takes 0.05 s, and the checkpoint is read behind it
         tick()
 
-    with _awake(export.found) if wish.asleep else nullcontext():
+    with _show_as_running(export.found) if wish.asleep else nullcontext():
         came = podman_work.checkpoint(export.found, export.archive, words, tick=at_work, say=progress.say)
     missing = set(FIRST)
-    with told(), closing(entries(export.archive)) as found:
+    with convert_errors(), closing(entries(export.archive)) as found:
         while missing and (entry := next(found, None)) is not None:
             missing.discard(entry.name)
     if missing:
@@ -345,24 +347,24 @@ def _run(wish: Wish, export: Export, options: list[str], tick: Tick, progress: P
         raise Interrupted("the checkpoint was interrupted before it was kept")
 
 
-def _asleep(found: podman.Container) -> bool:
+def _is_suspended(found: podman.Container) -> bool:
     """Whether a container is suspended. Raises GpusnapError for one on its way there or back."""
-    suspension = suspensions.of_container(found.id)
-    if suspension is None or not suspension.lives:
+    suspension = suspensions.find_by_container(found.id)
+    if suspension is None or not suspension.is_alive:
         return False
     if suspension.stage is not suspensions.Stage.SUSPENDED:
-        raise suspensions.unfinished(suspension)
+        raise suspensions.make_unfinished_error(suspension)
     return True
 
 
 @contextmanager
-def _awake(found: podman.Container) -> Iterator[None]:
+def _show_as_running(found: podman.Container) -> Iterator[None]:
     """Have Podman take a suspended container for one that runs: it checkpoints no other.
 
     Its runtime has the order to do nothing of that, so that the container stays frozen all the time. A resume
     keeps away while the order stands. Raises ContainerError where one came before it.
     """
-    if not _asleep(found):
+    if not _is_suspended(found):
         raise ContainerError(
             f"the container {found.name} was resumed before its checkpoint began",
             hint="run the same command again",
@@ -382,7 +384,7 @@ def _awake(found: podman.Container) -> Iterator[None]:
             )
 
 
-def _memory_of(export: Export) -> int:
+def _measure_gpu_memory(export: Export) -> int:
     """What the container used of its GPUs. Raises ImageError for an archive that lacks their memory."""
     record = _record_of(export)
     if record is not None and record.pages == StoreHome.kind:
@@ -397,11 +399,11 @@ def _memory_of(export: Export) -> int:
 def _record_of(export: Export) -> manifest.Manifest | None:
     """As Podman keeps it, or, where the container is gone, out of the archive; None without a GPU."""
     with suppress(GpusnapError):
-        now = podman.container(export.found.id)
+        now = podman.inspect_container(export.found.id)
         path = now.checkpoint_path
         if path and os.path.isdir(path):
-            return manifest_file.read(path) if manifest_file.belongs(path) else None
-    with told():
+            return manifest_file.read(path) if manifest_file.is_ours(path) else None
+    with convert_errors():
         data = read_member(export.archive, CONFIG, limit=manifest.LARGEST)
     return manifest_json.decode(data, f"{CONFIG} in what Podman exported") if data is not None else None
 

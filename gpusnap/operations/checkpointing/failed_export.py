@@ -53,7 +53,7 @@ class Export:
 
 
 @contextmanager
-def exported(export: Export, runs_on: Callable[[], None] = lambda: None) -> Iterator[None]:
+def explain_export_errors(export: Export, runs_on: Callable[[], None] = lambda: None) -> Iterator[None]:
     """What goes wrong within is an error that says how the container comes back.
 
     runs_on: called where that is as before. Raises GpusnapError.
@@ -62,8 +62,8 @@ def exported(export: Export, runs_on: Callable[[], None] = lambda: None) -> Iter
     try:
         yield
     except (GpusnapError, OciError, OSError, KeyboardInterrupt) as error:
-        said = _told(error)
-        left = _left(export)
+        said = _make_told_error(error)
+        left = _find_left(export)
         if left == "running":
             export.kept = False
             # First: on a disk that is full nothing could be taken out of a store either.
@@ -73,7 +73,7 @@ def exported(export: Export, runs_on: Callable[[], None] = lambda: None) -> Iter
             if export.whole and "runs on" not in said.sentence():  # else its runtime has said what is so
                 said.add_hint(f"{export.found.name} runs on")
             raise said from error
-        raise _after(export, said, left) from error
+        raise _make_error_after(export, said, left) from error
     export.kept = False
 
 
@@ -89,7 +89,7 @@ def is_whole(archive: str) -> bool:
     return not needed
 
 
-def _told(error: BaseException) -> GpusnapError:
+def _make_told_error(error: BaseException) -> GpusnapError:
     if isinstance(error, GpusnapError):
         return error
     if isinstance(error, OciError):
@@ -99,17 +99,17 @@ def _told(error: BaseException) -> GpusnapError:
     return Interrupted("the checkpoint was interrupted before it was kept")
 
 
-def _left(export: Export) -> _Left:
+def _find_left(export: Export) -> _Left:
     """What there is of the container now."""
     try:
-        now = podman.container(export.found.id)
+        now = podman.inspect_container(export.found.id)
     except NotFound:
         return "removed"
     except GpusnapError:
         return "unknown"
     first = export.found.init
     # Podman hears of the end a little later.
-    if now.status in ("running", "paused") and not (first and proc.dying(first)):
+    if now.status in ("running", "paused") and not (first and proc.is_dying(first)):
         return "running"
     if export.found.auto_remove:
         return "removed"  # in a moment
@@ -127,7 +127,7 @@ def _in_podman(path: str, began: float) -> _Left:
     return "cut off" if os.path.exists(os.path.join(ours, manifest.PENDING)) and not named else "in Podman"
 
 
-def _after(export: Export, error: GpusnapError, left: _Left) -> GpusnapError:
+def _make_error_after(export: Export, error: GpusnapError, left: _Left) -> GpusnapError:
     name, kind = export.found.name, type(error)
     again = f"{export.environment}podman container restore {name} brings it back"
     there = f"{error}; nothing is lost: Podman has the checkpoint of {name} in its storage"

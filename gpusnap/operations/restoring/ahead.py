@@ -19,5 +19,5 @@ def ahead() -> Iterator[podman.Listing]:
     """Have Podman asked for its containers, and the check of manifests prepared, while the block runs."""
     with podman.Listing() as asked:
         question_process.start()  # before there are threads
-        with threads.meanwhile(manifest_json.prepare, name="gpusnap-schema"):
+        with threads.run_meanwhile(manifest_json.prepare, name="gpusnap-schema"):
             yield asked

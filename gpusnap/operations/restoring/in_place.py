@@ -59,7 +59,7 @@ def find(archive: str, options: Sequence[str], ids: Collection[str]) -> Target |
         taken = _options(options, name)
         if taken is None or container_id not in ids:
             return None
-        found = podman.container(container_id)
+        found = podman.inspect_container(container_id)
         ours = (found.id, found.name) == (container_id, name)
         if ours and found.checkpointed and found.status in _STOPPED and _has(found.checkpoint_path, archive):
             return Target(found, taken)

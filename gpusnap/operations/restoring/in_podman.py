@@ -26,10 +26,10 @@ _STOPPED = ("exited", "stopped")
 def chosen(place: locator.InStore) -> locator.Chosen:
     """What a word means in a store; NotFound names a container that Podman can restore instead.
 
-    Raises as `InStore.chosen` does.
+    Raises as `InStore.resolve` does.
     """
     try:
-        return place.chosen()
+        return place.resolve()
     except NotFound as error:
         found = _restorable(place)
         if found is None:
@@ -51,7 +51,7 @@ def left(store: Store) -> tuple[podman.Container, ...]:
         ids = {row.container_id for row in listing(store).rows if row.kind == "pages"}
         for container_id in sorted(ids - {""}):
             with suppress(GpusnapError):
-                there = podman.container(container_id)
+                there = podman.inspect_container(container_id)
                 if _has_checkpoint(there):
                     found.append(there)
     return tuple(found)
@@ -76,11 +76,11 @@ def _restorable(place: locator.InStore) -> podman.Container | None:
     if not locator.is_default(place.store.path):
         return None
     with suppress(GpusnapError):
-        found = podman.container(place.wanted)
+        found = podman.inspect_container(place.wanted)
         if found.name != place.wanted or not _has_checkpoint(found):
             return None
         path = found.checkpoint_path
-        if not manifest_file.belongs(path) or manifest_file.read(path).pages != StoreHome.kind:
+        if not manifest_file.is_ours(path) or manifest_file.read(path).pages != StoreHome.kind:
             return found
         return next((each for each in left(place.store) if each.id == found.id), None)
     return None

@@ -70,7 +70,7 @@ def told(error: GpusnapError, wanted: str) -> GpusnapError | None:
 
 def _container(wanted: str) -> GpusnapError:
     try:
-        there = podman.container(wanted)
+        there = podman.inspect_container(wanted)
     except NotFound:  # the same one, under another name
         return GpusnapError(
             "Podman has the container of this checkpoint already, under another name",
@@ -114,7 +114,7 @@ def _port(protocol: str, host: str, port: str) -> GpusnapError:
 def _address(address: str, owner: str) -> GpusnapError:
     who = f"the container {owner[:12]}" if owner else "another container"
     with suppress(GpusnapError):
-        who = f"the container {podman.container(owner).name}" if owner else who
+        who = f"the container {podman.inspect_container(owner).name}" if owner else who
     return GpusnapError(
         f"the address {address}, which the container had, is in use by {who}",
         hint="give --ignore-static-ip to let it have another one, or end that container",

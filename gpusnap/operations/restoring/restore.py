@@ -16,7 +16,7 @@ from dataclasses import replace
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator, migrations
 from gpusnap.checkpoints.artifact import Kept
-from gpusnap.checkpoints.damage import within_artifact
+from gpusnap.checkpoints.damage import map_artifact_blobs
 from gpusnap.checkpoints.formats.criu_images import Links
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
 from gpusnap.checkpoints.formats.entries import entries, read_member
@@ -52,14 +52,14 @@ from gpusnap.operations.restoring import in_place, in_podman, in_use, volumes
 from gpusnap.operations.restoring.read_ahead import reading_ahead
 from gpusnap.operations.restoring.volumes import Choice, Inside, inside
 from gpusnap.operations.verify_files import in_archive
-from gpusnap.progress import Progress, board, grown
+from gpusnap.progress import Progress, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
 from gpusnap.runtime_shim.progress import VARIABLE
 from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
 from gpusnap.runtime_shim.snapshot.memory import images_ahead
 from gpusnap.runtime_shim.snapshot.memory import source as fetching
-from gpusnap.user_errors import Damaged, Killed, told
+from gpusnap.user_errors import Damaged, Killed, convert_errors
 
 # Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): what may not come in that time is
 # fetched before it begins, and need not be fetched again when it fails.
@@ -147,8 +147,8 @@ def restore(wish: Wish, progress: Progress, *, asked: podman.Listing | None = No
     digest = kept_as = ""
     source: locator.Chosen | None = None
     in_use.check_name(wish.name)
-    settings_file.usable()  # gpusnap-runtime would refuse, and Podman not always show why
-    with told():
+    settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman not always show why
+    with convert_errors():
         match wish.what:
             case locator.InFile(path):
                 found, digest = _from_file(wish, path, progress)
@@ -162,13 +162,13 @@ def restore(wish: Wish, progress: Progress, *, asked: podman.Listing | None = No
                     copy = stand_in(wish.what, error)
                     if copy is None:
                         raise
-                    source = copy.chosen()
+                    source = copy.resolve()
                     found, digest = _from_store(wish, source.place, progress)
     if digest and wish.not_migrated:
         migrations.forget(digest)
     name = found.name
     if found.annotated or not name:
-        container = podman.container(found.id)
+        container = podman.inspect_container(found.id)
         name = container.name
         run_after(container, CHECKPOINT, progress, done="the container is restored")
     return Restored(found.id, name, time.monotonic() - began, digest, kept_as, source)
@@ -314,7 +314,7 @@ def _from_artifact(
     # Podman answers while the checkpoint is read.
     with (
         podman.Listing() if asked is None else nullcontext(asked) as listing,
-        kept.held(place) as (
+        kept.hold_artifact(place) as (
             store,
             found,
         ),
@@ -356,7 +356,7 @@ def _from_registry(wish: Wish, place: locator.InRegistry, progress: Progress) ->
 def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[_Running, str, str]:
     store, name = locator.default_store(), store_name(place.reference)
     pull_from = locator.InRegistry(place.reference, place.plain_http or wish.plain_http).repository
-    coming = pull.fetched(
+    coming = pull.fetch(
         store,
         place,
         leave=_ON_THE_WAY,
@@ -376,7 +376,7 @@ def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[
         environment = {fetching.STORE: store.path, fetching.PULL_FROM: pull_from}
         if whole:
             environment[fetching.ARTIFACT] = found.root.digest
-        fetched = grown(os.path.dirname(staging.path))
+        fetched = watch_growth(os.path.dirname(staging.path))
         container = _run(wish, archive, environment, progress, choice, fetched)
         whole = whole or _keep(store, staging, found, name, before)
     return container, found.root.digest, name if whole else ""
@@ -433,7 +433,7 @@ def _run(
     with volumes.settled(choice), board() as shown:
         if shown is not None:
             chosen[VARIABLE] = shown.path
-        tick = progress.following(shown, "restore", measure)
+        tick = progress.follow(shown, "restore", measure)
         variables = {**environment, **chosen}
         if ended is not None:
             found = in_place.restore(ended, variables, tick, progress.say)
@@ -475,7 +475,7 @@ def _of_damage(error: GpusnapError, found: Kept, store: Store) -> Damaged | None
             try:
                 store.layout.check_blob(each)
             except BlobError:
-                place = within_artifact(found.artifact, found.record)[each.digest][0]
+                place = map_artifact_blobs(found.artifact, found.record)[each.digest][0]
                 return Damaged(
                     f"{error}; that is of {place}", hint="gpusnap verify finds all that is damaged"
                 )
@@ -487,7 +487,7 @@ def _remove_new(name: str, before: set[str]) -> None:
 
     Another gpusnap may restore one of that name meanwhile: Podman refuses to remove that, once it runs.
     """
-    left = podman.container(name) if name else None
+    left = podman.inspect_container(name) if name else None
     if left is not None and left.id not in before and left.status != "running":
         podman.remove(left.id)
 

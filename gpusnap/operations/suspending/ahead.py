@@ -16,7 +16,7 @@ from gpusnap.operations.driver import needed_driver
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import Driver
-from gpusnap.runtime_shim.gpu.opening import opening
+from gpusnap.runtime_shim.gpu.opening import open_driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Ahead:
 
 
 @contextmanager
-def ahead(*names: str, seconds: float | None = None) -> Iterator[Ahead]:
+def start_ahead(*names: str, seconds: float | None = None) -> Iterator[Ahead]:
     """Have Podman asked for containers, and the driver start, while the block runs.
 
     `seconds`: how long Podman's answer is waited for where it is needed.
@@ -49,5 +49,5 @@ def ahead(*names: str, seconds: float | None = None) -> Iterator[Ahead]:
         driver = None
         with suppress(GpusnapError):
             driver = needed_driver()
-        stack.enter_context(opening(driver, host=True))
+        stack.enter_context(open_driver(driver, host=True))
         yield Ahead(asked, driver)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpusnap.operations.suspending.usage import kept
+from gpusnap.operations.suspending.usage import measure_kept
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.settings import Settings
@@ -21,7 +21,7 @@ def make_room(settings: Settings, need: int, *, leaving: str = "") -> None:
     budget = settings.suspend.ram
     if not budget:
         return
-    held = {each: kept(each)[0] for each in suspensions.find() if each.key != leaving}
+    held = {each: measure_kept(each)[0] for each in suspensions.find() if each.key != leaving}
     used = sum(held.values())
     if need <= budget and settings.suspend.over == _SPILL:
         for each in sorted(held, key=lambda each: (each.since, each.name)):

@@ -14,7 +14,7 @@ _PODMAN = "podman"
 
 
 @contextmanager
-def around_suspend(engine: str, asked: podman.Inspection) -> Iterator[None]:
+def run_around_suspend(engine: str, asked: podman.Inspection) -> Iterator[None]:
     """Run the one before; the one after only where the block fails and the container runs.
 
     `asked`: what Podman tells of a container of its own. Raises SettingsError, ContainerError, Interrupted.
@@ -32,21 +32,21 @@ def around_suspend(engine: str, asked: podman.Inspection) -> Iterator[None]:
         raise
 
 
-def after_resume(engine: str, container_id: str, asked: podman.Inspection | None = None) -> None:
+def run_after_resume(engine: str, container_id: str, asked: podman.Inspection | None = None) -> None:
     """Run the one after, in a container that runs again. Raises SettingsError, ContainerError.
 
     `asked`: what Podman tells of it, if it was asked by a name or an ID that means this one. A container
     keeps its labels.
     """
     if engine == _PODMAN:
-        found = _asked(container_id, asked)
+        found = _get_container(container_id, asked)
         run_after(found, SUSPEND, Progress(shown=False), done=f"{found.name} is resumed")
 
 
-def _asked(container_id: str, asked: podman.Inspection | None) -> podman.Container:
+def _get_container(container_id: str, asked: podman.Inspection | None) -> podman.Container:
     if asked is not None:
         with suppress(GpusnapError):
             found = asked.container()
             if found.id == container_id and found.init:
                 return found
-    return podman.container(container_id)
+    return podman.inspect_container(container_id)

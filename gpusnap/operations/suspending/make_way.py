@@ -21,11 +21,11 @@ _MOST_NAMED = 3
 def propose(error: resuming.NoRoom, found: Suspension, driver: Driver, request: GpuMap) -> None:
     """Add to a refusal who uses the GPUs, and the command that makes room, as far as that can be told."""
     with suppress(GpusnapError):
-        hint, swap = _hint(found, driver.host(), usage.running_on(driver), request)
+        hint, swap = _hint(found, driver.host(), usage.map_running(driver), request)
         error.hint = hint if swap else hint + error.more
 
 
-def without(host: Host, freed: Sequence[Mapping[str, int]]) -> Host:
+def subtract_freed(host: Host, freed: Sequence[Mapping[str, int]]) -> Host:
     """The host as it is with so many bytes less in use; by GPU UUID."""
     gpus = tuple(
         replace(gpu, memory_used=max(0, gpu.memory_used - sum(each.get(gpu.uuid, 0) for each in freed)))
@@ -41,10 +41,10 @@ def _hint(
     seen = {gpu.uuid: gpu.index for gpu in host.gpus if gpu.uuid in {own.uuid for own in found.gpus}}
     there = {name: used for name, used in users.items() if any(uuid in seen for uuid in used)}
     names = sorted(there, key=lambda name: (sum(there[name].values()), name))
-    if not names or not _fits(found, without(host, [*there.values()]), request):
+    if not names or not _fits(found, subtract_freed(host, [*there.values()]), request):
         return f"{FREE}: nvidia-smi lists it", False
     # The one that has least and is enough.
-    enough = [name for name in names if _fits(found, without(host, [there[name]]), request)]
+    enough = [name for name in names if _fits(found, subtract_freed(host, [there[name]]), request)]
     shown = [*enough[:1], *(name for name in reversed(names) if name not in enough[:1])][:_MOST_NAMED]
     who = "; ".join(
         f"container {name} uses "

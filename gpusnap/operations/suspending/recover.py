@@ -20,7 +20,7 @@ def is_awake(found: Suspension) -> bool:
     if found.engine != "podman":
         return False
     with suppress(GpusnapError):
-        return podman.container(found.container).status == "running"
+        return podman.inspect_container(found.container).status == "running"
     return False
 
 
@@ -32,8 +32,8 @@ def pause_again(found: Suspension) -> bool:
     """
     if found.engine != "podman":
         return False
-    with overrides.ordered(found.container, pages=StoreHome.kind, asleep=True):
-        if podman.container(found.container).status != "running":
+    with overrides.order(found.container, pages=StoreHome.kind, asleep=True):
+        if podman.inspect_container(found.container).status != "running":
             return False
         podman.pause(found.container)
     return True
@@ -42,5 +42,5 @@ def pause_again(found: Suspension) -> bool:
 def recover(found: Suspension) -> str:
     """Finish or undo what a killed gpusnap had begun; what was done, in words. Raises GpusnapError."""
     engine = targets.engine_of(found)
-    with overrides.alone(found.container):
+    with overrides.keep_alone(found.container):
         return resuming.recover(found.key, settings_file.load(), needed_driver(), engine)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gpusnap.engines import podman
 from gpusnap.operations.suspending import make_way, targets
 from gpusnap.operations.suspending.ahead import Ahead
-from gpusnap.operations.suspending.commands import after_resume
+from gpusnap.operations.suspending.commands import run_after_resume
 from gpusnap.operations.suspending.moved import Moved
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.gpu.api.driver import Driver
@@ -30,7 +30,7 @@ def resume(name: str, early: Ahead, request: GpuMap = ()) -> Moved:
     """
     settings = settings_file.load()
     sweep(settings.store.path)
-    found = targets.suspended(name, early.container)
+    found = targets.find_suspended(name, early.container)
     return resume_this(found, settings, early.driver(), early.container, request)
 
 
@@ -48,7 +48,7 @@ def resume_this(
     """
     began = time.monotonic()
     engine = targets.engine_of(found)
-    with overrides.alone(found.container):
+    with overrides.keep_alone(found.container):
         try:
             done, steps = resuming.resume(
                 found.key, settings, driver, engine, request=request, loading=loading
@@ -56,5 +56,5 @@ def resume_this(
         except resuming.NoRoom as error:
             make_way.propose(error, found, driver, request)
             raise
-    after_resume(found.engine, found.container, asked)
+    run_after_resume(found.engine, found.container, asked)
     return Moved(done, time.monotonic() - began, steps)

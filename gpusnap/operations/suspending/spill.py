@@ -19,7 +19,7 @@ def spill(name: str, asked: podman.Inspection) -> int:
 
     Podman was asked for the name.
     """
-    found = targets.suspended(name, asked)
+    found = targets.find_suspended(name, asked)
     return spilling.spill(found.key, settings_file.load())
 
 
@@ -29,7 +29,7 @@ def spill_behind(name: str, asked: podman.Inspection) -> None:
     Raises NotFound, GpusnapError where it cannot be started.
     """
     program = os.path.abspath(shutil.which(sys.argv[0]) or sys.argv[0])  # it runs in another folder
-    found = targets.suspended(name, asked)
+    found = targets.find_suspended(name, asked)
     whole = f"{found.namespace}/{found.name}" if found.namespace else found.container
     try:
         subprocess.Popen(

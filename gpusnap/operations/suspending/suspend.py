@@ -7,7 +7,7 @@ from functools import partial
 
 from gpusnap.operations.suspending import budget, targets
 from gpusnap.operations.suspending.ahead import Ahead
-from gpusnap.operations.suspending.commands import around_suspend
+from gpusnap.operations.suspending.commands import run_around_suspend
 from gpusnap.operations.suspending.moved import Moved
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.snapshot.gpu_processes.choose_driver import choose_driver
@@ -20,7 +20,7 @@ def suspend(name: str, early: Ahead) -> Moved:
 
     `early`: what was asked ahead, of this container first. Raises NotFound, Refused, GpusnapError.
     """
-    return suspend_this(targets.running(name, early.container), early)
+    return suspend_this(targets.find_running(name, early.container), early)
 
 
 def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") -> Moved:
@@ -30,10 +30,10 @@ def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") ->
     """
     began = time.monotonic()
     engine, container, real = target
-    settings = settings_file.annotated(settings_file.usable(), container.annotations)
+    settings = settings_file.apply_annotations(settings_file.load_usable(), container.annotations)
     sweep(settings.store.path)
     driver = choose_driver(early.driver(), container, settings)
     room = partial(budget.make_room, settings, leaving=leaving)
-    with around_suspend(engine.kind, early.container):
+    with run_around_suspend(engine.kind, early.container):
         done, steps = suspending.suspend(container, real, settings, driver, engine, room=room)
     return Moved(done, time.monotonic() - began, steps)

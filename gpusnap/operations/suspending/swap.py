@@ -32,7 +32,7 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import load
 from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resuming
 from gpusnap.runtime_shim.snapshot.suspended_containers.load import Loading
-from gpusnap.runtime_shim.transaction import interruptible
+from gpusnap.runtime_shim.transaction import make_interruptible
 
 _Used = Mapping[int, Mapping[str, int]]
 """Bytes of GPU memory by PID and GPU UUID."""
@@ -47,12 +47,12 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
     settings, driver = settings_file.load(), early.driver()
     first, second = early.containers
     _check_order(out, into, early)
-    found = targets.suspended(into, second)
-    target = targets.running(out, first)
+    found = targets.find_suspended(into, second)
+    target = targets.find_running(out, first)
     container = target[1]
     used = driver.memory_used(each.pid for each in containers.processes(container.pid, container.id))
     try:
-        resuming.check(found, make_way.without(driver.host(), [*used.values()]), request)
+        resuming.check(found, make_way.subtract_freed(driver.host(), [*used.values()]), request)
     except resuming.NoRoom as error:
         make_way.propose(error, found, driver, request)
         raise
@@ -61,40 +61,40 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
         if loading is not None:
             stack.callback(loading.close)
         # A signal between the two is an error as any other.
-        stack.enter_context(interruptible())
+        stack.enter_context(make_interruptible())
         try:
             suspended = suspend_this(target, early, leaving=found.key)
             return suspended, resume_this(found, settings, driver, second, request, loading)
         except GpusnapError as error:
-            off = _on_file(container.id)
+            off = _find_suspension(container.id)
             if off is not None and off.stage is Stage.SUSPENDED:
                 there = f"{into} runs, and {out} is suspended"
-                if not _runs(found):
-                    there = _back(off, settings, driver, first)
+                if not _is_running(found):
+                    there = _bring_back(off, settings, driver, first)
                 error.add_hint(there)
             raise
 
 
-def _on_file(container: str) -> Suspension | None:
+def _find_suspension(container: str) -> Suspension | None:
     """What is on file of a container by its ID; None where that cannot be read: the first error is told."""
     with suppress(GpusnapError):
-        return suspensions.of_container(container)
+        return suspensions.find_by_container(container)
     return None
 
 
-def _runs(found: Suspension) -> bool:
+def _is_running(found: Suspension) -> bool:
     """Whether a container is resumed, and only its own command has failed."""
     with suppress(GpusnapError):
-        return found.lives and suspensions.read(found.key) is None
+        return found.is_alive and suspensions.read(found.key) is None
     return False
 
 
-def _back(off: Suspension, settings: Settings, driver: Driver, asked: podman.Inspection) -> str:
+def _bring_back(off: Suspension, settings: Settings, driver: Driver, asked: podman.Inspection) -> str:
     """Resume the first container again; what has become of it, in words."""
     try:
         resume_this(off, settings, driver, asked)
     except GpusnapError as error:
-        if not _runs(off):
+        if not _is_running(off):
             return f"{off.name} is suspended, and could not be resumed: {error.sentence()}"
         return f"{off.name} runs on; {error.sentence()}"
     return f"{off.name} runs on"

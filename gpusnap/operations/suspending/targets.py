@@ -39,7 +39,7 @@ Running = tuple[Engine, containers.Container, RealRuntime]
 """A running container: its engine, what its runtime knows of it, and that runtime."""
 
 
-def running(name: str, asked: podman.Inspection) -> Running:
+def find_running(name: str, asked: podman.Inspection) -> Running:
     """A running container by its name, of which Podman was asked.
 
     Raises NotFound, ContainerError, GpusnapError.
@@ -52,9 +52,9 @@ def running(name: str, asked: podman.Inspection) -> Running:
             raise error
         namespace, container_id = there
         root = os.path.join(_CONTAINERD_ROOT, namespace)
-        return engine(_CONTAINERD, container_id, container_id, namespace), *_known(container_id, root)
+        return engine(_CONTAINERD, container_id, container_id, namespace), *_find_known(container_id, root)
     if found.status == "paused":
-        asleep = suspensions.of_container(found.id)
+        asleep = suspensions.find_by_container(found.id)
         if asleep is not None and asleep.stage is suspensions.Stage.SUSPENDED:
             raise ContainerError(f"the container {found.name} is suspended already", code="GPS-206")
         raise ContainerError(
@@ -69,16 +69,16 @@ def running(name: str, asked: podman.Inspection) -> Running:
             f"neither crun nor runc knows the container {found.name}, which Podman has as running",
             hint="see what podman ps says",
         )
-    return engine(_PODMAN, found.id, found.name, ""), *_known(found.id, roots[0])
+    return engine(_PODMAN, found.id, found.name, ""), *_find_known(found.id, roots[0])
 
 
-def suspended(name: str, asked: podman.Inspection) -> Suspension:
+def find_suspended(name: str, asked: podman.Inspection) -> Suspension:
     """A suspended container by its name, or the beginning of its ID; Podman was asked for that.
 
     Raises NotFound, ContainerError where it is not suspended, GpusnapError.
     """
     found = list(suspensions.find())
-    exact = _called(found, name, asked)
+    exact = _select_called(found, name, asked)
     some = exact or [each for each in found if len(name) > 2 and each.container.startswith(name)]
     if len(some) == 1:
         return some[0]
@@ -100,10 +100,10 @@ def suspended(name: str, asked: podman.Inspection) -> Suspension:
 
 def is_suspended(name: str, asked: podman.Inspection) -> bool:
     """Whether a suspended container has exactly that name or ID. Raises GpusnapError."""
-    return bool(_called(list(suspensions.find()), name, asked))
+    return bool(_select_called(list(suspensions.find()), name, asked))
 
 
-def _called(found: Sequence[Suspension], name: str, asked: podman.Inspection) -> Sequence[Suspension]:
+def _select_called(found: Sequence[Suspension], name: str, asked: podman.Inspection) -> Sequence[Suspension]:
     """Those with exactly that name or ID; how Podman calls them now counts before what is on file."""
     of_id = [each for each in found if each.container == name]
     if any(each.engine == _PODMAN for each in of_id):
@@ -155,12 +155,12 @@ def _allow(kind: str, namespace: str, container_id: str, nodes: Sequence[Node]) 
     roots = [os.path.join(_CONTAINERD_ROOT, namespace)] if of_task else _with_podman(container_id)
     found: list[Node] = []
     for root in roots:
-        container, real = _known(container_id, root)
+        container, real = _find_known(container_id, root)
         found += device_access.update(real, container, nodes)
     return found
 
 
-def _known(container_id: str, root: str) -> tuple[containers.Container, RealRuntime]:
+def _find_known(container_id: str, root: str) -> tuple[containers.Container, RealRuntime]:
     real = locate.start(["checkpoint", container_id], 0, root, lambda path, _: identify(Path(path)))
     command = render_globals(Globals(root=root), real)
     return containers.find(command, container_id, root=root), real
@@ -212,7 +212,7 @@ def tasks() -> Iterator[tuple[str, str, int]]:
         for file, field in (("status", "pid"), ("state.json", "init_process_pid")):
             with suppress(OSError, ValueError, KeyError, TypeError), open(state + file, "rb") as opened:
                 init = int(parse_json(opened.read())[field])
-                if proc.running(init):
+                if proc.is_running(init):
                     yield namespace, container_id, init
 
 

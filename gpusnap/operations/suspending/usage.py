@@ -64,17 +64,19 @@ def usages() -> tuple[Usage, ...]:
     sweep()
     driver = needed_driver()
     # One that has ended may be left, while somebody has its lock.
-    asleep = [each for each in suspensions.find() if each.lives]
+    asleep = [each for each in suspensions.find() if each.is_alive]
     keys = {each.container for each in asleep}
-    there = list(_running())
+    there = list(_list_running())
     # A suspended container may have been renamed since.
     names = {each.container_id: each.name for each in there if each.engine == "podman"}
-    found = [_of_suspended(replace(each, name=names.get(each.container, each.name))) for each in asleep]
+    found = [_measure_suspended(replace(each, name=names.get(each.container, each.name))) for each in asleep]
     running = [each for each in there if each.container_id not in keys]
-    return tuple(sorted([*found, *_of_running(driver, running)], key=lambda each: (each.name, each.engine)))
+    return tuple(
+        sorted([*found, *_measure_running(driver, running)], key=lambda each: (each.name, each.engine))
+    )
 
 
-def kept(found: Suspension) -> tuple[int, int]:
+def measure_kept(found: Suspension) -> tuple[int, int]:
     """Bytes of a suspended container's GPU memory in RAM, and in the store."""
     ram = stored = 0
     with suppress(OSError):
@@ -86,8 +88,8 @@ def kept(found: Suspension) -> tuple[int, int]:
     return ram, stored
 
 
-def _of_suspended(found: Suspension) -> Usage:
-    ram, stored = kept(found)
+def _measure_suspended(found: Suspension) -> Usage:
+    ram, stored = measure_kept(found)
     gpus = tuple(gpu.index for gpu in found.gpus if gpu.memory_used) or tuple(g.index for g in found.gpus)
     return Usage(
         found.name,
@@ -102,17 +104,19 @@ def _of_suspended(found: Suspension) -> Usage:
     )
 
 
-def running_on(driver: Driver) -> Mapping[str, Mapping[str, int]]:
+def map_running(driver: Driver) -> Mapping[str, Mapping[str, int]]:
     """Bytes by GPU UUID that each running container uses, by its name; not of paused and suspended ones.
 
     Raises GpusnapError.
     """
     asleep = {each.container for each in suspensions.find()}
-    there = [each for each in _running() if not each.paused and each.container_id not in asleep]
-    return {each.name: used for each, used in _used(driver, there)}
+    there = [each for each in _list_running() if not each.paused and each.container_id not in asleep]
+    return {each.name: used for each, used in _measure_used(driver, there)}
 
 
-def _used(driver: Driver, running: Sequence[_Running]) -> Iterator[tuple[_Running, Mapping[str, int]]]:
+def _measure_used(
+    driver: Driver, running: Sequence[_Running]
+) -> Iterator[tuple[_Running, Mapping[str, int]]]:
     """Bytes by GPU UUID of each container that uses a GPU."""
     members = {
         each.container_id: [process.pid for process in containers.processes(each.init, each.container_id)]
@@ -131,12 +135,12 @@ def _used(driver: Driver, running: Sequence[_Running]) -> Iterator[tuple[_Runnin
         yield each, {uuid: size for uuid, size in sizes.items() if size}
 
 
-def _of_running(driver: Driver, running: Sequence[_Running]) -> Iterator[Usage]:
+def _measure_running(driver: Driver, running: Sequence[_Running]) -> Iterator[Usage]:
     index = {gpu.uuid: gpu.index for gpu in driver.host().gpus}
     under_way: dict[str, bool] = {}
     with suppress(GpusnapError):
         under_way = {entry.container: entry.at_work for entry in journal.entries()}
-    for each, sizes in _used(driver, running):
+    for each, sizes in _measure_used(driver, running):
         yield Usage(
             each.name,
             each.container_id,
@@ -146,7 +150,7 @@ def _of_running(driver: Driver, running: Sequence[_Running]) -> Iterator[Usage]:
             sum(sizes.values()),
             0,
             0,
-            _started(each.init),
+            _read_start_time(each.init),
         )
 
 
@@ -156,7 +160,7 @@ def _state(each: _Running, under_way: Mapping[str, bool]) -> str:
     return "paused" if each.paused else "running"
 
 
-def _running() -> Iterator[_Running]:
+def _list_running() -> Iterator[_Running]:
     """Podman's containers, where there is a Podman, and containerd's tasks."""
     with suppress(GpusnapError):
         for each in podman_objects.with_processes():
@@ -173,7 +177,7 @@ def _is_frozen(init: int, container_id: str) -> bool:
         return False
 
 
-def _started(init: int) -> str:
+def _read_start_time(init: int) -> str:
     """When a process was started; empty where /proc does not say."""
     found = proc.process(init)
     with suppress(OSError, ValueError, StopIteration), open("/proc/stat", encoding="ascii") as file:

@@ -37,15 +37,17 @@ def kfd_number(node: str = KFD) -> Number | None:
     return _number(found)
 
 
-def held(pid: int, ours: Collection[Number]) -> Held:
+def list_held(pid: int, ours: Collection[Number]) -> Held:
     """The files with one of the device numbers `ours`, by descriptor and by address. Raises GpuError."""
-    opened = tuple(sorted((number, path) for number, path, device in _opened(pid) if device in ours))
-    return Held(opened, tuple(entry for entry, device in _mapped(pid) if device in ours))
+    opened = tuple(sorted((number, path) for number, path, device in _iterate_opened(pid) if device in ours))
+    return Held(opened, tuple(entry for entry, device in _iterate_mapped(pid) if device in ours))
 
 
-def numbers_held(pid: int) -> frozenset[Number]:
+def list_held_numbers(pid: int) -> frozenset[Number]:
     """The numbers of all character devices that the process has open or mapped. Raises GpuError."""
-    return frozenset({device for *_, device in _opened(pid)} | {device for _, device in _mapped(pid)})
+    return frozenset(
+        {device for *_, device in _iterate_opened(pid)} | {device for _, device in _iterate_mapped(pid)}
+    )
 
 
 def numbers_in_dev(pid: int) -> frozenset[Number]:
@@ -54,7 +56,7 @@ def numbers_in_dev(pid: int) -> frozenset[Number]:
     for folder in ("dev", "dev/dri"):
         place = f"/proc/{pid}/root/{folder}"
         try:
-            numbers = question_process.ask(pid, place, _numbers_in, place)
+            numbers = question_process.ask(pid, place, _list_numbers_in, place)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 device_files.gone_or_raise(error, pid)
@@ -63,14 +65,14 @@ def numbers_in_dev(pid: int) -> frozenset[Number]:
     return frozenset(found)
 
 
-def _numbers_in(place: str) -> list[Number | None]:
+def _list_numbers_in(place: str) -> list[Number | None]:
     if os.path.islink(place):
         return []
     with os.scandir(place) as entries:
         return [_number(entry.stat(follow_symlinks=False)) for entry in entries]
 
 
-def _opened(pid: int) -> Iterator[tuple[int, str, Number]]:
+def _iterate_opened(pid: int) -> Iterator[tuple[int, str, Number]]:
     folder = f"/proc/{pid}/fd"
     try:
         names = os.listdir(folder)
@@ -104,12 +106,12 @@ def _is_refused(error: OSError, pid: int) -> bool:
     return True
 
 
-def _mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
+def _iterate_mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
     """Mappings of device files: (start, end, path) and the number."""
     try:
         table = [line.split(maxsplit=5) for line in deadlines.read_lines(f"/proc/{pid}/maps")]
     except TimeoutError as error:
-        raise device_files.unanswered(error, pid) from error
+        raise device_files.make_unanswered(error, pid) from error
     except OSError as error:
         device_files.gone_or_raise(error, pid)
         return

@@ -30,7 +30,7 @@ from gpusnap.runtime_shim.process import proc
 VENDOR = "amd"
 
 
-def present() -> bool:
+def is_present() -> bool:
     """Whether this host has AMD's compute driver: its device node, or its topology. Raises GpuError."""
     try:
         return exists(device_files.KFD) or is_folder(f"{topology.SYS}/class/kfd/kfd/topology")
@@ -67,9 +67,9 @@ class Amd:
 
     def state(self, pid: int) -> ProcessState | None:
         """Running for a process that holds /dev/kfd or a render node; there is no other state to see."""
-        if not proc.alive(pid):
+        if not proc.is_alive(pid):
             return None
-        return ProcessState.RUNNING if self.handles(pid) else None
+        return ProcessState.RUNNING if self.list_handles(pid) else None
 
     def restore_thread(self, pid: int) -> int:
         """There is none; raises NotInitialized."""
@@ -81,23 +81,23 @@ class Amd:
         """Bytes by PID and GPU UUID, of those that have used /dev/kfd."""
         return topology.vram_used(pids, topology.gpus())
 
-    def handles(self, pid: int) -> tuple[str, ...]:
+    def list_handles(self, pid: int) -> tuple[str, ...]:
         """Paths of /dev/kfd and of render nodes that the process has open or mapped, sorted by path."""
-        found = self.held(pid)
+        found = self.list_held(pid)
         return tuple(sorted({path for _, path in found.descriptors} | {path for *_, path in found.mappings}))
 
     def holds(self, pid: int) -> bool:
         """Whether the process has any such file open or mapped."""
-        return bool(self.handles(pid))
+        return bool(self.list_handles(pid))
 
-    def held(self, pid: int) -> Held:
+    def list_held(self, pid: int) -> Held:
         """The same files by number of the descriptor, and by address."""
-        return device_files.held(pid, _numbers())
+        return device_files.list_held(pid, _numbers())
 
-    def visible(self, pid: int) -> tuple[str, ...]:
+    def list_visible(self, pid: int) -> tuple[str, ...]:
         """UUIDs of the GPUs whose render node the process holds, or has in its own /dev."""
         ours = {(DRM_MAJOR, each.gpu.minor): each.gpu.uuid for each in topology.gpus()}
-        there = device_files.numbers_held(pid) | device_files.numbers_in_dev(pid)
+        there = device_files.list_held_numbers(pid) | device_files.numbers_in_dev(pid)
         return tuple(uuid for number, uuid in ours.items() if number in there)
 
     def nodes(self, pid: int | None = None) -> tuple[Node, ...]:

@@ -65,7 +65,7 @@ def gpus(sys: str = "") -> tuple[AmdGpu, ...]:
         minor = properties.get("drm_render_minor", 0)
         if not gpu_id or not properties.get("simd_count") or not minor:
             continue
-        unique = _unique(properties, sys, minor)
+        unique = _find_unique_number(properties, sys, minor)
         again = seen.get(unique, 0)  # partitions have the number of the chip that they are of
         seen[unique] = again + 1
         found.append(AmdGpu(_gpu(place, properties, _part(unique, again), len(found), sys=sys), gpu_id, node))
@@ -145,7 +145,7 @@ def _pci(properties: Mapping[str, int], device: str) -> str:
     return f"{domain:04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
 
 
-def _unique(properties: Mapping[str, int], sys: str, minor: int) -> str:
+def _find_unique_number(properties: Mapping[str, int], sys: str, minor: int) -> str:
     """16 digits: the chip's own number, as in ROCm's names for GPUs; APUs and virtual functions lack it.
 
     Those get one that is theirs on this host alone, and so never look like a GPU of another host.

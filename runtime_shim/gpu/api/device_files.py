@@ -74,21 +74,21 @@ def nvidia_majors(table: str = "/proc/devices") -> tuple[frozenset[int], frozens
 def nodes(pid: int) -> tuple[Node, ...]:
     """Device files of NVIDIA that the process has open (O_PATH too) or mapped, sorted by path, each once."""
     majors = nvidia_majors()[1]
-    found = {*_open_nodes(pid, majors).values(), *(node for _, node in _mapped_nodes(pid, majors))}
+    found = {*_open_nodes(pid, majors).values(), *(node for _, node in _iterate_mapped_nodes(pid, majors))}
     return tuple(sorted(found))
 
 
 def holds(pid: int) -> bool:
     """Whether there are any. Mappings, of which PyTorch has thousands, are looked at only if none is open."""
     majors = nvidia_majors()[1]
-    return bool(_open_nodes(pid, majors)) or any(True for _ in _mapped_nodes(pid, majors))
+    return bool(_open_nodes(pid, majors)) or any(True for _ in _iterate_mapped_nodes(pid, majors))
 
 
-def held(pid: int) -> Held:
+def list_held(pid: int) -> Held:
     """The same with every descriptor (by number) and every mapping (by address) of such a file."""
     majors = nvidia_majors()[1]
     opened = sorted(_open_nodes(pid, majors).items())
-    mapped = _mapped_nodes(pid, majors, every=True)
+    mapped = _iterate_mapped_nodes(pid, majors, every=True)
     return Held(
         tuple((number, node.path) for number, node in opened),
         tuple((*_span(addresses), node.path) for addresses, node in mapped),
@@ -130,18 +130,18 @@ def comm(pid: int) -> str:
     return "".join(c if c.isprintable() else "?" for c in name)
 
 
-def ends(pid: int, *, within: float) -> bool:
+def has_ended(pid: int, *, within: float) -> bool:
     """Whether the process is gone, or goes within so many seconds: one that was killed needs a moment."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     except OSError:
-        return not proc.alive(pid)  # No descriptor left, or a kernel before 5.3.
+        return not proc.is_alive(pid)  # No descriptor left, or a kernel before 5.3.
     try:
         poll = select.poll()
         poll.register(process, select.POLLIN)
-        return not proc.alive(pid) or bool(poll.poll(within * 1000))
+        return not proc.is_alive(pid) or bool(poll.poll(within * 1000))
     finally:
         os.close(process)
 
@@ -173,7 +173,9 @@ def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
     return found
 
 
-def _mapped_nodes(pid: int, majors: frozenset[int], *, every: bool = False) -> Iterator[tuple[str, Node]]:
+def _iterate_mapped_nodes(
+    pid: int, majors: frozenset[int], *, every: bool = False
+) -> Iterator[tuple[str, Node]]:
     """With the address range; of several mappings of one path the first alone, unless `every` is asked."""
     mapped = list(_mappings(pid))
     links: dict[str, str] = {}
@@ -229,7 +231,7 @@ def _mappings(pid: int) -> Iterator[tuple[str, str]]:
     try:
         lines = deadlines.read_lines(f"/proc/{pid}/maps")
     except TimeoutError as error:
-        raise unanswered(error, pid) from error
+        raise make_unanswered(error, pid) from error
     except OSError as error:
         gone_or_raise(error, pid)
         return
@@ -262,7 +264,7 @@ def _is_gpu(node: Node, frontends: frozenset[int]) -> bool:
     return ours and 0 <= node.minor <= LAST_GPU_MINOR
 
 
-def unanswered(error: TimeoutError, pid: int) -> GpuError:
+def make_unanswered(error: TimeoutError, pid: int) -> GpuError:
     """What to say where the kernel does not tell in time what a process has mapped."""
     return GpuError(
         f"the files that process {pid} ({comm(pid)}) has open could not be listed: {error.filename}: "
@@ -276,7 +278,7 @@ def unanswered(error: TimeoutError, pid: int) -> GpuError:
 def gone_or_raise(error: OSError, pid: int) -> None:
     """Return where the process, or the descriptor, is gone; raise for any other reason."""
     # A process that is ending has no memory by which the kernel could allow us: EACCES, for any but root.
-    if error.errno in (errno.ENOENT, errno.ESRCH) or not proc.alive(pid):
+    if error.errno in (errno.ENOENT, errno.ESRCH) or not proc.is_alive(pid):
         return
     message = f"the files that process {pid} ({comm(pid)}) has open could not be listed: {reason(error)}"
     if error.errno in (errno.EACCES, errno.EPERM):

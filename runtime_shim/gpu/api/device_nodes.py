@@ -60,7 +60,7 @@ def in_container(pid: int, gpus: Sequence[Gpu]) -> tuple[Node, ...]:
     majors = _majors("/dev")
     found = []
     for path, device in question_process.ask(pid, "its /dev", _list_devices, f"/proc/{pid}/root/dev"):
-        node = _known(path, os.major(device), os.minor(device), majors, gpus)
+        node = _identify(path, os.major(device), os.minor(device), majors, gpus)
         if node is not None:
             found.append(node)
     return tuple(sorted(found))
@@ -71,22 +71,22 @@ def on_host(gpus: Sequence[Gpu]) -> tuple[Node, ...]:
     majors = _majors("/dev")
     found = []
     for path, names, minor in _SHARED:
-        major = _first(majors, names)
+        major = _find_first(majors, names)
         if major is not None:
             found.append(Node(f"/dev/{path}", major, minor))
-    major = _first(majors, _NVIDIA)
+    major = _find_first(majors, _NVIDIA)
     if major is not None:
         found += [Node(f"/dev/nvidia{gpu.minor}", major, gpu.minor, gpu.uuid) for gpu in gpus]
     for path, device in _devices("/dev"):
         number = os.major(device), os.minor(device)
         if _DRI.fullmatch(path) or _CAPS.fullmatch(path):
-            node = _known(path, *number, majors, gpus)
+            node = _identify(path, *number, majors, gpus)
             if node is not None:
                 found.append(node)
     return tuple(sorted(found))
 
 
-def changes(
+def plan_changes(
     old: Sequence[Node], here: Sequence[Node], pairs: Iterable[tuple[str, str]], *, keep_names: bool = False
 ) -> tuple[Change, ...]:
     """What has to become of a container's nodes when its GPUs come back as the second ones of `pairs`.
@@ -100,14 +100,14 @@ def changes(
     wanted = [(node, _counterpart(node, here, of)) for node in old]
     taken = {node.path for node in old}
     if keep_names:
-        kept = [Change(node, _kept(node, found, taken)) for node, found in wanted]
-        return tuple(change for change in kept if change.new != (_bare(change.old),))
-    after = dict.fromkeys(_bare(found) for _, found in wanted)
-    before = {_bare(node) for node in old}
+        kept = [Change(node, _keep_names(node, found, taken)) for node, found in wanted]
+        return tuple(change for change in kept if change.new != (_strip_names(change.old),))
+    after = dict.fromkeys(_strip_names(found) for _, found in wanted)
+    before = {_strip_names(node) for node in old}
     coming = [node for node in after if node not in before]
     result = []
     for node in old:
-        if _bare(node) in after:
+        if _strip_names(node) in after:
             continue
         # A node takes the place of one of its own kind, so that its owner and mode are right.
         choice = next((new for new in coming if _kind(new.path) == _kind(node.path)), None)
@@ -135,15 +135,15 @@ def _counterpart(node: Node, here: Sequence[Node], of: Mapping[str, str]) -> Nod
     return found
 
 
-def _kept(node: Node, found: Node, taken: set[str]) -> tuple[Node, ...]:
+def _keep_names(node: Node, found: Node, taken: set[str]) -> tuple[Node, ...]:
     first = Node(node.path, found.major, found.minor)
     if found.path in taken:
         return (first,)
     taken.add(found.path)
-    return (first, _bare(found))
+    return (first, _strip_names(found))
 
 
-def _bare(node: Node) -> Node:
+def _strip_names(node: Node) -> Node:
     return Node(node.path, node.major, node.minor)
 
 
@@ -151,21 +151,23 @@ def _kind(path: str) -> str:
     return path.rstrip("0123456789")
 
 
-def _known(path: str, major: int, minor: int, majors: Mapping[str, int], gpus: Sequence[Gpu]) -> Node | None:
+def _identify(
+    path: str, major: int, minor: int, majors: Mapping[str, int], gpus: Sequence[Gpu]
+) -> Node | None:
     """The node if it is of a GPU's driver: by its number or, where /proc/devices lacks it, by its name."""
     where = f"/dev/{path}"
-    frontend = _first(majors, _NVIDIA)
+    frontend = _find_first(majors, _NVIDIA)
     if (major == frontend and minor <= LAST_GPU_MINOR) or _GPU.fullmatch(path):
         gpu = next((gpu for gpu in gpus if gpu.minor == minor), None)
         return Node(where, major, minor, gpu.uuid) if gpu is not None else None
     if major == _DRM_MAJOR and _DRI.fullmatch(path):
-        gpu = _drawn_by(minor, gpus)
+        gpu = _find_drm_gpu(minor, gpus)
         return Node(where, major, minor, gpu.uuid) if gpu is not None else None
     shared = any(path == name for name, _, _ in _SHARED) or _CAPS.fullmatch(path)
     return Node(where, major, minor) if shared else None
 
 
-def _drawn_by(minor: int, gpus: Sequence[Gpu]) -> Gpu | None:
+def _find_drm_gpu(minor: int, gpus: Sequence[Gpu]) -> Gpu | None:
     """The GPU of a DRM node: by its own number, where that is a render node's, or else by PCI address."""
     own = next((gpu for gpu in gpus if gpu.minor == minor >= _FIRST_RENDER), None)
     owner = _pci(minor) if own is None else ""
@@ -183,17 +185,17 @@ def _majors(dev: str) -> dict[str, int]:
             names = ("nvidia-caps",)
         if names is not None:
             majors.setdefault(names[0], os.major(device))
-    listed = _listed()
-    if _first(listed, _NVIDIA) is not None:
+    listed = _read_listed_majors()
+    if _find_first(listed, _NVIDIA) is not None:
         majors.pop(_NVIDIA[0], None)
     return majors | listed
 
 
-def _listed(table: str = "/proc/devices") -> dict[str, int]:
+def _read_listed_majors(table: str = "/proc/devices") -> dict[str, int]:
     return dict(reversed(character_drivers(table)))  # of one that stands there twice, the first
 
 
-def _first(majors: Mapping[str, int], names: Sequence[str]) -> int | None:
+def _find_first(majors: Mapping[str, int], names: Sequence[str]) -> int | None:
     return next((majors[name] for name in names if name in majors), None)
 
 

@@ -1,7 +1,7 @@
 """What gpusnap asks of a vendor's GPU driver: one protocol, one implementation a vendor.
 
 A process is named by its PID as this process sees it. Operations on one process block until the driver has
-answered; `parallel.at_once` runs them on several processes at the same time.
+answered; `parallel.run_at_once` runs them on several processes at the same time.
 """
 
 from __future__ import annotations
@@ -106,16 +106,16 @@ class Driver(Protocol):
     def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
         """Bytes of GPU memory by PID and GPU UUID, for processes that the driver lists."""
 
-    def handles(self, pid: int) -> tuple[str, ...]:
+    def list_handles(self, pid: int) -> tuple[str, ...]:
         """Device files of this vendor the process has open or mapped (/dev/nvidia0); from /proc alone."""
 
     def holds(self, pid: int) -> bool:
         """Whether the process has any of them: most have one open, and their mappings are not looked at."""
 
-    def held(self, pid: int) -> Held:
+    def list_held(self, pid: int) -> Held:
         """The same files, with the descriptors and the addresses by which the process has them."""
 
-    def visible(self, pid: int) -> tuple[str, ...]:
+    def list_visible(self, pid: int) -> tuple[str, ...]:
         """UUIDs of the GPUs that the process could see: whose device files it holds, or has in its own /dev.
 
         By minor of the node, not by its name; a suspended process holds none, but still has its /dev.

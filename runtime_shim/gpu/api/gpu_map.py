@@ -57,24 +57,24 @@ def _word(text: str) -> str:
     if (
         not text.upper().startswith(_PREFIX)
         or not _SHORTEST <= len(digits) <= len(_SHAPE)
-        or not (_shaped(digits, _SHAPE) or _shaped(digits, "x" * _PLAIN))
+        or not (_has_shape(digits, _SHAPE) or _has_shape(digits, "x" * _PLAIN))
     ):
         raise ValueError(_WANTED)
     return _PREFIX + digits
 
 
-def _shaped(digits: str, shape: str) -> bool:
+def _has_shape(digits: str, shape: str) -> bool:
     """Whether the digits are the beginning of such a UUID."""
     return len(digits) <= len(shape) and all(
-        _fits(digit, place) for digit, place in zip(digits, shape, strict=False)
+        _matches_digit(digit, place) for digit, place in zip(digits, shape, strict=False)
     )
 
 
-def _fits(digit: str, place: str) -> bool:
+def _matches_digit(digit: str, place: str) -> bool:
     return digit in "0123456789abcdef" if place == "x" else digit == place
 
 
-def means(word: str, index: int, uuid: str) -> bool:
+def is_meant(word: str, index: int, uuid: str) -> bool:
     """Whether a word of a map means the GPU with this number and UUID."""
     if word.isdigit():
         return int(word) == index

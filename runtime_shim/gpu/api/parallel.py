@@ -48,7 +48,7 @@ class Outcome(Generic[T]):
         ) from first
 
 
-def at_once(
+def run_at_once(
     operation: Callable[[int], T],
     pids: Iterable[int],
     *,
@@ -67,12 +67,12 @@ def at_once(
     states. `look` is called every 50 ms in this thread meanwhile, before and after one came.
     """
     crew = _Crew(operation, pids, look)
-    with _stops_held_back():
+    with _hold_stops_back():
         try:
             crew.start(min(len(crew.pids), limit or len(crew.pids)))
             crew.wait()
         except BaseException:
-            crew.see_to_the_end()
+            crew.await_end()
             raise
     if crew.mistakes:
         raise crew.mistakes[0]
@@ -109,7 +109,7 @@ class _Crew(Generic[T]):
                 worker.start()
             except RuntimeError as error:
                 if not self._workers:
-                    self._nobody(str(error))
+                    self._fail_rest(str(error))
                 break
             self._workers.append(worker)
         self._go = True
@@ -127,7 +127,7 @@ class _Crew(Generic[T]):
                 if self._look is not None:
                     self._look()
 
-    def see_to_the_end(self) -> None:
+    def await_end(self) -> None:
         """After an exception: send the threads home, or if they have begun, wait whatever else is raised."""
         self._gate.set()
         while self._go and not all(worker.ended for worker in self._workers):
@@ -146,7 +146,7 @@ class _Crew(Generic[T]):
             except BaseException as error:
                 self.mistakes.append(error)
 
-    def _nobody(self, why: str) -> None:
+    def _fail_rest(self, why: str) -> None:
         for pid in self.pids:
             self.errors[pid] = DriverFailed(
                 f"no thread could be started for process {pid}: {why}",
@@ -187,7 +187,7 @@ class _Worker:
 
 
 @contextmanager
-def _stops_held_back() -> Iterator[None]:
+def _hold_stops_back() -> Iterator[None]:
     """Block the stop signals in this thread and those that it starts.
 
     The threads inherit the mask, so a signal never breaks into a system call of the driver; and none breaks

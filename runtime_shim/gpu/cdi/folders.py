@@ -30,7 +30,7 @@ def load(
         report(error)
 
     ranks: list[list[Spec]] = []
-    for folder in _distinct(folders):
+    for folder in _drop_repeated(folders):
         specs = []
         for path in _files(folder, failed):
             try:
@@ -38,7 +38,7 @@ def load(
             except CdiError as error:
                 failed(error)
         ranks.append(specs)
-    return _merged(ranks, failed)
+    return _merge(ranks, failed)
 
 
 def read(path: str) -> Spec:
@@ -55,7 +55,7 @@ def read(path: str) -> Spec:
     return parse(data, path)
 
 
-def _distinct(folders: Iterable[str]) -> list[str]:
+def _drop_repeated(folders: Iterable[str]) -> list[str]:
     """Each folder once, where it counts most: /var/run/cdi is /run/cdi."""
     last = {os.path.realpath(folder): at for at, folder in enumerate(folders)}
     return sorted(last, key=last.__getitem__)
@@ -72,7 +72,7 @@ def _files(folder: str, failed: Callable[[CdiError], None]) -> list[str]:
         return []
 
 
-def _merged(ranks: Sequence[Sequence[Spec]], failed: Callable[[CdiError], None]) -> tuple[Spec, ...]:
+def _merge(ranks: Sequence[Sequence[Spec]], failed: Callable[[CdiError], None]) -> tuple[Spec, ...]:
     owner: dict[tuple[str, str], Spec | None] = {}
     for specs in ranks:
         here: dict[tuple[str, str], Spec] = {}

@@ -18,7 +18,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, shown
+from gpusnap.runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, make_printable
 
 _VERSIONS = ("0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0")
 LARGEST = 16 << 20
@@ -167,22 +167,22 @@ class _Object:
         return CdiError(f"{self.path}: {place}: {what}" if place else f"{self.path}: {what}", hint=hint)
 
     def object(self, name: str, known: Mapping[str, str]) -> _Object:
-        return self._within(self.fields.get(name, {}), name, known)
+        return self._make_inner(self.fields.get(name, {}), name, known)
 
     def objects(self, name: str, known: Mapping[str, str]) -> list[_Object]:
-        return [self._within(each, f"{name}[{at}]", known) for at, each in enumerate(self.items(name))]
+        return [self._make_inner(each, f"{name}[{at}]", known) for at, each in enumerate(self.items(name))]
 
-    def _within(self, value: Any, name: str, known: Mapping[str, str]) -> _Object:
+    def _make_inner(self, value: Any, name: str, known: Mapping[str, str]) -> _Object:
         place = f"{self.place}.{name}" if self.place else name
-        return _Object(self.path, self.version, place).holding(value, known)
+        return _Object(self.path, self.version, place).check_fields(value, known)
 
-    def holding(self, value: Any, known: Mapping[str, str]) -> _Object:
+    def check_fields(self, value: Any, known: Mapping[str, str]) -> _Object:
         """The same with `value`'s fields, which must be among those that are `known`."""
         if not isinstance(value, dict):
             raise self.wrong("is no object with fields")
         for name, each in value.items():
             if name not in known:
-                raise self.wrong(f"unknown field {shown(name)}")
+                raise self.wrong(f"unknown field {make_printable(name)}")
             if known[name] and each:  # as CDI's library has it, an empty value needs no version
                 self.need(known[name], name)
             if name in _DROPPED and self.version == "1.1.0":
@@ -220,7 +220,7 @@ class _Object:
         found = self.texts(name)
         for at, each in enumerate(found):
             if each.find("=") <= 0:
-                raise self.wrong(f"{shown(each)} is no NAME=VALUE", f"{name}[{at}]")
+                raise self.wrong(f"{make_printable(each)} is no NAME=VALUE", f"{name}[{at}]")
         return found
 
     def _text(self, value: Any, name: str) -> str:
@@ -239,7 +239,7 @@ class _Object:
 
     def _number(self, value: Any, name: str, top: int, low: int) -> int:
         if isinstance(value, Unquoted):
-            value = value.whole()
+            value = value.parse_whole()
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= top:
             raise self.wrong(f"is no whole number from {low} to {top}", name)
         return value
@@ -252,12 +252,12 @@ def _spec(content: Any, path: str) -> Spec:
     # Before all else: what is wrong with a file of the future is its version.
     if isinstance(content, dict) and number not in _VERSIONS:
         known = f"{_VERSIONS[0]} to {_VERSIONS[-1]}"
-        what = "is missing" if version is None else f"{shown(version)} is none of those known"
+        what = "is missing" if version is None else f"{make_printable(version)} is none of those known"
         raise top.wrong(f"{what} ({known})", "cdiVersion")
-    top = top.holding(content, _SPEC)
+    top = top.check_fields(content, _SPEC)
     kind = top.text("kind", needed=True)
     if not _KIND.fullmatch(kind):
-        raise top.wrong(f"{shown(kind)} is no vendor and class (nvidia.com/gpu)", "kind")
+        raise top.wrong(f"{make_printable(kind)} is no vendor and class (nvidia.com/gpu)", "kind")
     if "." in kind.partition("/")[2]:
         top.need("0.6.0", "kind", "a dot in its class ")
     _annotations(top)
@@ -268,7 +268,7 @@ def _spec(content: Any, path: str) -> Spec:
     names = [device.name for device in devices]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise top.wrong(f"the device {shown(twice)} is there twice", "devices")
+        raise top.wrong(f"the device {make_printable(twice)} is there twice", "devices")
     return Spec(path, number, kind, devices, edits)
 
 
@@ -281,7 +281,7 @@ def _annotations(holder: _Object) -> None:
 def _device(found: _Object) -> Device:
     name = found.text("name", needed=True)
     if not _NAME.fullmatch(name):
-        raise found.wrong(f"{shown(name)} is no name for a device", "name")
+        raise found.wrong(f"{make_printable(name)} is no name for a device", "name")
     if name[0].isdigit():
         found.need("0.5.0", "name", "to begin with a digit ")
     _annotations(found)
@@ -307,9 +307,11 @@ def _node(node: _Object) -> DeviceNode:
     path = node.text("path", needed=True)
     kind, permissions = node.text("type"), node.text("permissions")
     if kind not in ("", "b", "c", "u", "p"):
-        raise node.wrong(f"{shown(kind)} is no type of a device node: b, c, u, p", "type")
+        raise node.wrong(f"{make_printable(kind)} is no type of a device node: b, c, u, p", "type")
     if permissions != "none" and set(permissions) - set("rwm"):
-        raise node.wrong(f"{shown(permissions)} is none of r, w, m together, and not none", "permissions")
+        raise node.wrong(
+            f"{make_printable(permissions)} is none of r, w, m together, and not none", "permissions"
+        )
     major, minor = node.number("major", _MAJOR), node.number("minor", _MINOR)
     mode, uid, gid = (node.number(name, _ID) for name in ("fileMode", "uid", "gid"))
     return DeviceNode(path, node.text("hostPath") or path, kind, major, minor, mode, permissions, uid, gid)
@@ -323,9 +325,9 @@ def _mount(mount: _Object) -> Mount:
 def _hook(hook: _Object) -> Hook:
     name, path = hook.text("hookName", needed=True), hook.text("path", needed=True)
     if name not in _HOOKS:
-        raise hook.wrong(f"{shown(name)} is none of {', '.join(_HOOKS)}", "hookName")
+        raise hook.wrong(f"{make_printable(name)} is none of {', '.join(_HOOKS)}", "hookName")
     if not path.startswith("/"):
-        raise hook.wrong(f"{shown(path)} is no absolute path", "path")
+        raise hook.wrong(f"{make_printable(path)} is no absolute path", "path")
     timeout = hook.number("timeout", _ID, low=1)
     return Hook(name, path, hook.texts("args"), hook.variables("env"), timeout)
 

@@ -24,7 +24,7 @@ class Unquoted(str):
 
     __slots__ = ()
 
-    def whole(self) -> int | None:
+    def parse_whole(self) -> int | None:
         """The whole number that it may stand for; None where it is none."""
         found = _WHOLE.fullmatch(self)
         return int(self, 8 if found["octal"] else 0) if found else None
@@ -44,7 +44,7 @@ def from_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def shown(value: object) -> str:
+def make_printable(value: object) -> str:
     """What stood in the file, short enough for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:76]}…"
@@ -59,51 +59,51 @@ class _Document:
         self.left = _NODES
 
     def content(self) -> Any:
-        self._next()  # the stream's start
-        if self._next()[0] == "StreamEnd":
+        self._read_next()  # the stream's start
+        if self._read_next()[0] == "StreamEnd":
             raise ValueError("holds nothing")
-        content = self._node(*self._next(), depth=0)
-        self._next()  # the document's end
-        if self._next()[0] != "StreamEnd":
-            raise self._wrong("a second document begins")
+        content = self._node(*self._read_next(), depth=0)
+        self._read_next()  # the document's end
+        if self._read_next()[0] != "StreamEnd":
+            raise self._make_error("a second document begins")
         return content
 
-    def _next(self) -> tuple[str, Any]:
+    def _read_next(self) -> tuple[str, Any]:
         event = next(self.events)
         self.line = event.start_mark.line + 1
         self.left -= 1
         if not self.left:
-            raise self._wrong(f"more than {_NODES} things by here")
+            raise self._make_error(f"more than {_NODES} things by here")
         return type(event).__name__.removesuffix("Event"), event
 
-    def _wrong(self, what: str) -> ValueError:
+    def _make_error(self, what: str) -> ValueError:
         return ValueError(f"line {self.line}: {what}")
 
     def _node(self, kind: str, event: Any, *, depth: int) -> Any:
         if kind == "Alias":
-            raise self._wrong("an alias has no place in a CDI file")
+            raise self._make_error("an alias has no place in a CDI file")
         if event.tag not in (None, "!", "tag:yaml.org,2002:str"):
-            raise self._wrong(f"the tag {shown(event.tag)} has no place in a CDI file")
+            raise self._make_error(f"the tag {make_printable(event.tag)} has no place in a CDI file")
         if kind == "Scalar":
             plain = event.tag is None and event.implicit[0]
             return (None if event.value in _NULL else Unquoted(event.value)) if plain else event.value
         if depth == _DEPTH:
-            raise self._wrong("nested too deeply")
+            raise self._make_error("nested too deeply")
         return self._items(depth + 1) if kind == "SequenceStart" else self._fields(depth + 1)
 
     def _items(self, depth: int) -> list[Any]:
         found = []
-        while (entry := self._next())[0] != "SequenceEnd":
+        while (entry := self._read_next())[0] != "SequenceEnd":
             found.append(self._node(*entry, depth=depth))
         return found
 
     def _fields(self, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        while (entry := self._next())[0] != "MappingEnd":
+        while (entry := self._read_next())[0] != "MappingEnd":
             key = self._node(*entry, depth=depth)
             if not isinstance(key, str):
-                raise self._wrong("a field's name is no string")
+                raise self._make_error("a field's name is no string")
             if key in found:
-                raise self._wrong(f"the field {shown(key)} is there twice")
-            found[str(key)] = self._node(*self._next(), depth=depth)
+                raise self._make_error(f"the field {make_printable(key)} is there twice")
+            found[str(key)] = self._node(*self._read_next(), depth=depth)
         return found

@@ -31,4 +31,4 @@ class NvidiaByPlugin(Nvidia):
         try:
             return super().state(pid)
         except DriverTooOld:
-            return ProcessState.RUNNING if proc.alive(pid) and device_files.gpu_minors(pid) else None
+            return ProcessState.RUNNING if proc.is_alive(pid) and device_files.gpu_minors(pid) else None

@@ -95,7 +95,7 @@ class Library:
     """The loaded library. Each method is one call, from any thread; each returns the CUresult, first.
 
     Raises DriverMissing where the library cannot be loaded or is none of CUDA's. Symbols of the checkpoint
-    API may be absent: `missing()` names them, and only then may their methods be called.
+    API may be absent: `list_missing()` names them, and only then may their methods be called.
     """
 
     def __init__(self, path: str = SONAME) -> None:
@@ -123,7 +123,7 @@ class Library:
             function.restype = ctypes.c_int
         return tuple(missing)
 
-    def missing(self) -> tuple[str, ...]:
+    def list_missing(self) -> tuple[str, ...]:
         """The functions of the checkpoint API that this library lacks: none since driver 570."""
         return self._missing
 

@@ -74,7 +74,7 @@ _Words = Mapping[type[GpuError], str]
 _NO_WORDS: _Words = MappingProxyType({})
 
 
-def present() -> bool:
+def is_present() -> bool:
     """Whether this host has NVIDIA's kernel driver or its device nodes; loads nothing. Raises GpuError."""
     try:
         if exists("/proc/driver/nvidia/version"):
@@ -128,7 +128,7 @@ class Nvidia:
 
     def state(self, pid: int) -> ProcessState | None:
         """The state of a process; None where it has no GPU state (NOT_INITIALIZED) or is gone."""
-        if not proc.alive(pid):
+        if not proc.is_alive(pid):
             return None
         result, state = self._cuda().state(pid)
         if result == _NOT_INITIALIZED:
@@ -140,7 +140,7 @@ class Nvidia:
             return None
         except ValueError:
             raise DriverFailed(
-                f"the GPU driver says that {_who(pid)} is in state {state}, which gpusnap does not know",
+                f"the GPU driver says that {_name(pid)} is in state {state}, which gpusnap does not know",
                 hint="use a gpusnap that knows this driver",
                 pid=pid,
             ) from None
@@ -150,7 +150,7 @@ class Nvidia:
 
         NotInitialized without a wait for the process' end: most processes have no GPU state.
         """
-        library = self._ready(pid)
+        library = self._prepare_library(pid)
         result, tid = library.restore_thread(pid)
         self._check(result, pid, "find the restore thread of", at_once=result == _NOT_INITIALIZED)
         return tid
@@ -159,7 +159,7 @@ class Nvidia:
         """Bytes by PID and GPU UUID; `nvml.memory_used` says what it cannot know."""
         return _nvml(nvml.memory_used, tuple(pids))
 
-    def handles(self, pid: int) -> tuple[str, ...]:
+    def list_handles(self, pid: int) -> tuple[str, ...]:
         """Paths of NVIDIA's device files that the process has open or mapped, sorted by path."""
         return tuple(dict.fromkeys(node.path for node in handles.nodes(pid)))
 
@@ -167,11 +167,11 @@ class Nvidia:
         """Whether the process has any such file open or mapped."""
         return handles.holds(pid)
 
-    def held(self, pid: int) -> Held:
+    def list_held(self, pid: int) -> Held:
         """NVIDIA's device files by number of the descriptor, and by address."""
-        return handles.held(pid)
+        return handles.list_held(pid)
 
-    def visible(self, pid: int) -> tuple[str, ...]:
+    def list_visible(self, pid: int) -> tuple[str, ...]:
         """UUIDs of the GPUs that the process could see: it holds their nodes or has them in its /dev.
 
         The driver counts a GPU as visible once its node can be opened, so a suspended process, which holds
@@ -186,7 +186,7 @@ class Nvidia:
         for minor in held:
             if minor not in gpus:
                 raise NoDevice(
-                    f"{_who(pid)} holds the device of GPU minor {minor}, which the driver does not list",
+                    f"{_name(pid)} holds the device of GPU minor {minor}, which the driver does not list",
                     hint=NoDevice.advice,
                     pid=pid,
                 )
@@ -204,14 +204,14 @@ class Nvidia:
 
         After LockTimeout the process runs on.
         """
-        library = self._ready(pid)
+        library = self._prepare_library(pid)
         result = library.lock(pid, _milliseconds(timeout))
         late = f"its GPU work did not stop within {timeout:g} s"
         self._check(result, pid, "lock", because={LockTimeout: late})
 
     def checkpoint(self, pid: int) -> None:
         """Suspend the locked process. After NotSupported and IllegalState its state is what it was."""
-        library = self._ready(pid)
+        library = self._prepare_library(pid)
         # The driver makes room for the GPU's memory inside the process, so the host is short of it here.
         short: dict[type[GpuError], str] = {
             GpuOutOfMemory: "there is not enough host memory to hold its GPU memory"
@@ -227,7 +227,7 @@ class Nvidia:
         from gpusnap.runtime_shim.gpu.nvidia.cuda import uuid_bytes
 
         raw = [(uuid_bytes(old), uuid_bytes(new)) for old, new in pairs]
-        library = self._ready(pid)
+        library = self._prepare_library(pid)
         hints: dict[type[GpuError], str] = {NotSupported: _UNRESTORABLE}
         if pairs:
             hints[InvalidRequest] = _PAIRS
@@ -235,13 +235,13 @@ class Nvidia:
 
     def unlock(self, pid: int) -> None:
         """Let the locked process run on."""
-        library = self._ready(pid)
+        library = self._prepare_library(pid)
         self._check(library.unlock(pid), pid, "unlock")
 
-    def _ready(self, pid: int) -> Library:
+    def _prepare_library(self, pid: int) -> Library:
         """The library, once it is known that there is a process to work on."""
         library = self._cuda()
-        if not proc.alive(pid):
+        if not proc.is_alive(pid):
             raise ProcessGone(f"process {pid} has ended", hint=ProcessGone.advice, pid=pid)
         return library
 
@@ -262,10 +262,10 @@ class Nvidia:
         if result == CUDA_SUCCESS:
             return
         name = self._cuda().error_name(result)
-        error = cuda_error(result, f"{verb} {_who(pid)}", pid=pid, name=name, because=because, hints=hints)
+        error = cuda_error(result, f"{verb} {_name(pid)}", pid=pid, name=name, because=because, hints=hints)
         # The driver may notice before the kernel shows it. Its other answers are of living processes.
         patience = _DYING if isinstance(error, _VAGUE) and not at_once else 0
-        if handles.ends(pid, within=patience):
+        if handles.has_ended(pid, within=patience):
             raise ProcessGone(
                 f"process {pid} ended while the GPU driver was to {verb} it",
                 hint=ProcessGone.advice,
@@ -285,18 +285,18 @@ def _open_library() -> Library:
     from gpusnap.runtime_shim.gpu.nvidia.cuda import Library
 
     library = Library()
-    missing = library.missing()
+    missing = library.list_missing()
     if missing:
         raise DriverTooOld(
             f"the GPU driver ({_version(library)}) has no checkpoint API: {missing[0]} is missing; "
             f"{FIRST_DRIVER} is the first driver with it",
             hint=DriverTooOld.advice,
         )
-    with _all_gpus():
+    with _without_visible_devices():
         result = library.init()
     if result != CUDA_SUCCESS:
         error = cuda_error(result, "start (cuInit)", name=library.error_name(result))
-        if isinstance(error, NoDevice) and not present():
+        if isinstance(error, NoDevice) and not is_present():
             # libcuda says "no device" too where there is no kernel driver at all.
             raise DriverMissing(
                 "libcuda is here, but NVIDIA's kernel driver is not loaded",
@@ -317,7 +317,7 @@ def _version(library: Library) -> str:
 
 
 @contextmanager
-def _all_gpus() -> Iterator[None]:
+def _without_visible_devices() -> Iterator[None]:
     """Without CUDA_VISIBLE_DEVICES: it is meant for programs, and an empty one makes cuInit answer NO_DEVICE.
 
     It stays in the environment otherwise, since the real runtime inherits that.
@@ -330,7 +330,7 @@ def _all_gpus() -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = narrowed
 
 
-def _who(pid: int) -> str:
+def _name(pid: int) -> str:
     return f"process {pid} ({handles.comm(pid)})"
 
 

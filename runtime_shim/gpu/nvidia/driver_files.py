@@ -132,22 +132,24 @@ def replace_version(path: str, old: str, new: str) -> str:
     return re.sub(rf"(?<![0-9])(?<![0-9]\.){re.escape(old)}(?![0-9]|\.[0-9])", new, path)
 
 
-def found(specs: Iterable[Spec], version: str, *, asked: Iterable[str] = (), root: str = "/") -> Found:
+def find_files(specs: Iterable[Spec], version: str, *, asked: Iterable[str] = (), root: str = "/") -> Found:
     """The driver's files here, from CDI specs, the loader's cache and the driver's folders, in that order.
 
     `version` is the driver's; `asked` are paths of which it must be known whether they exist. Everything is
     looked up below `root`. What cannot be read is left out.
     """
-    files = list(_regular(_mounted(specs), 0, root))
-    files += _regular((path for _, path in loader_cache(_content(_LOADER_CACHE, root))), 1, root)
-    folders = [os.path.dirname(each.real) for each in files if _stem(each.real) == "libcuda.so"]
+    files = list(_iterate_regular(_iterate_mounted(specs), 0, root))
+    files += _iterate_regular((path for _, path in loader_cache(_content(_LOADER_CACHE, root))), 1, root)
+    folders = [os.path.dirname(each.real) for each in files if _get_stem(each.real) == "libcuda.so"]
     for folder in dict.fromkeys((*folders, *_folders(version))):
-        files += _regular(_listed(folder, root), 2, root)
-    present = {path for path in asked if is_driver_file(path) and os.path.exists(_at(root, path))}
+        files += _iterate_regular(_list_folder(folder, root), 2, root)
+    present = {path for path in asked if is_driver_file(path) and os.path.exists(_join_root(root, path))}
     return Found(version, tuple(files), frozenset(present | {each.path for each in files}))
 
 
-def counterpart(source: str, old: str, new: str, known: Found, *, among: Iterable[str] = ()) -> str | None:
+def find_counterpart(
+    source: str, old: str, new: str, known: Found, *, among: Iterable[str] = ()
+) -> str | None:
     """The file of this host to mount instead of `source`, one of driver version `old`; None: there is none.
 
     `source` itself where this host has it. `new` is the version of this host's driver. `among` are the
@@ -160,12 +162,12 @@ def counterpart(source: str, old: str, new: str, known: Found, *, among: Iterabl
         return None
     if source in known.present:
         return source
-    bits = _bits(source, among) if _stem(source) else 0
-    fits = [each for each in known.files if _fits(each, wanted, new, bits)]
+    bits = _bits(source, among) if _get_stem(source) else 0
+    fits = [each for each in known.files if _matches(each, wanted, new, bits)]
     fits.sort(key=lambda each: (each.rank, os.path.dirname(each.path) != os.path.dirname(wanted)))
     if fits:
         return fits[0].real
-    return _of_own_version(wanted, bits, known) if source == wanted else None
+    return _find_own_version(wanted, bits, known) if source == wanted else None
 
 
 def loader_cache(data: bytes) -> tuple[tuple[str, str], ...]:
@@ -195,7 +197,7 @@ def build_id(path: str) -> str:
         return _note(file.read(1 << 20)).hex()
 
 
-def mapped(path: str, file: str = "") -> Mapped:
+def describe_mapped(path: str, file: str = "") -> Mapped:
     """What CRIU will hold `path` against; read from `file` where this process knows it by another name.
 
     Raises OSError.
@@ -205,14 +207,14 @@ def mapped(path: str, file: str = "") -> Mapped:
     return Mapped(path, status.st_size, build, status.st_mode)
 
 
-def differs(path_here: str, size: int, build_id: str, *, mode: int | None = None) -> str:
+def explain_difference(path_here: str, size: int, build_id: str, *, mode: int | None = None) -> str:
     """Why CRIU would not take this host's file for the one that a process had mapped; "" if it would.
 
     criu/files-reg.c, open_path and validate_file: the size always, then st_mode, and the build-id where both
     files have one. `mode` is left out where it is not known.
     """
     try:
-        here = mapped(path_here)
+        here = describe_mapped(path_here)
     except OSError as error:
         return f"{path_here} cannot be read here: {reason(error)}"
     if not stat.S_ISREG(here.mode):
@@ -231,14 +233,14 @@ def differs(path_here: str, size: int, build_id: str, *, mode: int | None = None
 # What fits
 
 
-def _stem(path: str) -> str:
+def _get_stem(path: str) -> str:
     """libcuda.so of libcuda.so.560.35.03; "" of what is no library."""
     name = os.path.basename(path)
     at = name.find(".so")
     return name[: at + 3] if at > 0 and name[at + 3 : at + 4] in ("", ".") else ""
 
 
-def _fits(file: File, wanted: str, new: str, bits: int) -> bool:
+def _matches(file: File, wanted: str, new: str, bits: int) -> bool:
     name = os.path.basename(wanted)
     if name not in (os.path.basename(file.path), os.path.basename(file.real)) or not _as_wide(file, bits):
         return False
@@ -246,14 +248,14 @@ def _fits(file: File, wanted: str, new: str, bits: int) -> bool:
     if numbered and not numbered["major"]:
         # Not a libcuda.so.1 of a compatibility package, nor one that another driver left behind.
         return numbered["version"] == new
-    if _stem(name) or re.fullmatch(_PROGRAM, name, re.VERBOSE):
+    if _get_stem(name) or re.fullmatch(_PROGRAM, name, re.VERBOSE):
         return True
     # Firmware and settings: their folder says of which version they are, or what for (icd.d).
     folder = os.path.basename(os.path.dirname(wanted))
     return folder in (os.path.basename(os.path.dirname(path)) for path in (file.path, file.real))
 
 
-def _of_own_version(wanted: str, bits: int, known: Found) -> str | None:
+def _find_own_version(wanted: str, bits: int, known: Found) -> str | None:
     """The one library with the same name and first number: libnvidia-egl-gbm.so.1.1.2 for ….so.1.1.1."""
     own = _NUMBERED.fullmatch(os.path.basename(wanted))
     if not own or not own["major"]:
@@ -287,11 +289,11 @@ def _bits(path: str, among: Iterable[str]) -> int:
 # What there is
 
 
-def _at(root: str, path: str) -> str:
+def _join_root(root: str, path: str) -> str:
     return f"{root.rstrip('/')}{path}"
 
 
-def _mounted(specs: Iterable[Spec]) -> Iterator[str]:
+def _iterate_mounted(specs: Iterable[Spec]) -> Iterator[str]:
     for spec in specs:
         if spec.kind.startswith("nvidia.com/"):
             for edits in (spec.edits, *(device.edits for device in spec.devices)):
@@ -307,20 +309,20 @@ def _folders(version: str) -> Iterator[str]:
     yield from _OTHER_FOLDERS
 
 
-def _listed(folder: str, root: str) -> list[str]:
+def _list_folder(folder: str, root: str) -> list[str]:
     try:
-        return [f"{folder}/{name}" for name in sorted(os.listdir(_at(root, folder)))]
+        return [f"{folder}/{name}" for name in sorted(os.listdir(_join_root(root, folder)))]
     except OSError:
         return []
 
 
-def _regular(paths: Iterable[str], rank: int, root: str) -> Iterator[File]:
+def _iterate_regular(paths: Iterable[str], rank: int, root: str) -> Iterator[File]:
     """Those of `paths` that have a driver file's name and are, or lead to, regular files with such names."""
     top = os.path.realpath(root).rstrip("/")
     for path in dict.fromkeys(paths):
         if not path.startswith("/") or ".." in path.split("/") or not _NAME.fullmatch(os.path.basename(path)):
             continue
-        real = os.path.realpath(_at(root, path))
+        real = os.path.realpath(_join_root(root, path))
         if not real.startswith(f"{top}/") or not _NAME.fullmatch(os.path.basename(real)):
             continue
         try:
@@ -332,7 +334,7 @@ def _regular(paths: Iterable[str], rank: int, root: str) -> Iterator[File]:
 
 def _content(path: str, root: str) -> bytes:
     try:
-        with open(_at(root, path), "rb") as file:
+        with open(_join_root(root, path), "rb") as file:
             return file.read(_LOADER_CACHE_BYTES)
     except OSError:
         return b""

@@ -38,7 +38,7 @@ def inventory() -> Host:
     `GpuError`.
     """
     nvml = _nvml()
-    with _mapped("read the driver's version"):
+    with _convert_errors("read the driver's version"):
         version = _text(nvml.nvmlSystemGetDriverVersion())
         cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
     gpus = tuple(_gpu(nvml, index, handle) for index, handle in _handles(nvml))
@@ -51,7 +51,7 @@ def inventory() -> Host:
 def driver_version() -> str:
     """The driver's version, such as 580.159.04; raises as `inventory` does."""
     nvml = _nvml()
-    with _mapped("read the driver's version"):
+    with _convert_errors("read the driver's version"):
         return _text(nvml.nvmlSystemGetDriverVersion())
 
 
@@ -69,9 +69,11 @@ def memory_used(pids: Iterable[int]) -> dict[int, dict[str, int]]:
         return used
     nvml = _nvml()
     for index, handle in _handles(nvml):
-        with _mapped(f"list the processes of GPU {index}"):
+        with _convert_errors(f"list the processes of GPU {index}"):
             uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-            processes: list[Any] = _optional(partial(nvml.nvmlDeviceGetComputeRunningProcesses, handle), [])
+            processes: list[Any] = _ask_optional(
+                partial(nvml.nvmlDeviceGetComputeRunningProcesses, handle), []
+            )
         for process in processes:
             if process.pid in wanted:
                 # One process may be listed more than once: for each of its MIG instances.
@@ -91,7 +93,7 @@ def _nvml() -> Any:
     nvml = binding()
     with _lock:
         if not _ready:
-            with _mapped("start"):
+            with _convert_errors("start"):
                 nvml.nvmlInit()
             _ready = True
     return nvml
@@ -109,7 +111,7 @@ def binding() -> Any:
 
 
 @contextmanager
-def _mapped(task: str) -> Iterator[None]:
+def _convert_errors(task: str) -> Iterator[None]:
     """Turn NVML's exceptions into ours; `task` completes "NVML could not …"."""
     try:
         yield
@@ -118,7 +120,7 @@ def _mapped(task: str) -> Iterator[None]:
 
 
 def _handles(nvml: Any) -> Iterator[tuple[int, Any]]:
-    with _mapped("count the GPUs"):
+    with _convert_errors("count the GPUs"):
         count = int(nvml.nvmlDeviceGetCount())
     for index in range(count):
         try:
@@ -129,12 +131,12 @@ def _handles(nvml: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
-    with _mapped(f"describe GPU {index}"):
+    with _convert_errors(f"describe GPU {index}"):
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
         # (current, pending); a GPU that has no MIG does not support the question.
-        mig = _optional(lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0)
-        mode = _optional(lambda: nvml.nvmlDeviceGetComputeMode(handle), 0)
+        mig = _ask_optional(lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0)
+        mode = _ask_optional(lambda: nvml.nvmlDeviceGetComputeMode(handle), 0)
         return Gpu(
             uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
             minor=int(nvml.nvmlDeviceGetMinorNumber(handle)),
@@ -151,11 +153,11 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
 
 def _pci(nvml: Any, handle: Any) -> str:
     """NVML's domain has eight digits where sysfs has four."""
-    address: str = _optional(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId), "")
+    address: str = _ask_optional(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId), "")
     return address[-12:].lower()
 
 
-def _optional(ask: Callable[[], T], otherwise: T) -> T:
+def _ask_optional(ask: Callable[[], T], otherwise: T) -> T:
     """What `ask` answers, or `otherwise` where this GPU or this driver does not know the question."""
     try:
         return ask()

@@ -164,7 +164,7 @@ def touch(pid: int, start: int, size: int, *, threads: int = 0, step: int = HUGE
     starts += [
         range(at, min(at + turn * step, start + size), step) for at in range(first, start + size, turn * step)
     ]
-    work([partial(_touch, pid, each) for each in starts], threads)
+    run_jobs([partial(_touch, pid, each) for each in starts], threads)
 
 
 def _touch(pid: int, addresses: Sequence[int]) -> None:
@@ -187,7 +187,7 @@ def _copy(
         partial(_transfer, call, pid, address + at, ours + at, min(piece, size - at))
         for at in range(0, size, piece)
     ]
-    work(jobs, threads)
+    run_jobs(jobs, threads)
 
 
 def _transfer(call: Callable[..., int], pid: int, address: int, ours: int, size: int) -> None:
@@ -204,7 +204,7 @@ def _transfer(call: Callable[..., int], pid: int, address: int, ours: int, size:
         done += moved
 
 
-def work(jobs: Sequence[Job], threads: int) -> None:
+def run_jobs(jobs: Sequence[Job], threads: int) -> None:
     """Do them all in so many threads, all cores' for 0.
 
     After a failure none is begun, and it is raised when all have ended.

@@ -37,7 +37,7 @@ class Mapping:
         return self.end - self.start
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether it is private, anonymous, and for reading and writing, with no meaning to the kernel.
 
         A name that the process gave it (prctl(2), PR_SET_VMA_ANON_NAME) does not matter.
@@ -84,7 +84,7 @@ def regions(
     Parts below `smallest` bytes are left out. Both as `mappings` gives them.
     """
     old = sorted((each.start, each.end) for each in before if "w" in each.permissions)
-    found = (part for each in after if each.plain for part in _rest(each.start, each.end, old))
+    found = (part for each in after if each.is_plain for part in _rest(each.start, each.end, old))
     return tuple(Region(start, end - start) for start, end in sorted(found) if end - start >= smallest)
 
 

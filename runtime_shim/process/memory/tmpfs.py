@@ -8,7 +8,7 @@
 
 A driver that copies GPU memory into such a file instead of private memory leaves nothing to be copied out of
 the process, and a file with the bytes can be mapped into a process instead of copying them in. The bytes
-outlive a gpusnap that is killed (but not a mount namespace that ends with it: mount_namespace.lasting), and
+outlive a gpusnap that is killed (but not a mount namespace that ends with it: mount_namespace.is_lasting), and
 are never there twice. Nothing is written to a disk: a tmpfs lies in RAM, gone with the next boot, as the
 processes are. Its mount option noswap keeps it out of swap (Linux 6.4 and later; see `can_be_swapped`).
 """
@@ -101,7 +101,9 @@ class Area:
                 end = begin + size
                 begin -= begin % mmap.PAGESIZE
             slices = range(begin, end, _SLICE)
-            copies.work([partial(_populate, at, min(_SLICE, end - at), self.path) for at in slices], threads)
+            copies.run_jobs(
+                [partial(_populate, at, min(_SLICE, end - at), self.path) for at in slices], threads
+            )
         finally:
             del held
 
@@ -150,7 +152,7 @@ class Stage:
         folder = _folder(self._key)
         if not self._ready:
             self._made = True  # whatever comes of it, `remove` is to look
-            with _locked():
+            with _hold_lock():
                 _mount()
                 os.makedirs(folder, mode=0o700, exist_ok=True)
             self._ready = True
@@ -178,7 +180,7 @@ class Unnamed:
     def area(self, _name: str, address: int, size: int) -> Area:
         """As Stage.area. Raises OSError."""
         if self._folder < 0:
-            with _locked():
+            with _hold_lock():
                 _mount()
                 self._folder = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 fcntl.flock(self._folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -195,7 +197,7 @@ class Unnamed:
 def tidy() -> None:
     """Unmount the tmpfs where nothing is in it. Raises OSError."""
     if is_folder(FOLDER):
-        with _locked():
+        with _hold_lock():
             _unmount_unused()
 
 
@@ -204,7 +206,7 @@ def remove(key: str) -> None:
     folder = _folder(key)
     if not is_folder(FOLDER):
         return
-    with _locked():
+    with _hold_lock():
         with suppress(FileNotFoundError):
             for name in os.listdir(folder):
                 os.unlink(os.path.join(folder, name))
@@ -217,7 +219,7 @@ def leave(key: str) -> None:
     folder = _folder(key)
     if not is_folder(FOLDER):
         return
-    with _locked():
+    with _hold_lock():
         with suppress(OSError):
             os.rmdir(folder)
         _unmount_unused()
@@ -233,7 +235,7 @@ def _has_unnamed() -> bool:
     """Whether somebody has files without a name there."""
     folder = os.open(FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        return not _exclusive(folder)
+        return not _try_lock(folder)
     finally:
         os.close(folder)
 
@@ -269,7 +271,7 @@ def can_be_swapped() -> bool:
     with open("/proc/swaps", encoding="utf-8", errors="replace") as file:
         if len(file.readlines()) < 2:  # a heading, and a line for each
             return False
-    with _locked():
+    with _hold_lock():
         _mount()
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
             return not any(line.split()[4] == FOLDER and "noswap" in line for line in file)
@@ -282,7 +284,7 @@ def _folder(key: str) -> str:
 
 
 @contextmanager
-def _locked() -> Iterator[None]:
+def _hold_lock() -> Iterator[None]:
     """Keep others from the mount while the block runs. Raises OSError, TimeoutError too."""
     path = f"{FOLDER}.lock"
     try:
@@ -293,7 +295,7 @@ def _locked() -> Iterator[None]:
         lock = os.open(path, _LOCK, 0o600)
     deadline = time.monotonic() + _PATIENCE
     try:
-        while not _exclusive(lock):
+        while not _try_lock(lock):
             if time.monotonic() > deadline:
                 raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path)
             time.sleep(_PAUSE)
@@ -303,7 +305,7 @@ def _locked() -> Iterator[None]:
             os.close(lock)
 
 
-def _exclusive(lock: int) -> bool:
+def _try_lock(lock: int) -> bool:
     """Lock it, unless another process has it: flock(2) has no deadline."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

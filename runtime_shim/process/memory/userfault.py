@@ -92,10 +92,10 @@ class Userfault:
                 os.close(descriptor)
 
 
-def why_not() -> str:
+def explain_missing() -> str:
     """Why processes of containers have no userfaultfd that serves here; empty where they have."""
     try:
-        Userfault(_own()).close()
+        Userfault(_open_own()).close()
     except FileNotFoundError:
         return f"there is no {DEVICE}, as the kernel has it from Linux 6.1 on with CONFIG_USERFAULTFD"
     except OSError as error:
@@ -105,7 +105,7 @@ def why_not() -> str:
     return ""
 
 
-def _own() -> int:
+def _open_own() -> int:
     """One of this process' own, made as a container's is."""
     device = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -50,7 +50,7 @@ class Machine:
         found: int = struct.unpack_from("=Q", registers, 8 * self.registers.index(name))[0]
         return found
 
-    def changed(self, registers: bytes, values: Mapping[str, int]) -> bytes:
+    def replace_values(self, registers: bytes, values: Mapping[str, int]) -> bytes:
         """The same registers with some of them set; a negative number becomes its two's complement."""
         words = bytearray(registers)
         for name, value in values.items():
@@ -64,14 +64,14 @@ class Machine:
         """
         values = {self.counter: at, self.number: -1, self.entry: number}
         values |= dict(zip(self.arguments, arguments + (0,) * len(self.arguments), strict=False))
-        return self.changed(registers, values)
+        return self.replace_values(registers, values)
 
     def outcome(self, registers: bytes) -> int:
         """The result of a system call that has just ended, or minus its errno."""
         value = self.value(registers, self.result)
         return value - (1 << 64) if value >= (1 << 64) - _ERRORS else value
 
-    def under_way(self, registers: bytes) -> tuple[int, tuple[int, ...]]:
+    def get_call(self, registers: bytes) -> tuple[int, tuple[int, ...]]:
         """Number and arguments of the system call that the thread enters or leaves; -1 for none."""
         number = self.value(registers, self.number)
         return (

@@ -81,29 +81,29 @@ class Stop:
     event: int
 
     @property
-    def at_call(self) -> bool:
+    def is_at_call(self) -> bool:
         """At the entry or at the exit of a system call."""
         return self.signal == signal.SIGTRAP | 0x80
 
     @property
-    def at_exec(self) -> bool:
+    def is_at_exec(self) -> bool:
         """It has begun another program, see TRACEEXEC."""
         return self.event == _EVENT_EXEC
 
     @property
     def delivers(self) -> int:
         """The signal that it stopped for, and gets unless its tracer takes that; 0 for another reason."""
-        return 0 if self.event or self.at_call else self.signal
+        return 0 if self.event or self.is_at_call else self.signal
 
     @property
-    def by_tracer(self) -> bool:
+    def is_by_tracer(self) -> bool:
         """Because we asked for it, or with its process: no signal waits to be delivered."""
         return self.event == _EVENT_STOP
 
     @property
     def with_process(self) -> bool:
         """As a part of its process, which a signal has stopped (ptrace(2), group-stop)."""
-        return self.by_tracer and self.signal != signal.SIGTRAP
+        return self.is_by_tracer and self.signal != signal.SIGTRAP
 
 
 def seize(tid: int) -> None:
@@ -181,10 +181,10 @@ def wait(tid: int, *, within: float = PATIENCE) -> Stop:
     TimeoutError after `within` seconds: the thread waits in the kernel, and is still traced.
     """
     for _ in range(_SPINS):
-        if (stop := stopped(tid)) is not None:
+        if (stop := poll_stop(tid)) is not None:
             return stop
     deadline, pause = time.monotonic() + within, _FIRST
-    while (stop := stopped(tid)) is None:
+    while (stop := poll_stop(tid)) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(errno.ETIMEDOUT, f"thread {tid} did not stop within {within:g} s")
         time.sleep(pause)
@@ -192,7 +192,7 @@ def wait(tid: int, *, within: float = PATIENCE) -> Stop:
     return stop
 
 
-def stopped(tid: int) -> Stop | None:
+def poll_stop(tid: int) -> Stop | None:
     """Why a traced thread has stopped, None where it runs. Raises ProcessLookupError as `wait`."""
     ended, status = os.waitpid(tid, _WALL | os.WNOHANG)
     return _stop(tid, ended, status) if ended else None

@@ -17,7 +17,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import Refused, reason
 from gpusnap.runtime_shim.process.memory.maps import Mapping, mappings
-from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, Saved, inside
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, Saved, enter_thread
 
 _NULL = os.makedev(1, 3)  # Documentation/admin-guide/devices.txt
 _FIXED = 0x10  # asm-generic/mman-common.h, MAP_FIXED
@@ -51,9 +51,9 @@ def neutralise(
     """
     numbers = tuple(sorted(set(fds)))
     wanted = sorted(set(ranges))
-    with inside(pid) as remote, lent(remote.saved):
-        gone = _whole(pid, wanted)
-        closing = {number: _closed_by_exec(pid, number) for number in numbers}
+    with enter_thread(pid) as remote, lent(remote.saved):
+        gone = _find_whole_mappings(pid, wanted)
+        closing = {number: _is_closed_by_exec(pid, number) for number in numbers}
         led = tuple((number, os.readlink(f"/proc/{pid}/fd/{number}")) for number in numbers)
         if numbers:
             _descriptors(remote, pid, closing)
@@ -83,14 +83,14 @@ def _descriptors(remote: Remote, pid: int, closing: dict[int, bool]) -> None:
         remote.close(null)
 
 
-def _closed_by_exec(pid: int, number: int) -> bool:
+def _is_closed_by_exec(pid: int, number: int) -> bool:
     """Whether exec closes a descriptor (proc_pid_fdinfo(5), flags). Raises OSError where it is not open."""
     with open(f"/proc/{pid}/fdinfo/{number}", encoding="ascii") as file:
         flags = next(line.split()[1] for line in file if line.startswith("flags:"))
     return bool(int(flags, 8) & os.O_CLOEXEC)
 
 
-def _whole(pid: int, wanted: Sequence[tuple[int, int]]) -> tuple[Mapping, ...]:
+def _find_whole_mappings(pid: int, wanted: Sequence[tuple[int, int]]) -> tuple[Mapping, ...]:
     """The mappings that take up just these ranges."""
     by_range = {(each.start, each.end): each for each in mappings(pid)}
     missing = [each for each in wanted if each not in by_range]

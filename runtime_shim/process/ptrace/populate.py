@@ -67,7 +67,7 @@ class Backing:
 
 
 @contextmanager
-def populated(
+def populate_mappings(
     pid: int, tid: int, *, threads: int = 0, large: int = LARGE, backing: Backing | None = None
 ) -> Iterator[Populated]:
     """Let one thread of a stopped process run while the block does, its large mappings populated for it.
@@ -96,17 +96,17 @@ class _Watch:
         """Remember the thread. Raises GpusnapError."""
         self.tracee, self.machine = tracee, this_machine()
 
-    def failed(self, error: Exception) -> None:
+    def note_failure(self, error: Exception) -> None:
         """Say why no more is done."""
         self.done.why_not = (
             str(error) if isinstance(error, OSError | GpusnapError) else (f"{type(error).__name__}: {error}")
         )
 
-    def at_call(self) -> None:
+    def see_call(self) -> None:
         """The thread stands at an entry or an exit."""
         self._inside = not self._inside
         registers = self.tracee.registers()
-        number, arguments = self.machine.under_way(registers)
+        number, arguments = self.machine.get_call(registers)
         if number != self.machine.calls["mmap"]:
             return
         _, size, _, flags, *_ = arguments
@@ -121,18 +121,18 @@ class _Watch:
                 self._populate(address, size)
 
     def _with_flags(self, registers: bytes, flags: int) -> bytes:
-        return self.machine.changed(registers, {self.machine.arguments[3]: flags})
+        return self.machine.replace_values(registers, {self.machine.arguments[3]: flags})
 
     def _populate(self, address: int, size: int) -> None:
         begin = time.monotonic()
         remote = Remote(self.tracee, self.machine)
-        if self.backing is None or not self._backed(remote, self.backing, address, size):
+        if self.backing is None or not self._back_with_file(remote, self.backing, address, size):
             self._touch(remote, address, size)
         self.done.mappings += 1
         self.done.size += size
         self.done.seconds += time.monotonic() - begin
 
-    def _backed(self, remote: Remote, backing: Backing, address: int, size: int) -> bool:
+    def _back_with_file(self, remote: Remote, backing: Backing, address: int, size: int) -> bool:
         """Put a file in the mapping's place; whether that could be done."""
         try:
             area = backing.area(address, size)
@@ -154,7 +154,7 @@ class _Watch:
 
     def _touch(self, remote: Remote, address: int, size: int) -> None:
         pid = self.tracee.pid
-        before, huge = _resident(pid), True
+        before, huge = _measure_resident(pid), True
         try:
             remote.madvise(address, size, _HUGEPAGE)
         except ProcessLookupError:
@@ -163,11 +163,11 @@ class _Watch:
             huge = False
         if huge:
             copies.touch(pid, address, size, threads=self.threads)
-        if _resident(pid) - before < _ENOUGH * size:
+        if _measure_resident(pid) - before < _ENOUGH * size:
             copies.touch(pid, address, size, threads=self.threads, step=mmap.PAGESIZE)
 
 
-def _resident(pid: int) -> int:
+def _measure_resident(pid: int) -> int:
     """Bytes of memory that the process has (proc_pid_statm(5))."""
     with open(f"/proc/{pid}/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE

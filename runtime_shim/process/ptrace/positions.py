@@ -102,7 +102,7 @@ def position(pid: int, tid: int) -> Position | None:
     return Position(tid, numbers[0], tuple(numbers[1:-2]), numbers[-1])
 
 
-def unsafe(pid: int) -> list[int]:
+def list_unsafe(pid: int) -> list[int]:
     """The threads of a stopped process which stand where one may hold a lock of the C library, by TID."""
     try:
         machine = this_machine()
@@ -117,10 +117,12 @@ def is_unsafe(each: Position, text: Text, machine: Machine) -> bool:
     name = _name(machine, each.call)
     if name in _CREATING:
         return True
-    return _within(each.counter, text.locking) or (name in _OF_MALLOC and _within(each.counter, text.libc))
+    return _is_within(each.counter, text.locking) or (
+        name in _OF_MALLOC and _is_within(each.counter, text.libc)
+    )
 
 
-def waiting(pid: int) -> list[int]:
+def list_waiting(pid: int) -> list[int]:
     """The threads that wait for a lock or a mutex, by TID: each may hold another one.
 
     glibc's locks are words of 0, 1 and 2, and who waits does so while it is 2 (sysdeps/nptl/lowlevellock.h).
@@ -136,16 +138,16 @@ def waiting(pid: int) -> list[int]:
     ]
 
 
-def within_libc(each: Position, text: Text) -> bool:
+def is_within_libc(each: Position, text: Text) -> bool:
     """Whether a thread stands in the C library or the loader, be it in a system call."""
-    return _within(each.counter, text.libc) or _within(each.counter, text.locking)
+    return _is_within(each.counter, text.libc) or _is_within(each.counter, text.locking)
 
 
 def _name(machine: Machine, number: int) -> str:
     return next((name for name, known in machine.calls.items() if known == number), "") if number >= 0 else ""
 
 
-def _within(address: int, ranges: tuple[tuple[int, int], ...]) -> bool:
+def _is_within(address: int, ranges: tuple[tuple[int, int], ...]) -> bool:
     return any(start <= address < end for start, end in ranges)
 
 
@@ -169,21 +171,21 @@ def read_text(pid: int) -> Text:
         elif _LIBC.search(each.name):
             libc.append((each.start, each.end))
             base = lowest[each.device, each.inode]
-            found = _locking(pid, each.device, each.inode, base)
+            found = _find_locking_code(pid, each.device, each.inode, base)
             locking += [(base + start, base + end) for start, end in found]
     return Text(tuple(libc), tuple(locking))
 
 
 @lru_cache(maxsize=64)
-def _locking(pid: int, device: str, inode: int, base: int) -> tuple[tuple[int, int], ...]:
+def _find_locking_code(pid: int, device: str, inode: int, base: int) -> tuple[tuple[int, int], ...]:
     """The parts of the libc at `base` that take locks, as offsets from there."""
     try:
-        return question_process.ask(pid, "its C library", _taking_locks, pid, base)
+        return question_process.ask(pid, "its C library", _read_locking_code, pid, base)
     except (OSError, struct.error, ValueError, LookupError, ArithmeticError):  # no library as glibc makes it
         return ()
 
 
-def _taking_locks(pid: int, base: int) -> tuple[tuple[int, int], ...]:
+def _read_locking_code(pid: int, base: int) -> tuple[tuple[int, int], ...]:
     """The same, in the process that looks: of some thousand functions a few count."""
     symbols = _functions(pid, base)
     found = [

@@ -30,7 +30,7 @@ from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.maps import mappings
 from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
-from gpusnap.runtime_shim.process.ptrace.tracee import Tracee, held
+from gpusnap.runtime_shim.process.ptrace.tracee import Tracee, hold
 
 _AT_FDCWD = -100  # linux/fcntl.h
 _WINDOW = 1 << 20
@@ -86,7 +86,7 @@ class Remote:
                 self._tracee.to_call()
                 result = self.machine.outcome(self._tracee.registers())
             finally:
-                self._tracee.back(registers)
+                self._tracee.bring_back(registers)
             # A filter that sends SIGSYS undoes the call, whose result is then its own number.
             if self._tracee.to_signal(SIGSYS) and result == number:
                 result = -errno.EPERM
@@ -102,13 +102,13 @@ class Remote:
         """
         found = self._tracee.registers()
         behind = self._at + len(self.machine.instruction)
-        if (self.machine.value(found, self.machine.counter), self.machine.under_way(found)[0]) == (
+        if (self.machine.value(found, self.machine.counter), self.machine.get_call(found)[0]) == (
             behind,
             number,
         ):
             return
         # The kernel skips a call whose number the tracer makes -1 (ptrace(2), seccomp(2)).
-        self._tracee.set_registers(self.machine.changed(found, {self.machine.number: -1}))
+        self._tracee.set_registers(self.machine.replace_values(found, {self.machine.number: -1}))
         raise GpusnapError(
             f"thread {self._tracee.tid} of process {self._tracee.pid} entered another system call than "
             f"{name}, and was kept from making it",
@@ -223,7 +223,7 @@ class Remote:
 
 
 @contextmanager
-def inside(pid: int, tid: int | None = None) -> Iterator[Remote]:
+def enter_thread(pid: int, tid: int | None = None) -> Iterator[Remote]:
     """Hold one thread of a process, stopped or not, and have it make system calls for us.
 
     The caller's thread is the tracer. A process that was stopped is so at the end, and none of its threads
@@ -231,8 +231,8 @@ def inside(pid: int, tid: int | None = None) -> Iterator[Remote]:
     OSError where it cannot be traced, GpusnapError as `Remote`.
     """
     machine = this_machine()
-    for candidate in _idle_first(pid) if tid is None else [tid]:
-        with held(pid, candidate) as tracee:
+    for candidate in _sort_idle_first(pid) if tid is None else [tid]:
+        with hold(pid, candidate) as tracee:
             if tid is None and _in_critical_section(tracee, machine):
                 continue
             yield Remote(tracee, machine)
@@ -251,12 +251,12 @@ def put_back(pid: int, saved: Saved) -> None:
             hint="kill the process, and restore its container from a checkpoint",
             code="GPS-026",
         )
-    with held(pid, saved.tid) as tracee:
+    with hold(pid, saved.tid) as tracee:
         tracee.set_registers(saved.registers)
         tracee.mask = saved.mask
 
 
-def _idle_first(pid: int) -> list[int]:
+def _sort_idle_first(pid: int) -> list[int]:
     """The threads of a process, those first that wait in the kernel: they are in the middle of nothing."""
     waiting: dict[int, bool] = {}
     for tid in map(int, os.listdir(f"/proc/{pid}/task")):

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import field
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, of_another_namespace
+from gpusnap.runtime_shim.errors import GpusnapError, make_other_namespace_error
 
 # Process and thread (0: the slot is free), start time of the thread, its mask. In the first slot: 0, 0, the
 # inode of the PID namespace.
@@ -47,7 +47,7 @@ class Mask:
     """Where it is in the file."""
 
     @property
-    def there(self) -> bool:
+    def is_there(self) -> bool:
         """Whether that thread is still there, and no zombie. Raises OSError where the kernel does not say."""
         try:
             stat = _stat(self.pid, self.tid)
@@ -78,7 +78,7 @@ class _File:
                 self.size = -(-os.fstat(descriptor).st_size // _SLOT.size)
                 self.ours = not self.size
                 if self.ours:
-                    _write(descriptor, 0, _SLOT.pack(0, 0, _space(), 0))
+                    _write(descriptor, 0, _SLOT.pack(0, 0, _read_namespace(), 0))
                     self.size = 1
             except BaseException:
                 os.close(descriptor)
@@ -94,7 +94,7 @@ class _File:
                 os.close(descriptor)
         with suppress(FileNotFoundError):
             none_waits = opened and self.ours and len(self.free) == self.size - 1
-            if none_waits or not any(mask.there for mask in read(self.path)):
+            if none_waits or not any(mask.is_there for mask in read(self.path)):
                 os.unlink(self.path)
 
 
@@ -103,7 +103,7 @@ _files: list[_File] = []
 
 
 @contextmanager
-def kept(path: str) -> Iterator[None]:
+def keep_masks(path: str) -> Iterator[None]:
     """Have the masks of held threads in a file while the block runs."""
     file = _File(path)
     with _lock:
@@ -133,7 +133,7 @@ class Note:
                     return
 
 
-def note(pid: int, tid: int, blocked: int) -> Note | None:
+def note_mask(pid: int, tid: int, blocked: int) -> Note | None:
     """Write down the mask of a thread. None where no file is kept, or it cannot be written."""
     with _lock:
         if not _files:
@@ -161,13 +161,13 @@ def read(path: str) -> tuple[Mask, ...]:
         return ()
     whole = len(data) - len(data) % _SLOT.size
     slots = [*enumerate(_SLOT.iter_unpack(data[:whole]))]
-    if slots and slots[0][1][2] not in (0, _space()):
-        raise of_another_namespace(path)
+    if slots and slots[0][1][2] not in (0, _read_namespace()):
+        raise make_other_namespace_error(path)
     return tuple(Mask(pid, tid, start, blocked, at) for at, (pid, tid, start, blocked) in slots if tid)
 
 
 def clear(path: str, masks: Iterable[Mask]) -> None:
-    """Take masks out of a file that `read` has read; `kept` removes it. Raises OSError."""
+    """Take masks out of a file that `read` has read; `keep_masks` removes it. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         for mask in masks:
@@ -182,7 +182,7 @@ def _write(descriptor: int, number: int, slot: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _space() -> int:
+def _read_namespace() -> int:
     """Our PID namespace; as proc.own_pid_namespace, which this package may not import."""
     return os.stat("/proc/self/ns/pid").st_ino
 

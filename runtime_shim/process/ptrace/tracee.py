@@ -61,7 +61,7 @@ class Tracee:
         try:
             # A thread that stands with its process reports itself at once, and an interrupt on top would stop
             # it a second time.
-            stop = ptrace.stopped(tid)
+            stop = ptrace.poll_stop(tid)
             if stop is None:
                 ptrace.interrupt(tid)
                 stop = ptrace.wait(tid)
@@ -78,7 +78,7 @@ class Tracee:
     def _block_signals(self) -> None:
         self.mask = ptrace.signal_mask(self.tid)
         if self.mask != _EVERY:
-            self._note = signal_masks.note(self.pid, self.tid, self.mask)
+            self._note = signal_masks.note_mask(self.pid, self.tid, self.mask)
         ptrace.set_signal_mask(self.tid, _EVERY)
 
     def set_options(self, more: int) -> None:
@@ -137,12 +137,12 @@ class Tracee:
             self.go(self._due)
             stop = ptrace.wait(self.tid, within=deadline - time.monotonic())
             self.keep(stop)
-            if stop.at_exec:
+            if stop.is_at_exec:
                 return
 
     def to_call(self) -> None:
         """Let it run to the next entry or exit of a system call, and wait for that."""
-        self._until(ptrace.go_to_call, lambda stop: stop.at_call)
+        self._wait_until(ptrace.go_to_call, lambda stop: stop.is_at_call)
 
     def to_rest(self) -> None:
         """Bring it, wherever it is, to where signals are handled, on the way back from a system call.
@@ -156,9 +156,9 @@ class Tracee:
             if stands:
                 ptrace.go(tid)
 
-        self._until(go, lambda stop: stop.by_tracer)
+        self._wait_until(go, lambda stop: stop.is_by_tracer)
 
-    def back(self, registers: bytes) -> None:
+    def bring_back(self, registers: bytes) -> None:
         """Bring it to rest with its own registers, unless it has ended.
 
         Also where a signal to us (KeyboardInterrupt) cut a wait short: the program's life hangs on it.
@@ -176,9 +176,9 @@ class Tracee:
 
     def to_signal(self, number: int) -> bool:
         """Have it stop for a signal that is pending for it and drop that; whether there was one."""
-        if not _pending(self.pid, self.tid) >> number - 1 & 1:
+        if not _read_pending(self.pid, self.tid) >> number - 1 & 1:
             return False
-        self._until(ptrace.go, lambda stop: stop.signal == number and not stop.by_tracer)
+        self._wait_until(ptrace.go, lambda stop: stop.signal == number and not stop.is_by_tracer)
         return True
 
     def answer(self, stop: Stop, *, to_call: bool = False) -> None:
@@ -209,13 +209,13 @@ class Tracee:
         self.check()
         with suppress(ProcessLookupError, ChildProcessError):  # it has ended
             runs = state(self.pid, self.tid) in "RSD"
-            if (stop := ptrace.stopped(self.tid)) is not None:  # what it stands for, else it would be lost
+            if (stop := ptrace.poll_stop(self.tid)) is not None:  # what it stands for, else it would be lost
                 self.keep(stop)
-            if (runs and stop is None) or not self._detached():
+            if (runs and stop is None) or not self._try_detach():
                 with suppress(ProcessLookupError):
                     ptrace.interrupt(self.tid)
                 self.keep(ptrace.wait(self.tid))
-                self._detached()
+                self._try_detach()
         self.forget()
         if self.stood:
             _settle(self.pid, self.tid)
@@ -226,7 +226,7 @@ class Tracee:
             self._note.drop()
             self._note = None
 
-    def _detached(self) -> bool:
+    def _try_detach(self) -> bool:
         """Whether it could be let go: one that runs, or was killed, cannot."""
         try:
             if self.mask is not None:
@@ -243,7 +243,7 @@ class Tracee:
         if threading.get_native_id() != self._tracer:
             raise RuntimeError(f"thread {self.tid} of process {self.pid} is another thread's tracee")
 
-    def _until(self, resume: Callable[[int], None], there: Callable[[Stop], bool]) -> None:
+    def _wait_until(self, resume: Callable[[int], None], there: Callable[[Stop], bool]) -> None:
         self.check()
         for _ in range(_STRAY):
             resume(self.tid)
@@ -255,7 +255,7 @@ class Tracee:
 
 
 @contextmanager
-def held(pid: int, tid: int, *, own_signals: bool = False) -> Iterator[Tracee]:
+def hold(pid: int, tid: int, *, own_signals: bool = False) -> Iterator[Tracee]:
     """Seize a thread and have it stand; at the end, where it must stand again, let it go.
 
     `own_signals` as for Tracee. Raises OSError where it cannot be traced.
@@ -276,8 +276,8 @@ def put_masks_back(path: str) -> int:
     done = 0
     for mask in signal_masks.read(path):
         with suppress(ProcessLookupError):
-            if mask.there:
-                with held(mask.pid, mask.tid) as tracee:
+            if mask.is_there:
+                with hold(mask.pid, mask.tid) as tracee:
                     if tracee.mask == _EVERY:
                         tracee.mask = mask.blocked
                         done += 1
@@ -303,7 +303,7 @@ def state(pid: int, tid: int) -> str:
         return "?"
 
 
-def _pending(pid: int, tid: int) -> int:
+def _read_pending(pid: int, tid: int) -> int:
     """The signals that are pending for the thread or its process, as `ptrace.signal_mask` has them."""
     try:
         with open(f"/proc/{pid}/task/{tid}/status", "rb") as file:

@@ -48,10 +48,10 @@ class CallWatch(Protocol):
     def begin(self, tracee: Tracee) -> None:
         """The thread is held, and about to run. Called in the tracer's thread, as all of these."""
 
-    def at_call(self) -> None:
+    def see_call(self) -> None:
         """It stands at the entry or the exit of a system call. What this raises ends the watching."""
 
-    def failed(self, error: Exception) -> None:
+    def note_failure(self, error: Exception) -> None:
         """The watching has ended early; the thread runs on without stops."""
 
 
@@ -66,7 +66,7 @@ class _Errand:
 
 
 class Tracer:
-    """Lets some threads of a process run, and no other, from `start` to `end`.
+    """Lets some threads of a process run, and no other, from `start` to `stop_threads`.
 
     A context manager does both. `guard`: the process stands, and is stopped again where somebody sends it a
     SIGCONT; else whoever stops it is let have his way, and only these threads run on. `exit_kill`: the
@@ -105,7 +105,7 @@ class Tracer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        self.stop_threads()
 
     def start(self) -> None:
         """Have the threads run. Raises OSError where one cannot be traced; none is then."""
@@ -116,7 +116,7 @@ class Tracer:
         try:
             ready = self._started.wait(_ENDING)
         except BaseException:  # a signal's: nobody would end it
-            self.end()
+            self.stop_threads()
             raise
         if not ready:
             self._over = True
@@ -125,7 +125,7 @@ class Tracer:
             self._thread.join()
             raise self._refusal
 
-    def end(self) -> None:
+    def stop_threads(self) -> None:
         """Have them stand again, and return when they do. Raises OSError where one does not."""
         self._over = True
         self._wake.set()
@@ -194,7 +194,7 @@ class Tracer:
                 self._drop_watch(error)
         for tid, tracee in self._tracees.items():
             with suppress(ProcessLookupError):
-                tracee.go(to_call=self._watched(tid))
+                tracee.go(to_call=self._see_call(tid))
 
     def _loop(self) -> None:
         pause, guarded = _SOON, 0.0
@@ -218,7 +218,7 @@ class Tracer:
         busy = False
         for tid in tuple(self._tracees):
             try:
-                stop = ptrace.stopped(tid)
+                stop = ptrace.poll_stop(tid)
             except ProcessLookupError:
                 self._forget(tid)
                 continue
@@ -235,32 +235,32 @@ class Tracer:
             quiet = 0 if self._answer_stops() else quiet + 1
 
     def _answer(self, tid: int, stop: ptrace.Stop) -> None:
-        if stop.at_call and self._watch is not None:
+        if stop.is_at_call and self._watch is not None:
             try:
-                self._watch.at_call()
+                self._watch.see_call()
             except ProcessLookupError:
                 return  # the next look says so
             except Exception as error:  # whatever it is, the thread's own work goes on
                 self._drop_watch(error)
         with suppress(ProcessLookupError):
-            self._tracees[tid].answer(stop, to_call=self._watched(tid))
+            self._tracees[tid].answer(stop, to_call=self._see_call(tid))
 
-    def _watched(self, tid: int) -> bool:
+    def _see_call(self, tid: int) -> bool:
         return self._watch is not None and tid == self.tids[0]
 
     def _drop_watch(self, error: Exception) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
-            watch.failed(error)
+            watch.note_failure(error)
 
     def _stop_again(self) -> None:
         """Stop the process where somebody has let it go on."""
-        if any(state(self.pid, tid) in "RSD" for tid in self._others()):
+        if any(state(self.pid, tid) in "RSD" for tid in self._list_untraced()):
             self.stopped_again += 1
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGSTOP)
 
-    def _others(self) -> Iterable[int]:
+    def _list_untraced(self) -> Iterable[int]:
         """A thread that nobody traces: the main one, if it can be. None where all are traced."""
         # Where the main thread has ended and others live on, it says nothing.
         if self.pid not in self._tracees and state(self.pid, self.pid) not in "ZX":
@@ -318,7 +318,9 @@ class Tracer:
             self._answer_stops()
             for tid, tracee in tuple(runs.items()):
                 try:
-                    if (stop := ptrace.stopped(tid)) is not None and self._faulted(tracee, stop):
+                    if (stop := ptrace.poll_stop(tid)) is not None and self._continue_unless_faulted(
+                        tracee, stop
+                    ):
                         del runs[tid]  # it stands at the instruction, which it runs again when it goes on
                 except OSError:
                     del runs[tid]
@@ -330,7 +332,7 @@ class Tracer:
                     if tracee.to_signal(fault):
                         tracee.to_rest()
 
-    def _faulted(self, tracee: Tracee, stop: ptrace.Stop) -> bool:
+    def _continue_unless_faulted(self, tracee: Tracee, stop: ptrace.Stop) -> bool:
         """Let a thread that was lent go on after a stop, unless that was for a fault."""
         if stop.delivers in FAULTS:
             return True

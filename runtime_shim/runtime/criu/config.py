@@ -62,12 +62,12 @@ def dump_text(
     `skip_in_flight`: connections that no process has accepted yet are left out.
     `drop_connections`: open TCP connections are dumped without their state.
     """
-    lines = [*_common(criu)]
+    lines = [*_iterate_common(criu)]
     if skip_in_flight:
         lines.append("skip-in-flight")
     if drop_connections:
         lines.append(_CLOSE)
-    lines += [f"external mnt[{_plain(mount.destination)}]:{mount.key}" for mount in mounts]
+    lines += [f"external mnt[{_check_path(mount.destination)}]:{mount.key}" for mount in mounts]
     if masters:
         lines.append("enable-external-masters")
     return _text([*lines, *criu.options])
@@ -78,10 +78,10 @@ def restore_text(criu: Criu, mounts: Sequence[DriverMount], *, drop_connections:
 
     `drop_connections`: the image's TCP connections come back closed.
     """
-    lines = [*_common(criu)]
+    lines = [*_iterate_common(criu)]
     if drop_connections:
         lines.append(_CLOSE)
-    lines += [f"external mnt[{mount.key}]:{_plain(mount.source)}" for mount in mounts]
+    lines += [f"external mnt[{mount.key}]:{_check_path(mount.source)}" for mount in mounts]
     return _text([*lines, *criu.options])
 
 
@@ -96,12 +96,12 @@ def with_flags(call: Call, real: RealRuntime, criu: Criu) -> Call:
     if mode and not call.manage_cgroups_mode:
         if table["manage-cgroups-mode"].rule(real.kind).takes(real.version, mode):
             call = replace(call, manage_cgroups_mode=mode)
-        elif not _told(mode):
+        elif not _is_told(mode):
             raise SettingsError(
                 f"{real.name} takes no --manage-cgroups-mode {mode}, as criu.manage-cgroups asks",
                 hint=f'put the line "manage-cgroups={mode}" into {_RUNC_FILE}',
             )
-    if _says(criu.options, _ESTABLISHED):
+    if _has_option(criu.options, _ESTABLISHED):
         call = replace(call, tcp_established=True)
     if isinstance(call, CheckpointCall):
         if criu.link_remap and table["link-remap"].rule(real.kind).takes(real.version):
@@ -135,9 +135,9 @@ def connections(
     else:
         paths = (_CRUN_FILE, _RUNC_FILE) if real.kind == "crun" else (_RUNC_FILE,)
     lines = [line for path in paths for line in _lines(path)]
-    if call.tcp_established or _says(lines, _ESTABLISHED):
+    if call.tcp_established or _has_option(lines, _ESTABLISHED):
         return Connections.KEPT
-    if criu.tcp_close or _says([*criu.options, *lines], _CLOSE):
+    if criu.tcp_close or _has_option([*criu.options, *lines], _CLOSE):
         return Connections.DROPPED
     return Connections.REFUSED
 
@@ -151,17 +151,17 @@ def _lines(path: str) -> Sequence[str]:
         return ()
 
 
-def _says(lines: Sequence[str], option: str) -> bool:
+def _has_option(lines: Sequence[str], option: str) -> bool:
     """Whether CRIU reads this option in one of the lines (criu/config.c, parse_statement)."""
     return any(line.split("#", 1)[0].strip().removeprefix("--") == option for line in lines)
 
 
-def _told(mode: str) -> bool:
+def _is_told(mode: str) -> bool:
     """Whether the administrator's file for runc says the same."""
-    return _says(_lines(_RUNC_FILE), f"manage-cgroups={mode}")
+    return _has_option(_lines(_RUNC_FILE), f"manage-cgroups={mode}")
 
 
-def _common(criu: Criu) -> Iterator[str]:
+def _iterate_common(criu: Criu) -> Iterator[str]:
     if criu.link_remap:
         yield "link-remap"
     yield f"ghost-limit {criu.ghost_limit}"
@@ -176,7 +176,7 @@ def _common(criu: Criu) -> Iterator[str]:
     yield from (f"external {line}" for line in criu.external)
 
 
-def _plain(path: str) -> str:
+def _check_path(path: str) -> str:
     """A path that CRIU's parser takes as one word."""
     if any(c.isspace() or c in "#\"'\\" for c in path):
         raise ImageError(

@@ -48,11 +48,11 @@ def kill_all(
     own = proc.process(os.getpid())
     owner = (os.getpid(), own.start if own is not None else 0)
     deadline = time.monotonic() + _PATIENCE
-    with _subreaper():
-        while (left := _left(but, owner)) or not ended():
+    with _become_subreaper():
+        while (left := _list_left(but, owner)) or not ended():
             pidfd.remember((each.pid, each.start) for each in map(proc.process, left) if each is not None)
             # The PID of one that has ended may have become somebody else's before it was remembered.
-            for pid in left & _left(but, owner):
+            for pid in left & _list_left(but, owner):
                 pidfd.send(pid, signal.SIGKILL)
             for pid in left.difference(waited()):
                 with contextlib.suppress(ChildProcessError):
@@ -68,7 +68,7 @@ def kill_all(
 
 
 @contextmanager
-def _subreaper() -> Iterator[None]:
+def _become_subreaper() -> Iterator[None]:
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
@@ -76,12 +76,12 @@ def _subreaper() -> Iterator[None]:
         _libc.prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _left(but: Collection[int], owner: tuple[int, int]) -> set[int]:
+def _list_left(but: Collection[int], owner: tuple[int, int]) -> set[int]:
     """All that is below this process; who had lost its parent before is known by its environment."""
-    return _below(but) | set(scratch_files.children(owner))
+    return _list_below(but) | set(scratch_files.children(owner))
 
 
-def _below(but: Collection[int]) -> set[int]:
+def _list_below(but: Collection[int]) -> set[int]:
     parents = proc.parents()
     found: set[int] = set()
     waiting = set(children(parents=parents).difference(but))

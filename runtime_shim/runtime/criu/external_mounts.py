@@ -28,17 +28,17 @@ _NODE = compile_later(
 )
 
 
-def undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ...], bool]:
+def list_undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ...], bool]:
     """The driver's mounts to be declared to CRIU, and whether one is in a peer group of the host's."""
     known = {os.path.normpath(str(mount.get("destination", ""))) for mount in config.get("mounts") or ()}
     found: list[DriverMount] = []
     masters = False
     for mount in proc.mounts(init):
-        if mount.destination in known or not _ours(mount.destination):
+        if mount.destination in known or not _is_ours(mount.destination):
             continue
         source = proc.host_path(mount)
         if source is None or not question_process.ask(
-            init, mount.destination, _same_file, source, f"/proc/{init}/root{mount.destination}"
+            init, mount.destination, _is_same_file, source, f"/proc/{init}/root{mount.destination}"
         ):
             continue
         known.add(mount.destination)  # mounted once more on itself, it is one mount to CRIU
@@ -47,7 +47,7 @@ def undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ..
     return tuple(found), masters
 
 
-def checked(mounts: Sequence[DriverMount], here: Sequence[DriverMount] | None = None) -> None:
+def check_mounts(mounts: Sequence[DriverMount], here: Sequence[DriverMount] | None = None) -> None:
     """Refuse a manifest's mounts that are not the driver's, or whose source this host does not have.
 
     `here` are the same with the sources that this host has for them, as snapshot/devices/remap.py chose them.
@@ -55,7 +55,7 @@ def checked(mounts: Sequence[DriverMount], here: Sequence[DriverMount] | None = 
     for mount, ours in zip(mounts, here or mounts, strict=True):
         chosen = ours.source != mount.source  # then it is this host's, and not the manifest's
         for path in (mount.destination, mount.source, *(() if chosen else [os.path.realpath(mount.source)])):
-            if not _ours(path):
+            if not _is_ours(path):
                 raise Refused(
                     f"the manifest asks to mount {path}, which is no file of the GPU's driver", code="GPS-604"
                 )
@@ -67,11 +67,11 @@ def checked(mounts: Sequence[DriverMount], here: Sequence[DriverMount] | None = 
             )
 
 
-def _ours(path: str) -> bool:
+def _is_ours(path: str) -> bool:
     return is_driver_file(path) or bool(_NODE.fullmatch(path))
 
 
-def _same_file(one: str, other: str) -> bool:
+def _is_same_file(one: str, other: str) -> bool:
     try:
         return os.path.samefile(one, other)
     except OSError:

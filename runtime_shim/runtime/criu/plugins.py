@@ -69,7 +69,7 @@ class Injection:
 
 
 @contextmanager
-def injected(plugin: Plugin | None, settings: Settings, *, processes: int = 1) -> Iterator[Injection]:
+def inject(plugin: Plugin | None, settings: Settings, *, processes: int = 1) -> Iterator[Injection]:
     """Have CRIU load `plugin`, or none for GPUs; what is made for that is gone after the block.
 
     `processes` use the GPU, each of which may take nvidia.lock-timeout to be locked, one after the other.

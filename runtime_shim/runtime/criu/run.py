@@ -31,7 +31,7 @@ class Invoked:
     log: str
     err: str
 
-    def because(self, criu_log: str) -> str:
+    def explain(self, criu_log: str) -> str:
         """Why it failed: its own words and CRIU's first error, if there are any."""
         own = runtime_message(self.log, self.err)
         criu = first_error(criu_log)
@@ -105,7 +105,7 @@ def _log_file() -> Iterator[tuple[IO[str], str]]:
             os.unlink(path)
 
 
-def quiet(call: CheckpointCall | RestoreCall, real: RealRuntime) -> list[str]:
+def make_quiet_command(call: CheckpointCall | RestoreCall, real: RealRuntime) -> list[str]:
     """The real runtime with the caller's global options, but saying on stderr what it would write to its log.
 
     For commands beside the one that was asked for: the log takes one line of ours, see log.py.

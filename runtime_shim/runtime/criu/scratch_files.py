@@ -41,13 +41,13 @@ def scratch() -> str:
     return "/run" if os.access("/run", os.W_OK) else tempfile.gettempdir()
 
 
-def large() -> str:
+def find_large() -> str:
     """Where large files of ours may lie for a moment: on a disk."""
     return os.environ.get("TMPDIR") or "/var/tmp"
 
 
 def prefix(kind: str) -> str:
-    """How a file of this process in `scratch()` or `large()` is to be called; `kind` says what for."""
+    """How a file of this process in `scratch()` or `find_large()` is to be called; `kind` says what for."""
     own = proc.process(os.getpid())
     return f"gpusnap-{kind}-{mark_of((os.getpid(), own.start if own is not None else 0))}-"
 
@@ -122,7 +122,7 @@ def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool
 def sweep(owner: tuple[int, int]) -> None:
     """Remove the files for a moment of a process that is no more."""
     mark = f"-{mark_of(owner)}-"
-    for folder, name in _listed():
+    for folder, name in _list_folders():
         if not name.startswith("gpusnap-") or mark not in name:
             continue
         path = os.path.join(folder, name)
@@ -141,19 +141,19 @@ def sweep_all() -> None:
     Whoever is killed before it has noted anything of its container, or has nothing to note, as with a
     checkpoint of a suspended one, is known by these files alone.
     """
-    marks = (found for _, name in _listed() if (found := _NAME.match(name)))
+    marks = (found for _, name in _list_folders() if (found := _NAME.match(name)))
     # /run may be shared with another PID namespace, whose processes we do not see.
-    space = _space()
+    space = _read_namespace()
     for owner in {(int(mark[1]), int(mark[2])) for mark in marks if int(mark[3]) == space}:
         with contextlib.suppress(GpusnapError, OSError):  # the next time, then: the caller has done its work
-            if not proc.same(*owner) and not children(owner):
+            if not proc.is_same(*owner) and not children(owner):
                 sweep(owner)
 
 
-def _listed() -> list[tuple[str, str]]:
+def _list_folders() -> list[tuple[str, str]]:
     """Folders, and the names in each."""
     found: list[tuple[str, str]] = []
-    for folder in dict.fromkeys((scratch(), large())):
+    for folder in dict.fromkeys((scratch(), find_large())):
         with contextlib.suppress(OSError):  # the next time, then
             found += [(folder, name) for name in os.listdir(folder)]
     return found
@@ -161,10 +161,10 @@ def _listed() -> list[tuple[str, str]]:
 
 def mark_of(owner: tuple[int, int]) -> str:
     """The mark of a process of our PID namespace, by its PID and start time."""
-    return f"{owner[0]}.{owner[1]}.{_space()}"
+    return f"{owner[0]}.{owner[1]}.{_read_namespace()}"
 
 
-def _space() -> int:
+def _read_namespace() -> int:
     """Our PID namespace; 0 where the kernel does not say."""
     try:
         return proc.own_pid_namespace()

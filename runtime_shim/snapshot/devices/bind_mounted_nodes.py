@@ -46,9 +46,9 @@ def _mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
         if len(parts) < 2 or parts[0] != "dev" or ".." in parts:
             continue
         with suppress(OSError), ExitStack() as stack:
-            above = _opened(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            above = _open(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             for part in parts[:-1]:
-                above = _opened(stack, part, _FOLDER, above)
+                above = _open(stack, part, _FOLDER, above)
             info = os.stat(parts[-1], dir_fd=above, follow_symlinks=False)
             if stat.S_ISCHR(info.st_mode):
                 numbers = os.major(info.st_rdev), os.minor(info.st_rdev)
@@ -89,8 +89,8 @@ def _add_device_nodes(init: int, found: list[tuple[str, int, int, str]]) -> None
         raise error
 
     with ExitStack() as stack:
-        root = _opened(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        top = _opened(stack, "dev", _FOLDER, root)
+        root = _open(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        top = _open(stack, "dev", _FOLDER, root)
         own = os.fstat(top).st_dev
         if own == os.stat("/dev").st_dev:
             return
@@ -121,10 +121,10 @@ def replace_nodes(init: int, changes: Sequence[Change]) -> None:
     try:
         with ExitStack() as stack:
             trees = {node: _clone(stack, node) for change in changes for node in change.new}
-            root = _opened(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            root = _open(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             mounts = f"/proc/{init}/ns/mnt"
-            space = _opened(stack, mounts, os.O_RDONLY | os.O_CLOEXEC)
-            dev = _opened(stack, "dev", _FOLDER, root)
+            space = _open(stack, mounts, os.O_RDONLY | os.O_CLOEXEC)
+            dev = _open(stack, "dev", _FOLDER, root)
             if os.fstat(dev).st_dev == os.stat("/dev").st_dev:
                 return
             mount_namespace.run_joined(space, mounts, lambda: _replace(dev, changes, trees))
@@ -142,7 +142,7 @@ def _replace(dev: int, changes: Sequence[Change], trees: Mapping[Node, int]) -> 
         folders: dict[str, int] = {}
 
         def place(path: str) -> tuple[int, str]:
-            folder, _, name = _below_dev(path).rpartition("/")
+            folder, _, name = _make_path_below_dev(path).rpartition("/")
             if folder not in folders:
                 folders[folder] = _folder(stack, dev, folder)
             return folders[folder], name
@@ -150,7 +150,7 @@ def _replace(dev: int, changes: Sequence[Change], trees: Mapping[Node, int]) -> 
         old = {change.old.path: place(change.old.path) for change in changes}
         new = {node.path: (node, *place(node.path)) for change in changes for node in change.new}
         for path, (folder, name) in old.items():
-            _mounted(folder, name, path)
+            _check_mounted(folder, name, path)
         for path, (_, folder, name) in new.items():
             if path not in old:
                 _make(folder, name, path)
@@ -160,7 +160,7 @@ def _replace(dev: int, changes: Sequence[Change], trees: Mapping[Node, int]) -> 
             _mount(trees[node], folder, name, path)
         for path, (folder, name) in old.items():
             if path not in new:
-                with _empty(folder, name, path):
+                with _open_empty(folder, name, path):
                     os.unlink(name, dir_fd=folder)
 
 
@@ -168,17 +168,17 @@ def _folder(stack: ExitStack, dev: int, path: str) -> int:
     """A folder below /dev, of the same file system: what is mounted there is not the container's alone."""
     inner = dev
     for part in path.split("/") if path else ():
-        inner = _opened(stack, part, _FOLDER, inner)
+        inner = _open(stack, part, _FOLDER, inner)
         if os.fstat(inner).st_dev != os.fstat(dev).st_dev:
-            raise _strange(f"/dev/{path}", "is another file system")
+            raise _make_strange_error(f"/dev/{path}", "is another file system")
     return inner
 
 
-def _mounted(folder: int, name: str, path: str) -> None:
+def _check_mounted(folder: int, name: str, path: str) -> None:
     """See that a mount of a device is there."""
-    info = _looked("stat", path, lambda: os.stat(name, dir_fd=folder, follow_symlinks=False))
+    info = _look("stat", path, lambda: os.stat(name, dir_fd=folder, follow_symlinks=False))
     if not stat.S_ISCHR(info.st_mode) or info.st_dev == os.fstat(folder).st_dev:
-        raise _strange(path, "is no device that is mounted there")
+        raise _make_strange_error(path, "is no device that is mounted there")
 
 
 def _make(folder: int, name: str, path: str) -> None:
@@ -189,25 +189,25 @@ def _make(folder: int, name: str, path: str) -> None:
     owner = os.fstat(folder)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with mount_namespace.in_the_name_of(owner.st_uid, owner.st_gid):
-        os.close(_looked("open", path, lambda: os.open(name, flags, 0o600, dir_fd=folder)))
+        os.close(_look("open", path, lambda: os.open(name, flags, 0o600, dir_fd=folder)))
 
 
 @contextmanager
-def _empty(folder: int, name: str, path: str) -> Iterator[int]:
+def _open_empty(folder: int, name: str, path: str) -> Iterator[int]:
     """The empty file that a mount was on; anything else there is not ours."""
-    file = _looked("open", path, lambda: os.open(name, _LOOK, dir_fd=folder))
+    file = _look("open", path, lambda: os.open(name, _LOOK, dir_fd=folder))
     try:
         info = os.fstat(file)
         own = info.st_dev == os.fstat(folder).st_dev
         if not stat.S_ISREG(info.st_mode) or info.st_size or not own:
-            raise _strange(path, "lies on something that is no empty file")
+            raise _make_strange_error(path, "lies on something that is no empty file")
         yield file
     finally:
         os.close(file)
 
 
 def _mount(tree: int, folder: int, name: str, path: str) -> None:
-    with _empty(folder, name, path) as file:
+    with _open_empty(folder, name, path) as file:
         mount_namespace.move_mount(tree, path, onto=file)
     # CRIU would see the host's peer group in it, and refuse the next dump.
     mount_namespace.make_private(folder, name, path)
@@ -219,17 +219,17 @@ def _clone(stack: ExitStack, node: Node) -> int:
     stack.callback(os.close, tree)
     info = os.fstat(tree)
     if not stat.S_ISCHR(info.st_mode) or info.st_rdev != os.makedev(node.major, node.minor):
-        raise _strange(node.path, f"is not the device {node.major}:{node.minor} on this host")
+        raise _make_strange_error(node.path, f"is not the device {node.major}:{node.minor} on this host")
     return tree
 
 
-def _opened(stack: ExitStack, path: str, flags: int, above: int | None = None) -> int:
-    descriptor = _looked("open", path, lambda: os.open(path, flags, dir_fd=above))
+def _open(stack: ExitStack, path: str, flags: int, above: int | None = None) -> int:
+    descriptor = _look("open", path, lambda: os.open(path, flags, dir_fd=above))
     stack.callback(os.close, descriptor)
     return descriptor
 
 
-def _looked(call: str, path: str, work: Callable[[], _T]) -> _T:
+def _look(call: str, path: str, work: Callable[[], _T]) -> _T:
     """What a call on a name in a folder gives; its error names the whole path."""
     try:
         return work()
@@ -237,12 +237,12 @@ def _looked(call: str, path: str, work: Callable[[], _T]) -> _T:
         raise OSError(error.errno, error.strerror, f"{call} {path}") from error
 
 
-def _below_dev(path: str) -> str:
+def _make_path_below_dev(path: str) -> str:
     name = path.removeprefix("/dev/")
     if name == path or any(part in ("", ".", "..") for part in name.split("/")):
-        raise _strange(path, "is no place for a device")
+        raise _make_strange_error(path, "is no place for a device")
     return name
 
 
-def _strange(path: str, why: str) -> OSError:
+def _make_strange_error(path: str, why: str) -> OSError:
     return OSError(errno.EINVAL, f"{path} {why}")

@@ -9,7 +9,7 @@ from typing import Any
 from gpusnap.runtime_shim.errors import Refused, UsageError
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
-from gpusnap.runtime_shim.gpu.assignment import Plan, plan
+from gpusnap.runtime_shim.gpu.assignment import Plan, plan_assignment
 from gpusnap.runtime_shim.records import cri_layout, manifest
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.devices import remap
@@ -38,19 +38,19 @@ def driver_for(record: manifest.Manifest, driver: Driver | None) -> Driver | Non
     return driver
 
 
-def given(driver: Driver, config: dict[str, Any]) -> Collection[str] | None:
+def list_given(driver: Driver, config: dict[str, Any]) -> Collection[str] | None:
     """UUIDs of the GPUs that a pod's container gets, whose configuration is made anew from the pod's own.
 
     None where the configuration is the old container's, or leaves its GPUs to a hook of NVIDIA's runtime.
     """
     if containers.bundle_annotations(config).keys().isdisjoint(_OF_KUBERNETES):
         return None
-    numbers = {(major, minor) for kind, major, minor, _ in remap.given(config) if kind == "c"}
+    numbers = {(major, minor) for kind, major, minor, _ in remap.iterate_given(config) if kind == "c"}
     found = {node.gpu for node in driver.nodes() if node.gpu and (node.major, node.minor) in numbers}
-    return None if not found and _by_hook(config) else found
+    return None if not found and _is_given_by_hook(config) else found
 
 
-def _by_hook(config: dict[str, Any]) -> bool:
+def _is_given_by_hook(config: dict[str, Any]) -> bool:
     """Whether NVIDIA's own runtime has been at the configuration, whose hook gives GPUs as it starts."""
     hooks = config.get("hooks") if isinstance(config.get("hooks"), dict) else {}
     entries = [each for name in ("prestart", "createRuntime") for each in (hooks or {}).get(name) or ()]
@@ -74,8 +74,8 @@ def choose(
     this one. Raises Refused where the checkpoint's GPUs must stay
     as they are, and cannot.
     """
-    request = criu_plugin.same_gpus(record, host, request) or request
-    return plan(
+    request = criu_plugin.make_same_gpu_map(record, host, request) or request
+    return plan_assignment(
         record.gpus,
         record.host.driver_version,
         host,

@@ -40,7 +40,7 @@ def check(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> Non
     Of those that its configuration gives it, and those that it has open. What it has lost is given back, and
     said. Raises Refused where that cannot be done.
     """
-    lost, why = _given_back(pid, container, nodes, allow)
+    lost, why = _give_back(pid, container, nodes, allow)
     if lost:
         raise Refused(
             f"container {container} may not open {_paths(lost)} any more, so that the GPU's driver cannot "
@@ -81,9 +81,9 @@ def update(real: RealRuntime, container: containers.Container, nodes: Sequence[N
     return given
 
 
-def _given_back(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> tuple[Sequence[Node], str]:
+def _give_back(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> tuple[Sequence[Node], str]:
     """Have the nodes back that were lost: which still are, and why."""
-    denied, why = _denied(pid, nodes), ""
+    denied, why = _list_denied(pid, nodes), ""
     if not denied:
         return (), ""
     lost = denied
@@ -93,7 +93,7 @@ def _given_back(pid: int, container: str, nodes: Sequence[Node], allow: Update) 
         why = reason(error) if isinstance(error, OSError) else str(error)
     # NVIDIA's hook gives nodes without a word in config.json: whoever has one open was allowed it.
     others = [node for node in denied if node not in lost]
-    still = [*_denied(pid, lost), *_open(pid, others)]
+    still = [*_list_denied(pid, lost), *_open(pid, others)]
     if lost and not still:
         note(
             f"container {container} could not open {_paths(lost)} any more, as after podman update; it may "
@@ -107,13 +107,13 @@ def _paths(nodes: Sequence[Node]) -> str:
     return ", ".join(node.path for node in nodes)
 
 
-def _denied(pid: int, nodes: Sequence[Node]) -> Sequence[Node]:
+def _list_denied(pid: int, nodes: Sequence[Node]) -> Sequence[Node]:
     """Those that a process in the cgroup of `pid` may not open; none where that cannot be told."""
     group, own = containers.cgroup_folder(pid), containers.cgroup_folder(os.getpid())
     if group is None or own is None or group == own or not nodes:
         return ()
     with suppress(GpusnapError, OSError):
-        if not cgroup_freezer.standing(group):  # whoever enters one that is frozen stands as well
+        if not cgroup_freezer.is_standing(group):  # whoever enters one that is frozen stands as well
             by_path = {f"/proc/{pid}/root{node.path}": node for node in nodes}
             denied = question_process.ask(pid, "its device nodes", _ask, group, own, [*by_path])
             return [by_path[path] for path in denied]

@@ -163,13 +163,13 @@ def _hook(entry: Any, allowed: Sequence[str]) -> _Hook | None:
     return _Hook(
         rest[0],
         program,
-        tuple(_checked(rest[0], rest[1:])),
+        tuple(_check_options(rest[0], rest[1:])),
         _environment(entry.get("env")),
         _seconds(entry.get("timeout")),
     )
 
 
-def _checked(name: str, words: Sequence[str]) -> Iterator[str]:
+def _check_options(name: str, words: Sequence[str]) -> Iterator[str]:
     """The options of a hook, as its manual has them. Raises _Unfit for any other word."""
     option = "--link" if name == "create-symlinks" else "--folder"
     left = list(words)
@@ -181,12 +181,12 @@ def _checked(name: str, words: Sequence[str]) -> Iterator[str]:
             raise _Unfit(f"{name} has {word[:80]!r}, and only {option} is known")
         value = value if equals else left.pop(0)
         target, colons, path = value.partition("::") if option == "--link" else ("x", "::", value)
-        if not colons or "::" in path or not _inside(path) or not _PATH.fullmatch(target):
+        if not colons or "::" in path or not _is_inside(path) or not _PATH.fullmatch(target):
             raise _Unfit(f"{name} has {option} {value[:80]!r}, which names no path in the container")
         yield from (option, value)
 
 
-def _inside(path: str) -> bool:
+def _is_inside(path: str) -> bool:
     """An absolute path without a way up; what a link points to may have one."""
     return path.startswith("/") and _PATH.fullmatch(path) is not None and ".." not in path.split("/")
 
@@ -210,7 +210,7 @@ def _find(program: str, places: Sequence[str], owner: int) -> tuple[str, tuple[s
     for name in sorted(_PROGRAMS, key=lambda each: each != program):
         for place in places:
             path = os.path.realpath(os.path.join(place, name))
-            if os.path.basename(path) in _PROGRAMS and _trusted(path, owner):
+            if os.path.basename(path) in _PROGRAMS and _is_trusted(path, owner):
                 return path, _PROGRAMS[os.path.basename(path)]
             if os.path.exists(path):
                 distrusted = path
@@ -219,7 +219,7 @@ def _find(program: str, places: Sequence[str], owner: int) -> tuple[str, tuple[s
     raise _Unfit(f"this host has no {program} in {', '.join(places)}")
 
 
-def _trusted(path: str, owner: int) -> bool:
+def _is_trusted(path: str, owner: int) -> bool:
     """Whether nobody but root and `owner` can change a program, or put another in its place.
 
     `path` has no symbolic links. In a folder with the sticky bit others cannot move what is not theirs.

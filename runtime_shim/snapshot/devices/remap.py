@@ -24,9 +24,9 @@ from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
-from gpusnap.runtime_shim.gpu.api.device_nodes import Change, changes
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change, plan_changes
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, Node
-from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, counterpart, differs
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, explain_difference, find_counterpart
 from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest
 from gpusnap.runtime_shim.runtime import bundle
 from gpusnap.runtime_shim.runtime.criu.images import dev
@@ -56,7 +56,7 @@ class Remap:
         """Whether every GPU is the one that it was."""
         return all(old == new for old, new in self.pairs)
 
-    def of(self, uuids: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    def list_pairs(self, uuids: Iterable[str]) -> tuple[tuple[str, str], ...]:
         """The pairs for a process that could see these GPUs; none where nothing has moved."""
         new = dict(self.pairs)
         return () if self.identity else tuple((uuid, new[uuid]) for uuid in uuids)
@@ -84,8 +84,8 @@ def make(
         )
     here = driver.nodes()
     old = tuple(Node(n.path, n.major, n.minor, n.gpu) for n in record.nodes)
-    found = changes(old, here, pairs, keep_names=keep_names)
-    expected = _after(old, found)
+    found = plan_changes(old, here, pairs, keep_names=keep_names)
+    expected = _list_nodes_after(old, found)
     bound = {
         str(mount.get("destination")): source
         for mount in bundle.binds(config)
@@ -95,10 +95,10 @@ def make(
     at = _mounted_nodes(old, found, here)
     sources = {where: at.get(where) or moved.source(source) for where, source in bound.items()}
     mounts = tuple(replace(m, source=at.get(m.destination) or moved.source(m.source)) for m in record.mounts)
-    _same_builds(record, sources | {mount.destination: mount.source for mount in mounts})
+    _refuse_other_builds(record, sources | {mount.destination: mount.source for mount in mounts})
     numbers = {(node.major, node.minor) for node in expected}
     strange = tuple(node for node in here if node.gpu and (node.major, node.minor) not in numbers)
-    _granted((*sources.values(), *(mount.source for mount in mounts)), strange)
+    _refuse_strange_mounts((*sources.values(), *(mount.source for mount in mounts)), strange)
     return Remap(
         pairs=tuple(pairs),
         edits=bundle.Edits(found, sources, strange),
@@ -126,13 +126,15 @@ class _Moved:
         """This host's path for the source of a mount; the same where it is no GPU's and no driver's."""
         gpu = self._gpu(path)
         if gpu is not None:
-            return next((node.path for node in self.here if node.gpu == gpu and _like(node.path, path)), path)
+            return next(
+                (node.path for node in self.here if node.gpu == gpu and _is_like(node.path, path)), path
+            )
         if match := _PROC_GPU.fullmatch(path):
             return match[1] + self._pci(match[2])
         if os.path.exists(path) or not self.record.host.driver_version:
             return path
         old, new = self.record.host.driver_version, self.host.driver_version
-        there = counterpart(path, old, new, self.known(), among=self.among)
+        there = find_counterpart(path, old, new, self.known(), among=self.among)
         self.libraries = self.libraries or there is not None
         return there or path
 
@@ -166,7 +168,7 @@ def _mounted_nodes(old: Sequence[Node], found: Sequence[Change], here: Sequence[
     return {path: of[n.major, n.minor] for path, n in after.items() if (n.major, n.minor) in of}
 
 
-def _granted(sources: Iterable[str], strange: Sequence[Node]) -> None:
+def _refuse_strange_mounts(sources: Iterable[str], strange: Sequence[Node]) -> None:
     """Refuse a mount of a GPU that the plan does not give the container."""
     numbers = {(node.major, node.minor): node for node in strange}
     for source in sources:
@@ -182,18 +184,18 @@ def _granted(sources: Iterable[str], strange: Sequence[Node]) -> None:
             )
 
 
-def _like(one: str, other: str) -> bool:
+def _is_like(one: str, other: str) -> bool:
     return one.rstrip("0123456789") == other.rstrip("0123456789")
 
 
-def _after(old: Sequence[Node], found: Sequence[Change]) -> tuple[Node, ...]:
+def _list_nodes_after(old: Sequence[Node], found: Sequence[Change]) -> tuple[Node, ...]:
     """The nodes that the container has once the changes are made, sorted; without their GPUs."""
     gone = {change.old.path for change in found}
     stay = [Node(node.path, node.major, node.minor) for node in old if node.path not in gone]
     return tuple(sorted({*stay, *(node for change in found for node in change.new)}))
 
 
-def _same_builds(record: Manifest, sources: Mapping[str, str]) -> None:
+def _refuse_other_builds(record: Manifest, sources: Mapping[str, str]) -> None:
     """Refuse where a process has code of the driver loaded that this host has in another build.
 
     CRIU compares a file that was mapped by size, mode and build ID (criu/files-reg.c, validate_file), and it
@@ -204,7 +206,7 @@ def _same_builds(record: Manifest, sources: Mapping[str, str]) -> None:
         path = at.get(library.path)
         if path is None:
             continue
-        why = differs(path, library.size, library.build_id, mode=library.mode)
+        why = explain_difference(path, library.size, library.build_id, mode=library.mode)
         if why:
             raise Refused(
                 f"the container's processes run {library.path} of driver {record.host.driver_version}, "
@@ -224,19 +226,19 @@ def image(record: Manifest, image_path: str, found: Remap, config: Mapping[str, 
         return {}
     path = os.path.join(image_path, record.dev)
     strange = {(node.major, node.minor) for node in found.edits.strange}
-    listed = (each for each in given(config) if each[0] == "b" or each[1:3] not in strange)
+    listed = (each for each in iterate_given(config) if each[0] == "b" or each[1:3] not in strange)
     allowed: tuple[Node | dev.Device, ...] = (*listed, *found.expected)
     try:
         raw, _ = open_below(image_path, record.dev)
         with io.BufferedReader(raw) as file:
-            new = dev.rewritten(file, found.edits.changes, allowed)
+            new = dev.rewrite(file, found.edits.changes, allowed)
     except (OSError, ValueError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise ImageError(f"the image of the container's /dev, {path}, cannot be read: {why}") from error
     return {} if new is None else {record.dev: new}
 
 
-def given(config: Mapping[str, Any]) -> Iterator[dev.Device]:
+def iterate_given(config: Mapping[str, Any]) -> Iterator[dev.Device]:
     """The devices that config.json gives the container."""
     for entry in bundle.devices(config):
         path, major, minor = entry.get("path"), entry.get("major"), entry.get("minor")
@@ -254,7 +256,7 @@ def settle(init: int, found: Remap, driver: Driver) -> None:
     bind_mounted_nodes.replace_nodes(
         init, [change for change in found.edits.changes if change.old.path in mounted]
     )
-    if _hosts_dev(init):
+    if _has_hosts_dev(init):
         return
     now = tuple(sorted(Node(n.path, n.major, n.minor) for n in driver.nodes(init)))
     if now != found.expected:
@@ -265,7 +267,7 @@ def settle(init: int, found: Remap, driver: Driver) -> None:
         )
 
 
-def _hosts_dev(init: int) -> bool:
+def _has_hosts_dev(init: int) -> bool:
     """Whether the container was given this host's /dev as it is, and so has all of its nodes."""
     with contextlib.suppress(OSError):
         place = f"/proc/{init}/root/dev"

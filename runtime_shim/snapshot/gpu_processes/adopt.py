@@ -21,7 +21,7 @@ def adopt(job: Job, asleep: Suspension) -> None:
     assert entry is not None
     assert isinstance(job.pages, Asleep)
     pids = [each.pid for each in asleep.processes]
-    job.paused = paused_container.left(entry, pids)
+    job.paused = paused_container.reopen(entry, pids)
     if job.paused is None:
         raise Refused(
             f"somebody has let the suspended container {job.container.id} run without its GPUs",

@@ -23,13 +23,13 @@ def choose_driver(driver: Driver, container: containers.Container, settings: Set
     """
     every = find_drivers()
     if len(every) > 1 and container.pid and any(each.vendor == driver.vendor for each in every):
-        driver = _held(every, container) or driver
+        driver = _find_holder(every, container) or driver
     if driver.plugin is None and driver.vendor == "nvidia" and settings.nvidia.driver == _PLUGIN:
         return driver_of("nvidia", CUDA.name) or driver
     return driver
 
 
-def _held(every: Sequence[Driver], container: containers.Container) -> Driver | None:
+def _find_holder(every: Sequence[Driver], container: containers.Container) -> Driver | None:
     members = containers.processes(container.pid, container.id)
     holding = [each for each in every if any(each.holds(process.pid) for process in members)]
     if len(holding) > 1:

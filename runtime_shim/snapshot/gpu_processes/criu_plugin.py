@@ -13,7 +13,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.gpu import driver_of, holders
 from gpusnap.runtime_shim.gpu.api.criu_plugin import KNOWN, Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
-from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, means
+from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, is_meant
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime import container as containers
@@ -50,7 +50,7 @@ def pages(image_path: str, container: containers.Container, settings: Settings) 
     return Pages(image_path, container.key, memory.threads)
 
 
-def possible(
+def refuse_impossible(
     driver: Driver, container: containers.Container, processes: Collection[proc.Process], settings: Settings
 ) -> None:
     """Refuse, while nothing has been changed, what CRIU's plugin could not do; nothing without one."""
@@ -66,7 +66,7 @@ def possible(
         )
 
 
-def inherited(driver: Driver, processes: Collection[proc.Process]) -> None:
+def refuse_inherited(driver: Driver, processes: Collection[proc.Process]) -> None:
     """Refuse where processes hold GPU files without GPU state; nothing without a plugin.
 
     To be called when none is just starting: it looks the same (`preflight.leftover` waits for that).
@@ -82,7 +82,7 @@ def inherited(driver: Driver, processes: Collection[proc.Process]) -> None:
         )
 
 
-def same_gpus(record: Manifest, host: Host, request: GpuMap) -> GpuMap:
+def make_same_gpu_map(record: Manifest, host: Host, request: GpuMap) -> GpuMap:
     """The GPU map that a plugin which cannot change GPUs needs: each stays. Empty where anything goes.
 
     Raises Refused where this host lacks one of them, or the request asks for another.
@@ -92,9 +92,9 @@ def same_gpus(record: Manifest, host: Host, request: GpuMap) -> GpuMap:
         return ()
     here = {gpu.uuid: gpu for gpu in host.gpus}
     for gpu in record.gpus:
-        asked = next((right for left, right in request if means(left, gpu.index, gpu.uuid)), None)
+        asked = next((right for left, right in request if is_meant(left, gpu.index, gpu.uuid)), None)
         same = here.get(gpu.uuid)
-        if same is None or (asked is not None and not means(asked, same.index, same.uuid)):
+        if same is None or (asked is not None and not is_meant(asked, same.index, same.uuid)):
             why = "this host does not have it" if same is None else f"the GPU map asks for {asked}"
             raise Refused(
                 f"the checkpoint was made through {plugin.what}, which brings a process back on the GPU "
@@ -105,14 +105,14 @@ def same_gpus(record: Manifest, host: Host, request: GpuMap) -> GpuMap:
     return tuple((gpu.uuid, gpu.uuid) for gpu in record.gpus)
 
 
-def came_back(driver: Driver, processes: Iterable[proc.Process]) -> None:
+def check_came_back(driver: Driver, processes: Iterable[proc.Process]) -> None:
     """See that the restored processes have their GPU state again. Raises GpusnapError.
 
     Where a plugin carried it, CRIU has seen to that, and the processes run on since: one may have ended, or
     be done with its GPU, but none may be left suspended.
     """
     for process in processes:
-        state = driver.state(process.pid) if proc.running(process.pid) else None
+        state = driver.state(process.pid) if proc.is_running(process.pid) else None
         if state is None and driver.plugin is not None:
             continue
         if state is not ProcessState.RUNNING:

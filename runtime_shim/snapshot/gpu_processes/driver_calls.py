@@ -28,7 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.gpu.api.device_files import ends
+from gpusnap.runtime_shim.gpu.api.device_files import has_ended
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import (
     DriverFailed,
@@ -41,7 +41,7 @@ from gpusnap.runtime_shim.gpu.api.errors import (
 )
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.gpu_processes.driver_watch import Watch, second_threads
-from gpusnap.runtime_shim.stopping.stop import go_on, only, several, stop
+from gpusnap.runtime_shim.stopping.stop import go_on, run_only, run_several, stop
 
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
@@ -78,7 +78,7 @@ class _Answer(Generic[T]):
         self.error: BaseException | None = None
 
     @property
-    def came(self) -> bool:
+    def has_come(self) -> bool:
         return self._done.is_set()
 
     def begin(self) -> None:
@@ -139,12 +139,12 @@ def call(
         answer = _Answer(operation)
         if thread is not None:
             stop([pid], timeout=_STOPPING)
-        elif not proc.stopped_thread(pid, tid) and _answered_running(answer, pid, tid, within):
+        elif not proc.is_thread_stopped(pid, tid) and _wait_while_running(answer, pid, tid, within):
             return answer.value()
         # Without `thread` it may be somebody else's stop: whoever made it may end it.
-        lets_run = thread(pid, tid) if thread is not None else several(pid, [tid], guard=False)
+        lets_run = thread(pid, tid) if thread is not None else run_several(pid, [tid], guard=False)
         why = _run_threads(answer, pid, [tid], lets_run, within, waits)
-        if answer.came:
+        if answer.has_come:
             return answer.value()
         if may_run:
             _run_all(answer, pid, stands=True, within=_ALL_RUN)
@@ -161,20 +161,20 @@ def call_or_run(driver: Driver, pid: int, operation: Callable[[], object], *, ti
     with _in_its_hands(pid):
         tid = driver.restore_thread(pid)
         answer = _Answer(operation)
-        if not proc.stopped_thread(pid, tid) and _answered_running(answer, pid, tid, timeout + _MARGIN):
+        if not proc.is_thread_stopped(pid, tid) and _wait_while_running(answer, pid, tid, timeout + _MARGIN):
             answer.value()
             return False
-        stood = proc.still(pid)
+        stood = proc.is_still(pid)
         tids = [tid, *(each for each in second_threads(pid) if each != tid)]
-        lets_run = several(pid, tids, guard=False)
+        lets_run = run_several(pid, tids, guard=False)
         why = _run_threads(answer, pid, tids, lets_run, _BRIEFLY if stood else timeout + _MARGIN)
-        if answer.came and not (stood and isinstance(answer.error, LockTimeout)):
+        if answer.has_come and not (stood and isinstance(answer.error, LockTimeout)):
             answer.value()
             return False
-        if answer.came:
+        if answer.has_come:
             answer = _Answer(operation)
         _run_all(answer, pid, stands=stood, within=timeout + _MARGIN, stopping=timeout)
-        if not answer.came:
+        if not answer.has_come:
             raise _no_answer(pid, why)
         answer.value()
         return True
@@ -194,7 +194,7 @@ def lock(driver: Driver, pid: int, *, timeout: float) -> bool:
 
 
 def checkpoint(
-    driver: Driver, pid: int, thread: Callable[[int, int], AbstractContextManager[Tracer]] = only
+    driver: Driver, pid: int, thread: Callable[[int, int], AbstractContextManager[Tracer]] = run_only
 ) -> None:
     """Have the driver take the GPU state of a locked process."""
     call(driver, pid, lambda: driver.checkpoint(pid), thread=thread, may_run=True)
@@ -212,7 +212,7 @@ def restore(
     With `waits`, as for `call`, its memory still comes: the process ends with gpusnap, as it would go on with
     memory that is not there.
     """
-    thread = partial(only, exit_kill=waits is not None)
+    thread = partial(run_only, exit_kill=waits is not None)
     call(driver, pid, lambda: driver.restore(pid, pairs), thread=thread, waits=waits or bool)
 
 
@@ -230,7 +230,7 @@ def let_finish(driver: Driver, pid: int, *, within: float, quiet: float) -> None
     with _in_its_hands(pid):
         tid = driver.restore_thread(pid)
         deadline = time.monotonic() + within
-        with only(pid, tid):
+        with run_only(pid, tid):
             since, seen = time.monotonic(), proc.activity(pid, tid)
             while time.monotonic() < min(deadline, since + quiet):
                 time.sleep(_LOOK)
@@ -239,13 +239,13 @@ def let_finish(driver: Driver, pid: int, *, within: float, quiet: float) -> None
                     since, seen = time.monotonic(), now
 
 
-def _answered_running(answer: _Answer[T], pid: int, tid: int, within: float) -> bool:
+def _wait_while_running(answer: _Answer[T], pid: int, tid: int, within: float) -> bool:
     """Begin, and wait for the answer of a process that runs; whether it came before somebody stopped it."""
     answer.begin()
     deadline, since = time.monotonic() + within, 0.0
     while not answer.wait(_LOOK):
         now = time.monotonic()
-        if not proc.stopped_thread(pid, tid):
+        if not proc.is_thread_stopped(pid, tid):
             since = 0.0
         elif not since:
             since = now
@@ -308,8 +308,8 @@ def _in_its_hands(pid: int, *, may_lack: bool = False) -> Iterator[None]:
     try:
         yield
     except GpuError as error:
-        lacks = may_lack and isinstance(error, NotInitialized) and not proc.dying(pid)
-        if not isinstance(error, ProcessGone) and ends(pid, within=0 if lacks else _DYING):
+        lacks = may_lack and isinstance(error, NotInitialized) and not proc.is_dying(pid)
+        if not isinstance(error, ProcessGone) and has_ended(pid, within=0 if lacks else _DYING):
             raise ProcessGone(f"process {pid} ended in the GPU driver's hands: {error}", pid=pid) from error
         raise
 

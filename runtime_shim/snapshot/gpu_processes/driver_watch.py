@@ -47,7 +47,7 @@ _MOMENT, _LONGEST_MOMENT = 0.002, 0.1
 _notes: collections.deque[str] = collections.deque(maxlen=256)
 
 
-def note(text: str) -> None:
+def add_note(text: str) -> None:
     """Keep something for `take_notes`."""
     _notes.append(text)
 
@@ -170,7 +170,7 @@ class Watch:
             return [[tid] for tid in handlers]
         text = positions.read_text(self._pid)
         found = [each for each in positions.positions(self._pid) if each.tid not in self._threads]
-        unsafe, waiting = set(positions.unsafe(self._pid)), set(positions.waiting(self._pid))
+        unsafe, waiting = set(positions.list_unsafe(self._pid)), set(positions.list_waiting(self._pid))
         owner = proc.thread_by_inner_number(self._pid, _owner(self._pid, wait.futex)) if wait.futex else 0
 
         def rank(each: positions.Position) -> int:
@@ -178,7 +178,7 @@ class Watch:
                 return 0
             if each.tid in unsafe:
                 return 1
-            if positions.within_libc(each, text):
+            if positions.is_within_libc(each, text):
                 return 2
             return 3 if each.call < 0 else 4
 
@@ -193,7 +193,7 @@ class Watch:
         """Where the driver's thread and those that may block it stand."""
         from gpusnap.runtime_shim.process.ptrace import positions
 
-        unsafe = [tid for tid in positions.unsafe(self._pid) if tid not in self._threads]
+        unsafe = [tid for tid in positions.list_unsafe(self._pid) if tid not in self._threads]
         said = f"its thread {self._threads[0]} {what}"
         for tid in unsafe[:1]:
             said += f", and thread {tid} ({proc.thread_name(self._pid, tid)}) stands within the C library"

@@ -36,38 +36,38 @@ class DumpPause:
     def __init__(self, container: containers.Container, command: Sequence[str]) -> None:
         """`command` is the real runtime with its global options."""
         self._container, self._command = container, command
-        self._groups = containers.freezable(container)
+        self._groups = containers.list_freezable(container)
         self._group: str | None = None
         self._noted = False
 
-    def wanted(self) -> bool:
+    def is_wanted(self) -> bool:
         """Whether it is of use: some process may run, and nobody else has paused the container."""
-        if not self._groups or any(map(cgroup_freezer.frozen, self._groups)):
+        if not self._groups or any(map(cgroup_freezer.is_frozen, self._groups)):
             return False
-        return not all(map(proc.still, cgroup_freezer.members(self._groups[0])))
+        return not all(map(proc.is_still, cgroup_freezer.members(self._groups[0])))
 
     def begin(self, *, timeout: float) -> None:
-        """Pause it; within so many seconds no process waits. May be called again after `end`.
+        """Pause it; within so many seconds no process waits. May be called again after `let_go_on`.
 
         Raises GpusnapError where some process waits all the time, Interrupted where a signal came; the
         container goes on.
         """
         self._note()
         try:
-            if self._paused():
+            if self._try_pause():
                 self._wait(timeout)
             else:
-                self.end()  # as CRIU finds it, then
+                self.let_go_on()  # as CRIU finds it, then
             stop_if_asked()
         except BaseException:
-            self.end()
+            self.let_go_on()
             raise
 
-    def _paused(self) -> bool:
+    def _try_pause(self) -> bool:
         """Have the runtime pause it: whether that has been done, by a group that is known."""
         done = control([*self._command, "pause", self._container.id])
         # Also where it failed: runc leaves a group frozen of which a process does not freeze in time.
-        self._group = next(filter(cgroup_freezer.frozen, self._groups), None)
+        self._group = next(filter(cgroup_freezer.is_frozen, self._groups), None)
         if done.code == 0 and self._group is None:
             control([*self._command, "resume", self._container.id])
         return done.code == 0 and self._group is not None
@@ -77,18 +77,18 @@ class DumpPause:
         deadline, longest = time.monotonic() + timeout, _FIRST
         while True:
             cgroup_freezer.settle(self._group)
-            found = next(vfork.waiting(cgroup_freezer.members(self._group)), None)
+            found = next(vfork.iterate_waiting(cgroup_freezer.members(self._group)), None)
             if found is None:
                 return
             if time.monotonic() > deadline:
-                raise vfork.too_long(found, timeout)
+                raise vfork.make_too_long_error(found, timeout)
             stop_if_asked()
             cgroup_freezer.thaw(self._group)
             time.sleep(random.uniform(_FIRST / 2, longest))
             longest = min(longest * 2, _LONGEST)
             cgroup_freezer.freeze(self._group)
 
-    def end(self) -> None:
+    def let_go_on(self) -> None:
         """Let it go on. May be called again, and without `begin`."""
         if self._group is not None:
             cgroup_freezer.thaw(self._group)
@@ -113,8 +113,8 @@ def put_right(entry: journal.Entry) -> journal.Entry:
     pause = entry.paused
     if pause is None or pause.init is None:
         return entry
-    if proc.same(*pause.init):  # else it has ended, and what has its name and its cgroup now is another
-        for group in filter(cgroup_freezer.frozen, pause.groups):
+    if proc.is_same(*pause.init):  # else it has ended, and what has its name and its cgroup now is another
+        for group in filter(cgroup_freezer.is_frozen, pause.groups):
             cgroup_freezer.thaw(group)
     # From now on a pause is somebody else's.
     journal.drop(entry.key, journal.PAUSED)

@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, R
 from gpusnap.runtime_shim.gpu import holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, NotInitialized, PermissionRefused
-from gpusnap.runtime_shim.gpu.api.parallel import Outcome, at_once
+from gpusnap.runtime_shim.gpu.api.parallel import Outcome, run_at_once
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, driver_watch
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
@@ -85,8 +85,8 @@ def idle_holders(
     """
     found = {}
     for process in processes:
-        files = driver.handles(process.pid)
-        if files and _state(driver, process, held) is None and proc.running(process.pid):
+        files = driver.list_handles(process.pid)
+        if files and _state(driver, process, held) is None and proc.is_running(process.pid):
             found[process] = files
     return found
 
@@ -95,7 +95,7 @@ def _state(driver: Driver, process: proc.Process, held: Collection[int]) -> Proc
     """Its GPU state. One that somebody else has stopped for good cannot be checkpointed as it is."""
     # CRIU's plugin that needs no answer of the processes does not mind.
     asks = driver.plugin is None or driver.plugin.running
-    if asks and process.pid not in held and not _runs(process.pid):
+    if asks and process.pid not in held and not _is_running(process.pid):
         raise Refused(
             f"process {process.pid} ({process.comm}) is stopped, and cannot answer the GPU's driver",
             hint="gpusnap resume if its container is suspended, gpusnap recover if gpusnap was killed, else "
@@ -107,10 +107,10 @@ def _state(driver: Driver, process: proc.Process, held: Collection[int]) -> Proc
     return driver_calls.state(driver, process.pid)
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     """Whether a process runs, at least now and then: cpulimit stops and continues one all the time."""
     deadline = time.monotonic() + _STOPPED
-    while proc.stopped(pid):
+    while proc.is_stopped(pid):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.005)
@@ -132,7 +132,7 @@ def record(
         own = used.get(process.pid)
         gpus = {
             uuid: (whole.get(uuid, 0) if own is None else own.get(uuid, 0))
-            for uuid in driver.visible(process.pid)
+            for uuid in driver.list_visible(process.pid)
         }
         records.append(Record(process, inner[process.pid], tuple(gpus.items())))
     return records
@@ -160,7 +160,7 @@ def suspend(
         go_on(pid for pid in pids if pid not in held)
         raise
     standing()
-    at_once(partial(_suspend, driver, pages, held), pids).raise_first()
+    run_at_once(partial(_suspend, driver, pages, held), pids).raise_first()
 
 
 def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> None:
@@ -170,7 +170,7 @@ def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> N
             assert done.tracer is not None
             yield done.tracer
         if done.why_not:
-            driver_watch.note(f"process {pid}: {done.why_not}")
+            driver_watch.add_note(f"process {pid}: {done.why_not}")
 
     try:
         driver_calls.checkpoint(driver, pid, lent)
@@ -190,7 +190,7 @@ def let_finish(driver: Driver, pid: int, *, within: float = _UNDER_WAY, quiet: f
     driver_calls.let_finish(driver, pid, within=within, quiet=quiet)
 
 
-def suspended(driver: Driver, pid: int) -> bool:
+def is_suspended(driver: Driver, pid: int) -> bool:
     """Whether the driver has taken the GPU state of a process that stands."""
     return driver_calls.state(driver, pid) is ProcessState.CHECKPOINTED
 
@@ -212,7 +212,7 @@ def resume(
     GpusnapError after everything that could be resumed has been; a process that the driver could not restore
     stays stopped, since its threads would miss what the driver took from them.
     """
-    alive = [pid for pid in pids if proc.running(pid)]
+    alive = [pid for pid in pids if proc.is_running(pid)]
     waiting, failure = alive, None
     for attempt in range(_ATTEMPTS):
         if attempt:
@@ -220,18 +220,21 @@ def resume(
         lacking = pages.give_back(waiting)
         ready = [pid for pid in waiting if pid not in lacking]
         bring_back = partial(_bring_back, driver, pages, pairs, right, let_go)
-        outcome = at_once(bring_back, ready, look=pages.look)
+        outcome = run_at_once(bring_back, ready, look=pages.look)
         # One that ended meanwhile has nothing to get back.
         errors = {
-            pid: error for pid, error in (*lacking.items(), *outcome.errors.items()) if proc.running(pid)
+            pid: error for pid, error in (*lacking.items(), *outcome.errors.items()) if proc.is_running(pid)
         }
-        waiting, failure = list(errors), _failed(Outcome(outcome.results, errors).raise_first)
+        waiting, failure = list(errors), _catch_error(Outcome(outcome.results, errors).raise_first)
         if not lacking and all(isinstance(error, ImageError) for error in errors.values()):
             break  # memory that was found wrong stays so
     # One that has gone on may have been stopped again by somebody else: its state says whether it is locked.
-    gone_on = [pid for pid in alive if (let_go is None and pid not in waiting) or not proc.still(pid)]
-    locked = _those(driver, gone_on, ProcessState.LOCKED)
-    failure = _failed(lambda: at_once(partial(driver_calls.unlock, driver), locked).raise_first()) or failure
+    gone_on = [pid for pid in alive if (let_go is None and pid not in waiting) or not proc.is_still(pid)]
+    locked = _select_in_state(driver, gone_on, ProcessState.LOCKED)
+    failure = (
+        _catch_error(lambda: run_at_once(partial(driver_calls.unlock, driver), locked).raise_first())
+        or failure
+    )
     if failure is not None:
         raise failure
 
@@ -245,16 +248,16 @@ def _bring_back(
     pid: int,
 ) -> None:
     """Restore one process if it is suspended, and let it go on."""
-    if not proc.still(pid):
+    if not proc.is_still(pid):
         # Somebody has let it go on, or the kernel has not stopped it again yet since CRIU let it go.
-        if _asked_again(driver, pid) is not ProcessState.CHECKPOINTED:
+        if _read_state_again(driver, pid) is not ProcessState.CHECKPOINTED:
             if let_go is None:
                 go_on([pid])  # a stop of ours may be under way
             return
         stop([pid], timeout=_STOPPING)
-    state = _asked_again(driver, pid)
+    state = _read_state_again(driver, pid)
     if state is None:
-        if not proc.running(pid):
+        if not proc.is_running(pid):
             return  # it has ended, and has not gone on
         raise NotInitialized(
             f"the GPU driver does not know process {pid} ({proc.comm(pid)}), whose GPU state it had taken",
@@ -274,14 +277,14 @@ def _bring_back(
         driver_calls.restore(driver, pid, pairs.get(pid, ()), waits=waits)
     right(pid)
     if let_go is not None:
-        if _asked_again(driver, pid) is ProcessState.LOCKED:
+        if _read_state_again(driver, pid) is ProcessState.LOCKED:
             driver_calls.unlock(driver, pid)
         let_go(pid)
     else:
         go_on([pid])
 
 
-def _asked_again(driver: Driver, pid: int) -> ProcessState | None:
+def _read_state_again(driver: Driver, pid: int) -> ProcessState | None:
     """The state of a process that had one; None where it has ended, or the driver says so again and again.
 
     A driver that lacks memory or descriptors for a moment does not find the process in /proc.
@@ -290,24 +293,24 @@ def _asked_again(driver: Driver, pid: int) -> ProcessState | None:
         if attempt:
             time.sleep(_BETWEEN)
         state = driver_calls.state(driver, pid)
-        if state is not None or not proc.running(pid):
+        if state is not None or not proc.is_running(pid):
             return state
     return None
 
 
-def _those(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[int]:
+def _select_in_state(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[int]:
     """Those in a state, and those whose state cannot be read: the step on them will say why."""
 
     def there(pid: int) -> bool:
         try:
-            return _asked_again(driver, pid) is wanted
+            return _read_state_again(driver, pid) is wanted
         except GpusnapError:
             return True
 
     return [pid for pid in pids if there(pid)]
 
 
-def _failed(action: Callable[[], object]) -> GpusnapError | None:
+def _catch_error(action: Callable[[], object]) -> GpusnapError | None:
     try:
         action()
     except Interrupted:

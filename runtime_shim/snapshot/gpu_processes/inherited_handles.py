@@ -27,10 +27,10 @@ from functools import partial
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Held
-from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.process.kcmp import EQUAL, FILE, FILES, VM, compared
+from gpusnap.runtime_shim.process.kcmp import EQUAL, FILE, FILES, VM, compare
 from gpusnap.runtime_shim.process.ptrace.neutralise import Neutralised, neutralise
 from gpusnap.runtime_shim.records.manifest import NeutralisedProcess
 from gpusnap.runtime_shim.runtime import container as containers
@@ -47,7 +47,7 @@ class Cleared:
     done: Neutralised
 
 
-def strangers(
+def find_strangers(
     driver: Driver, processes: Collection[proc.Process], held: Collection[int] = ()
 ) -> dict[proc.Process, tuple[str, ...]]:
     """Those that hold GPU files without GPU state, and not by inheritance alone; with the files of their own.
@@ -61,7 +61,7 @@ def strangers(
     gpu = users(driver, (process for process in processes if process not in idle), held)
     source = _Source(driver, [process.pid for process in gpu])
     everyone = [process.pid for process in processes]
-    own = {process: source.own(process.pid, everyone) for process in idle}
+    own = {process: source.list_own(process.pid, everyone) for process in idle}
     return {process: files for process, files in own.items() if files}
 
 
@@ -88,19 +88,19 @@ def clear(
         while True:
             there = tuple(processes())
             everyone = [process.pid for process in there]
-            fresh = source.heirs(
+            fresh = source.find_heirs(
                 [p for p in there if p.pid not in gpu and p.pid not in found], everyone, held
             )
             if not fresh:
                 break
             for pid in (pid for pid in fresh if pid not in held):
-                stack.enter_context(journal.idle(key, pid))
+                stack.enter_context(journal.keep_idle(key, pid))
                 stack.callback(go_on, [pid])
             stop(fresh, timeout=timeout)
             found |= fresh
         # Until it stood, one may have opened something by itself, or have got a child that shares its tables.
-        heirs = [pid for pid in found if proc.running(pid) and not source.own(pid, everyone)]
-        outcome = at_once(partial(_clear, driver, key), heirs)
+        heirs = [pid for pid in found if proc.is_running(pid) and not source.list_own(pid, everyone)]
+        outcome = run_at_once(partial(_clear, driver, key), heirs)
         outcome.raise_first()
     return tuple(Cleared(found[pid], each) for pid, each in sorted(outcome.results.items()) if each)
 
@@ -121,7 +121,7 @@ def say(cleared: Iterable[Cleared]) -> None:
 
 def records(cleared: Iterable[Cleared], init: int) -> tuple[NeutralisedProcess, ...]:
     """What the manifest says of those that are still there."""
-    there = [each for each in cleared if proc.same(each.process.pid, each.process.start)]
+    there = [each for each in cleared if proc.is_same(each.process.pid, each.process.start)]
     inner = containers.inner_pids(init, [each.process for each in there])
     return tuple(
         NeutralisedProcess(
@@ -137,13 +137,13 @@ def records(cleared: Iterable[Cleared], init: int) -> tuple[NeutralisedProcess, 
 
 def _clear(driver: Driver, key: str, pid: int) -> Neutralised | None:
     """One process that stands; None where it has ended. The calling thread is the tracer."""
-    held = driver.held(pid)
+    held = driver.list_held(pid)
     numbers = [number for number, _ in held.descriptors]
     ranges = [(start, end) for start, end, _ in held.mappings]
     try:
-        return neutralise(pid, numbers, ranges, lent=partial(journal.thread, key, pid))
+        return neutralise(pid, numbers, ranges, lent=partial(journal.keep_thread, key, pid))
     except OSError as error:
-        if not proc.running(pid):
+        if not proc.is_running(pid):
             return None
         raise GpusnapError(
             f"process {pid} ({proc.comm(pid)}) holds GPU files that it inherited, and they cannot be "
@@ -160,62 +160,62 @@ class _Source:
         self._driver, self._gpu = driver, frozenset(gpu)
         self._held: dict[int, Held] = {}
 
-    def heirs(
+    def find_heirs(
         self, processes: Iterable[proc.Process], everyone: Collection[int], held: Collection[int]
     ) -> dict[int, proc.Process]:
-        """Those that hold GPU files by inheritance alone, by PID. Raises Refused as `strangers`."""
+        """Those that hold GPU files by inheritance alone, by PID. Raises Refused as `find_strangers`."""
         idle = idle_holders(self._driver, processes, held)
-        return {process.pid: process for process in idle if not self.own(process.pid, everyone)}
+        return {process.pid: process for process in idle if not self.list_own(process.pid, everyone)}
 
-    def own(self, pid: int, everyone: Collection[int]) -> tuple[str, ...]:
+    def list_own(self, pid: int, everyone: Collection[int]) -> tuple[str, ...]:
         """Paths of the files that a process holds and did not inherit, each once.
 
         All of its files, where it shares its memory or its descriptors with one of `everyone`.
         """
-        held = self._driver.held(pid)
-        if any(_shares(pid, each) for each in {*everyone, *self._gpu} - {pid}):
+        held = self._driver.list_held(pid)
+        if any(_shares_memory_or_files(pid, each) for each in {*everyone, *self._gpu} - {pid}):
             files = [path for _, path in held.descriptors] + [path for *_, path in held.mappings]
             return tuple(dict.fromkeys(files))
-        ancestors = [each for each in _ancestors(pid) if each in self._gpu]
-        inherited = {mapping for each in ancestors for mapping in self._of(each).mappings}
+        ancestors = [each for each in _list_ancestors(pid) if each in self._gpu]
+        inherited = {mapping for each in ancestors for mapping in self._list_held(each).mappings}
         files = [
             path
             for number, path in held.descriptors
-            if not any(self._shared(each, pid, number) for each in ancestors)
+            if not any(self._is_shared(each, pid, number) for each in ancestors)
         ]
         files += [path for start, end, path in held.mappings if (start, end, path) not in inherited]
         return tuple(dict.fromkeys(files))
 
-    def _shared(self, ancestor: int, pid: int, number: int) -> bool:
+    def _is_shared(self, ancestor: int, pid: int, number: int) -> bool:
         """Whether a descriptor is an open file of the ancestor; there it mostly has the same number."""
-        theirs = sorted(self._of(ancestor).descriptors, key=lambda each: each[0] != number)
-        return any(_same_file(ancestor, each, pid, number) for each, _ in theirs)
+        theirs = sorted(self._list_held(ancestor).descriptors, key=lambda each: each[0] != number)
+        return any(_is_same_file(ancestor, each, pid, number) for each, _ in theirs)
 
-    def _of(self, pid: int) -> Held:
+    def _list_held(self, pid: int) -> Held:
         if pid not in self._held:
-            self._held[pid] = self._driver.held(pid)
+            self._held[pid] = self._driver.list_held(pid)
         return self._held[pid]
 
 
-def _ancestors(pid: int) -> list[int]:
+def _list_ancestors(pid: int) -> list[int]:
     found: list[int] = []
     while (pid := proc.parent(pid)) and pid not in found:
         found.append(pid)
     return found
 
 
-def _same_file(pid: int, number: int, other: int, other_number: int) -> bool:
+def _is_same_file(pid: int, number: int, other: int, other_number: int) -> bool:
     """Whether two descriptors share an open file description; not so where the kernel does not tell."""
-    return compared(pid, other, FILE, number, other_number) == EQUAL
+    return compare(pid, other, FILE, number, other_number) == EQUAL
 
 
-def _shares(pid: int, other: int) -> bool:
+def _shares_memory_or_files(pid: int, other: int) -> bool:
     """Whether two processes have their memory or their descriptors in common; so where nobody can tell.
 
     One that has ended has neither.
     """
     for kind in (VM, FILES):
-        found = compared(pid, other, kind)
+        found = compare(pid, other, kind)
         if found == EQUAL or (found < 0 and found != -errno.ESRCH):
             return True
     return False

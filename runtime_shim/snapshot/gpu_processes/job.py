@@ -9,7 +9,7 @@ from dataclasses import field
 from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, unforeseen
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, make_unforeseen
 from gpusnap.runtime_shim.gpu import holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node
 from gpusnap.runtime_shim.log import say
@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
 from gpusnap.runtime_shim.runtime.criu.images import directory as image
-from gpusnap.runtime_shim.runtime.criu.run import quiet
+from gpusnap.runtime_shim.runtime.criu.run import make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_watch, inherited_handles, paused_container
@@ -33,7 +33,7 @@ from gpusnap.runtime_shim.snapshot.records.reservations import RAM, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.records.volumes import Volume
 from gpusnap.runtime_shim.stopping.stop import Guard, drop_stops, stop
-from gpusnap.runtime_shim.transaction import Transaction, or_recover
+from gpusnap.runtime_shim.transaction import Transaction, name_recover
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ def _freeze(job: Job) -> None:
 
 
 @contextmanager
-def for_the_dump(job: Job) -> Iterator[None]:
+def pause_for_dump(job: Job) -> Iterator[None]:
     """Pause the container while the block dumps it, at a moment at which CRIU can; one that is paused again.
 
     Not where CRIU has a plugin's work done: that asks processes which run.
@@ -124,20 +124,20 @@ def for_the_dump(job: Job) -> Iterator[None]:
     if job.paused is not None:
         _leave_alone(job)
         _freeze(job)
-        job.paused.nobody_waits()
+        job.paused.check_nobody_waits()
     if job.paused is not None or job.driver.plugin is not None:
         yield
         return
-    pause = DumpPause(job.container, quiet(job.call, job.real))
+    pause = DumpPause(job.container, make_quiet_command(job.call, job.real))
     try:
-        if pause.wanted():
+        if pause.is_wanted():
             with job.transaction.step("pause container"):
                 _begin_pause(job, pause)
         _leave_alone(job)  # nobody in the container can let one go on any more
         yield
     finally:
         try:
-            pause.end()
+            pause.let_go_on()
         except (GpusnapError, OSError) as error:
             # Not raised: the dump may be done, and then there is no way back.
             job.stuck = GpusnapError(
@@ -153,10 +153,12 @@ def _begin_pause(job: Job, pause: DumpPause) -> None:
     timeout = job.settings.nvidia.lock_timeout
     deadline = time.monotonic() + timeout
     pause.begin(timeout=timeout)
-    while not all(proc.still(pid) and not proc.stop_pending(pid) for pid in job.records if proc.running(pid)):
+    while not all(
+        proc.is_still(pid) and not proc.stop_pending(pid) for pid in job.records if proc.is_running(pid)
+    ):
         # One was let go on at the last moment, and is frozen as it runs, or was sent another SIGSTOP.
-        pause.end()
-        all_suspended(job)
+        pause.let_go_on()
+        check_all_suspended(job)
         drop_stops(job.records)
         if time.monotonic() > deadline:
             raise GpusnapError(
@@ -198,12 +200,12 @@ def _watch_over(job: Job) -> None:
 
 def _leave_alone(job: Job) -> None:
     if job.guard is not None:
-        job.guard.end()
+        job.guard.stop_watching()
         job.guard = None
 
 
 def _undo_suspend(job: Job) -> None:
-    with or_recover(job.container.id):
+    with name_recover(job.container.id):
         resume_all(job)
     job.suspended = False
 
@@ -219,15 +221,15 @@ def resume_all(job: Job) -> None:
     let_go = job.paused.let_go if job.paused is not None else None
     _leave_alone(job)
     # Those alone that were stopped: after a lock that failed all of them run, and shall.
-    job.guard = Guard([pid for pid in job.records if proc.still(pid)])
+    job.guard = Guard([pid for pid in job.records if proc.is_still(pid)])
     try:
-        resume(job.driver, list(job.records), job.pages, right=partial(_right, job), let_go=let_go)
+        resume(job.driver, list(job.records), job.pages, right=partial(_check_process, job), let_go=let_go)
     finally:
         _leave_alone(job)
         _note_calls(job)
 
 
-def _right(job: Job, pid: int) -> None:
+def _check_process(job: Job, pid: int) -> None:
     """Before a process goes on: its memory is its own, and it is kept stopped no longer."""
     transfer.own(job.container.key, pid)
     if job.guard is not None:
@@ -242,11 +244,11 @@ def newcomers(job: Job) -> list[proc.Process]:
     members = job.processes()
     found = list(users(job.driver, [each for each in members if each.pid not in job.records], job.held))
     if found:
-        preflight.complete(job.container, members, found)
+        preflight.check_complete(job.container, members, found)
     return found
 
 
-def all_suspended(job: Job) -> None:
+def check_all_suspended(job: Job) -> None:
     """Have every GPU process stand, and none be gone: it must not get into the manifest.
 
     Whom somebody else has let go on is stopped again. Raises GpusnapError.
@@ -254,10 +256,10 @@ def all_suspended(job: Job) -> None:
     if job.asleep is not None:
         return  # in a frozen cgroup, and nobody of them runs
     if job.driver.plugin is not None:  # they run, and may end, until CRIU stops them
-        job.records = {pid: item for pid, item in job.records.items() if proc.running(pid)}
+        job.records = {pid: item for pid, item in job.records.items() if proc.is_running(pid)}
         return
     for pid, item in job.records.items():
-        if not proc.same(pid, item.process.start):
+        if not proc.is_same(pid, item.process.start):
             raise GpusnapError(
                 f"GPU process {pid} ({item.process.comm}) ended before it could be dumped",
                 hint="checkpoint the container again",
@@ -279,17 +281,17 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
             # Two who look at once would both find room that is there once.
             claimed = room.enter_context(claim())
             others = claimed.reserved.get(RAM, 0)
-            space.room_in_memory(used, job.container.pid, job.settings.memory, reserved=others)
+            space.check_memory(used, job.container.pid, job.settings.memory, reserved=others)
             claimed.take({RAM: sum(used.values())})
         elif plugin.into_memory:
-            space.room_in_memory(used, job.container.pid)
+            space.check_memory(used, job.container.pid)
         _take_off(job, records, all_bytes)
 
 
 def _take_off(job: Job, records: Mapping[int, Record], all_bytes: int) -> None:
     """Have the driver take the GPU state of these; `all_bytes` of GPU memory, with what it took before."""
     if job.on_disk:
-        space.room_on_disk(
+        space.check_disk(
             job.image_path,
             all_bytes,
             job.processes(),
@@ -308,7 +310,7 @@ def _take_off(job: Job, records: Mapping[int, Record], all_bytes: int) -> None:
         for pid in lock(job.driver, records, timeout=timeout, held=job.held, tell=told):
             told(f"process {pid} was paused within a call of CUDA, and ran until it had ended")
     with job.transaction.step("driver checkpoint"):
-        standing = partial(_standing, job, timeout)
+        standing = partial(_stop_processes, job, timeout)
         try:
             suspend(job.driver, records, job.pages, timeout=timeout, standing=standing, held=job.held)
         finally:
@@ -325,7 +327,7 @@ def _make_room(job: Job, need: int) -> None:
     chunk_cache.make_room(job.settings.memory, job.image_path, need, container=job.container.id)
 
 
-def _standing(job: Job, timeout: float) -> None:
+def _stop_processes(job: Job, timeout: float) -> None:
     """The GPU processes stand, and nothing has been taken from them yet.
 
     They may have begun to share memory since they were looked at first. And what their children inherited is
@@ -333,26 +335,26 @@ def _standing(job: Job, timeout: float) -> None:
     """
     assert job.host is not None
     members = [item.process for item in job.records.values()]
-    preflight.shared(members, job.settings.nvidia, job.host)
+    preflight.refuse_shared(members, job.settings.nvidia, job.host)
     job.cleared += inherited_handles.clear(
         job.driver, job.container.key, job.records, job.processes, timeout=timeout, held=job.held
     )
 
 
-def resumed(job: Job) -> GpusnapError | None:
+def resume_processes(job: Job) -> GpusnapError | None:
     """What kept processes from running on; a container that was paused is so again."""
     try:
-        failure = _failed(partial(resume_all, job))
+        failure = _catch_error(partial(resume_all, job))
     finally:
-        frozen_again = _failed(partial(_freeze, job))
+        frozen_again = _catch_error(partial(_freeze, job))
     return failure or frozen_again
 
 
-def _failed(action: Callable[[], object]) -> GpusnapError | None:
+def _catch_error(action: Callable[[], object]) -> GpusnapError | None:
     try:
         action()
     except GpusnapError as error:
         return error
     except Exception as error:  # of whatever kind: what follows has to be done all the same
-        return unforeseen(error)
+        return make_unforeseen(error)
     return None

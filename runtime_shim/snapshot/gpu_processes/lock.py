@@ -33,11 +33,11 @@ from functools import partial
 
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import LockTimeout
-from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
-from gpusnap.runtime_shim.transaction import asked_to_stop, stop_if_asked
+from gpusnap.runtime_shim.transaction import is_asked_to_stop, stop_if_asked
 
 # Seconds that the locked ones wait for the others, after the last change; at times, at least so many, and a
 # share of the time since the start.
@@ -72,11 +72,11 @@ def lock(
     pids = tuple(dict.fromkeys(pids))
     stand = [pid for pid in pids if pid in held]
     if len(pids) == 1 and stand:
-        ran = at_once(partial(driver_calls.lock, driver, timeout=timeout), pids)
+        ran = run_at_once(partial(driver_calls.lock, driver, timeout=timeout), pids)
         ran.raise_first()
         return tuple(pid for pid, did in ran.results.items() if did)
     if len(pids) < 2:
-        at_once(partial(driver_calls.lock, driver, timeout=timeout), pids).raise_first()
+        run_at_once(partial(driver_calls.lock, driver, timeout=timeout), pids).raise_first()
         return ()
     if not stand:
         _Together(driver, pids, timeout, tell).lock()
@@ -99,10 +99,10 @@ def _lock_each(driver: Driver, pids: Sequence[int], *, timeout: float) -> tuple[
     None, and nothing is locked, where one was not within so many seconds.
     """
 
-    outcome = at_once(partial(driver_calls.lock, driver, timeout=timeout), pids)
+    outcome = run_at_once(partial(driver_calls.lock, driver, timeout=timeout), pids)
     if not outcome.errors:
         return tuple(sorted(pid for pid, ran in outcome.results.items() if ran))
-    unlocked = at_once(partial(driver_calls.unlock, driver), outcome.results)
+    unlocked = run_at_once(partial(driver_calls.unlock, driver), outcome.results)
     for error in outcome.errors.values():
         if not isinstance(error, LockTimeout):
             raise error
@@ -150,23 +150,23 @@ class _Together:
 
     def lock(self) -> None:
         """Lock them all. Raises LockTimeout, or what else the driver answers, with none of them locked."""
-        outcome = at_once(self._lock_one, self._pids, look=self._look)
+        outcome = run_at_once(self._lock_one, self._pids, look=self._look)
         outcome.raise_first()
         stop_if_asked()
         tries = max(self._tries.values())
         if not self._whole:
-            raise self._too_late(tries)
+            raise self._make_timeout(tries)
         if self._tell is not None and tries > 1:
             took = time.monotonic() - self._begin
             self._tell(f"the processes wait for each other's GPU work: locked in {tries} tries, {took:.1f} s")
 
     def _look(self) -> None:
-        if asked_to_stop():
+        if is_asked_to_stop():
             self._asked.set()
 
     def _lock_one(self, pid: int) -> None:
         try:
-            while self._goes_on():
+            while self._may_try_again():
                 self._try_one(pid)
         except BaseException:
             with self._changed:
@@ -187,7 +187,7 @@ class _Together:
             self._late = pid
             self._run_alone(pid)
             return
-        if not self._all_come(pid):
+        if not self._wait_for_others(pid):
             driver_calls.unlock(self._driver, pid)
             self._run_together(pid)
 
@@ -196,7 +196,7 @@ class _Together:
         with self._changed:
             self._away.add(pid)
             until = time.monotonic() + random.uniform(_LEAST, _MOST)
-            while self._goes_on() and not (self._locked or self._unlocking):
+            while self._may_try_again() and not (self._locked or self._unlocking):
                 left = until - time.monotonic()
                 if left <= 0:
                     return
@@ -209,7 +209,7 @@ class _Together:
             if not self._unlocking:
                 self._again_at = time.monotonic() + self._run
                 self._changed.notify_all()
-            while self._goes_on():
+            while self._may_try_again():
                 left = self._again_at - time.monotonic() if not self._unlocking else _LOOK
                 if left <= 0:
                     return
@@ -224,12 +224,12 @@ class _Together:
         """Whether nobody is to be unlocked any more at that moment."""
         return moment - self._begin >= _LAST * self._timeout
 
-    def _goes_on(self) -> bool:
+    def _may_try_again(self) -> bool:
         """Whether they are to be tried further."""
         ended = self._whole or self._failed or self._asked.is_set()
         return not (ended or time.monotonic() >= self._deadline)
 
-    def _all_come(self, pid: int) -> bool:
+    def _wait_for_others(self, pid: int) -> bool:
         """Wait, with this one locked, for the others; whether they are locked as well."""
         with self._changed:
             self._locked.add(pid)
@@ -238,7 +238,7 @@ class _Together:
                 self._whole = True
                 self._changed.notify_all()
             now_on = self._round
-            while self._goes_on() and self._round == now_on:
+            while self._may_try_again() and self._round == now_on:
                 now = time.monotonic()
                 left = self._moved + self._hold - now
                 if left > 0 or self._away or self._is_last(now):
@@ -260,7 +260,7 @@ class _Together:
         self._hold = max(_PATIENTLY, (now - self._begin) * _SHARE) if patient else _BRIEFLY
         self._changed.notify_all()
 
-    def _too_late(self, tries: int) -> LockTimeout:
+    def _make_timeout(self, tries: int) -> LockTimeout:
         pid = self._pids[0] if self._late is None else self._late
         others = len(self._pids) - 1
         return LockTimeout(

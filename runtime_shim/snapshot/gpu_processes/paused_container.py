@@ -17,7 +17,7 @@ done they run up to its first instruction, since their parents cannot be stopped
 (stopping/vfork.py). What a killed gpusnap leaves is in the journal, as <container>.paused: the cgroup, which
 processes were stopped by us, and whether it was we who thawed.
 
-Only for version 2 of cgroups: see container.own_v1_freezer.
+Only for version 2 of cgroups: see container.has_own_v1_freezer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Paused:
     ) -> None:
         """`container` is its key, `group` the folder of the cgroup; `stopped` by us, PID to start time.
 
-        `runtime` is the kind of the real one, for `left`.
+        `runtime` is the kind of the real one, for `reopen`.
         """
         self._container, self._group, self._runtime = container, group, runtime
         self._stopped = dict(stopped)
@@ -72,7 +72,7 @@ class Paused:
             seen: set[int] = set()
             while fresh := [pid for pid in cgroup_freezer.members(self._group) if pid not in seen]:
                 seen.update(fresh)
-                running = map(proc.process, [pid for pid in fresh if not proc.halted(pid)])
+                running = map(proc.process, [pid for pid in fresh if not proc.is_halted(pid)])
                 found = {each.pid: each.start for each in running if each}
                 pidfd.remember(found.items())
                 self._stopped |= found
@@ -105,7 +105,7 @@ class Paused:
 
     def freeze(self) -> None:
         """Pause the container again, and have all go on with that whom only we keep. May be called again."""
-        if cgroup_freezer.gone(self._group):
+        if cgroup_freezer.is_gone(self._group):
             self.forget()  # it has ended
             return
         cgroup_freezer.freeze(self._group)
@@ -113,7 +113,7 @@ class Paused:
         self._note(thawed=False)
         cgroup_freezer.settle(self._group)
         self._thawed = False
-        there = {pid: start for pid, start in self._stopped.items() if proc.same(pid, start)}
+        there = {pid: start for pid, start in self._stopped.items() if proc.is_same(pid, start)}
         _send((pid for pid in there if pid not in self._away), signal.SIGCONT)
         self._stopped = {pid: start for pid, start in there.items() if pid in self._away}
         if self._stopped:
@@ -121,10 +121,10 @@ class Paused:
         else:
             self.forget()
 
-    def nobody_waits(self) -> None:
+    def check_nobody_waits(self) -> None:
         """See that CRIU comes by all processes, for once that they are frozen. Raises GpusnapError."""
-        for each in vfork.waiting(cgroup_freezer.members(self._group)):
-            raise vfork.for_good(each)
+        for each in vfork.iterate_waiting(cgroup_freezer.members(self._group)):
+            raise vfork.make_for_good_error(each)
 
     def forget(self) -> None:
         """Nothing is left to be put right."""
@@ -141,11 +141,11 @@ def find(container: containers.Container, runtime: str = "") -> Paused | None:
 
     `runtime`: the kind of the real one.
     """
-    group = containers.frozen_by(container)
+    group = containers.find_freezer(container)
     return Paused(container.key, group, runtime=runtime) if group is not None else None
 
 
-def left(entry: Entry, pids: Iterable[int]) -> Paused | None:
+def reopen(entry: Entry, pids: Iterable[int]) -> Paused | None:
     """The pause in which to put right what a killed gpusnap left; None where the container is to run.
 
     `pids` are those of its processes that are there. What was frozen is, and what we had thawed: whoever
@@ -159,9 +159,9 @@ def left(entry: Entry, pids: Iterable[int]) -> Paused | None:
         groups = (containers.frozen_group(pid, entry.container) for pid in alive)
         group = next((group for group in groups if group is not None), None)
         return Paused(entry.key, group, alive) if group is not None else None
-    stopped = {pid: start for pid, start in pause.stopped if proc.same(pid, start)}
+    stopped = {pid: start for pid, start in pause.stopped if proc.is_same(pid, start)}
     ours = pause.thawed and pause.runtime != "crun"
-    if not cgroup_freezer.gone(pause.group) and (ours or cgroup_freezer.frozen(pause.group)):
+    if not cgroup_freezer.is_gone(pause.group) and (ours or cgroup_freezer.is_frozen(pause.group)):
         return Paused(entry.key, pause.group, stopped | alive, runtime=pause.runtime)
     go_on(pid for pid in stopped if pid not in alive)
     return None

@@ -27,14 +27,14 @@ from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.table import Progress, Table, descriptors
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
-from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory.maps import Region
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.process.ptrace.populate import Backing, Populated
-from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, inside
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, enter_thread
 from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord, Written
 from gpusnap.runtime_shim.runtime import container_key
@@ -45,7 +45,7 @@ from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.memory.write_ahead import Early
 from gpusnap.runtime_shim.snapshot.memory.writeback import Flushing
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.stopping.stop import populated
+from gpusnap.runtime_shim.stopping.stop import run_populating
 
 _DONTNEED = 4  # asm-generic/mman-common.h
 # Bytes that stay available beside what is staged.
@@ -119,9 +119,9 @@ class Chunks(Pages):
     def thread(self, pid: int, tid: int) -> Iterator[Populated]:
         """Let the driver's thread run for its checkpoint, its large mappings files if they can be."""
         process = self._processes[pid] = _Process(_mappings(pid))
-        lent = partial(journal.thread, self._key, pid)
+        lent = partial(journal.keep_thread, self._key, pid)
         backing = Backing(partial(self._watched, pid), lent)
-        with populated(pid, tid, threads=self._settings.threads, backing=backing) as process.populated:
+        with run_populating(pid, tid, threads=self._settings.threads, backing=backing) as process.populated:
             yield process.populated
 
     def take(self, pids: Sequence[int]) -> None:
@@ -143,7 +143,7 @@ class Chunks(Pages):
         self.note(list(self._processes))
         for process in fresh.values():
             process.freed = True
-        at_once(self._free, fresh).raise_first()
+        run_at_once(self._free, fresh).raise_first()
 
     def write(self) -> None:
         """Write what is staged to chunks, unless it was. Raises ImageError."""
@@ -169,7 +169,7 @@ class Chunks(Pages):
             failures = dict.fromkeys(layout, error)
         mapped = {pid: areas for pid, p in wanted.items() if (areas := _areas(p, mapped=True))}
         failures |= transfer.give(self._key, mapped)
-        failures |= at_once(
+        failures |= run_at_once(
             lambda pid: self._copied_back(pid, wanted[pid]), [pid for pid in wanted if pid not in failures]
         ).errors
         for pid in wanted.keys() - failures.keys():
@@ -180,7 +180,7 @@ class Chunks(Pages):
         try:
             transfer.copy(pid, _areas(process, mapped=False))
         except OSError as error:
-            if proc.running(pid):
+            if proc.is_running(pid):
                 raise GpusnapError(
                     f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be given back: "
                     f"{reason(error)}",
@@ -263,7 +263,7 @@ class Chunks(Pages):
 
     def discard(self, *, layout: bool) -> None:
         """Remove the stage, and the `layout` too, unless a process waits for its bytes. Raises ImageError."""
-        if any(process.freed and proc.running(pid) for pid, process in self._processes.items()):
+        if any(process.freed and proc.is_running(pid) for pid, process in self._processes.items()):
             return
         self.close()
         self._home.discard(earlier=not layout)
@@ -308,7 +308,7 @@ class Chunks(Pages):
 
     def _area(self, pid: int, address: int, size: int) -> Area:
         """A file for a region; OSError where there shall be none."""
-        if not mount_namespace.lasting():
+        if not mount_namespace.is_lasting():
             raise OSError(
                 errno.EPERM, "this mount namespace is not the host's", container_key.id_of(self._key)
             )
@@ -407,11 +407,11 @@ class Chunks(Pages):
         if not found:
             return
         try:
-            with inside(pid) as remote, journal.thread(self._key, pid, remote.saved):
+            with enter_thread(pid) as remote, journal.keep_thread(self._key, pid, remote.saved):
                 for each in found:
                     _let_go(remote, each)
         except OSError as error:
-            if proc.running(pid):
+            if proc.is_running(pid):
                 raise GpusnapError(
                     f"the GPU memory of process {pid} ({proc.comm(pid)}) is written, but cannot be freed in "
                     f"it: {reason(error)}",

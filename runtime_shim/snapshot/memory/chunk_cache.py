@@ -44,12 +44,12 @@ from contextlib import contextmanager
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import UNFINISHED, open_folder, read_regular, replace
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.oci.base.locks import stands, try_exclusive, unlock
+from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table
-from gpusnap.oci.layout.digests import encoded
+from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.log import note
@@ -163,13 +163,13 @@ class Kept:
         known.clear()
         known.learn(tables, own)
         known.save()
-        _remove(_BLOB, self._path, *_BLOBS, but={encoded(blob) for blob in blobs})
+        _remove(_BLOB, self._path, *_BLOBS, but={get_hex(blob) for blob in blobs})
         _remove(_CUT_OFF, self._path)
 
     def _made(self) -> int:
         """The container's folder, locked, made anew where somebody removed it meanwhile."""
         _check_name(self._container, self._folder)
-        if self._lock is not None and not stands(self._lock, self._path):
+        if self._lock is not None and not is_still_there(self._lock, self._path):
             lock, self._lock = self._lock, None
             unlock(lock)
         if self._lock is None:
@@ -250,7 +250,7 @@ def _locked(folder: str, name: str) -> int:
         for found, where in ((os.stat(folder), folder), (os.fstat(lock), path)):
             if found.st_uid != os.geteuid() or found.st_mode & 0o022:
                 raise _Unkept(f"others may write to {where}")
-        if not try_exclusive(lock) or not stands(lock, path):  # whoever had it has removed it
+        if not try_exclusive(lock) or not is_still_there(lock, path):  # whoever had it has removed it
             raise _Unkept(f"another gpusnap is at work on {path}")
     except BaseException:
         os.close(lock)
@@ -313,7 +313,7 @@ def _link(blobs: Mapping[str, int], image: str, path: str) -> None:
         folder = open_folder(path, *_BLOBS)
         try:
             for digest, size in blobs.items():
-                _link_one(encoded(digest), size, origin, folder)
+                _link_one(get_hex(digest), size, origin, folder)
         finally:
             os.close(folder)
     except OSError as error:
@@ -362,7 +362,7 @@ def _remove(names: re.Pattern[str], *path: str, but: Collection[str] = ()) -> No
     folder = open_folder(*path)
     try:
         found = [name for name in os.listdir(folder) if name not in but and names.fullmatch(name)]
-        for_each(found, remove, threads=min(_THREADS, len(found)))
+        run_for_each(found, remove, threads=min(_THREADS, len(found)))
     finally:
         os.close(folder)
 

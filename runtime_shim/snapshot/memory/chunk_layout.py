@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Sequence
 
-from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import Table, descriptors
 from gpusnap.oci.layout.blobs import Blobs
@@ -26,7 +26,7 @@ def check(blobs: Blobs, tables: Sequence[Table], *, where: str, threads: int = 0
     `where`: for the message. Raises ImageError.
     """
     with as_image_error(where):
-        for_each(descriptors(tables), blobs.check_blob, threads=threads or copies.cores())
+        run_for_each(descriptors(tables), blobs.check_blob, threads=threads or copies.cores())
 
 
 def write_again(layout: Layout, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
@@ -36,7 +36,7 @@ def write_again(layout: Layout, tables: Sequence[Table], *, where: str, threads:
     (gpusnap.oci.layout.unsynced).
     """
     with as_image_error(where):
-        for_each(descriptors(tables), layout.write_again, threads=threads or copies.cores())
+        run_for_each(descriptors(tables), layout.write_again, threads=threads or copies.cores())
 
 
 def commit(layout: Layout, tables: Sequence[Table], *, sync: bool = True) -> None:

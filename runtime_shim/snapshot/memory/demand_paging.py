@@ -224,7 +224,7 @@ class DemandPaging:
 
     def attached(self, pids: Iterable[int]) -> bool:
         """Whether each of these processes waits for what is not there, unless it has ended."""
-        return all(pid in self._mapped or not proc.running(pid) for pid in pids)
+        return all(pid in self._mapped or not proc.is_running(pid) for pid in pids)
 
     def detach(self) -> None:
         """After `attach` has failed: let go of what it had taken. Nobody has touched anything."""
@@ -345,7 +345,7 @@ class DemandPaging:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOMEM) or attempt == _TRIES - 1:
                     raise
-                if error.errno == errno.ENOMEM and size < region.area.size and proc.running(region.pid):
+                if error.errno == errno.ENOMEM and size < region.area.size and proc.is_running(region.pid):
                     raise
             # The driver unmaps what it has read, and something else may have these addresses by now, of which
             # the kernel takes none. The rest is to be released all the same.

@@ -193,13 +193,13 @@ class StoreHome:
         """No gc may take it, though we should be killed. Raises ImageError."""
         if not self._needed:
             with transfer.as_image_error(self.place):
-                self._staged().precious(self._why)
+                self._staged().mark_precious(self._why)
             self._needed = True
 
     @contextlib.contextmanager
     def known(self) -> Iterator[Known | None]:
         """All that the store has."""
-        yield self._store.known()
+        yield self._store.open_known_chunks()
 
     def images(self) -> tuple[FileRecord, ...]:
         """Their chunks; an image that cannot be had in chunks stays one."""
@@ -220,7 +220,7 @@ class StoreHome:
                 ceiling=transfer.ceiling(self._settings),
                 chunk_size=min(self._settings.chunk_size, _IMAGE_CHUNK),
                 level=self._settings.level,
-                known=self._store.known(),
+                known=self._store.open_known_chunks(),
             )
             self.layout.sync()
             found = [FileRecord(name, table) for name, table in zip(names, tables, strict=True)]
@@ -255,7 +255,7 @@ class StoreHome:
     def _end(self) -> None:
         if self._staging is not None:
             with transfer.as_image_error(self.place):
-                self._staging.plain()
+                self._staging.unmark_precious()
                 self._staging.close()
             self._staging = None
 

@@ -198,7 +198,7 @@ def ahead(record: Manifest | None, blobs: Blobs, settings: Memory) -> Iterator[M
     begun: _Ahead | None = None
     if record is not None and 0 < len(record.files) <= _MOST:
         with contextlib.suppress(OSError, GpusnapError, OciError, RuntimeError):
-            if space.room_for_images(record, settings):
+            if space.has_memory_for_images(record, settings):
                 begun = _Ahead(record, blobs, settings)
     try:
         yield begun.environment if begun is not None else {}
@@ -266,7 +266,7 @@ class Joined:
 
     def _at_work(self) -> bool:
         """Whether the command still puts them together."""
-        return _read_state(self._board)[0] == AT_WORK and proc.same(*self._owner)
+        return _read_state(self._board)[0] == AT_WORK and proc.is_same(*self._owner)
 
     def _take(self) -> bool:
         """Give the files names; whether they have some."""
@@ -316,7 +316,7 @@ def join(
                 shape = (stat.S_IFMT(status.st_mode), status.st_dev, status.st_size)
                 if shape != (stat.S_IFREG, device, each.table.size):
                     return None
-            if not proc.same(*found.owner):  # another process may have had that PID
+            if not proc.is_same(*found.owner):  # another process may have had that PID
                 return None
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -41,5 +41,5 @@ def discard(layout: str) -> None:
         if not exists(layout):
             return
         staging = store.adopt(layout)
-        staging.plain()
+        staging.unmark_precious()
         staging.close()

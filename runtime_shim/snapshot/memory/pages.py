@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord, Written
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.stopping.stop import populated
+from gpusnap.runtime_shim.stopping.stop import run_populating
 
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.process.ptrace.populate import Populated
@@ -37,7 +37,7 @@ class Pages:
 
     def thread(self, pid: int, tid: int) -> AbstractContextManager[Populated]:
         """Let the driver's thread run while the block has the driver checkpoint the process, which stands."""
-        return populated(pid, tid, threads=self._threads)
+        return run_populating(pid, tid, threads=self._threads)
 
     def take(self, pids: Sequence[int]) -> None:
         """Carry the suspended processes' GPU memory away, before CRIU dumps them."""

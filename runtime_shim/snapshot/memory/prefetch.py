@@ -44,7 +44,7 @@ from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.demand_paging import DemandPaging, Waits, in_pages
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.transaction import asked_to_stop
+from gpusnap.runtime_shim.transaction import is_asked_to_stop
 
 _SWITCH = 0.0005  # seconds
 # Blobs that are read at once while CRIU works. It opens hundreds of files, and where these come from the same
@@ -277,7 +277,7 @@ class Filling:
     def _demand_paging(self) -> DemandPaging | None:
         """None where the driver cannot wait for what is missing."""
         tables = [region.table for _, region in self._regions]
-        if not self._areas or not in_pages(tables) or userfault.why_not():
+        if not self._areas or not in_pages(tables) or userfault.explain_missing():
             return None
         return DemandPaging(self._areas, tables)
 
@@ -285,7 +285,7 @@ class Filling:
         """A file for each region; none where the ceiling or this host does not allow it."""
         working = max((c.stored for _, r in self._regions for c in r.table.chunks), default=0)
         working *= settings.threads or _most_of(copies.cores())
-        if not mount_namespace.lasting() or not _may_open(_OF_A_FILE * len(self._regions)):
+        if not mount_namespace.is_lasting() or not _may_open(_OF_A_FILE * len(self._regions)):
             return []
         if settings.ceiling and sum(r.table.size for _, r in self._regions) > settings.ceiling - working:
             return []
@@ -333,5 +333,5 @@ class Arriving(Pages):
 
     def look(self) -> None:
         """The driver cannot be called off, but its process can be ended while that misses memory."""
-        if self._filling is not None and self._filling.arriving and asked_to_stop():
+        if self._filling is not None and self._filling.arriving and is_asked_to_stop():
             self._filling.stop()

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, OciError
-from gpusnap.oci.base.threads import for_each
+from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import File, Target
 from gpusnap.oci.chunks.table import descriptors
@@ -77,7 +77,7 @@ class Fetching:
         self.fetched = 0
         """Bytes."""
         every = descriptors(record.tables)
-        wanted = self._beside.lacks(every)
+        wanted = self._beside.list_missing(every)
         self._there = {each.digest for each in every} - {each.digest for each in wanted}
         try:
             missing = self._taken(wanted) if wanted and not self._hold(artifact, wanted) else []
@@ -166,7 +166,7 @@ class Fetching:
         if artifact:
             with contextlib.suppress(OciError):
                 self._held.enter_context(self._store.hold(artifact))
-                if not self._store.layout.lacks(wanted):
+                if not self._store.layout.list_missing(wanted):
                     return True
         self._held.close()
         return False
@@ -176,7 +176,7 @@ class Fetching:
         try:
             staging = self._staging = self._store.create().stage()
         except DiskError:  # one that is mounted read-only can be read all the same
-            missing = self._store.layout.lacks(wanted)
+            missing = self._store.layout.list_missing(wanted)
             if missing:
                 raise self._nowhere(missing, ["the store cannot be written to"]) from None
             return []
@@ -225,7 +225,7 @@ class Fetching:
                 lacking.append(each)
 
         threads = min(_CONNECTIONS, len(missing))
-        for_each(missing, ask, threads=threads, ending=repository.interrupt)
+        run_for_each(missing, ask, threads=threads, ending=repository.interrupt)
         return lacking
 
     def _fetch(self, repository: Repository, layout: Layout, digest: str, size: int) -> None:

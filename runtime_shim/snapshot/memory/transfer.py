@@ -14,7 +14,7 @@ from gpusnap.oci.base.errors import DiskFull, OciError
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, ImageError, reason
-from gpusnap.runtime_shim.gpu.api.parallel import at_once
+from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory.maps import Region
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage, Unnamed
-from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, inside
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, enter_thread
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.records import journal
 
@@ -60,7 +60,7 @@ class Part:
 def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], settings: Memory) -> None:
     """Fill regions of processes that have been freed; those that ended are left out. Raises ImageError."""
     pairs = [(pid, region, table) for pid, found in wanted.items() for region, table in found]
-    pairs = [each for each in pairs if proc.running(each[0])]
+    pairs = [each for each in pairs if proc.is_running(each[0])]
     if not pairs:
         return
     from gpusnap.oci.chunks import reader  # with zstandard, which what stayed in RAM does not need
@@ -93,7 +93,7 @@ def give(
 
     def map_files(pid: int) -> bool:
         try:
-            with inside(pid) as remote, journal.thread(key, pid, remote.saved):
+            with enter_thread(pid) as remote, journal.keep_thread(key, pid, remote.saved):
                 for area in wanted[pid]:
                     remote.map_file(area.descriptor, area.address, area.size, area.lead, shared=False)
                 if mapped is not None:
@@ -111,7 +111,7 @@ def give(
                     before_copy()
                 copy(pid, wanted[pid])
         except OSError as error:
-            if proc.running(pid):
+            if proc.is_running(pid):
                 raise GpusnapError(
                     f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be given back: "
                     f"{reason(error)}",
@@ -120,7 +120,7 @@ def give(
                     code="GPS-027",
                 ) from error
 
-    return at_once(one, [pid for pid in wanted if proc.running(pid)]).errors
+    return run_at_once(one, [pid for pid in wanted if proc.is_running(pid)]).errors
 
 
 def populate(areas: Mapping[int, Area], at: int, chunk: Chunk) -> None:
@@ -146,11 +146,11 @@ def empty(key: str, pid: int, regions_of: Iterable[tuple[int, int]]) -> None:
     Their bytes are elsewhere, and the journal says where. Raises GpusnapError.
     """
     try:
-        with inside(pid) as remote, journal.thread(key, pid, remote.saved):
+        with enter_thread(pid) as remote, journal.keep_thread(key, pid, remote.saved):
             for start, size in regions_of:
                 remote.mmap(start, size, mmap.PROT_READ | mmap.PROT_WRITE, EMPTY)
     except OSError as error:
-        if proc.running(pid):
+        if proc.is_running(pid):
             raise GpusnapError(
                 f"the memory of process {pid} ({proc.comm(pid)}) that its GPU state had cannot be freed: "
                 f"{reason(error)}",
@@ -174,7 +174,7 @@ def own(key: str, pid: int) -> None:
         ]
         if not left:
             return
-        with inside(pid) as remote, journal.thread(key, pid, remote.saved):
+        with enter_thread(pid) as remote, journal.keep_thread(key, pid, remote.saved):
             held = bytearray(min(_PIECE, max(each.size for each in left)))
             for each in left:
                 for start in range(each.start, each.end, _PIECE):
@@ -183,7 +183,7 @@ def own(key: str, pid: int) -> None:
                         remote.mmap(start, piece.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, OWN)
                         copies.write(pid, start, piece)
     except OSError as error:
-        if proc.running(pid):
+        if proc.is_running(pid):
             raise GpusnapError(
                 f"memory of process {pid} ({proc.comm(pid)}) is still a file of gpusnap's: {reason(error)}",
                 hint="free some memory, and run gpusnap recover",

@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import network_namespace
 from gpusnap.runtime_shim.runtime import loopback
-from gpusnap.runtime_shim.runtime.criu.images.inet_sockets import InetSocket, established
+from gpusnap.runtime_shim.runtime.criu.images.inet_sockets import InetSocket, list_established
 
 _HINT = (
     "give the network that address first, or restore with --tcp-close, which drops the connections; Podman "
@@ -36,18 +36,18 @@ def check(images: str, config: Mapping[str, Any]) -> None:
     """
     if loopback.is_made(config):
         return
-    found = missing(established(images), loopback.network(config) or "")
+    found = list_missing(list_established(images), loopback.network(config) or "")
     for each in found:
         said = (
             f"the checkpoint has a TCP connection of {each.local} with {each.remote}, and the network that "
             f"the container gets here does not have the address {each.local}"
         )
-        if ":" not in _plain(each.local):
+        if ":" not in _unmap_address(each.local):
             raise Refused(said, hint=_HINT, code="GPS-516")
         note(f"{said}, or not yet", code="GPS-516")
 
 
-def missing(connections: Sequence[InetSocket], network: str) -> tuple[InetSocket, ...]:
+def list_missing(connections: Sequence[InetSocket], network: str) -> tuple[InetSocket, ...]:
     """Those of the connections whose local address cannot be bound; one of each address.
 
     `network` is the path of a namespace, empty for ours. None where it cannot be asked: the runtime will say
@@ -55,9 +55,9 @@ def missing(connections: Sequence[InetSocket], network: str) -> tuple[InetSocket
     """
     # lo may come up when the container does; an address of one link alone does not tell which.
     wanted = {
-        _plain(each.local): each
+        _unmap_address(each.local): each
         for each in connections
-        if each.local and not _plain(each.local).startswith(("127.", "fe80:")) and each.local != "::1"
+        if each.local and not _unmap_address(each.local).startswith(("127.", "fe80:")) and each.local != "::1"
     }
     found: list[InetSocket] = []
 
@@ -76,7 +76,7 @@ def missing(connections: Sequence[InetSocket], network: str) -> tuple[InetSocket
     return tuple(found)
 
 
-def _plain(address: str) -> str:
+def _unmap_address(address: str) -> str:
     """An address of IPv4 that a socket of IPv6 has, as such (ipv6(7))."""
     return address.removeprefix("::ffff:") if "." in address else address
 

@@ -29,7 +29,7 @@ from gpusnap.runtime_shim.runtime.criu.version import criu_version
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Nvidia
 from gpusnap.runtime_shim.snapshot.preflight import sockets as open_sockets
-from gpusnap.runtime_shim.snapshot.preflight.nccl import sharing
+from gpusnap.runtime_shim.snapshot.preflight.nccl import find_sharing
 
 _Found = TypeVar("_Found")
 
@@ -45,19 +45,19 @@ _CRIU_LIBRARY = compile_later(rb"libcriu\.so\.\d+\0")
 
 def call(wanted: CheckpointCall, container: Container) -> None:
     """Options and states that cannot work for a container that uses a GPU."""
-    if _own_users(container.pid):
+    if _has_user_namespace(container.pid):
         raise Refused(
             f"container {container.id} has a user namespace of its own, and no runtime brings it "
             "back: crun cannot dump such, and what runc dumps it cannot restore",
             hint="run it without --userns and --uidmap",
         )
-    if containers.own_v1_freezer(container.pid, container.id):
+    if containers.has_own_v1_freezer(container.pid, container.id):
         raise Refused(
             f"container {container.id} is in a freezer of cgroup v1, where CRIU would wait for ever for "
             "a process that stands still",
             hint="use a host with cgroup v2 (systemd.unified_cgroup_hierarchy=1)",
         )
-    if container.status == "paused" and containers.frozen_by(container) is None:
+    if container.status == "paused" and containers.find_freezer(container) is None:
         raise Refused(
             f"container {container.id} is paused, and not by a cgroup of its own that could be thawed while "
             "its GPU is asked",
@@ -77,7 +77,7 @@ def call(wanted: CheckpointCall, container: Container) -> None:
         )
 
 
-def criu_library(real: RealRuntime) -> None:
+def check_criu_library(real: RealRuntime) -> None:
     """crun loads CRIU's library when it checkpoints, and no sooner; its packages do not all ask for it.
 
     By the name that is in its program; one without has the library in itself. runc runs the program criu.
@@ -101,7 +101,7 @@ def criu_library(real: RealRuntime) -> None:
         ) from error
 
 
-def network_tool(real: RealRuntime, config: Mapping[str, Any]) -> None:
+def check_network_tool(real: RealRuntime, config: Mapping[str, Any]) -> None:
     """Under crun CRIU saves and restores a network that the runtime makes, by ip (criu/net.c, run_ip_tool).
 
     runc has it leave the network alone, and one that an engine made is not CRIU's matter. `config` is the
@@ -119,16 +119,16 @@ def network_tool(real: RealRuntime, config: Mapping[str, Any]) -> None:
         )
 
 
-def pycriu(container: Container) -> None:
+def check_pycriu(container: Container) -> None:
     """A dump does not need it, but for the freezer of cgroup v1; each restore does, here or elsewhere."""
     if any("freezer" in name.split(",") for name in proc.cgroups(container.pid)):
         pycriu_package.load()
     elif not pycriu_package.is_there():
-        said = pycriu_package.missing("this host can restore no checkpoint without it")
+        said = pycriu_package.make_missing_error("this host can restore no checkpoint without it")
         note(said.sentence())
 
 
-def _own_users(init: int) -> bool:
+def _has_user_namespace(init: int) -> bool:
     """Whether the container has a user namespace.
 
     Seen with crun 1.21 and 1.28 ("/dev/urandom doesn't have a proper root mount": it declares none of the
@@ -139,7 +139,7 @@ def _own_users(init: int) -> bool:
     return bool(theirs) and theirs != proc.namespace(os.getpid(), "user")
 
 
-def states(users: Mapping[proc.Process, ProcessState]) -> None:
+def check_states(users: Mapping[proc.Process, ProcessState]) -> None:
     """All GPU processes have to be running: a suspended one is somebody else's, or a killed gpusnap's."""
     for process, state in users.items():
         if state is not ProcessState.RUNNING:
@@ -150,13 +150,13 @@ def states(users: Mapping[proc.Process, ProcessState]) -> None:
             )
 
 
-def leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> None:
+def refuse_leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> None:
     """A process that holds device files but has no GPU state: CRIU cannot dump those files.
 
     `strangers` gives such processes, but for those of which `inherited_handles.clear` can take them; it is
     asked again for a moment, since a process that is just starting CUDA looks the same.
     """
-    holders = _lasting(strangers)
+    holders = _ask_twice(strangers)
     for process, files in holders.items():
         raise Refused(
             f"process {process.pid} ({process.comm}) holds {files[0]} but has no CUDA state of its own, "
@@ -166,7 +166,7 @@ def leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> N
         )
 
 
-def adopted(container: Container) -> None:
+def refuse_adopted(container: Container) -> None:
     """Processes of other containers that have the container's init for an ancestor.
 
     Its init is the PID 1 of a namespace that they share. CRIU goes by the tree from init on, and does not get
@@ -174,10 +174,10 @@ def adopted(container: Container) -> None:
     """
 
     def children() -> list[proc.Process]:
-        found = containers.beside(container.pid, container.id)
-        return [process for process in found if containers.descends(process.pid, container.pid)]
+        found = containers.list_beside(container.pid, container.id)
+        return [process for process in found if containers.is_descendant(process.pid, container.pid)]
 
-    for process in _lasting(children):
+    for process in _ask_twice(children):
         raise Refused(
             f"process {process.pid} ({process.comm}) of another container became a child of container "
             f"{container.id} when its own parent ended, and CRIU cannot dump the one without the other",
@@ -186,11 +186,11 @@ def adopted(container: Container) -> None:
         )
 
 
-def neighbours(wanted: CheckpointCall, container: Container) -> None:
+def refuse_neighbours(wanted: CheckpointCall, container: Container) -> None:
     """Processes of other containers that would end with this one, because its init is their PID 1."""
     if wanted.leave_running:
         return
-    for process in _lasting(lambda: containers.beside(container.pid, container.id)):
+    for process in _ask_twice(lambda: containers.list_beside(container.pid, container.id)):
         raise Refused(
             f"process {process.pid} ({process.comm}) of another container shares the PID namespace of "
             f"container {container.id}, and would be killed as soon as this one ends",
@@ -199,12 +199,14 @@ def neighbours(wanted: CheckpointCall, container: Container) -> None:
         )
 
 
-def complete(container: Container, members: Sequence[proc.Process], users: Sequence[proc.Process]) -> None:
+def check_complete(
+    container: Container, members: Sequence[proc.Process], users: Sequence[proc.Process]
+) -> None:
     """CRIU dumps init and its descendants alone, and the work of the rest would be lost.
 
     What `podman exec` has started is left out as ever, unless it is one of `users`, which use a GPU.
     """
-    lost = containers.left_out(container.pid, members)
+    lost = containers.list_left_out(container.pid, members)
     for process in lost:
         raise Refused(
             f"process {process.pid} ({process.comm}) of container {container.id} became a child of another "
@@ -212,7 +214,7 @@ def complete(container: Container, members: Sequence[proc.Process], users: Seque
             hint=_OWN_NAMESPACE,
             code="GPS-211",
         )
-    for process in sessions(container, users):
+    for process in list_sessions(container, users):
         raise Refused(
             f"GPU process {process.pid} ({process.comm}) is not a descendant of the init of container "
             f"{container.id}, and a dump would leave it out",
@@ -221,20 +223,22 @@ def complete(container: Container, members: Sequence[proc.Process], users: Seque
         )
 
 
-def sessions(container: Container, members: Sequence[proc.Process]) -> tuple[proc.Process, ...]:
+def list_sessions(container: Container, members: Sequence[proc.Process]) -> tuple[proc.Process, ...]:
     """Those of a container's processes that a dump leaves out: what exec has started in it.
 
     One that has ended since it was listed is none of them.
     """
 
     def apart(process: proc.Process) -> bool:
-        return not containers.descends(process.pid, container.pid) and proc.same(process.pid, process.start)
+        return not containers.is_descendant(process.pid, container.pid) and proc.is_same(
+            process.pid, process.start
+        )
 
     # Twice: of one that loses its parent at this moment the way to init is cut once.
     return tuple(each for each in members if apart(each) and apart(each))
 
 
-def _lasting(ask: Callable[[], _Found]) -> _Found:
+def _ask_twice(ask: Callable[[], _Found]) -> _Found:
     """What is there for more than a moment."""
     deadline = time.monotonic() + _STARTING
     while (found := ask()) and time.monotonic() < deadline:
@@ -242,11 +246,11 @@ def _lasting(ask: Callable[[], _Found]) -> _Found:
     return found
 
 
-def shared(users: Sequence[proc.Process], settings: Nvidia, host: Host) -> None:
+def refuse_shared(users: Sequence[proc.Process], settings: Nvidia, host: Host) -> None:
     """Processes whose GPU memory is shared so that the driver could suspend but not restore it: work lost."""
     if settings.allow_nccl:
         return
-    found = sharing(users, host)
+    found = find_sharing(users, host)
     if found is not None:
         raise Refused(
             f"process {found.process.pid} ({found.process.comm}) {found.why}",
@@ -255,7 +259,7 @@ def shared(users: Sequence[proc.Process], settings: Nvidia, host: Host) -> None:
         )
 
 
-def rings(processes: Sequence[proc.Process]) -> None:
+def refuse_rings(processes: Sequence[proc.Process]) -> None:
     """Rings of io_uring(7), which no CRIU dumps (4.2: criu/files.c, dump_one_file)."""
     for process in processes:
         if any(target == _RING for _, target in proc.open_files(process.pid)):
@@ -266,12 +270,12 @@ def rings(processes: Sequence[proc.Process]) -> None:
             )
 
 
-def sockets(processes: Sequence[proc.Process], real: RealRuntime, connections: Connections) -> None:
+def refuse_sockets(processes: Sequence[proc.Process], real: RealRuntime, connections: Connections) -> None:
     """Sockets that CRIU does not dump on this kernel, and connections where it is not told what to do.
 
     `processes` are all of the container's, with a GPU or without.
     """
-    found = tuple(open_sockets.opened(processes))
+    found = tuple(open_sockets.iterate_open(processes))
     # Which CRIU a script starts, that somebody put around the runtime, is not known.
     if _is_program(real):
         for name, first in {each.protocol: each for each in reversed(found)}.items():
@@ -283,10 +287,10 @@ def sockets(processes: Sequence[proc.Process], real: RealRuntime, connections: C
                     code="GPS-209",
                 )
     if connections is Connections.REFUSED:
-        _unconnected(found)
+        _refuse_unconnected(found)
 
 
-def _unconnected(found: Sequence[open_sockets.Opened]) -> None:
+def _refuse_unconnected(found: Sequence[open_sockets.Opened]) -> None:
     holders = {each.inode: each.process for each in found}
     for pid in {proc.namespace(process.pid, "net"): process.pid for process in holders.values()}.values():
         for each in open_sockets.connections(pid):

@@ -92,28 +92,30 @@ class Sharing:
     """Of the refusal, such as GPS-214."""
 
 
-def sharing(users: Sequence[proc.Process], host: Host) -> Sharing | None:
+def find_sharing(users: Sequence[proc.Process], host: Host) -> Sharing | None:
     """The first of these GPU processes that shares memory which the driver could not restore; or None.
 
     `users`: all GPU processes of a container on that host.
     """
     multicast = any(_capability(gpu) >= _FIRST_MULTICAST for gpu in host.gpus)
     wanted = {name: value for name, value in VARIABLES.items() if multicast or name != _MULTICAST}
-    return _by_nccl(users, wanted) or (None if _major(host.driver_version) >= IPC_DRIVER else _by_ipc(users))
+    return _find_nccl_sharing(users, wanted) or (
+        None if _major(host.driver_version) >= IPC_DRIVER else _find_ipc_sharing(users)
+    )
 
 
 def _capability(gpu: Gpu) -> tuple[int, ...]:
     return tuple(int(part) for part in gpu.compute_capability.split(".") if part.isdecimal())
 
 
-def _by_nccl(users: Sequence[proc.Process], wanted: Mapping[str, str]) -> Sharing | None:
+def _find_nccl_sharing(users: Sequence[proc.Process], wanted: Mapping[str, str]) -> Sharing | None:
     ranks = {process: held for process in users if (held := _ranks(process.pid))}
-    old = [process for process in users if process not in ranks and _old_rank(process.pid)]
-    suspects = [*(ranks if _several(ranks) else ()), *old]
+    old = [process for process in users if process not in ranks and _is_old_rank(process.pid)]
+    suspects = [*(ranks if _has_several(ranks) else ()), *old]
     for process in suspects:
         before = proc.environment(process.pid)
         now = live_environment(process.pid) or before
-        if not _comes_back(now, wanted):
+        if not _can_be_restored(now, wanted):
             missing = [f"{name}={value}" for name, value in wanted.items() if not _is(now, name, value)]
             return Sharing(
                 process,
@@ -122,7 +124,11 @@ def _by_nccl(users: Sequence[proc.Process], wanted: Mapping[str, str]) -> Sharin
                 f"run it with {' '.join(missing)}",
                 code="GPS-214",
             )
-        if process not in old and not _comes_back(before, wanted) and _SEGMENT not in proc.maps(process.pid):
+        if (
+            process not in old
+            and not _can_be_restored(before, wanted)
+            and _SEGMENT not in proc.maps(process.pid)
+        ):
             return Sharing(
                 process,
                 "has set NCCL's variables itself, and nothing shows that NCCL read them in time",
@@ -132,7 +138,7 @@ def _by_nccl(users: Sequence[proc.Process], wanted: Mapping[str, str]) -> Sharin
     return None
 
 
-def _comes_back(environment: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+def _can_be_restored(environment: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
     """Whether NCCL shares no memory of CUDA's under these settings."""
     if not _is(environment, "NCCL_P2P_DISABLE", "1"):
         return False
@@ -160,7 +166,7 @@ def _ranks(pid: int) -> frozenset[int]:
     return frozenset(int(match[1]) for match in found if match)
 
 
-def _several(ranks: Mapping[proc.Process, frozenset[int]]) -> bool:
+def _has_several(ranks: Mapping[proc.Process, frozenset[int]]) -> bool:
     """Whether a communicator of these has ranks in more than one process."""
     if any(len(held) <= max(held) for held in ranks.values()):
         return True  # a lower rank is somewhere else
@@ -180,7 +186,7 @@ def _size(pid: int) -> int:
     return 1
 
 
-def _old_rank(pid: int) -> bool:
+def _is_old_rank(pid: int) -> bool:
     """Whether the process is one of several ranks, by its launcher, and has an NCCL without the socket."""
     if _size(pid) <= 1:
         return False
@@ -210,7 +216,7 @@ def _mentions(file: int, word: bytes) -> bool:
     return False
 
 
-def _by_ipc(users: Sequence[proc.Process]) -> Sharing | None:
+def _find_ipc_sharing(users: Sequence[proc.Process]) -> Sharing | None:
     for process in users:
         exporters = {int(found[1], 16) for found in _IPC.finditer(proc.maps(process.pid))}
         if exporters - {process.ns_pids[-1]}:

@@ -83,7 +83,7 @@ def protocol(link: str) -> str:
         return ""
 
 
-def opened(processes: Iterable[proc.Process]) -> Iterator[Opened]:
+def iterate_open(processes: Iterable[proc.Process]) -> Iterator[Opened]:
     """Every socket of the processes; what is closed meanwhile is left out."""
     for process in processes:
         for link, target in proc.open_files(process.pid):
@@ -121,7 +121,7 @@ def _address(text: str) -> str:
     return f"[{socket.inet_ntop(socket.AF_INET6, data)}]"
 
 
-def restricted_by_kernel() -> bool:
+def is_restricted_by_kernel() -> bool:
     """Whether the kernel has SO_PASSCRED for Unix and netlink sockets alone, as Linux 6.16 and later.
 
     CRIU before 4.2 asks it of every socket, and dumps none that does not answer (criu/sockets.c,
@@ -140,7 +140,7 @@ def can_be_dumped(name: str) -> bool:
     if name.startswith(LOCAL):
         return True
     if name in DUMPED:
-        return not (restricted_by_kernel() and _is_old(criu_version()) and refuses(*_TCP))
+        return not (is_restricted_by_kernel() and _is_old(criu_version()) and refuses(*_TCP))
     return name not in _TRIED or not refuses(*_TRIED[name])
 
 

@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.units import human
 _HEAP_GROWTH = 150 << 20
 
 
-def room_in_memory(
+def check_memory(
     gpu_bytes: Mapping[int, int], init: int, settings: Memory | None = None, *, reserved: int = 0
 ) -> None:
     """The GPUs' memory has to fit beside what runs: on the host, in the container's limit, in our own.
@@ -29,45 +29,47 @@ def room_in_memory(
     are about to take.
     """
     need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
-    free = _available()
-    _fits(need, "have to move to", "this host", None if free is None else max(0, free - reserved))
-    _fits(need, "have to move to", "the container's memory limit", _limit(init))
-    _fits_us(need, "have to move to", settings)
+    free = _measure_available()
+    _check_fits(need, "have to move to", "this host", None if free is None else max(0, free - reserved))
+    _check_fits(need, "have to move to", "the container's memory limit", _limit(init))
+    _check_own_cgroup(need, "have to move to", settings)
 
 
-def room_to_restore(record: Manifest, settings: Memory) -> None:
+def check_memory_to_restore(record: Manifest, settings: Memory) -> None:
     """The memory that is not in CRIU's images has to fit beside what runs on this host."""
-    need = _beside_images(record)
-    _fits(need, "have to pass through", "this host", _available())
-    _fits_us(need, "have to pass through", settings)
+    need = _measure_beside_images(record)
+    _check_fits(need, "have to pass through", "this host", _measure_available())
+    _check_own_cgroup(need, "have to pass through", settings)
 
 
-def room_for_images(record: Manifest, settings: Memory) -> bool:
+def has_memory_for_images(record: Manifest, settings: Memory) -> bool:
     """Whether CRIU's images that are in chunks fit into RAM for a restore.
 
     Beside the GPUs' memory and what CRIU makes of them, here and within the limit of our own cgroup. They do
     not where memory.ceiling says how much gpusnap may use, nor where what is staged would not outlive us.
     """
-    if settings.ceiling or not mount_namespace.lasting():
+    if settings.ceiling or not mount_namespace.is_lasting():
         return False
-    need = _beside_images(record) + 2 * sum(each.table.size for each in record.files)
-    return all(free is None or need <= free for free in (_available(), _limit(os.getpid())))
+    need = _measure_beside_images(record) + 2 * sum(each.table.size for each in record.files)
+    return all(free is None or need <= free for free in (_measure_available(), _limit(os.getpid())))
 
 
-def _beside_images(record: Manifest) -> int:
+def _measure_beside_images(record: Manifest) -> int:
     """Bytes of memory that are not in CRIU's images."""
     return sum(region.table.size for process in record.processes for region in process.regions)
 
 
-def _fits_us(need: int, how: str, settings: Memory | None) -> None:
+def _check_own_cgroup(need: int, how: str, settings: Memory | None) -> None:
     """Our own cgroup has to take what is staged; above memory.ceiling nothing is."""
     if settings is not None and settings.pages != "criu":
         least = min(need, settings.ceiling or need)
         where = "the memory limit of gpusnap's own cgroup"
-        _fits(least, how, where, _limit(os.getpid()), hint=f"raise {where}, or set memory.ceiling below it")
+        _check_fits(
+            least, how, where, _limit(os.getpid()), hint=f"raise {where}, or set memory.ceiling below it"
+        )
 
 
-def _fits(need: int, how: str, where: str, free: int | None, *, hint: str = "") -> None:
+def _check_fits(need: int, how: str, where: str, free: int | None, *, hint: str = "") -> None:
     if free is not None and need > free:
         raise Refused(
             f"{human(need)} of GPU memory {how} RAM, and {where} leaves {human(free)}",
@@ -76,7 +78,7 @@ def _fits(need: int, how: str, where: str, free: int | None, *, hint: str = "") 
         )
 
 
-def room_on_disk(
+def check_disk(
     image_path: str,
     gpu_bytes: int,
     processes: Sequence[proc.Process],
@@ -95,14 +97,14 @@ def room_on_disk(
         if os.stat(place).st_dev == os.stat(image_path).st_dev:
             need += resident
         else:
-            _fits_there(place, need)
+            _check_fits_there(place, need)
             need = resident
     if need > _free(image_path):
         make_room(need)
-    _fits_there(image_path, need)
+    _check_fits_there(image_path, need)
 
 
-def _fits_there(folder: str, need: int) -> None:
+def _check_fits_there(folder: str, need: int) -> None:
     free = _free(folder)
     if need > free:
         raise Refused(
@@ -120,7 +122,7 @@ def _free(folder: str) -> int:
     return place.f_bavail * place.f_frsize
 
 
-def _available() -> int | None:
+def _measure_available() -> int | None:
     """What this host has left; None where it does not tell."""
     return proc.available_memory() or None
 
@@ -141,11 +143,11 @@ def _limit(init: int) -> int | None:
         # read.
         if path is not None and not path.startswith("/.."):
             inside = path.removeprefix(mount.root) if mount.root != "/" else path
-            left += _left_below(mount.destination, inside.strip("/"), names)
+            left += _list_left_below(mount.destination, inside.strip("/"), names)
     return min(left, default=None)
 
 
-def _left_below(top: str, path: str, names: tuple[str, str, str]) -> list[int]:
+def _list_left_below(top: str, path: str, names: tuple[str, str, str]) -> list[int]:
     """What each cgroup from `path` up to `top` leaves; `names`: its limit, its use, what it can drop."""
     found = []
     while True:

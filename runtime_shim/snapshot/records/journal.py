@@ -42,7 +42,7 @@ from gpusnap.oci.base.errors import ChunkError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.chunks.table import from_json, to_json
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, of_another_namespace, reason
+from gpusnap.runtime_shim.errors import GpusnapError, make_other_namespace_error, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import signal_masks
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Saved
@@ -140,7 +140,7 @@ class Entry:
     @property
     def at_work(self) -> bool:
         """Whether that gpusnap is still there."""
-        return proc.same(*self.owner)
+        return proc.is_same(*self.owner)
 
 
 def write(
@@ -162,7 +162,7 @@ def write(
         "image": image,
         "layout": layout or os.path.join(image, FOLDER_IN_IMAGE),
         "owner": list(state_files.owner()),
-        "space": _space(),
+        "space": _read_namespace(),
         "processes": [
             {
                 "pid": pid,
@@ -184,7 +184,7 @@ def write(
 
 
 @contextmanager
-def thread(key: str, pid: int, saved: Saved) -> Iterator[None]:
+def keep_thread(key: str, pid: int, saved: Saved) -> Iterator[None]:
     """Have a thread's own registers on file while the block has it make system calls. Raises GpusnapError."""
     path = _path(key, f"{pid}.thread")
     start = state_files.owner(pid)[1]
@@ -197,7 +197,7 @@ def thread(key: str, pid: int, saved: Saved) -> Iterator[None]:
 
 
 @contextmanager
-def idle(key: str, pid: int) -> Iterator[None]:
+def keep_idle(key: str, pid: int) -> Iterator[None]:
     """Have it on file that a process without GPU state is stopped, while it is. Raises GpusnapError."""
     path = _path(key, f"{pid}.idle")
     _write(path, json.dumps({"start": state_files.owner(pid)[1]}).encode())
@@ -224,20 +224,20 @@ def threads(key: str) -> Iterator[tuple[int, int, Saved]]:
 
     Raises GpusnapError where one cannot be read. An earlier version had no start time on file: 0.
     """
-    for name in noted("thread"):
+    for name in list_noted("thread"):
         whose, _, pid = name.rpartition(".")
-        if whose == key and pid.isdigit() and (saved := _saved(key, int(pid))) is not None:
+        if whose == key and pid.isdigit() and (saved := _read_saved(key, int(pid))) is not None:
             document = _read(_path(key, f"{pid}.thread")) or {}
             yield int(pid), int(document.get("start", 0)), saved
 
 
-def given_back(key: str, pid: int) -> None:
+def drop_thread(key: str, pid: int) -> None:
     """The thread of a process has its registers again."""
     state_files.remove(_path(key, f"{pid}.thread"))
 
 
 @contextmanager
-def held(key: str, *, patience: float = LOOKING) -> Iterator[None]:
+def hold(key: str, *, patience: float = LOOKING) -> Iterator[None]:
     """Keep every other gpusnap from this container while the block runs. Raises GpusnapError.
 
     `patience`: seconds in which another one that only looks lets go of it; 0 for who only looks.
@@ -247,10 +247,13 @@ def held(key: str, *, patience: float = LOOKING) -> Iterator[None]:
         f"another gpusnap is still at work on container {container}", hint="wait for it", code="GPS-020"
     )
     with (
-        state_files.locked(
-            path, patience=patience, busy=lambda: busy, failed=lambda error: _unwritable(path, error)
+        state_files.lock(
+            path,
+            patience=patience,
+            busy=lambda: busy,
+            failed=lambda error: _make_unwritable_error(path, error),
         ),
-        signal_masks.kept(masks(key)),
+        signal_masks.keep_masks(masks(key)),
     ):
         yield
 
@@ -262,17 +265,17 @@ def masks(key: str) -> str:
 
 def entries() -> tuple[Entry, ...]:
     """All that waits, by container. Raises GpusnapError for one that cannot be read."""
-    found = (read(key) for key in sorted({*noted("json"), *noted(PAUSED), *noted(MASKS)}))
+    found = (read(key) for key in sorted({*list_noted("json"), *list_noted(PAUSED), *list_noted(MASKS)}))
     return tuple(entry for entry in found if entry is not None)
 
 
-def _held_threads(key: str) -> bool:
+def _has_held_threads(key: str) -> bool:
     """Whether threads of a container were held by a gpusnap that is no more, and not for a restore."""
     path = masks(key)
     try:
         if not exists(path, follow=False) or exists(_path(key, "restore"), follow=False):
             return False
-        return any(mask.there for mask in signal_masks.read(path))
+        return any(mask.is_there for mask in signal_masks.read(path))
     except OSError as error:
         raise GpusnapError(f"{path} cannot be read: {reason(error)}", code="GPS-007") from error
 
@@ -287,11 +290,11 @@ def read(key: str) -> Entry | None:
     if document is None:
         if paused is not None:
             return Entry(key, "", paused.owner, (), paused=paused)
-        return Entry(key, "", (0, 0), ()) if _held_threads(key) else None
+        return Entry(key, "", (0, 0), ()) if _has_held_threads(key) else None
     try:
         wrote = identity(document["owner"])
-        processes = tuple(_suspended(key, each) for each in document["processes"])
-        processes += tuple(_idle(key))
+        processes = tuple(_parse_suspended(key, each) for each in document["processes"])
+        processes += tuple(_iterate_idle(key))
         image = str(document["image"])
         layout = str(document.get("layout") or os.path.join(image, FOLDER_IN_IMAGE))
         return Entry(key, image, wrote, processes, layout, paused)
@@ -303,14 +306,14 @@ def read(key: str) -> Entry | None:
         ) from error
 
 
-def store(key: str, kind: str, document: Mapping[str, Any]) -> None:
+def write_document(key: str, kind: str, document: Mapping[str, Any]) -> None:
     """Write a file of another kind beside the entries, in place of an earlier one. Raises GpusnapError."""
-    _write(_path(key, kind), json.dumps({**document, "space": _space()}).encode())
+    _write(_path(key, kind), json.dumps({**document, "space": _read_namespace()}).encode())
 
 
 def note_pause(key: str, pause: Pause) -> None:
     """Write what is to be known of a container's pause, in place of what was. Raises GpusnapError."""
-    store(key, PAUSED, {"version": _PAUSE_VERSION, **asdict(pause)})
+    write_document(key, PAUSED, {"version": _PAUSE_VERSION, **asdict(pause)})
 
 
 def note_unsynced(key: str, why: str) -> None:
@@ -318,22 +321,22 @@ def note_unsynced(key: str, why: str) -> None:
 
     Raises GpusnapError.
     """
-    store(key, UNSYNCED, {"why": why})
+    write_document(key, UNSYNCED, {"why": why})
 
 
-def unsynced(key: str) -> str | None:
+def read_unsynced(key: str) -> str | None:
     """Why the images of a checkpoint did not come to disk; None where nothing is known of that."""
     document = load(key, UNSYNCED)
     return None if document is None else str(document.get("why") if isinstance(document, dict) else document)
 
 
 def load(key: str, kind: str) -> Any:
-    """What `store` wrote; None where it wrote nothing. Raises GpusnapError where it cannot be read."""
+    """What `write_document` wrote; None where it wrote nothing. Raises GpusnapError where it cannot be read."""
     return _read(_path(key, kind)) if container_key.is_key(key) else None
 
 
 def drop(key: str, kind: str) -> None:
-    """Remove what `store` wrote."""
+    """Remove what `write_document` wrote."""
     if not container_key.is_key(key):
         return
     state_files.remove(_path(key, kind))
@@ -342,7 +345,7 @@ def drop(key: str, kind: str) -> None:
             os.rmdir(_folder(kind))
 
 
-def noted(kind: str) -> tuple[str, ...]:
+def list_noted(kind: str) -> tuple[str, ...]:
     """The keys of those with a file of a kind, in order.
 
     Raises GpusnapError where the journal cannot be read.
@@ -386,24 +389,24 @@ def identity(value: Any) -> tuple[int, int]:
     return int(value[0]), int(value[1])
 
 
-def _suspended(key: str, document: Any) -> Suspended:
+def _parse_suspended(key: str, document: Any) -> Suspended:
     pid = int(document["pid"])
     regions = tuple(RegionRecord(int(each["start"]), from_json(each)) for each in document["regions"])
     staged = tuple(Staged(str(path), int(start), int(size)) for path, start, size in document["staged"])
-    return Suspended(pid, int(document["start"]), regions, _saved(key, pid), staged)
+    return Suspended(pid, int(document["start"]), regions, _read_saved(key, pid), staged)
 
 
-def _saved(key: str, pid: int) -> Saved | None:
+def _read_saved(key: str, pid: int) -> Saved | None:
     lent = _read(_path(key, f"{pid}.thread"))
     return Saved(int(lent["tid"]), bytes.fromhex(lent["registers"]), int(lent["mask"])) if lent else None
 
 
-def _idle(key: str) -> Iterator[Suspended]:
+def _iterate_idle(key: str) -> Iterator[Suspended]:
     name = re.compile(rf"{re.escape(key)}\.(\d+)\.idle", re.ASCII)
     for pid in sorted(int(found[1]) for each in os.listdir(FOLDER) if (found := name.fullmatch(each))):
         document = _read(_path(key, f"{pid}.idle"))
         if document is not None:  # else it goes on since
-            yield Suspended(pid, int(document["start"]), (), _saved(key, pid), idle=True)
+            yield Suspended(pid, int(document["start"]), (), _read_saved(key, pid), idle=True)
 
 
 def _path(key: str, kind: str) -> str:
@@ -425,12 +428,12 @@ def _read(path: str) -> Any:
         said = reason(error) if isinstance(error, OSError) else str(error)
         raise GpusnapError(f"{path} cannot be read: {said}", code="GPS-023") from error
     space = document.get("space") if isinstance(document, dict) else None
-    if space and space != _space():  # every PID in it would be another process, or none
-        raise of_another_namespace(path)
+    if space and space != _read_namespace():  # every PID in it would be another process, or none
+        raise make_other_namespace_error(path)
     return document
 
 
-def _space() -> str:
+def _read_namespace() -> str:
     """Our PID namespace."""
     return proc.namespace(os.getpid(), "pid")
 
@@ -439,10 +442,10 @@ def _write(path: str, data: bytes) -> None:
     try:
         state_files.write(path, data)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _make_unwritable_error(path, error) from error
 
 
-def _unwritable(path: str, error: OSError) -> GpusnapError:
+def _make_unwritable_error(path: str, error: OSError) -> GpusnapError:
     return GpusnapError(
         f"the journal {path} cannot be written: {reason(error)}",
         hint="see that gpusnap runs as root, and that there is room in /run",

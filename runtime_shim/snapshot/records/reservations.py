@@ -56,8 +56,8 @@ class _Entry:
     start: int
     bytes: Mapping[str, int]
 
-    def alive(self) -> bool:
-        return proc.same(self.pid, self.start)
+    def is_alive(self) -> bool:
+        return proc.is_same(self.pid, self.start)
 
 
 class Room:
@@ -66,7 +66,7 @@ class Room:
     def __init__(self, folder: str, lock: contextlib.ExitStack) -> None:
         self._path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(4)}.json")
         self._lock = lock
-        self.reserved: Mapping[str, int] = _others(folder, tidy=True)
+        self.reserved: Mapping[str, int] = _read_others(folder, tidy=True)
         """Bytes that others have taken, by GPU UUID, or RAM."""
 
     def take(self, wanted: Mapping[str, int]) -> None:
@@ -81,7 +81,7 @@ class Room:
             entry = {"pid": pid, "start": start, "bytes": dict(wanted)}
             state_files.write(self._path, json.dumps(entry).encode())
         except OSError as error:
-            raise _unusable(self._path, error) from error
+            raise _make_unusable_error(self._path, error) from error
         self._lock.close()
 
     def _leave(self) -> None:
@@ -104,27 +104,30 @@ def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[Room]
     with contextlib.ExitStack() as lock:
         _make_folder(folder)
         lock.enter_context(
-            state_files.locked(
-                path, patience=patience, busy=lambda: busy, failed=lambda error: _unusable(folder, error)
+            state_files.lock(
+                path,
+                patience=patience,
+                busy=lambda: busy,
+                failed=lambda error: _make_unusable_error(folder, error),
             )
         )
         try:
             room = Room(folder, lock)
         except OSError as error:
-            raise _unusable(folder, error) from error
+            raise _make_unusable_error(folder, error) from error
         try:
             yield room
         finally:
             room._leave()
 
 
-def reserved(folder: str = FOLDER) -> Mapping[str, int]:
+def read_reserved(folder: str = FOLDER) -> Mapping[str, int]:
     """Bytes by GPU UUID that restores have taken, for show: read without the lock, nothing is touched.
 
     Empty where there is no such folder; GpusnapError where it cannot be read.
     """
     try:
-        return _others(folder, tidy=False)
+        return _read_others(folder, tidy=False)
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -141,7 +144,7 @@ def sweep(folder: str = FOLDER) -> None:
         pass
 
 
-def _unusable(path: str, error: OSError) -> GpusnapError:
+def _make_unusable_error(path: str, error: OSError) -> GpusnapError:
     return GpusnapError(
         f"room cannot be reserved in {path}: {reason(error)}",
         hint="gpusnap needs root and a /run that can be written",
@@ -153,7 +156,7 @@ def _make_folder(folder: str) -> None:
         state_files.make_folder(folder)
         status = os.lstat(folder)
     except OSError as error:
-        raise _unusable(folder, error) from error
+        raise _make_unusable_error(folder, error) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise GpusnapError(
             f"room cannot be reserved in {folder}: others can write it, or it is no folder",
@@ -161,7 +164,7 @@ def _make_folder(folder: str) -> None:
         )
 
 
-def _others(folder: str, *, tidy: bool) -> dict[str, int]:
+def _read_others(folder: str, *, tidy: bool) -> dict[str, int]:
     """Bytes by UUID of every restore that lives; `tidy` removes what the others left."""
     found: dict[str, int] = {}
     for name in sorted(os.listdir(folder)):
@@ -169,7 +172,7 @@ def _others(folder: str, *, tidy: bool) -> dict[str, int]:
             continue
         path = os.path.join(folder, name)
         entry = _read(path)
-        if entry is not None and entry.alive():
+        if entry is not None and entry.is_alive():
             for uuid, size in entry.bytes.items():
                 found[uuid] = found.get(uuid, 0) + size
         elif tidy:
@@ -181,22 +184,22 @@ def _others(folder: str, *, tidy: bool) -> dict[str, int]:
 def _read(path: str) -> _Entry | None:
     """The entry, or None where the file holds none."""
     try:
-        return _decoded(state_files.read(path, limit=_MAX_BYTES))
+        return _decode(state_files.read(path, limit=_MAX_BYTES))
     except (OSError, ValueError):
         return None
 
 
-def _decoded(document: Any) -> _Entry | None:
+def _decode(document: Any) -> _Entry | None:
     if not isinstance(document, dict):
         return None
     pid, start, sizes = document.get("pid"), document.get("start"), document.get("bytes")
     if not isinstance(sizes, dict) or len(sizes) > _MAX_GPUS:
         return None
-    sound = all(_whole(size, 0, _MAX_MEMORY) for size in sizes.values())
-    if not sound or not _whole(pid, 1, _MAX_PID) or not _whole(start, 0, _MAX_START):
+    sound = all(_is_whole(size, 0, _MAX_MEMORY) for size in sizes.values())
+    if not sound or not _is_whole(pid, 1, _MAX_PID) or not _is_whole(start, 0, _MAX_START):
         return None
     return _Entry(pid, start, sizes)
 
 
-def _whole(value: Any, low: int, high: int) -> TypeGuard[int]:
+def _is_whole(value: Any, low: int, high: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

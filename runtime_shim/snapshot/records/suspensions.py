@@ -98,11 +98,11 @@ class Suspension:
         return sum(gpu.memory_used for gpu in self.gpus)
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether its first process is still there."""
-        return proc.same(*self.init) and not proc.dying(self.init[0])
+        return proc.is_same(*self.init) and not proc.is_dying(self.init[0])
 
-    def ended(self, done: str) -> ContainerError:
+    def make_ended_error(self, done: str) -> ContainerError:
         """What to say where its first process is gone, after all. `done`: what was done to it."""
         return ContainerError(
             f"container {self.name} ended while it was {done}", hint="its own log may say why", code="GPS-316"
@@ -111,12 +111,12 @@ class Suspension:
     @property
     def at_work(self) -> bool:
         """Whether the gpusnap that wrote this is still there."""
-        return proc.same(*self.owner)
+        return proc.is_same(*self.owner)
 
 
 def write(found: Suspension) -> None:
     """Write the file of a container in place of an earlier one. Raises GpusnapError."""
-    journal.store(found.key, journal.SUSPENDED, {"version": _VERSION, **asdict(found)})
+    journal.write_document(found.key, journal.SUSPENDED, {"version": _VERSION, **asdict(found)})
 
 
 def drop(key: str) -> None:
@@ -164,19 +164,19 @@ def read(key: str) -> Suspension | None:
 
 def find() -> Iterator[Suspension]:
     """All of them, by container. Raises GpusnapError for one that cannot be read."""
-    for key in journal.noted(journal.SUSPENDED):
+    for key in journal.list_noted(journal.SUSPENDED):
         found = read(key)
         if found is not None:
             yield found
 
 
-def of_container(container: str) -> Suspension | None:
+def find_by_container(container: str) -> Suspension | None:
     """The one of a container by its ID, whatever runs it. Raises GpusnapError."""
-    keys = (key for key in journal.noted(journal.SUSPENDED) if container_key.id_of(key) == container)
+    keys = (key for key in journal.list_noted(journal.SUSPENDED) if container_key.id_of(key) == container)
     return next((found for key in keys if (found := read(key)) is not None), None)
 
 
-def unfinished(found: Suspension) -> GpusnapError:
+def make_unfinished_error(found: Suspension) -> GpusnapError:
     """What to say of one on its way there or back, of which the lock says that nobody is at work on it."""
     what = "suspend" if found.stage in THERE else "resume"
     return GpusnapError(

@@ -100,12 +100,12 @@ def _entries(image: IO[bytes], path: str) -> list[Entry]:
         document = parse_json(line)
         if not line.endswith(b"\n") or document["version"] != _VERSION or len(document["entries"]) > _MOST:
             raise broken
-        return [_parsed(each) for each in document["entries"]]
+        return [_parse_entry(each) for each in document["entries"]]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise broken from None
 
 
-def _parsed(each: Any) -> Entry:
+def _parse_entry(each: Any) -> Entry:
     """An entry of the JSON. Raises ValueError, KeyError, TypeError."""
     mode, uid, gid, size = numbers = [each[name] for name in ("mode", "uid", "gid", "size")]
     extents = tuple((offset, length) for offset, length in each["extents"])
@@ -150,7 +150,7 @@ def _put_directory(folder: int, name: str, entry: Entry) -> None:
         os.mkdir(name, 0o700, dir_fd=folder)
     descriptor = os.open(name, _FOLDER_FLAGS, dir_fd=folder)
     try:
-        _own(descriptor, entry, 0o1777)
+        _set_owner(descriptor, entry, 0o1777)
     finally:
         os.close(descriptor)
 
@@ -183,7 +183,7 @@ def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes]) -> None:
                             code="GPS-601",
                         )
                     file.write(data)
-        _own(descriptor, entry, 0o777)
+        _set_owner(descriptor, entry, 0o777)
         os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
     except (OSError, GpusnapError):
         with suppress(OSError):
@@ -193,7 +193,7 @@ def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes]) -> None:
         os.close(descriptor)
 
 
-def _own(descriptor: int, entry: Entry, allowed: int) -> None:
+def _set_owner(descriptor: int, entry: Entry, allowed: int) -> None:
     os.fchown(descriptor, entry.uid, entry.gid)
     os.fchmod(descriptor, entry.mode & allowed)
 

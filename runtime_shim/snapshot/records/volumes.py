@@ -77,12 +77,12 @@ def find(config: Mapping[str, Any]) -> tuple[Volume, ...]:
     found = []
     for mount in binds(config):
         destination, source = mount.get("destination"), mount.get("source")
-        if isinstance(destination, str) and isinstance(source, str) and _ends_with_pod(destination, source):
+        if isinstance(destination, str) and isinstance(source, str) and _is_of_pod(destination, source):
             found.append(Volume(os.path.normpath(destination), source))
     return tuple(found)
 
 
-def _ends_with_pod(destination: str, source: str) -> bool:
+def _is_of_pod(destination: str, source: str) -> bool:
     if _EMPTY_DIR.fullmatch(source):
         return True
     if match := _SUBPATH.fullmatch(source):  # of any kind of volume: its name says of which
@@ -90,7 +90,7 @@ def _ends_with_pod(destination: str, source: str) -> bool:
     return os.path.normpath(destination) == "/dev/shm" and bool(_SHM.fullmatch(source))
 
 
-def opened(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> tuple[Opened, ...]:
+def list_open(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> tuple[Opened, ...]:
     """What processes have open or mapped in volumes, each file once, after the directories above it.
 
     A deleted file is CRIU's to carry, but wants its directory. Raises Refused for one that has another name
@@ -100,14 +100,14 @@ def opened(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> tupl
     found: dict[tuple[str, str], Opened] = {}
     for process in processes if volumes else ():
         for key, each in question_process.ask(
-            process.pid, "its files in volumes", _opened_by, process, tuple(volumes)
+            process.pid, "its files in volumes", _list_open_by, process, tuple(volumes)
         ).items():
             found.setdefault(key, each)
     known = (each for each in found.values() if stat.S_IFMT(each.info.st_mode) in KINDS and each.path)
     return tuple(sorted(known, key=lambda each: (each.volume, each.path.split("/"))))
 
 
-def _opened_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tuple[str, str], Opened]:
+def _list_open_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tuple[str, str], Opened]:
     """By volume and path below it."""
     found: dict[tuple[str, str], Opened] = {}
     mounts = {mount.destination for mount in proc.mounts(process.pid)}
@@ -120,7 +120,7 @@ def _opened_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tuple[s
             if not _is_deleted(process.pid, target, info):
                 found.setdefault((volume, path), Opened(volume, path, link, process, info))
             elif info.st_nlink and stat.S_ISREG(info.st_mode):
-                raise _renamed(process, target)
+                raise _make_renamed_error(process, target)
         _add_directories(found, process, volume, path)
     for name in proc.unix_sockets(process.pid):  # CRIU binds them anew, in their directory
         _add_directories(found, process, *_place(os.path.normpath(name), mounts, volumes))
@@ -168,7 +168,7 @@ def _is_deleted(pid: int, target: str, info: os.stat_result) -> bool:
         return True
 
 
-def _renamed(process: proc.Process, target: str) -> Refused:
+def _make_renamed_error(process: proc.Process, target: str) -> Refused:
     return Refused(
         f"process {process.pid} ({process.comm}) has {target.removesuffix(_DELETED)} open, a file in a "
         "volume of its pod whose name was removed while it has another one: a new pod would not have it",
@@ -242,12 +242,12 @@ def _entry(each: Opened) -> Entry:
 
 def _measure(each: Opened) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Size and extents of a file."""
-    with _reading(each) as file:
+    with _open_file(each) as file:
         size = os.fstat(file.fileno()).st_size
         return size, tuple(_extents(file.fileno(), size))
 
 
-def _reading(each: Opened) -> FileIO:
+def _open_file(each: Opened) -> FileIO:
     """The file itself, whatever its name is now. Raises OSError where the process has opened another."""
     file = FileIO(os.open(each.link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     if not os.path.samestat(os.fstat(file.fileno()), each.info):
@@ -286,7 +286,7 @@ def _copy_out(each: Opened, entry: Entry, image: int) -> None:
 
 
 def _piece(each: Opened, offset: int, size: int) -> bytes:
-    with _reading(each) as file:
+    with _open_file(each) as file:
         return os.pread(file.fileno(), size, offset)
 
 

@@ -44,10 +44,10 @@ def begin(found: Suspension, settings: Memory, *, beside: int) -> Loading | None
     """
     entry = journal.read(found.key)
     spilled = {p.pid: sum(r.table.size for r in p.regions) for p in entry.processes} if entry else {}
-    if entry is None or not any(spilled.values()) or not mount_namespace.lasting():
+    if entry is None or not any(spilled.values()) or not mount_namespace.is_lasting():
         return None
-    space.room_in_memory(spilled, found.init[0], settings)
-    space.room_in_memory(spilled | {0: beside}, os.getpid(), settings)
+    space.check_memory(spilled, found.init[0], settings)
+    space.check_memory(spilled | {0: beside}, os.getpid(), settings)
     if settings.ceiling:
         return None  # it is for what is held in RAM at once; the resume keeps to it
     return Loading(entry, settings)
@@ -76,7 +76,7 @@ class Loading:
                 Layout(entry.layout),
                 threads=settings.threads or copies.cores(),
                 ceiling=transfer.ceiling(settings),
-                targets=self._all(),
+                targets=self._load_all(),
                 prepare=self._populate,
             )
         except BaseException:
@@ -99,16 +99,16 @@ class Loading:
         """End the reading, and remove the files; what is mapped into a process stays there."""
         if self._reading is not None:
             self._reading.close()
-        for area in self._all():
+        for area in self._load_all():
             with suppress(OSError):
                 area.discard()
         self._areas = {}
         with suppress(OSError):  # the next one to leave does it
             tmpfs.leave(self.entry.key)
 
-    def _all(self) -> list[Area]:
+    def _load_all(self) -> list[Area]:
         return [area for areas in self._areas.values() for area in areas]
 
     def _populate(self, at: int, chunk: Chunk) -> None:
         """Have pages behind a chunk: a full tmpfs is an error here, and a SIGBUS for who writes."""
-        self._all()[at].populate(chunk.offset, chunk.size, threads=1)
+        self._load_all()[at].populate(chunk.offset, chunk.size, threads=1)

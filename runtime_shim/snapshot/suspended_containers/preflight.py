@@ -47,7 +47,7 @@ def inspect(container: containers.Container, driver: Driver, name: str) -> Seen:
             hint="gpusnap checkpoint writes it to the store and frees its GPUs",
             code="GPS-206",
         )
-    if not containers.freezable(container):
+    if not containers.list_freezable(container):
         raise Refused(
             f"container {name} has no cgroup (version 2) of its own, by which it could be paused",
             hint="run it with cgroups, on a host with cgroup v2 (systemd.unified_cgroup_hierarchy=1)",
@@ -72,7 +72,7 @@ def inspect(container: containers.Container, driver: Driver, name: str) -> Seen:
 
 def check_place() -> None:
     """Refuse where files in RAM would not outlive us, or this host could write them to a swap device."""
-    if not mount_namespace.lasting():
+    if not mount_namespace.is_lasting():
         raise Refused(
             "gpusnap runs in a mount namespace of its own, and what it keeps in RAM would go with that",
             hint="run it in the host's: in a systemd unit, without PrivateTmp=, ProtectSystem= and the like",

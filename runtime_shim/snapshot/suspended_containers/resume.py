@@ -19,7 +19,7 @@ from gpusnap.runtime_shim import question_process, state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
-from gpusnap.runtime_shim.gpu.assignment import ELSEWHERE, FREE, MORE, plan
+from gpusnap.runtime_shim.gpu.assignment import ELSEWHERE, FREE, MORE, plan_assignment
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
@@ -38,7 +38,7 @@ from gpusnap.runtime_shim.snapshot.records.reservations import Room, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import sweep
 from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
-from gpusnap.runtime_shim.transaction import Step, Transaction, held_signals, interruptible, or_recover
+from gpusnap.runtime_shim.transaction import Step, Transaction, hold_signals, make_interruptible, name_recover
 
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.snapshot.suspended_containers.load import Loading
@@ -73,12 +73,12 @@ def resume(
     GpusnapError: Refused where no GPU fits, and nothing has been changed.
     """
     question_process.start()
-    with interruptible(), journal.held(key), Transaction() as transaction:
+    with make_interruptible(), journal.hold(key), Transaction() as transaction:
         found = suspensions.read(key)
-        if found is None or not found.lives:
+        if found is None or not found.is_alive:
             raise Refused(f"container {key.partition('@')[0]} is not suspended", code="GPS-206")
         if found.stage is not Stage.SUSPENDED:
-            raise suspensions.unfinished(found)
+            raise suspensions.make_unfinished_error(found)
         loaded: Loaded = {}
         # Else somebody has resumed it since, and suspended it again.
         if loading is not None and loading.entry == journal.read(key):
@@ -91,15 +91,15 @@ def resume(
                 if not loaded:
                     _check_memory(found, settings)
             found = replace(found, stage=Stage.RESUMING, owner=state_files.owner(), pairs=pairs)
-            with held_signals(), _or_suspended(found):
+            with hold_signals(), _name_recover(found):
                 suspensions.write(found)
                 _bring_back(found, settings, driver, transaction, loaded, engine.allow, cut_off=False)
-        ended = not found.lives  # of itself it cannot before it goes on
-        with held_signals(), or_recover(found.container):
+        ended = not found.is_alive  # of itself it cannot before it goes on
+        with hold_signals(), name_recover(found.container):
             _finish(found, transaction, engine.go_on)
             transaction.commit()
         if ended:
-            raise found.ended("resumed")
+            raise found.make_ended_error("resumed")
         _tell_of_ended(found)
         return found, tuple(transaction.steps)
 
@@ -109,17 +109,17 @@ def recover(key: str, settings: Settings, driver: Driver, engine: Engine) -> str
 
     Raises GpusnapError, also where another gpusnap is at work on that container.
     """
-    with interruptible(), journal.held(key), Transaction() as transaction:
+    with make_interruptible(), journal.hold(key), Transaction() as transaction:
         found = suspensions.read(key)
         if found is None:
             return "somebody else has put it right"
-        if not found.lives:
+        if not found.is_alive:
             sweep.remove(found)
             return "it has ended, and nothing is left of it"
         if found.stage is Stage.SUSPENDED:
             return "it is suspended, and waits for gpusnap resume"
         stage = found.stage
-        with held_signals():
+        with hold_signals():
             if stage is not Stage.RESUMED:
                 _bring_back(found, settings, driver, transaction, {}, engine.allow, cut_off=True)
             _finish(found, transaction, engine.go_on)
@@ -135,7 +135,7 @@ def check(
     `reserved`: bytes by UUID that others are about to use. It is NoRoom where memory is all that is missing.
     """
     made = partial(
-        plan,
+        plan_assignment,
         found.gpus,
         found.driver_version,
         host,
@@ -146,7 +146,7 @@ def check(
     chosen = made(given={gpu.uuid for gpu in found.gpus})
     if chosen.refusal:
         elsewhere = made()
-        refused = chosen.refused()
+        refused = chosen.make_refusal()
         moves = f"gpusnap checkpoint {found.name}, podman rm and gpusnap restore"
         there = f"a GPU that container {found.name} does not see would do: {moves} --gpu-map move it there"
         if refused.hint == FREE:
@@ -174,10 +174,10 @@ def _check_memory(found: Suspension, settings: Settings) -> None:
     entry = journal.read(found.key)
     spilled = {p.pid: sum(r.table.size for r in p.regions) for p in entry.processes} if entry else {}
     if any(spilled.values()):
-        space.room_in_memory(spilled, found.init[0], settings.memory)
+        space.check_memory(spilled, found.init[0], settings.memory)
 
 
-def _of_processes(found: Suspension) -> Mapping[int, Pairs]:
+def _map_pairs(found: Suspension) -> Mapping[int, Pairs]:
     """The pairs for each process; none where nothing has moved."""
     new = dict(found.pairs)
     if all(old == to for old, to in found.pairs):
@@ -199,8 +199,8 @@ def _bring_back(
     entry = journal.read(found.key)
     if entry is None:
         return  # it was killed before the first process was touched
-    pids = [each.pid for each in bring_back.alive(entry)]
-    paused = paused_container.left(entry, pids)
+    pids = [each.pid for each in bring_back.list_alive(entry)]
+    paused = paused_container.reopen(entry, pids)
     let_go = None
     try:
         if paused is not None:
@@ -210,7 +210,7 @@ def _bring_back(
             let_go = paused.let_go
         with transaction.step("driver restore"):
             try:
-                if found.lives:
+                if found.is_alive:
                     init = found.init[0]
                     device_access.check(init, found.name, driver.nodes(init), allow)
                 bring_back.bring_back(
@@ -218,13 +218,13 @@ def _bring_back(
                     driver,
                     settings.memory,
                     let_go,
-                    pairs=_of_processes(found),
+                    pairs=_map_pairs(found),
                     loaded=loaded,
                     cut_off=cut_off,
                 )
             except Exception:  # what a module raises that is imported late, too
                 if not cut_off:
-                    _stay(found, entry, driver)
+                    _stay_suspended(found, entry, driver)
                 raise
             finally:
                 for text in driver_watch.take_notes():
@@ -236,21 +236,21 @@ def _bring_back(
 
 
 @contextmanager
-def _or_suspended(found: Suspension) -> Iterator[None]:
+def _name_recover(found: Suspension) -> Iterator[None]:
     """Have an error of the block name `gpusnap recover`, unless it is suspended, as it was."""
     try:
         yield
     except Exception:
         if _is_suspended(found.key):
             raise
-        with or_recover(found.container):
+        with name_recover(found.container):
             raise
 
 
 def _tell_of_ended(found: Suspension) -> None:
     """Say which of its GPU processes were killed while none of them could end of itself."""
     for each in found.processes:
-        if not proc.same(each.pid, each.start) or proc.dying(each.pid):
+        if not proc.is_same(each.pid, each.start) or proc.is_dying(each.pid):
             note(
                 f"process {each.pid} of container {found.name} (in it, {each.inner_pid}) was killed while it "
                 "was suspended; the container goes on without it",
@@ -266,9 +266,9 @@ def _is_suspended(key: str) -> bool:
     return False
 
 
-def _stay(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
+def _stay_suspended(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
     """After a failure: where none of its processes has its GPU state, it is suspended as it was."""
-    there = bring_back.alive(entry)
+    there = bring_back.list_alive(entry)
     with suppress(Exception):  # as of an import that fails late: the first error is told
         states = [driver_calls.state(driver, each.pid) for each in there]
         if all(state is ProcessState.CHECKPOINTED for state in states):

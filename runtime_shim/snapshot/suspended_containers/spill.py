@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import WHOSE
-from gpusnap.runtime_shim.transaction import Transaction, held_signals, interruptible
+from gpusnap.runtime_shim.transaction import Transaction, hold_signals, make_interruptible
 
 
 def spill(key: str, settings: Settings) -> int:
@@ -30,16 +30,16 @@ def spill(key: str, settings: Settings) -> int:
 
     Raises GpusnapError; what is suspended stays so, in RAM or in the store as a whole.
     """
-    with interruptible():
+    with make_interruptible():
         return _spill(key, settings)
 
 
 def _spill(key: str, settings: Settings) -> int:
-    found, entry = _suspended(key)
+    found, entry = _find_suspended(key)
     staged = sum(each.size for process in entry.processes for each in process.staged)
     if not staged:
-        with journal.held(key), held_signals():
-            if _suspended(key) == (found, entry):
+        with journal.hold(key), hold_signals():
+            if _find_suspended(key) == (found, entry):
                 _free(found)  # one that was killed between its last two steps has left it
         return 0
     memory = settings.memory
@@ -48,7 +48,7 @@ def _spill(key: str, settings: Settings) -> int:
     transaction = Transaction()
     pages.prepare()
     try:
-        space.room_on_disk(home.place, staged, ())
+        space.check_disk(home.place, staged, ())
         home.needed()
         with transaction.step("write"):
             pages.adopt(entry)
@@ -57,8 +57,8 @@ def _spill(key: str, settings: Settings) -> int:
             assert records is not None
             tables = [region.table for regions in records.values() for region in regions]
             home.commit(tables, kept=False)
-        with journal.held(key), held_signals(), transaction.step("switch"):
-            if _suspended(key)[0] != found:
+        with journal.hold(key), hold_signals(), transaction.step("switch"):
+            if _find_suspended(key)[0] != found:
                 raise Refused(f"container {found.name} was resumed meanwhile", code="GPS-206")
             journal.write(key, "", records, layout=home.layout.path)
             pages.leave()
@@ -96,10 +96,10 @@ def _may_be_needed(key: str, layout: str) -> bool:
     return entry is not None and entry.layout == layout
 
 
-def _suspended(key: str) -> tuple[Suspension, journal.Entry]:
+def _find_suspended(key: str) -> tuple[Suspension, journal.Entry]:
     found, entry = suspensions.read(key), journal.read(key)
-    if found is None or entry is None or not found.lives:
+    if found is None or entry is None or not found.is_alive:
         raise Refused(f"container {container_key.id_of(key)} is not suspended", code="GPS-206")
     if found.stage is not Stage.SUSPENDED:
-        raise suspensions.unfinished(found)
+        raise suspensions.make_unfinished_error(found)
     return found, entry

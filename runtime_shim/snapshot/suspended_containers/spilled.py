@@ -40,6 +40,6 @@ def sweep_loaded(key: str) -> None:
     """Remove what a killed gpusnap has left of files that it read into. Raises OSError."""
     for path in tmpfs.sizes(key):
         found = _LOADED.fullmatch(os.path.basename(path))
-        if found is not None and not proc.same(int(found[1]), int(found[2])):
+        if found is not None and not proc.is_same(int(found[1]), int(found[2])):
             with suppress(FileNotFoundError):
                 os.unlink(path)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from gpusnap.runtime_shim import question_process, state_files
 from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import Driver
-from gpusnap.runtime_shim.import_ahead import importing
+from gpusnap.runtime_shim.import_ahead import import_meanwhile
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
@@ -31,7 +31,7 @@ from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import preflight
 from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
-from gpusnap.runtime_shim.transaction import Step, Transaction, interruptible, or_recover
+from gpusnap.runtime_shim.transaction import Step, Transaction, make_interruptible, name_recover
 
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.snapshot.gpu_processes.job import Job
@@ -54,18 +54,18 @@ def suspend(
     GpusnapError; the container then runs on, unless the error says otherwise.
     """
     question_process.start()
-    with interruptible(), journal.held(container.key), Transaction() as transaction:
+    with make_interruptible(), journal.hold(container.key), Transaction() as transaction:
         with transaction.step("inspect"):
             seen = preflight.inspect(container, driver, engine.name)
             allow = partial(device_access.update, real, container)
             device_access.check(container.pid, engine.name, seen.nodes, allow)
             room(seen.memory)
-        begun = _begun(container, real, engine, seen.init)
+        begun = _make_suspension(container, real, engine, seen.init)
         way_back = _WayBack(container, begun, engine)
         transaction.undo("forgetting the suspend", way_back.forget)
         suspensions.write(begun)
         transaction.undo("letting the container go on", way_back.go_on)
-        with transaction.step("pause"), importing(_TAKE), way_back.unless_paused():
+        with transaction.step("pause"), import_meanwhile(_TAKE), way_back.unless_paused():
             engine.pause()
         from gpusnap.runtime_shim.snapshot.suspended_containers import take
 
@@ -73,7 +73,7 @@ def suspend(
         return take.take(way_back.job, begun), tuple(transaction.steps)
 
 
-def _begun(
+def _make_suspension(
     container: containers.Container, real: RealRuntime, engine: Engine, init: proc.Process | None
 ) -> Suspension:
     return Suspension(
@@ -119,7 +119,7 @@ class _WayBack:
                 raise
             suspensions.drop(self._key)
         try:
-            with or_recover(self._begun.container):
+            with name_recover(self._begun.container):
                 self._engine.go_on()
         except GpusnapError:
             self._failed = True

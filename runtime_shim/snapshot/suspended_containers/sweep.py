@@ -19,12 +19,12 @@ from gpusnap.runtime_shim.snapshot.suspended_containers import spilled
 def sweep(store: str = "") -> None:
     """Let go of what is kept for containers that have ended, in that store too. What cannot be seen stays."""
     with suppress(GpusnapError):
-        for key in journal.noted(journal.SUSPENDED):
+        for key in journal.list_noted(journal.SUSPENDED):
             with suppress(GpusnapError, OSError):
                 found = suspensions.read(key)
                 spilled.sweep_loaded(key)
-                if found is not None and not found.lives:
-                    with journal.held(key, patience=0):
+                if found is not None and not found.is_alive:
+                    with journal.hold(key, patience=0):
                         remove(found)
     if store:
         spilled.sweep(store)
@@ -33,7 +33,7 @@ def sweep(store: str = "") -> None:
 def remove(found: Suspension) -> None:
     """Let go of all that is kept for a container that has ended, under its lock. Raises GpusnapError."""
     now = suspensions.read(found.key)
-    if now is None or now.lives:
+    if now is None or now.is_alive:
         return
     kept.free(found.key)
     suspensions.drop(found.key)

@@ -20,7 +20,7 @@ from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers.preflight import Seen
-from gpusnap.runtime_shim.transaction import Transaction, held_signals
+from gpusnap.runtime_shim.transaction import Transaction, hold_signals
 
 
 def job_of(
@@ -55,18 +55,18 @@ def take(job: Job, begun: Suspension) -> Suspension:
         thaw(job)
         _look(job)
     suspend_all(job)
-    done = _described(job, begun)
-    with held_signals(), transaction.step("freeze"):
+    done = _describe(job, begun)
+    with hold_signals(), transaction.step("freeze"):
         assert job.paused is not None
         job.paused.freeze()
-        if not done.lives:
-            raise done.ended("suspended")
+        if not done.is_alive:
+            raise done.make_ended_error("suspended")
         suspensions.write(done)
         transaction.commit()
         assert isinstance(job.pages, Chunks)
         job.pages.leave()
         if job.guard is not None:
-            job.guard.end()
+            job.guard.stop_watching()
     inherited_handles.say(job.cleared)
     return done
 
@@ -74,7 +74,7 @@ def take(job: Job, begun: Suspension) -> Suspension:
 def _look(job: Job) -> None:
     """What can refuse once the processes stand, and can be asked."""
     found = users(job.driver, job.processes(), job.held)
-    preflight.states(found)
+    preflight.check_states(found)
     if job.paused is None:
         raise GpusnapError(
             f"container {job.container.id} was paused, and its cgroup is not frozen",
@@ -84,10 +84,10 @@ def _look(job: Job) -> None:
     if not found:
         raise Refused(f"no process of container {job.container.id} uses a GPU", code="GPS-206")
     assert job.host is not None
-    preflight.shared(list(found), job.settings.nvidia, job.host)
+    preflight.refuse_shared(list(found), job.settings.nvidia, job.host)
 
 
-def _described(job: Job, begun: Suspension) -> Suspension:
+def _describe(job: Job, begun: Suspension) -> Suspension:
     """What a resume has to know of its GPUs and processes."""
     assert job.host is not None
     used: dict[str, int] = {node.gpu: 0 for node in job.nodes if node.gpu}

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oci_regions import PAGE, save
 
-from gpusnap.checkpoints.statistics import Span, compare, compare_tables, parts, shared, statistics
-from gpusnap.oci.chunks.table import Chunk, Table, validated
+from gpusnap.checkpoints.statistics import Span, compare, compare_tables, find_shared, parts, statistics
+from gpusnap.oci.chunks.table import Chunk, Table, make_table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.records.manifest import GpuProcess, GpuRecord
 
@@ -54,7 +54,7 @@ def test_statistics_of_nothing() -> None:
 def test_shared() -> None:
     """By bytes, the most first; a share of nothing is not told."""
     own = {"a": 30, "b": 50, "c": 20}
-    found = shared(
+    found = find_shared(
         own, [("x", (), {"a": 30}), ("y", ("n",), {"b": 50, "a": 30, "z": 9}), ("z", (), {"q": 1})]
     )
     assert [(each.digest, each.size, each.share) for each in found] == [("y", 80, 0.8), ("x", 30, 0.3)]
@@ -101,7 +101,7 @@ def test_compare_tables_of_other_chunk_sizes() -> None:
             )
             for at, length in chunks
         ]
-        return validated(size, made)
+        return make_table(size, made)
 
     a, b = table(100, (0, 10), (40, 20)), table(90, (0, 20), (40, 20))
     assert compare_tables(a, b) == Span(same=70, changed=20, only_a=10)

@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Store:
 def test_held(store: Store, tmp_path: Path) -> None:
     """Its parts; gc leaves them alone, though they are removed meanwhile."""
     digest = keep(store, an_archive(tmp_path), ["w"])
-    with kept.held(InStore(store, "w")) as (_, found):
+    with kept.hold_artifact(InStore(store, "w")) as (_, found):
         store.remove("w")
         store.collect()
         assert found.root.digest == digest
@@ -39,14 +39,14 @@ def test_held(store: Store, tmp_path: Path) -> None:
         for each in found.artifact.blobs():
             store.layout.check_blob(each)
     assert store.collect().blobs
-    with pytest.raises(NotFound), kept.held(InStore(store, digest)):
+    with pytest.raises(NotFound), kept.hold_artifact(InStore(store, digest)):
         pass
 
 
 def test_pages_only(store: Store, tmp_path: Path) -> None:
     """It says what it is, and cannot be restored."""
     digest = keep_pages(store)
-    with kept.held(InStore(store, "")) as (_, found), pytest.raises(Refused) as raised:
+    with kept.hold_artifact(InStore(store, "")) as (_, found), pytest.raises(Refused) as raised:
         found.check_whole()
     assert digest in str(raised.value)
     assert "podman container restore abababababab" in raised.value.sentence()
@@ -125,11 +125,11 @@ def test_a_hold_that_cannot_be_had(store: Store, tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(Store, "hold", fails)
 
     hold(errno.EROFS)
-    with kept.held(InStore(store, "w")) as (_, found):
+    with kept.hold_artifact(InStore(store, "w")) as (_, found):
         assert found.record is not None
     for code in (errno.ENOSPC, errno.EMFILE):
         hold(code)
-        with pytest.raises(DiskError), kept.held(InStore(store, "w")):
+        with pytest.raises(DiskError), kept.hold_artifact(InStore(store, "w")):
             pass
 
 
@@ -140,6 +140,6 @@ def test_another_tool_s_layout(store: Store, tmp_path: Path) -> None:
         path = Path(store.path, name)
         path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
     before = sorted(Path(store.path).iterdir())
-    with kept.held(InStore(store, "w")) as (_, found):
+    with kept.hold_artifact(InStore(store, "w")) as (_, found):
         assert found.record is not None
     assert sorted(Path(store.path).iterdir()) == before

@@ -466,8 +466,8 @@ def test_nobody_reads_on(tmp_path: Path) -> None:
 def test_a_timeline_of_nothing() -> None:
     """Without a step, or with none that took any time, there is no division by zero."""
     console = Console(file=io.StringIO(), width=120)
-    show.timeline(console, ())
-    show.timeline(console, (replace(a_manifest().timing[0], start=0.0, seconds=0.0),))
+    show.print_timeline(console, ())
+    show.print_timeline(console, (replace(a_manifest().timing[0], start=0.0, seconds=0.0),))
 
 
 # plan
@@ -478,7 +478,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """A host with GPU 1 and 2 of the checkpoint's kind, and no restore under way."""
     driver = FakeDriver(gpus=(replace(gpu(1), index=0), replace(gpu(2), index=1)))
     monkeypatch.setattr(needed, "find_driver", lambda: driver)
-    monkeypatch.setattr(host_commands, "reserved", dict)
+    monkeypatch.setattr(host_commands, "read_reserved", dict)
     monkeypatch.setattr("gpusnap.runtime_shim.settings.load", Settings)
     return driver
 
@@ -503,7 +503,7 @@ def test_plan_of_a_registry_without_tls(gpusnap: Run, monkeypatch: pytest.Monkey
         said.append(plain_http)
         raise GpusnapError("enough")
 
-    monkeypatch.setattr(host_commands, "opened", opened)
+    monkeypatch.setattr(host_commands, "open_checkpoint", opened)
     assert gpusnap("plan", "registry.example/w:v1", "--plain-http")[0] == exit_codes.FAILED
     assert said == [True]
 
@@ -515,7 +515,7 @@ def test_nothing_to_recover(
     """That is said; programs get an empty list. What a killed command ordered is removed."""
     for module in (journal, restore_record):
         monkeypatch.setattr(module, "entries", tuple)
-    monkeypatch.setattr(restored_containers, "living", tuple)
+    monkeypatch.setattr(restored_containers, "list_living", tuple)
     for module in (recovery, restored_containers, reservations):
         monkeypatch.setattr(module, "sweep", lambda: None)
     monkeypatch.setattr(chunk_cache, "tidy", lambda _: None)

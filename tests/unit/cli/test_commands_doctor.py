@@ -16,7 +16,7 @@ from gpusnap.cli import exit_codes
 from gpusnap.cli.commands import doctor as commands_doctor
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
-from gpusnap.doctor.base.check import Check, failure, ok, refused, warning
+from gpusnap.doctor.base.check import Check, failure, make_refused, ok, warning
 from gpusnap.doctor.host_checks import criu
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.user_errors import NotFound
@@ -57,7 +57,7 @@ def test_text(gpusnap: Run, checks: list[Check]) -> None:
 
 def test_a_code(gpusnap: Run, checks: list[Check]) -> None:
     """At the end of what was found, and in JSON as a member of its own."""
-    checks.append(refused("one", Refused("it is so", hint="do that", code="GPS-208")))
+    checks.append(make_refused("one", Refused("it is so", hint="do that", code="GPS-208")))
     assert gpusnap("doctor")[1].splitlines()[:2] == [
         "failure one  it is so [GPS-208]",
         "             → do that",
@@ -79,7 +79,7 @@ def test_warnings_are_no_failure(gpusnap: Run, checks: list[Check]) -> None:
 def test_the_last_line_without_warnings() -> None:
     """It names the container that was asked for."""
     assert commands_doctor.conclusion([FINE], "w") == "w can be checkpointed"
-    (old,) = criu.criu("4.1.1", "6.18.0", find=lambda name: "/usr/bin/criu")
+    (old,) = criu.check_criu("4.1.1", "6.18.0", find=lambda name: "/usr/bin/criu")
     said = commands_doctor.conclusion([FINE, old], None)
     assert ", but not a container with a server that listens on a port; read the warnings first" in said
     assert commands_doctor.conclusion([FINE, old], "w") == "w can be checkpointed; read the warnings first"

@@ -209,12 +209,12 @@ def test_a_launcher_in_use(tree: Path, wheel: Path, monkeypatch: pytest.MonkeyPa
     plain = record.load
     monkeypatch.setattr(record, "load", lambda root: plain(str(tree)))
     monkeypatch.setattr(install_mentions, "lines", lambda *_: [])
-    monkeypatch.setattr(install_engines, "used", lambda: [Used("crio", "0123", "server")])
+    monkeypatch.setattr(install_engines, "list_used", lambda: [Used("crio", "0123", "server")])
     parts, notes = commands_install._parts(plan, "/")
     assert "runtime" not in parts
     assert [note.partition(" stays")[0] for note in notes] == [install_runtime.ENTRY, LAUNCHER]
     assert "as their runtime: server; run gpusnap install again" in notes[0]
-    monkeypatch.setattr(install_engines, "used", list)
+    monkeypatch.setattr(install_engines, "list_used", list)
     assert commands_install._parts(plan, "/") == ({"runtime"}, [])
 
 
@@ -276,7 +276,7 @@ def test_containers_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Used("podman", "0123", "server")
     many = [one, *(Used("containerd", f"task{number}") for number in range(6))]
     for found, names in (([one], "of Podman .*: server$"), (many, "of Podman and containerd .* and 2 more$")):
-        monkeypatch.setattr(install_engines, "used", lambda found=found: found)
+        monkeypatch.setattr(install_engines, "list_used", lambda found=found: found)
         done = CliRunner().invoke(uninstall, [], standalone_mode=False)
         assert isinstance(done.exception, GpusnapError)
         with pytest.raises(GpusnapError, match=names) as caught:
@@ -295,7 +295,7 @@ def test_a_dry_run_of_what_would_be_refused(monkeypatch: pytest.MonkeyPatch, jso
     monkeypatch.setattr(installer, "uninstall", lambda **given: [installer.Change("removed", PODMAN)])
     monkeypatch.setattr(record, "load", lambda root: record.Record())
     monkeypatch.setattr(install_mentions, "lines", lambda *_: [])
-    monkeypatch.setattr(install_engines, "used", lambda: [Used("podman", "0123", "server")])
+    monkeypatch.setattr(install_engines, "list_used", lambda: [Used("podman", "0123", "server")])
     words = ["--dry-run", *(["--json"] if json_ else [])]
     done = CliRunner().invoke(uninstall, words, standalone_mode=False)
     said = "containers of Podman have gpusnap-runtime as their runtime: server; remove them first"

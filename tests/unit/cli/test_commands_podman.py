@@ -137,7 +137,7 @@ class TestSeveral:
                 raise Interrupted("the checkpoint was interrupted")
             if name == "key":
                 signal.raise_signal(signal.SIGINT)
-            found = podman.container("w")
+            found = podman.inspect_container("w")
             return checkpointing.Made(found, 1.0, 0, 10, 5, name=f"{name}:1", digest="sha256:x", store="/s")
 
         monkeypatch.setattr(checkpointing, "checkpoint", checkpoint)
@@ -197,7 +197,7 @@ def test_several_restores(monkeypatch: pytest.MonkeyPatch, fake: FakePodman, tmp
     """Each on its own, also one that is not found."""
 
     def restore(wish: restoring.Wish, _: object, *, asked: object) -> restoring.Restored:
-        return restoring.Restored(podman.container("w").id, "w", 1.0)
+        return restoring.Restored(podman.inspect_container("w").id, "w", 1.0)
 
     monkeypatch.setattr(restoring, "restore", restore)
     done = run("restore", f"{tmp_path}/in.tar", f"{tmp_path}/none.tar", "--json")

@@ -753,7 +753,7 @@ def test_gc_of_a_damaged_store(gpusnap: Run, kept: Kept) -> None:
 def test_gc_spares(gpusnap: Run, kept: Kept) -> None:
     """What a killed checkpoint needs is left, and named."""
     staging = kept.store.stage("left")
-    staging.precious("the checkpoint of container c0ffee")
+    staging.mark_precious("the checkpoint of container c0ffee")
     staging.close()
     code, out, _ = gpusnap("gc")
     assert code == 0

@@ -242,7 +242,7 @@ def test_ten_checkpoints(store: Store, registry: FakeRegistry, monkeypatch: pyte
                 threads=2,
                 ceiling=CEILING,
                 chunk_size=chunk,
-                known=store.known(),
+                known=store.open_known_chunks(),
             )
             layers = chunk_layers(("1:7f0000000000", table) for table in tables)
             root = artifact.write(staging.layout, Artifact(chunks=layers))

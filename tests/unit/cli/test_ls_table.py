@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from gpusnap.checkpoints.list import described
+from gpusnap.checkpoints.list import describe
 from gpusnap.cli import ls_table
 from gpusnap.listing.filters import lines
 
@@ -19,10 +19,10 @@ def shown(width: int, name: str) -> list[str]:
         "io.gpusnap.gpus": "8 H100",
         "io.gpusnap.memory": str(12 << 30),
     }
-    row = described("sha256:" + "5" * 64, (name,), "checkpoint", {"sha256:1": 11 << 30}, notes)
+    row = describe("sha256:" + "5" * 64, (name,), "checkpoint", {"sha256:1": 11 << 30}, notes)
     text = io.StringIO()
     console = Console(file=text, width=width, highlight=False)
-    ls_table.rows(console, lines([row]))
+    ls_table.print_rows(console, lines([row]))
     return text.getvalue().splitlines()
 
 

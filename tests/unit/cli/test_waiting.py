@@ -7,7 +7,7 @@ import json
 import pytest
 from fakes import Family
 
-from gpusnap.cli.recover_list import Names, as_json, line, waiting
+from gpusnap.cli.recover_list import Names, as_json, line, list_waiting
 from gpusnap.engines import podman
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
@@ -28,7 +28,7 @@ def test_waiting() -> None:
         alive, dead = Suspended(process.pid, process.start, ()), Suspended(process.pid, 1, ())
         at_work = (process.pid, process.start)
         gone = (process.pid, process.start + 1)
-        found = waiting(
+        found = list_waiting(
             [Entry("c", "/i", gone, (alive, dead)), Entry("d", "/i", gone, (dead,))],
             [restore("b", gone), restore("a", at_work)],
         )
@@ -63,15 +63,15 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(podman, "names", tell)
     names = Names({known: "llama"})
-    shown = [names.shown(each) for each in (known, other, third, "no-id")]
+    shown = [names.format_name(each) for each in (known, other, third, "no-id")]
     assert shown == ["llama (aaaaaaaaaaaa)", "server (bbbbbbbbbbbb)", third, "no-id"]
     assert len(asked) == 1
-    assert Names().shown(other) == other
+    assert Names().format_name(other) == other
 
 
 def test_one_that_podman_has_as_running() -> None:
     """Though it is suspended."""
     asleep = Suspension("k", "llama", "podman", "", Stage.SUSPENDED, (1, 1), (1, 1), "", "crun")
-    (found,) = waiting([], [], awake=[asleep])
+    (found,) = list_waiting([], [], awake=[asleep])
     said = line(found, Names({found.container: found.name}))
     assert said == f"llama ({found.container[:12]})  it is suspended, but Podman has it as running"

@@ -19,7 +19,7 @@ from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, SettingsError
-from gpusnap.runtime_shim.settings import OF_THE_COMMAND, Settings, annotated
+from gpusnap.runtime_shim.settings import OF_THE_COMMAND, Settings, apply_annotations
 from gpusnap.runtime_shim.shim import overrides
 
 QUIET = Progress(shown=False)
@@ -199,5 +199,5 @@ def test_after_a_restore(fake: FakePodman, store: Store, tmp_path: Path) -> None
 
 def test_the_runtime_does_not_take_them_for_settings() -> None:
     """Only the command reads them."""
-    assert annotated(Settings(), {f"io.gpusnap.{name}": "x" for name in OF_THE_COMMAND}) == Settings()
+    assert apply_annotations(Settings(), {f"io.gpusnap.{name}": "x" for name in OF_THE_COMMAND}) == Settings()
     assert {commands.CHECKPOINT.before, commands.SUSPEND.before, commands.SUSPEND.after} < set(OF_THE_COMMAND)

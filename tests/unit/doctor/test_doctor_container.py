@@ -97,7 +97,7 @@ def test_options_that_podman_does_not_restore(subject: Subject, driver: FakeDriv
     """A failure where the restore fails, and a warning where something is only missing then."""
     assert by_name(container.checks(subject, driver))["Podman's options"].verdict.value == "ok"
     found = {"Config": {"Secrets": [{}], "Healthcheck": {"Test": ["CMD", "true"]}}}
-    options = tuple(podman_options.unrestored(found))
+    options = tuple(podman_options.list_unrestored(found))
     checks = container.checks(replace(subject, unrestored=options), driver)
     told = [each for each in checks if each.name == "Podman's options"]
     assert [each.verdict.value for each in told] == ["failure", "warning"]
@@ -119,7 +119,7 @@ def test_bytes_that_the_driver_does_not_tell(subject: Subject, driver: FakeDrive
 def test_a_suspended_one(subject: Subject, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its GPU memory is none of any GPU, and counts for how long a checkpoint takes."""
     asleep = SimpleNamespace(gpu_memory=5 << 30)
-    monkeypatch.setattr(suspensions, "of_container", lambda wanted: asleep if wanted == ID else None)
+    monkeypatch.setattr(suspensions, "find_by_container", lambda wanted: asleep if wanted == ID else None)
     found = by_name(container.checks(subject, driver))
     assert "5.0 GiB of GPU memory in RAM or the store" in found["GPU processes"].says
     assert found["duration"].facts["gpu"] == 5 << 30
@@ -138,10 +138,10 @@ def test_the_disk_of_the_store(
         if place:
             raise Refused("the store is full", hint="make room")
 
-    monkeypatch.setattr(space, "room_on_disk", look)
+    monkeypatch.setattr(space, "check_disk", look)
     found = by_name(container.checks(subject, driver))
     assert (found["disk"].verdict.value, found["disk"].says) == ("failure", "the store is full")
-    assert asked == ["", gpu_use._existing(subject.settings.store.path)]
+    assert asked == ["", gpu_use._find_existing(subject.settings.store.path)]
 
 
 def test_what_the_driver_fails_to_say(subject: Subject, driver: FakeDriver, family: Family) -> None:
@@ -158,7 +158,7 @@ def test_shared_memory_that_is_allowed(
     """nvidia.allow-nccl does not keep doctor from looking, and makes a warning of what it finds."""
     driver.use(family.pids[0], memory=MIB)
     shares = Sharing(subject.processes[0], "shares GPU memory", "run it with NCCL_P2P_DISABLE=1", "GPS-214")
-    monkeypatch.setattr(preflight, "sharing", lambda users, version: shares)
+    monkeypatch.setattr(preflight, "find_sharing", lambda users, version: shares)
     for allow, verdict in ((False, "failure"), (True, "warning")):
         settings = replace(subject.settings, nvidia=Nvidia(allow_nccl=allow))
         check = by_name(container.checks(replace(subject, settings=settings), driver))["shared GPU memory"]
@@ -184,8 +184,8 @@ def test_where_containerds_checkpoints_go(
     bundle = f"/run/containerd/io.containerd.runtime.v2.task/{namespace}/w"
     task = replace(subject, engine="containerd", container=replace(subject.container, bundle=bundle))
     wanted = str(tmp_path) if folder == "TMPDIR" else folder
-    assert gpu_use.place(task) == wanted
-    assert gpu_use.place(subject) == subject.container.bundle
+    assert gpu_use.find_image_folder(task) == wanted
+    assert gpu_use.find_image_folder(subject) == subject.container.bundle
     driver.use(family.init, memory=1 << 60)
     monkeypatch.setattr(free_space, "in_memory", lambda path: path == wanted)
     monkeypatch.setattr(free_space, "speed", lambda path: pytest.fail(f"{path} was measured"))
@@ -251,9 +251,9 @@ def test_strange_devices_that_are_given(subject: Subject, driver: FakeDriver) ->
     given = {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229}
     with_fuse = replace(subject, config={"linux": {"devices": [given]}})
     fuse = ("c", 10, 229, "/dev/fuse")
-    gpu_use.strange_devices(with_fuse, driver, devices=[fuse])
+    gpu_use.refuse_strange_devices(with_fuse, driver, devices=[fuse])
     with pytest.raises(Refused, match="/dev/fuse"):
-        gpu_use.strange_devices(subject, driver, devices=[fuse])
+        gpu_use.refuse_strange_devices(subject, driver, devices=[fuse])
 
 
 def test_a_pods_container(subject: Subject, driver: FakeDriver) -> None:

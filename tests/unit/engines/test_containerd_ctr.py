@@ -8,7 +8,7 @@ import pytest
 from containerd_layouts import BASE, IMAGE, FakeCtr, Made, a_checkpoint
 
 from gpusnap.checkpoints.formats.containerd import blob_of
-from gpusnap.engines.ctr import InContainerd, Target, digest_in, unpack
+from gpusnap.engines.ctr import InContainerd, Target, find_digest, unpack
 from gpusnap.oci.base.errors import BlobError
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Descriptor
@@ -69,8 +69,8 @@ def test_no_image(ctr: FakeCtr, made: Made) -> None:
     ctr.lists(IMAGE, digest_of(b"m"), "application/vnd.oci.image.manifest.v1+json")
     source = InContainerd("team", IMAGE)
     assert source.root.media_type.endswith("manifest.v1+json")
-    assert digest_in("team", IMAGE) == digest_of(b"m")
-    assert digest_in("team", BASE) == ""
+    assert find_digest("team", IMAGE) == digest_of(b"m")
+    assert find_digest("team", BASE) == ""
 
 
 def test_no_containerd(ctr: FakeCtr, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

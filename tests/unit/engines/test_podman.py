@@ -33,7 +33,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
         podman_objects.volumes,
         lambda: podman_objects.users_of("v"),
         lambda: podman_objects.remove_volume("v"),
-        lambda: podman.container("w"),
+        lambda: podman.inspect_container("w"),
     ],
 )
 def test_a_podman_that_does_not_answer(
@@ -51,15 +51,15 @@ def test_a_container(fake: FakePodman) -> None:
     """What is needed of it."""
     fake.has()
     found = podman.Container(ID, "w", "gpusnap-runtime", "running", f"{fake.folder}/checkpoint")
-    assert podman.container("w") == found
+    assert podman.inspect_container("w") == found
     fake.has(init=7, auto_remove=True, upper="/upper")
-    assert podman.container("w") == replace(found, init=7, auto_remove=True, upper="/upper")
+    assert podman.inspect_container("w") == replace(found, init=7, auto_remove=True, upper="/upper")
 
 
 def test_no_container(fake: FakePodman) -> None:
     """Told from other failures."""
     with pytest.raises(NotFound, match="there is no container w"):
-        podman.container("w")
+        podman.inspect_container("w")
 
 
 def test_asked_ahead(fake: FakePodman) -> None:
@@ -111,7 +111,7 @@ def test_no_podman(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One sentence."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GpusnapError, match="podman cannot be run: it does not exist"):
-        podman.container("w")
+        podman.inspect_container("w")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_cannot_be_checkpointed(fake: FakePodman, runtime: str, status: str
     (fake.folder / "path").write_text("/usr/bin/crun\n")
     fake.has(runtime=runtime, status=status)
     with pytest.raises(ContainerError) as raised:
-        podman.check(podman.container("w"))
+        podman.check(podman.inspect_container("w"))
     assert said in raised.value.sentence()
 
 
@@ -136,7 +136,7 @@ def test_one_that_a_checkpoint_ended(fake: FakePodman) -> None:
     """podman start would begin it from nothing, so that is not what is said to do."""
     fake.has(status="exited", checkpointed=True)
     with pytest.raises(ContainerError) as raised:
-        podman.check(podman.container("w"))
+        podman.check(podman.inspect_container("w"))
     assert "a checkpoint ended it; podman container restore w restores it" in raised.value.sentence()
 
 
@@ -147,7 +147,7 @@ def test_in_the_place_of_another(fake: FakePodman, tmp_path: Path) -> None:
     (fake.folder / "path").write_text(f"{tmp_path}/crun\n")
     for runtime in ("crun", f"{tmp_path}/crun", "/opt/gpusnap-runtime"):
         fake.has(runtime=runtime)
-        podman.check(podman.container("w"))
+        podman.check(podman.inspect_container("w"))
 
 
 def test_a_command_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

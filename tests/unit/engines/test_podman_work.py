@@ -38,7 +38,7 @@ def test_a_checkpoint(fake: FakePodman, tmp_path: Path) -> None:
     """The archive is there, and `tick` was called."""
     fake.has()
     ticks: list[int] = []
-    found = podman.container("w")
+    found = podman.inspect_container("w")
     assert not podman_work.checkpoint(
         found, str(tmp_path / "out"), ["--leave-running"], tick=lambda: ticks.append(1)
     )

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from gpusnap.listing.ages import ago
+from gpusnap.listing.ages import format_age
 
 NOW = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)
 
@@ -33,18 +33,18 @@ NOW = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)
 def test_ago(seconds: int, said: str) -> None:
     """In the largest unit that has two of it, or one."""
     created = (NOW - timedelta(seconds=seconds)).isoformat()
-    assert ago(created, NOW) == said
+    assert format_age(created, NOW) == said
 
 
 def test_what_is_no_time() -> None:
     """It may be anybody's text; without a zone it is UTC."""
-    assert ago("yesterday", NOW) == "yesterday"
-    assert ago("", NOW) == ""
-    assert ago("2026-03-04T05:06:02", NOW) == "5 seconds ago"
-    assert ago("\x1b[2J", NOW) == "\\x1b[2J"
+    assert format_age("yesterday", NOW) == "yesterday"
+    assert format_age("", NOW) == ""
+    assert format_age("2026-03-04T05:06:02", NOW) == "5 seconds ago"
+    assert format_age("\x1b[2J", NOW) == "\\x1b[2J"
 
 
 @pytest.mark.parametrize("text", ["9999-12-31T23:59:59-23:59", "0001-01-01T00:00:00+23:59"])
 def test_a_year_that_is_none_in_utc(text: str) -> None:
     """It is no time that can be reckoned with, and nothing fails for it."""
-    assert ago(text, NOW) == text
+    assert format_age(text, NOW) == text

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from gpusnap.checkpoints.list import Kind, Row, described
-from gpusnap.listing.filters import chosen, rows_of
+from gpusnap.checkpoints.list import Kind, Row, describe
+from gpusnap.listing.filters import filter_lines, rows_of
 from gpusnap.runtime_shim.errors import UsageError
 
 NOW = datetime(2026, 3, 10, tzinfo=UTC)
@@ -19,7 +19,7 @@ def row(number: int, *names: str, kind: Kind = "checkpoint", container: str = "s
         "org.criu.checkpoint.container.name": container,
         "io.gpusnap.container.id": str(number) * 64,
     }
-    return described(f"sha256:{number:064x}", names, kind, {}, notes)
+    return describe(f"sha256:{number:064x}", names, kind, {}, notes)
 
 
 ROWS = (
@@ -57,7 +57,7 @@ ROWS = (
 )
 def test_chosen(filters: list[str], names: list[str]) -> None:
     """Values of one key are alternatives; all keys have to fit."""
-    assert [line.name for line in chosen(ROWS, filters, NOW)] == names
+    assert [line.name for line in filter_lines(ROWS, filters, NOW)] == names
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_chosen(filters: list[str], names: list[str]) -> None:
 def test_what_is_no_filter(word: str) -> None:
     """It is refused, with what would be one."""
     with pytest.raises(UsageError) as raised:
-        chosen(ROWS, [word], NOW)
+        filter_lines(ROWS, [word], NOW)
     assert raised.value.hint
 
 
 def test_rows() -> None:
     """A checkpoint is there once, with the names that are left."""
-    (found,) = rows_of(chosen(ROWS, ["name=server:2", "name=good"], NOW))
+    (found,) = rows_of(filter_lines(ROWS, ["name=server:2", "name=good"], NOW))
     assert found.names == ("server:2", "good")
-    (alone,) = rows_of(chosen(ROWS, ["name=good"], NOW))
+    (alone,) = rows_of(filter_lines(ROWS, ["name=good"], NOW))
     assert alone.names == ("good",)

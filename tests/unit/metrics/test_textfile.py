@@ -10,7 +10,7 @@ import pytest
 import yaml
 from oci_checkpoints import begin, end
 
-from gpusnap.metrics.textfile import METRICS, NAME, updated
+from gpusnap.metrics.textfile import METRICS, NAME, update_values
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "monitoring"
 
@@ -22,7 +22,7 @@ def text(folder: Path) -> str:
 def test_counts_and_values(tmp_path: Path) -> None:
     """Counters go up from what the file has, gauges are what was said last; labels are escaped."""
     for value in (1, 2):
-        with updated(str(tmp_path)) as values:
+        with update_values(str(tmp_path)) as values:
             values.add("gpusnap_checkpoints_total", container="w")
             values.add("gpusnap_checkpoint_written_bytes_total", 1 << 40, container="w")
             values.set("gpusnap_checkpoint_pause_seconds", value, container='a"\\\n}, b="x')
@@ -46,7 +46,7 @@ def test_several_writers(tmp_path: Path) -> None:
 
     def work() -> None:
         for _ in range(20):
-            with updated(str(tmp_path)) as values:
+            with update_values(str(tmp_path)) as values:
                 values.add("gpusnap_restores_total", container="w")
 
     children = [begin(work) for _ in range(4)]
@@ -56,12 +56,12 @@ def test_several_writers(tmp_path: Path) -> None:
 
 def test_a_writer_that_fails(tmp_path: Path) -> None:
     """The file stays as it was."""
-    with updated(str(tmp_path)) as values:
+    with update_values(str(tmp_path)) as values:
         values.add("gpusnap_restores_total", container="w")
     before = text(tmp_path)
 
     def fail() -> None:
-        with updated(str(tmp_path)) as values:
+        with update_values(str(tmp_path)) as values:
             values.add("gpusnap_restores_total", container="w")
             raise ZeroDivisionError
 
@@ -73,7 +73,7 @@ def test_a_writer_that_fails(tmp_path: Path) -> None:
 def test_a_file_that_is_broken(tmp_path: Path) -> None:
     """What can be read of it counts; another's metrics do not, and a link is not followed."""
     (tmp_path / NAME).write_text('gpusnap_restores_total{container="w"} 7\nhalf a li\nother_total{a="b"} 1\n')
-    with updated(str(tmp_path)) as values:
+    with update_values(str(tmp_path)) as values:
         values.add("gpusnap_restores_total", container="w")
     assert 'gpusnap_restores_total{container="w"} 8\n' in text(tmp_path)
     assert "other_total" not in text(tmp_path)
@@ -83,7 +83,7 @@ def test_a_file_that_is_broken(tmp_path: Path) -> None:
 def test_values_with_an_exponent(tmp_path: Path, value: float) -> None:
     """What this writes the next writer reads."""
     for first in (True, False):
-        with updated(str(tmp_path)) as values:
+        with update_values(str(tmp_path)) as values:
             values.add("gpusnap_checkpoints_total", container="w")
             if first:
                 values.set("gpusnap_checkpoint_pause_seconds", value, container="w")
@@ -92,7 +92,7 @@ def test_values_with_an_exponent(tmp_path: Path, value: float) -> None:
 
 def test_containers_that_are_gone(tmp_path: Path) -> None:
     """The last 256 stay."""
-    with updated(str(tmp_path)) as values:
+    with update_values(str(tmp_path)) as values:
         for number in range(300):
             values.add("gpusnap_checkpoints_total", container=f"job-{number}")
             values.set("gpusnap_last_checkpoint_timestamp_seconds", number + 1, container=f"job-{number}")

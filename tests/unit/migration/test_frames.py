@@ -125,7 +125,7 @@ def test_signs_of_life(ends: Ends) -> None:
     """They come while the block runs; whoever cannot send one any more is told, once."""
     here = Channel(ends.open[2], ends.open[1], "there", silence=SILENCE, every=0.01)
     lost = threading.Event()
-    with here.alive(lambda: ("memory", 1), lost.set):
+    with here.keep_alive(lambda: ("memory", 1), lost.set):
         assert framed({"alive": ["memory", 1]}).startswith(os.read(ends.raw_in, 4))
         ends.close(ends.raw_in)
         assert lost.wait(60)
@@ -140,7 +140,7 @@ def test_a_side_that_only_lives(ends: Ends, stage: str) -> None:
     answer.start()
     try:
         with (
-            there.alive(lambda: (stage, 7)),
+            there.keep_alive(lambda: (stage, 7)),
             pytest.raises(
                 LinkLost, match=r"there has got no further for 0\.2 s" + (": restore" if stage else "$")
             ),
@@ -164,7 +164,7 @@ def test_a_side_that_gets_further(ends: Ends) -> None:
             threading.Thread(target=there.send, args=({"ok": {}},)).start()
         return ("restore", int(passed / 0.05))
 
-    with there.alive(mark):
+    with there.keep_alive(mark):
         assert ends.here.receive() == {"ok": {}}
     assert time.monotonic() - began > 5 * ends.here.patience
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpusnap.migration import link
-from gpusnap.migration.link import Destination, Route, connected, destination
+from gpusnap.migration.link import Destination, Route, connect, destination
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 
 
@@ -81,7 +81,7 @@ def an_ssh(folder: Path, script: str) -> Route:
 def test_not_reached(tmp_path: Path, script: str, said: str, code: str) -> None:
     """What ssh, or the shell over there, says is passed on."""
     began = time.monotonic()
-    with pytest.raises(GpusnapError, match=said) as raised, connected(an_ssh(tmp_path, script)):
+    with pytest.raises(GpusnapError, match=said) as raised, connect(an_ssh(tmp_path, script)):
         raise AssertionError
     assert time.monotonic() - began < 20
     assert raised.value.code == code
@@ -91,7 +91,7 @@ def test_not_reached(tmp_path: Path, script: str, said: str, code: str) -> None:
 def test_no_ssh(tmp_path: Path) -> None:
     with (
         pytest.raises(GpusnapError, match="cannot be run"),
-        connected(Route(to=Destination("h"), ssh=f"{tmp_path}/gone")),
+        connect(Route(to=Destination("h"), ssh=f"{tmp_path}/gone")),
     ):
         raise AssertionError
 
@@ -107,7 +107,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         ssh=f"{sys.executable} {tmp_path}/p.py -i KEY",
         program="sudo -n gpusnap",
     )
-    with connected(route) as channel:
+    with connect(route) as channel:
         channel.send({"ask": "end"})
     words = ["-i", "KEY", "-T", "-p", "22", "--", "me@h", "sudo -n gpusnap migrate --server"]
     assert (tmp_path / "words").read_text() == repr(words)

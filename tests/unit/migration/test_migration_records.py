@@ -31,8 +31,8 @@ def removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     found = podman.Container(id="new", name="w", runtime="", status="running", init=100)
     monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "gpusnap" / "migrations"))
     (tmp_path / "gpusnap").mkdir()
-    monkeypatch.setattr(podman, "container", lambda wanted: found)
-    monkeypatch.setattr(podman, "said", said)
+    monkeypatch.setattr(podman, "inspect_container", lambda wanted: found)
+    monkeypatch.setattr(podman, "run_query", said)
     monkeypatch.setattr(proc, "parent", lambda pid: pid - 1)
     return gone
 
@@ -88,12 +88,12 @@ def dead(monkeypatch: pytest.MonkeyPatch, removed: list[str]) -> list[str]:
 def test_a_killed_receiver(dead: list[str], removed: list[str], state: str) -> None:
     """What came ahead goes with a container that was not confirmed; it is found, and then it is not."""
     by_a_dead_one(Record(ID, state, "w", (), "new" if state == "running" else "", ("sha256:a",)))
-    (found,) = records.every()
+    (found,) = records.list_records()
     assert (found.name, found.state, found.at_work) == ("w", state, False)
     assert records.settle(ID) == "undone"
     assert dead == ["sha256:a"]
     assert removed == (["new"] if state == "running" else [])
-    assert records.every() == ()
+    assert records.list_records() == ()
 
 
 def test_a_living_receiver(dead: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,12 +104,12 @@ def test_a_living_receiver(dead: list[str], monkeypatch: pytest.MonkeyPatch) -> 
         path = Path(migrations.FOLDER, f"{ID}.coming")
         value = json.loads(path.read_text()) | {"owner": state_files.owner(child.pid)}
         path.write_text(json.dumps(value))
-        assert records.every()[0].at_work
+        assert records.list_records()[0].at_work
         assert records.settle(ID) == "undone"
     assert dead == []
     with pytest.raises(Refused, match="has given up this migration"):
         records.advance(Record(ID, "restoring", "w"))
-    records.end(coming)
+    records.end_record(coming)
     with pytest.raises(Refused, match="has given up this migration"):
         records.begin(coming)
 
@@ -133,9 +133,9 @@ def test_after_the_next_boot(dead: list[str], removed: list[str], monkeypatch: p
         Path(migrations.FOLDER).mkdir()
         path = Path(migrations.FOLDER, f"{ID}.coming")
         path.write_text(json.dumps(value | {"owner": state_files.owner(child.pid)}))
-        assert records.every()[0].at_work
+        assert records.list_records()[0].at_work
         monkeypatch.setattr(state_files, "boot", lambda: "another")
-        assert not records.every()[0].at_work
+        assert not records.list_records()[0].at_work
         assert records.settle(ID) == "undone"
     assert removed == ["new"]
     assert path.exists()

@@ -51,7 +51,7 @@ def leaving(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_its_note(leaving: Leaving) -> None:
     """It is read as it was written; another checkpoint has none."""
-    (found,) = migrations.every()
+    (found,) = migrations.list_outgoing()
     assert replace(found, owner=(0, 0), boot="") == leaving
     assert not found.at_work  # it is this process
     assert migrations.find("sha256:" + "1" * 64) is None
@@ -114,13 +114,13 @@ def test_killed_while_it_is_removed(
         else:
             with pytest.raises(Cut):
                 unfinished.recover_leaving(leaving)
-    assert bool(migrations.every()) == (at != "never")
+    assert bool(migrations.list_outgoing()) == (at != "never")
     assert bool(host_store.entries()) == (at in ("before podman", "after podman"))
-    for note in migrations.every():
+    for note in migrations.list_outgoing():
         monkeypatch.setattr(podman, "remove", gone.append)
         unfinished.recover_leaving(note)
     assert gone.count(ID) >= 1
-    assert migrations.every() == ()
+    assert migrations.list_outgoing() == ()
     assert host_store.entries() == ()
 
 
@@ -140,7 +140,7 @@ def test_it_is_to_be_kept(leaving: Leaving, host_store: Store, monkeypatch: pyte
     said = unfinished.recover_leaving(replace(leaving, keep=True))
     assert said.endswith("stays here")
     assert len(host_store.entries()) == 1
-    assert migrations.every() == ()
+    assert migrations.list_outgoing() == ()
 
 
 def test_nobody_answers(leaving: Leaving, host_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,14 +152,14 @@ def test_nobody_answers(leaving: Leaving, host_store: Store, monkeypatch: pytest
     monkeypatch.setattr(unfinished, "ask", ask)
     with pytest.raises(GpusnapError, match="gpu2 cannot be reached"):
         unfinished.recover_leaving(leaving)
-    assert len(migrations.every()) == len(host_store.entries()) == 1
+    assert len(migrations.list_outgoing()) == len(host_store.entries()) == 1
 
 
 def test_a_checkpoint_that_was_removed(leaving: Leaving, host_store: Store) -> None:
     """Nothing can be restored twice any more, and nobody need be asked."""
     host_store.remove(leaving.digest)
     assert "is not there any more" in unfinished.recover_leaving(leaving)
-    assert migrations.every() == ()
+    assert migrations.list_outgoing() == ()
 
 
 def test_one_that_was_sent_ahead(leaving: Leaving, host_store: Store) -> None:
@@ -168,6 +168,6 @@ def test_one_that_was_sent_ahead(leaving: Leaving, host_store: Store) -> None:
     host_store.tag("w:20261122-100000", "w:migrating")
     ahead = replace(leaving, digest="")
     ahead.write()
-    assert "w was not migrated to gpu2" in unfinished.recover_leaving(*migrations.every())
+    assert "w was not migrated to gpu2" in unfinished.recover_leaving(*migrations.list_outgoing())
     assert host_store.entries() == ()
-    assert migrations.every() == ()
+    assert migrations.list_outgoing() == ()

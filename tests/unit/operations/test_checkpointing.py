@@ -80,7 +80,7 @@ def test_pages_in_the_store(pages: FakePodman, store: Store) -> None:
     (entry,) = store.entries()
     assert entry.name == done.name
     assert re.fullmatch(r"w:\d{8}-\d{6}", done.name)
-    with kept.held(locator.InStore(store, done.name)) as (_, found):
+    with kept.hold_artifact(locator.InStore(store, done.name)) as (_, found):
         assert found.root.digest == done.digest
         assert found.artifact.records is not None
         assert found.record is not None
@@ -462,7 +462,7 @@ def test_an_archive_without_records(fake: FakePodman, tmp_path: Path) -> None:
 
 def test_two_at_once(fake: FakePodman, tmp_path: Path) -> None:
     """The second one is refused, and changes nothing."""
-    with overrides.ordered(ID, pages="chunks"):
+    with overrides.order(ID, pages="chunks"):
         for to in (None, locator.InFile(f"{tmp_path}/w.tar")):
             with pytest.raises(
                 GpusnapError, match=r"another gpusnap checkpoint or resume of the container abababababab is"
@@ -508,7 +508,7 @@ def test_the_whole_amount_on_a_full_disk(
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found))
     monkeypatch.setattr(disk_space, "_RECORDS", 1 << 20)
     monkeypatch.setattr(disk_space, "memory", lambda _, gpus: (3 << 30) if not gpus else 63 << 30)
-    monkeypatch.setattr(disk_space, "on_gpus", lambda _: 60 << 30)
+    monkeypatch.setattr(disk_space, "measure_gpu_memory", lambda _: 60 << 30)
     for to, amount in (
         (locator.InStore(Store(tmp_path / "new"), ""), "66.0 GiB"),
         (locator.InFile(f"{tmp_path}/w.tar"), "63.0 GiB"),
@@ -553,7 +553,7 @@ def test_volumes_are_kept_once(fake: FakePodman, store: Store, tmp_path: Path) -
     fake.exports(written(tmp_path / "v.tar", None, None, more={"volumes/vol.tar": data}))
     first = made(name="one")
     assert first.new > 3 << 20
-    assert len(store.known()) >= 1
+    assert len(store.open_known_chunks()) >= 1
     fake.has()
     fake.exports(written(tmp_path / "w.tar", None, None, more={"volumes/vol.tar": data, "artifacts/x": b"x"}))
     with pytest.MonkeyPatch.context() as patch:

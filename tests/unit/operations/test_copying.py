@@ -22,7 +22,7 @@ from gpusnap.oci.layout.archive import LayoutArchive
 from gpusnap.oci.layout.documents import Descriptor, Index, Manifest, empty_descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.partial_blob import Incoming
-from gpusnap.oci.store.referrers import below
+from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space
 from gpusnap.operations.copy import Copied, Destination, Source, copy
@@ -55,7 +55,7 @@ def digest(store: Store, tmp_path: Path) -> str:
 
 
 def at(registry: FakeRegistry, rest: str = "team/app:v1") -> InRegistry:
-    return locator.registry(f"http://{registry.host}/{rest}")
+    return locator.parse_registry(f"http://{registry.host}/{rest}")
 
 
 def copied(what: Source, to: Destination) -> Copied:
@@ -77,7 +77,7 @@ def signed(store: Store, digest: str, text: bytes = b"signature") -> Descriptor:
 
 def referrers(store: Store, digest: str) -> set[str]:
     entries = [each.descriptor for each in store.entries()]
-    return {each.digest for each in below(entries, store.read, digest)}
+    return {each.digest for each in list_referring(entries, store.read, digest)}
 
 
 def test_the_round_trip(store: Store, digest: str, registry: FakeRegistry, tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_what_is_not_there(store: Store, registry: FakeRegistry, tmp_path: Path)
         ("oci-archive:./w.tar", InLayoutFile("./w.tar")),
         ("oci-archive:w", InLayoutFile("w")),
         ("./w.tar.zst", InFile("./w.tar.zst")),
-        ("registry.example/w:v1", locator.registry("registry.example/w:v1")),
+        ("registry.example/w:v1", locator.parse_registry("registry.example/w:v1")),
         ("containerd:default/w:v1", locator.InContainerd("default", "w:v1")),
     ],
 )

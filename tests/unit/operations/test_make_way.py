@@ -40,7 +40,7 @@ def refused(
             for number, size in enumerate((used, other))
         )
     )
-    monkeypatch.setattr(usage, "running_on", lambda _: users)
+    monkeypatch.setattr(usage, "map_running", lambda _: users)
     with pytest.raises(resume.NoRoom) as caught:
         resume.check(asleep(), driver.host(), ())
     make_way.propose(caught.value, asleep(), driver, ())
@@ -85,7 +85,7 @@ def test_who_uses_it_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise GpusnapError("Podman does not answer")
 
     driver = FakeDriver()
-    monkeypatch.setattr(usage, "running_on", fail)
+    monkeypatch.setattr(usage, "map_running", fail)
     error = resume.NoRoom("no GPU", hint="gpusnap swap OTHER qwen", code="GPS-401")
     make_way.propose(error, asleep(), driver, ())
     assert error.hint == "gpusnap swap OTHER qwen"

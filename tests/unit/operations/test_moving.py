@@ -53,7 +53,7 @@ QUIET = Progress(shown=False)
 
 
 def at(registry: FakeRegistry, rest: str = "team/app:v1") -> InRegistry:
-    return locator.registry(f"http://{registry.host}/{rest}")
+    return locator.parse_registry(f"http://{registry.host}/{rest}")
 
 
 def test_there_and_back(registry: FakeRegistry, store: Store, archive: str, tmp_path: Path) -> None:
@@ -68,12 +68,12 @@ def test_there_and_back(registry: FakeRegistry, store: Store, archive: str, tmp_
     assert (pulled.digest, pulled.name, pulled.store) == (digest, pushed.reference, other.path)
     assert pulled.moved.skipped_blobs == 0  # its store was empty
     assert (pulled.moved.blobs, pulled.moved.bytes) == (pushed.moved.blobs, pushed.moved.bytes)
-    with kept.held(InStore(other, pulled.name)) as (_, found):
+    with kept.hold_artifact(InStore(other, pulled.name)) as (_, found):
         for each in found.artifact.blobs():
             other.layout.check_blob(each)
         chunks = [chunk for table in found.tables for chunk in table.chunks]
     # What a compressed one holds is only what the one who pushed it says.
-    known = other.known()
+    known = other.open_known_chunks()
     assert any(chunk.encoding == "zstd" for chunk in chunks)
     assert all((known.find(chunk.plain) is not None) == (chunk.encoding == "plain") for chunk in chunks)
     assert os.listdir(other.path + "/staging") == []
@@ -208,7 +208,7 @@ def test_tls_is_for_all(registry: FakeRegistry, store: Store, archive: str) -> N
     """Without a word nothing goes over plain HTTP, to loopback neither."""
     keep(store, archive, ["w"])
     with pytest.raises(GpusnapError):
-        push_pull.push(InStore(store, "w"), locator.registry(f"{registry.host}/a:b"), progress=QUIET)
+        push_pull.push(InStore(store, "w"), locator.parse_registry(f"{registry.host}/a:b"), progress=QUIET)
     assert registry.asked("PUT") == []
 
 
@@ -256,7 +256,7 @@ def test_a_slow_network(
 
     monkeypatch.setattr(transfer, "pull", pull)
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    with pulling.fetched(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (
+    with pulling.fetch(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (
         staging,
         found,
         _,
@@ -281,10 +281,10 @@ def test_what_the_store_has_is_not_read_for_a_restore(
         real(layout, wanted)
 
     monkeypatch.setattr(Layout, "check_blob", check)
-    with pulling.fetched(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (_, found, _):
+    with pulling.fetch(store, at(registry), leave=1 << 30, seconds=1.0, progress=QUIET) as (_, found, _):
         chunks = {each.digest for each in found.artifact.chunks}
         assert not chunks & set(read)
-    with pulling.fetched(store, at(registry), progress=QUIET):
+    with pulling.fetch(store, at(registry), progress=QUIET):
         assert sorted(chunks) == sorted(set(read) & chunks)
         assert all(read.count(each) == 1 for each in chunks)
 
@@ -296,7 +296,7 @@ def test_another_pull_of_the_same_that_does_not_end(
     push_pull.push(InFile(archive), at(registry), progress=QUIET)
     monkeypatch.setattr(pulling, "_PATIENCE", 0)
     with (
-        pulling.fetched(store, at(registry), progress=QUIET),
+        pulling.fetch(store, at(registry), progress=QUIET),
         pytest.raises(GpusnapError, match="another process is at work"),
     ):
         push_pull.pull(at(registry), progress=QUIET)

@@ -11,7 +11,7 @@ from checkpoints import keep, noise, tar_of
 
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.diff import Changed, File, compare, read
-from gpusnap.operations.open import opened
+from gpusnap.operations.open import open_checkpoint
 
 RECORDS: dict[str, bytes | str | None] = {
     "checkpoint": None,
@@ -59,7 +59,7 @@ def test_read_wherever_it_is(tmp_path: Path) -> None:
     (tmp_path / "w.tar").write_bytes(tar_of(whole))
     folder = unpacked(tmp_path / "unpacked", {k: v for k, v in whole.items() if "gpusnap" not in k})
     for word in (f"oci:{tmp_path}/store:w", f"{tmp_path}/w.tar", str(folder)):
-        with opened(word) as checkpoint:
+        with open_checkpoint(word) as checkpoint:
             found = read(checkpoint)
         # A folder has its own folders, which a tar need not have.
         records = {name: file for name, file in found.records.items() if name != "artifacts"}
@@ -70,7 +70,7 @@ def test_read_wherever_it_is(tmp_path: Path) -> None:
 def test_read_images(tmp_path: Path) -> None:
     """A directory of CRIU images has the names that these have in an archive."""
     folder = unpacked(tmp_path / "images", {"inventory.img": b"inventory"})
-    with opened(str(folder)) as checkpoint:
+    with open_checkpoint(str(folder)) as checkpoint:
         assert {*read(checkpoint).records} == {"checkpoint/inventory.img"}
 
 
@@ -78,7 +78,7 @@ def test_progress(tmp_path: Path) -> None:
     """Every byte of content is counted."""
     keep(Store(tmp_path / "store"), names=("w",), records={"a": bytes(3 << 20), "b": b"1"}, gpu=False)
     seen: list[int] = []
-    with opened(f"oci:{tmp_path}/store:w") as checkpoint:
+    with open_checkpoint(f"oci:{tmp_path}/store:w") as checkpoint:
         read(checkpoint, seen.append)
     assert sum(seen) == (3 << 20) + 1
     assert max(seen) <= 1 << 20

@@ -171,7 +171,7 @@ def test_from_a_registry(
 
     monkeypatch.setattr(pull, "_may_wait", may_wait)
     with FakeRegistry(tmp_path / "registry") as registry:
-        ref = locator.registry(f"http://{registry.host}/team/app:v1")
+        ref = locator.parse_registry(f"http://{registry.host}/team/app:v1")
         push_pull.push(InFile(archive), ref, progress=QUIET)
         shutil.rmtree(store.path)
         restored(ref)
@@ -183,7 +183,7 @@ def test_archives_that_others_take(store: Store, tmp_path: Path) -> None:
     """pull -o gives Podman its own names and bytes."""
     archive = an_archive(tmp_path, "cache", "weights")
     with FakeRegistry(tmp_path / "registry") as registry:
-        ref = locator.registry(f"http://{registry.host}/team/app:v1")
+        ref = locator.parse_registry(f"http://{registry.host}/team/app:v1")
         push_pull.push(InFile(archive), ref, progress=QUIET)
         push_pull.pull(ref, file=f"{tmp_path}/out.tar", progress=QUIET)
     with tarfile.open(f"{tmp_path}/out.tar") as tar:

@@ -141,14 +141,14 @@ def test_from_a_registry(fake: FakePodman, store: Store, registry: FakeRegistry,
     keep_pages(other)
     digest = keep(other, an_archive(tmp_path, pages="store"), ["w"])
     ref = f"{registry.host}/team/app:v1"
-    push_pull.push(InStore(other, "w"), locator.registry(f"http://{ref}"), progress=QUIET)
+    push_pull.push(InStore(other, "w"), locator.parse_registry(f"http://{ref}"), progress=QUIET)
     other.remove("w")
     fake.first(
         f"find {store.path}/staging -type f -path '*/blobs/*' >{tmp_path}/staged\n"
         f"cp {other.path}/blobs/sha256/* {store.path}/blobs/sha256/\n"
         f"cp {other.path}/index.json {store.path}/\n"
     )
-    done = restored(locator.registry(f"http://{ref}"))
+    done = restored(locator.parse_registry(f"http://{ref}"))
     assert (done.digest, done.kept) == (digest, ref)
     assert fake.environment()["GPUSNAP_PULL_FROM"] == f"http://{registry.host}/team/app"
     assert fake.environment()["GPUSNAP_STORE"] == store.path
@@ -164,15 +164,15 @@ def test_much_comes_first(
     """What Podman would not wait for is in the store, and named, before it is asked."""
     monkeypatch.setattr(restoring, "_ON_THE_WAY", 100)
     ref = f"{registry.host}/team/app:v1"
-    push_pull.push(InFile(an_archive(tmp_path)), locator.registry(f"http://{ref}"), progress=QUIET)
+    push_pull.push(InFile(an_archive(tmp_path)), locator.parse_registry(f"http://{ref}"), progress=QUIET)
     fake.fails("gpusnap: no GPU fits\n")
     with pytest.raises(GpusnapError, match="no GPU fits"):
-        restored(locator.registry(f"http://{ref}"))
+        restored(locator.parse_registry(f"http://{ref}"))
     assert [each.name for each in store.entries()] == [ref]
     registry.seen.clear()
     (fake.folder / "error").unlink()
     fake.has(status="exited")
-    assert restored(locator.registry(f"http://{ref}")).kept == ref
+    assert restored(locator.parse_registry(f"http://{ref}")).kept == ref
     assert registry.asked("GET", "blobs/") == []
 
 
@@ -181,7 +181,7 @@ def test_what_the_store_has_stays_while_podman_works(
 ) -> None:
     """Its name may be removed and gc run meanwhile; and others who want the same need not wait."""
     monkeypatch.setattr(restoring, "_ON_THE_WAY", 100)
-    ref = locator.registry(f"http://{registry.host}/team/app:v1")
+    ref = locator.parse_registry(f"http://{registry.host}/team/app:v1")
     digest = push_pull.push(InFile(an_archive(tmp_path)), ref, progress=QUIET).digest
     real, free = podman_work.restore, []
 
@@ -189,7 +189,7 @@ def test_what_the_store_has_stays_while_podman_works(
         store.remove(digest)
         store.collect()
         free.append(not list(Path(store.path, "staging").glob("pull-*")))
-        with kept.held(InStore(other, "w")) as (_, found):
+        with kept.hold_artifact(InStore(other, "w")) as (_, found):
             for each in found.artifact.chunks:
                 store.layout.check_blob(each)
         return real(*words, **more)  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ def test_what_the_store_has_stays_while_podman_works(
 
 def test_all_or_no_name(fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
     """Where the runtime did not keep the chunks, the container runs, and the store names nothing."""
-    ref = locator.registry(f"http://{registry.host}/team/app:v1")
+    ref = locator.parse_registry(f"http://{registry.host}/team/app:v1")
     push_pull.push(InFile(an_archive(tmp_path)), ref, progress=QUIET)
     assert restored(ref).kept == ""
     assert store.entries() == ()
@@ -291,7 +291,7 @@ def test_not_there(fake: FakePodman, store: Store) -> None:
 def test_damaged(fake: FakePodman, store: Store, tmp_path: Path, part: str) -> None:
     """Found before Podman does anything."""
     keep(store, an_archive(tmp_path), ["w"])
-    with kept.held(InStore(store, "w")) as (_, found):
+    with kept.hold_artifact(InStore(store, "w")) as (_, found):
         blob = getattr(found.artifact, part).digest
     path = Path(store.path, "blobs/sha256", blob.removeprefix("sha256:"))
     data = bytearray(path.read_bytes())
@@ -309,7 +309,7 @@ def test_a_registry_that_is_away(
     fake: FakePodman, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The store's copy of that name is taken, and a note says so; without one the error is the registry's."""
-    place = locator.registry(f"http://{NOWHERE}")
+    place = locator.parse_registry(f"http://{NOWHERE}")
     with pytest.raises(GpusnapError, match="connection refused"):
         restored(place)
     digest = keep(store, an_archive(tmp_path), [NOWHERE])
@@ -327,7 +327,7 @@ def test_a_registry_that_has_it_not(
     keep(store, an_archive(tmp_path), [ref])
     for act in (restored, lambda place: push_pull.pull(place, progress=QUIET)):
         with pytest.raises(NotFound) as raised:
-            act(locator.registry(f"http://{ref}"))
+            act(locator.parse_registry(f"http://{ref}"))
         assert f"one of that name: oci:{store.path}:{ref}" in raised.value.sentence()
     assert not (fake.folder / "calls").exists()
 

@@ -71,7 +71,7 @@ def test_names(there: list[Suspension]) -> None:
     """A name, an ID, or the beginning of one; of two of a name the namespace tells."""
 
     def suspended(name: str, **ids: str) -> Suspension:
-        return targets.suspended(name, Asked(**ids).by(name))
+        return targets.find_suspended(name, Asked(**ids).by(name))
 
     assert suspended("llama") == ONE
     assert suspended("aaaa0002") == TWO
@@ -99,13 +99,13 @@ def test_the_command_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(wanted)
         return podman.Container(wanted, "another", "crun", "running", init=1)
 
-    monkeypatch.setattr(podman, "container", container)
+    monkeypatch.setattr(podman, "inspect_container", container)
     monkeypatch.setattr(commands, "run_after", lambda found, *_, **__: ran.append(found.name))
-    commands.after_resume("podman", "aaaa0001", Asked(llama="aaaa0001").by("llama"))
+    commands.run_after_resume("podman", "aaaa0001", Asked(llama="aaaa0001").by("llama"))
     assert (ran, asked) == (["llama"], [])
-    commands.after_resume("podman", "aaaa0002", Asked(llama="aaaa0001").by("llama"))
-    commands.after_resume("podman", "aaaa0003", Asked().by("qwen"))
-    commands.after_resume("containerd", "llama", Asked().by("llama"))
+    commands.run_after_resume("podman", "aaaa0002", Asked(llama="aaaa0001").by("llama"))
+    commands.run_after_resume("podman", "aaaa0003", Asked().by("qwen"))
+    commands.run_after_resume("containerd", "llama", Asked().by("llama"))
     assert (ran, asked) == (["llama", "another", "another"], ["aaaa0002", "aaaa0003"])
 
 
@@ -119,7 +119,7 @@ def ram(there: list[Suspension], monkeypatch: pytest.MonkeyPatch) -> dict[str, i
         found[name] = 0
         return 0
 
-    monkeypatch.setattr(budget, "kept", lambda each: (found[each.name], 0))
+    monkeypatch.setattr(budget, "measure_kept", lambda each: (found[each.name], 0))
     monkeypatch.setattr(spilling, "spill", spill)
     return found
 
@@ -164,8 +164,8 @@ def test_one_that_is_being_checkpointed(
     me = (os.getpid(), getattr(proc.process(os.getpid()), "start", 0))
     entry = Entry("c0ffee", "/i", me if at_work else (me[0], me[1] + 1), ())
     monkeypatch.setattr(journal, "entries", lambda: () if at_work is None else (entry,))
-    monkeypatch.setattr(usage, "_used", lambda driver, running: [(there, {})])
-    (found,) = usage._of_running(FakeDriver(), [there])
+    monkeypatch.setattr(usage, "_measure_used", lambda driver, running: [(there, {})])
+    (found,) = usage._measure_running(FakeDriver(), [there])
     assert found.state == state
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from gpusnap.engines import podman
 from gpusnap.operations.suspending import ahead as asking
-from gpusnap.operations.suspending.ahead import ahead
+from gpusnap.operations.suspending.ahead import start_ahead
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import Driver
@@ -64,7 +64,7 @@ def test_all_at_once(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The block runs while Podman and the driver have not answered; it ends when the driver has started."""
     slow = Slow()
     monkeypatch.setattr(asking, "needed_driver", lambda: cast(Driver, slow))
-    with ahead("llama", "qwen") as early:
+    with start_ahead("llama", "qwen") as early:
         assert asked == ["llama", "qwen"]
         assert early.container is early.containers[0]
         assert early.driver() is cast(Driver, slow)
@@ -80,7 +80,7 @@ def test_a_failure_meanwhile(asked: list[str], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(asking, "needed_driver", lambda: cast(Driver, slow))
 
     def fail() -> None:
-        with ahead("llama"):
+        with start_ahead("llama"):
             threading.Timer(0.05, slow.may.set).start()
             raise GpusnapError("it is no container")
 
@@ -97,5 +97,5 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise GpusnapError("this host has no GPU driver")
 
     monkeypatch.setattr(asking, "needed_driver", none)
-    with ahead("llama") as early, pytest.raises(GpusnapError, match="this host has no GPU driver"):
+    with start_ahead("llama") as early, pytest.raises(GpusnapError, match="this host has no GPU driver"):
         early.driver()

@@ -46,11 +46,11 @@ class Swap:
             "resume_this": self._resume,
         }.items():
             monkeypatch.setattr(swapping, name, value)
-        monkeypatch.setattr(targets, "suspended", lambda *_: self.files["in"])
-        monkeypatch.setattr(targets, "running", lambda *_: (None, container, None))
+        monkeypatch.setattr(targets, "find_suspended", lambda *_: self.files["in"])
+        monkeypatch.setattr(targets, "find_running", lambda *_: (None, container, None))
         monkeypatch.setattr(containers, "processes", lambda *_: [])
         monkeypatch.setattr(resume, "check", lambda *_: None)
-        monkeypatch.setattr(suspensions, "of_container", self.files.get)
+        monkeypatch.setattr(suspensions, "find_by_container", self.files.get)
         monkeypatch.setattr(suspensions, "read", lambda key: self.files.get(key.partition("@")[0]))
 
     def _suspend(self, *_: object, **__: object) -> object:

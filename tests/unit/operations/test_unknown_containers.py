@@ -20,7 +20,7 @@ from gpusnap.cli.commands import recover as recover_commands
 from gpusnap.engines import podman as engine
 from gpusnap.engines import podman_command
 from gpusnap.operations import unknown_containers
-from gpusnap.operations.unknown_containers import chosen, unknown
+from gpusnap.operations.unknown_containers import choose_id, list_unknown
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.process import proc
@@ -105,10 +105,10 @@ def came_up(scene: Scene, podman: Podman, *, told: bool = True, **changed: objec
         podman=(str(podman.path), "--root", "/s", "--network-config-dir", ""),
     )
     entry = replace(entry, **changed)  # type: ignore[arg-type]
-    restore_record.came_up(entry)
+    restore_record.record_start(entry)
     if told:
         restored_containers.tell(KEY)
-    (found,) = restored_containers.living()
+    (found,) = restored_containers.list_living()
     assert found == replace(entry, config=None, told=told)
     return found
 
@@ -149,7 +149,7 @@ def test_a_restore_is_on_file(scene: Scene, monkeypatch: pytest.MonkeyPatch, *, 
     tell = restored_containers.tell
 
     def told(key: str) -> None:
-        seen.extend(entry.told for entry in restored_containers.living())
+        seen.extend(entry.told for entry in restored_containers.list_living())
         tell(key)
 
     monkeypatch.setattr(restored_containers, "tell", told)
@@ -162,7 +162,7 @@ def test_a_restore_is_on_file(scene: Scene, monkeypatch: pytest.MonkeyPatch, *, 
     (scene.image / "inventory.img").write_bytes(INVENTORY)
     assert scene.restore("--detach").code == 0
     assert restore_record.entries() == ()
-    found = restored_containers.living()
+    found = restored_containers.list_living()
     assert [(each.podman, each.told) for each in found] == ([(asks, True)] if by_podman else [])
     assert seen == ([False] if by_podman else [])
     assert all(each.init and each.init[0] == scene.family.init for each in found)
@@ -177,19 +177,19 @@ def test_no_room_on_file(scene: Scene, podman: Podman, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise GpusnapError("no room")
 
-    monkeypatch.setattr(journal, "store", full)
+    monkeypatch.setattr(journal, "write_document", full)
     restored_containers.tell(KEY)
-    assert restored_containers.living() == ()
+    assert restored_containers.list_living() == ()
 
 
 def test_swept(scene: Scene, podman: Podman) -> None:
     """What is on file of a container that has ended, and of no other."""
     came_up(scene, podman)
     restored_containers.sweep()
-    assert len(restored_containers.living()) == 1
+    assert len(restored_containers.list_living()) == 1
     scene.family.end(scene.family.init)
     restored_containers.sweep()
-    assert journal.noted(journal.RESTORED) == ()
+    assert journal.list_noted(journal.RESTORED) == ()
 
 
 @pytest.mark.parametrize(
@@ -207,14 +207,14 @@ def test_swept(scene: Scene, podman: Podman) -> None:
 def test_what_podman_says(scene: Scene, podman: Podman, status: str, said: str) -> None:
     """It is asked with its own options; what it is at work on, or knows, is named and ended by nobody."""
     entry = came_up(scene, podman.has(status))
-    found, lines = unknown(restored_containers.living())
+    found, lines = list_unknown(restored_containers.list_living())
     assert lines == ()
     assert podman.asked().startswith("<--root></s><--network-config-dir><><container><inspect>")
     if not said:
         assert found == ()
-        assert unknown_containers.end(entry) is None
+        assert unknown_containers.end_container(entry) is None
         assert scene.runtime.calls("delete") == []
-        assert proc.running(scene.family.init)
+        assert proc.is_running(scene.family.init)
         return
     (one,) = found
     assert (one.container, one.processes) == (ID, (scene.family.init,))
@@ -222,17 +222,17 @@ def test_what_podman_says(scene: Scene, podman: Podman, status: str, said: str) 
         f"it was restored and runs under crun (process {scene.family.init}), but {said}; to end it: "
         f"gpusnap recover {ID}"
     )
-    assert proc.running(scene.family.init), "saying so ended it"
-    assert unknown_containers.end(entry) == f"it was ended: {said}"
+    assert proc.is_running(scene.family.init), "saying so ended it"
+    assert unknown_containers.end_container(entry) == f"it was ended: {said}"
     assert scene.runtime.calls("delete") == [f"--root /r delete --force {ID}"]
-    assert journal.noted(journal.RESTORED) == ()
+    assert journal.list_noted(journal.RESTORED) == ()
 
 
 def test_its_checkpoint_is_gone(scene: Scene, podman: Podman) -> None:
     """Podman was killed after it had removed the checkpoint: `recover` says so beforehand."""
     came_up(scene, podman.has("exited"))
     (scene.image / "inventory.img").unlink()
-    ((one,), _) = unknown(restored_containers.living())
+    ((one,), _) = list_unknown(restored_containers.list_living())
     assert one.why.endswith(
         "but Podman has it as exited; Podman has removed its checkpoint, so ending it loses its work unless "
         f"that is kept elsewhere; to end it: gpusnap recover {ID}"
@@ -245,24 +245,24 @@ def test_no_answer(scene: Scene, podman: Podman, monkeypatch: pytest.MonkeyPatch
     for name in ("_PATIENCE", "_SHORT"):
         monkeypatch.setattr(unknown_containers, name, 0.2)
     entry = came_up(scene, podman.does("exec sleep 600"), told=told)
-    found, lines = unknown(restored_containers.living())
+    found, lines = list_unknown(restored_containers.list_living())
     if told:
         assert found == ()
         (line,) = lines
         assert "whether Podman knows is open: Podman has not answered within 0.2 s" in line
         with pytest.raises(GpusnapError, match="has not answered"):
-            unknown_containers.end(entry)
-        assert proc.running(scene.family.init)
+            unknown_containers.end_container(entry)
+        assert proc.is_running(scene.family.init)
     else:
         assert "gpusnap-runtime was killed before it could tell Podman" in found[0].why
-        assert unknown_containers.end(entry) is not None
+        assert unknown_containers.end_container(entry) is not None
         assert scene.runtime.calls("delete") != []
 
 
 def test_another_error_of_podmans(scene: Scene, podman: Podman) -> None:
     """Such as of its storage: nobody can tell."""
     came_up(scene, podman.does("echo 'Error: the storage is gone' >&2; exit 125"))
-    found, (line,) = unknown(restored_containers.living())
+    found, (line,) = list_unknown(restored_containers.list_living())
     assert found == ()
     assert "Podman failed: the storage is gone" in line
 
@@ -272,21 +272,21 @@ def test_it_ends_meanwhile(scene: Scene, podman: Podman) -> None:
     init = scene.family.init
     podman.does(f"kill -9 {init}; while [ -e /proc/{init}/root/. ]; do :; done; echo exited")
     entry = came_up(scene, podman)
-    assert unknown([entry]) == ((), ())
+    assert list_unknown([entry]) == ((), ())
     assert scene.runtime.calls("delete") == []
 
 
 def test_while_a_gpusnap_is_at_work(scene: Scene, podman: Podman) -> None:
     """It is left to that one, and Podman, which may have the lock, is not asked."""
     entry = came_up(scene, podman.has("created"))
-    with journal.held(KEY):
-        assert unknown([entry]) == ((), ())
+    with journal.hold(KEY):
+        assert list_unknown([entry]) == ((), ())
         with pytest.raises(GpusnapError, match="another gpusnap is still at work"):
-            unknown_containers.end(entry)
+            unknown_containers.end_container(entry)
     assert not (podman.folder / "asked").exists()
     own = proc.process(os.getpid())
     assert own is not None
-    assert unknown([replace(entry, owner=(own.pid, own.start))]) == ((), ())
+    assert list_unknown([replace(entry, owner=(own.pid, own.start))]) == ((), ())
 
 
 def test_another_of_that_id(scene: Scene, podman: Podman) -> None:
@@ -295,9 +295,9 @@ def test_another_of_that_id(scene: Scene, podman: Podman) -> None:
     assert entry.init is not None
     scene.runtime.knows(scene.state(pid=scene.family.spawn()), [])
     with pytest.raises(ContainerError, match="is another one by now"):
-        unknown_containers.end(entry)
+        unknown_containers.end_container(entry)
     restore_record.write(replace(entry, owner=(4194001, 78)), journal.RESTORED)
-    assert unknown_containers.end(entry) == "it has ended by itself"
+    assert unknown_containers.end_container(entry) == "it has ended by itself"
     assert scene.runtime.calls("delete") == []
 
 
@@ -331,7 +331,7 @@ def test_the_command(
     (found,) = json.loads(recover("--list", "--json")[0])
     assert (found["container"], found["kind"], found["at_work"]) == (ID, "unknown", False)
     assert recover(ID[:6])[0] == f"{ID}  it was ended: Podman has it as exited\n"
-    assert not proc.running(scene.family.init)
+    assert not proc.is_running(scene.family.init)
     assert recover() == ("", "nothing to recover\n")
 
 
@@ -348,8 +348,8 @@ def test_cut_off_at_its_end(
     assert first == f"{ID}  running: {scene.family.init}"
     assert second.endswith(f"but Podman has it as created; to end it: gpusnap recover {ID}")
     assert restore_record.entries() == ()
-    assert [entry.told for entry in restored_containers.living()] == [False]
-    assert proc.running(scene.family.init)
+    assert [entry.told for entry in restored_containers.list_living()] == [False]
+    assert proc.is_running(scene.family.init)
 
 
 DB1, DB2, CAFE = ("db1" + "0" * 61), ("db2" + "0" * 61), ("cafe" + "0" * 60)
@@ -367,22 +367,22 @@ def test_which_is_meant(podman: Podman, monkeypatch: pytest.MonkeyPatch) -> None
     """By its ID, a name that Podman knows, or the beginning of its ID."""
     ids = [DB1, DB2, CAFE, "web-2"]
     named(podman, monkeypatch, w=DB1, other="f" * 64)
-    assert chosen(DB1, ids) == DB1
-    assert chosen("web-2", ids) == "web-2"
-    assert chosen("w", ids) == DB1
-    assert chosen("c", ids) == CAFE
-    assert chosen("x", ids) == "x"
-    assert chosen("de", [*ids, "de" + "1" * 62]) == "de" + "1" * 62
+    assert choose_id(DB1, ids) == DB1
+    assert choose_id("web-2", ids) == "web-2"
+    assert choose_id("w", ids) == DB1
+    assert choose_id("c", ids) == CAFE
+    assert choose_id("x", ids) == "x"
+    assert choose_id("de", [*ids, "de" + "1" * 62]) == "de" + "1" * 62
     with pytest.raises(GpusnapError, match="the IDs of several containers begin with db"):
-        chosen("db", ids)
+        choose_id("db", ids)
 
 
 def test_which_is_not_meant(podman: Podman, monkeypatch: pytest.MonkeyPatch) -> None:
     """None by nothing; none by the name of another container, of which its ID or name is the beginning."""
     named(podman, monkeypatch, cafe="f" * 64)
-    assert chosen("", [CAFE]) == ""
-    assert chosen("cafe", [CAFE]) == "cafe"
-    assert chosen("web", ["web-2"]) == "web"
+    assert choose_id("", [CAFE]) == ""
+    assert choose_id("cafe", [CAFE]) == "cafe"
+    assert choose_id("web", ["web-2"]) == "web"
 
 
 def test_whether_it_is_a_name_is_open(podman: Podman, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,17 +390,17 @@ def test_whether_it_is_a_name_is_open(podman: Podman, monkeypatch: pytest.Monkey
     named(podman, monkeypatch)
     podman.does("echo 'Error: the storage is gone' >&2; exit 125")
     with pytest.raises(GpusnapError, match="whether a container has the name cafe is open") as raised:
-        chosen("cafe", [CAFE])
+        choose_id("cafe", [CAFE])
     assert raised.value.hint == f"give the ID: {CAFE}"
-    assert chosen(CAFE[:12], [CAFE]) == CAFE
+    assert choose_id(CAFE[:12], [CAFE]) == CAFE
 
 
 def test_a_podman_that_says_nothing(scene: Scene, podman: Podman) -> None:
     """It has not said that it knows no such container."""
     entry = came_up(scene, podman.does("exit 0"))
     with pytest.raises(GpusnapError, match="Podman says nothing of the container"):
-        unknown_containers.end(entry)
-    assert proc.running(scene.family.init)
+        unknown_containers.end_container(entry)
+    assert proc.is_running(scene.family.init)
 
 
 def test_a_podman_that_does_not_go(scene: Scene, podman: Podman, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +416,7 @@ def test_a_podman_that_does_not_go(scene: Scene, podman: Podman, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr(subprocess.Popen, "kill", kill)
         with pytest.raises(GpusnapError, match="has not answered"):
-            unknown_containers.end(entry)
+            unknown_containers.end_container(entry)
     for child in started:
         child.kill()
         child.wait()
@@ -430,8 +430,8 @@ def test_before_podman_is_told(scene: Scene, podman: Podman, monkeypatch: pytest
     assert own is not None
     entry = came_up(scene, podman.does("exec sleep 600"), told=False, owner=(own.pid, own.start))
     with pytest.raises(GpusnapError, match="has yet to tell Podman"):
-        unknown_containers.end(entry)
-    assert proc.running(scene.family.init)
+        unknown_containers.end_container(entry)
+    assert proc.is_running(scene.family.init)
     assert scene.runtime.calls("delete") == []
 
 
@@ -440,7 +440,7 @@ def test_a_file_that_cannot_be_read(scene: Scene, podman: Podman, capfd: pytest.
     entry = came_up(scene, podman.has("exited"))
     path = Path(journal.FOLDER).parent / "restored" / "abc.restored"
     path.write_text("{", encoding="ascii")
-    assert restored_containers.living() == (entry,)
+    assert restored_containers.list_living() == (entry,)
     assert "what is on file of a restored container is passed over" in capfd.readouterr().err
     assert not restored_containers.is_on_file("abc", scene.family.init)
 
@@ -448,11 +448,11 @@ def test_a_file_that_cannot_be_read(scene: Scene, podman: Podman, capfd: pytest.
 def test_who_only_looks_is_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep, or a `recover --list`, does not make a restore or a checkpoint fail that begins just then."""
     with ExitStack() as looking:
-        looking.enter_context(journal.held(KEY))
+        looking.enter_context(journal.hold(KEY))
         monkeypatch.setattr(time, "sleep", lambda _: looking.close())
-        with pytest.raises(GpusnapError, match="another gpusnap"), journal.held(KEY, patience=0):
+        with pytest.raises(GpusnapError, match="another gpusnap"), journal.hold(KEY, patience=0):
             pass
-        with journal.held(KEY):
+        with journal.hold(KEY):
             pass
 
 
@@ -461,7 +461,7 @@ def test_the_root_is_on_file(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/0")
     call = command_line.parse(["restore", "--image-path", "/i", "--bundle", str(scene.bundle), ID])
     assert isinstance(call, command_line.RestoreCall)
-    entry = restore_record.begun(call, identify(Path(scene.runtime.path)), a_manifest(), {})
+    entry = restore_record.make_record(call, identify(Path(scene.runtime.path)), a_manifest(), {})
     assert entry.command == (str(scene.runtime.path), "--root", "/run/user/0/crun")
 
 
@@ -479,7 +479,7 @@ def test_room_is_swept(tmp_path: Path) -> None:
 def test_one_that_never_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """Podman may have been killed with the restore; nobody can tell it from one of podman create."""
     found = engine.Container(ID, "w", "crun", "created", init=0)
-    monkeypatch.setattr(engine, "container", lambda _: found)
-    said = recover_commands._nothing_for("w").sentence()
+    monkeypatch.setattr(engine, "inspect_container", lambda _: found)
+    said = recover_commands._make_nothing_error("w").sentence()
     assert said.startswith("there is nothing to recover for container w; Podman has w as created: ")
     assert said.endswith("podman rm w removes it")

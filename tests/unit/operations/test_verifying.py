@@ -19,7 +19,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import verify as verifying
 from gpusnap.operations.verify import verify_one
-from gpusnap.operations.verify_files import note
+from gpusnap.operations.verify_files import describe_unchecked
 from gpusnap.runtime_shim.errors import ManifestError
 from gpusnap.runtime_shim.records import manifest_file, manifest_json
 from gpusnap.runtime_shim.records.manifest import ImageRecord
@@ -56,7 +56,7 @@ def test_all_right(images: Path, archive: bool) -> None:
     """Every chunk is read; that the rest has no digests is said."""
     found = verify_one(str(packed(images) if archive else images))
     assert (found.blobs, found.size, found.damaged, found.read) == (3, 3 * CHUNK, (), True)
-    assert found.note == note(None)
+    assert found.note == describe_unchecked(None)
 
 
 @pytest.mark.parametrize("name", ["config.dump", "spec.dump"])
@@ -72,9 +72,11 @@ def test_records_of_podman(images: Path, name: str, text: bytes) -> None:
 def test_a_note_on_digests(images: Path) -> None:
     """CRIU's images have digests in manifests of today; the engine's files never."""
     record = manifest_file.read(str(images / "checkpoint"))
-    assert note(record).startswith("CRIU's images and the engine's files have no digests")
+    assert describe_unchecked(record).startswith("CRIU's images and the engine's files have no digests")
     digests = (ImageRecord("inventory.img", len(INVENTORY), f"sha256:{'0' * 64}"),)
-    assert note(replace(record, images=digests)).startswith("the engine's files have no digests")
+    assert describe_unchecked(replace(record, images=digests)).startswith(
+        "the engine's files have no digests"
+    )
 
 
 @pytest.mark.parametrize("archive", [True, False])
@@ -187,22 +189,22 @@ def test_all_of_a_store_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "with").mkdir()
     keep(store, an_archive(tmp_path), ["stays"])
     keep_pages(store)
-    real, opened = verifying._checked, []
+    real, opened = verifying._check_all, []
 
     def check(*words: object) -> object:
         opened.append(os.listdir(Path(store.path, "holds")))
-        monkeypatch.setattr(verifying, "_checked", real)
+        monkeypatch.setattr(verifying, "_check_all", real)
         (pages,) = (each.descriptor.digest for each in store.entries() if not each.name)
         store.remove(pages)
         store.collect()
         return real(*words)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(verifying, "_checked", check)
+    monkeypatch.setattr(verifying, "_check_all", check)
     assert verifying.verify_all(store).damaged == ()
     assert opened == [[]]
     keep_pages(store)
-    monkeypatch.setattr(verifying, "_checked", check)
-    with kept.held(InStore(store, "stays")) as (_, found):
+    monkeypatch.setattr(verifying, "_check_all", check)
+    with kept.hold_artifact(InStore(store, "stays")) as (_, found):
         assert found.artifact.records is not None
         damage(Path(store.path, "blobs/sha256", found.artifact.records.digest.removeprefix("sha256:")))
         (one,) = verifying.verify_all(store).damaged

@@ -18,7 +18,7 @@ from fakes import a_manifest
 from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
-from gpusnap.doctor.base.check import ok, refused
+from gpusnap.doctor.base.check import make_refused, ok
 from gpusnap.doctor.base.sources import Answer
 from gpusnap.engines import podman
 from gpusnap.engines.podman import Container
@@ -56,7 +56,7 @@ def planted(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (userdata / "dump.log").write_text(f"(00.1) Error (criu/x.c:1): --api-key={SECRETS['log']}\n" * 300)
     (userdata / "ctr.log").write_text("output of the program")
     found = Container("c" * 64, "w", "crun", "exited", str(userdata / "checkpoint"))
-    monkeypatch.setattr(podman, "container", lambda word: found)
+    monkeypatch.setattr(podman, "inspect_container", lambda word: found)
     journal = (
         f"gpusnap: checkpoint \x1b[31mfailed {SECRETS['auth']} {SECRETS['environment']}\nnothing of ours\n"
     )
@@ -200,12 +200,12 @@ def test_a_container_without_a_checkpoint(
         asked.append(word)
         return running
 
-    monkeypatch.setattr(podman, "container", find)
+    monkeypatch.setattr(podman, "inspect_container", find)
     monkeypatch.setattr(subject, "find", lambda word: word)
     monkeypatch.setattr(
         of_container,
         "checks",
-        lambda of, driver: (refused("sockets", Refused("one is open", code="GPS-231")),),
+        lambda of, driver: (make_refused("sockets", Refused("one is open", code="GPS-231")),),
     )
     code, out, err = gpusnap("report", "new:x", "-o", "there.txt")
     assert (code, out) == (0, "there.txt\n")
@@ -226,7 +226,7 @@ def test_without_a_store(
     def unknown(word: str) -> Container:
         raise NotFound(f"there is no container {word}")
 
-    monkeypatch.setattr(podman, "container", unknown)
+    monkeypatch.setattr(podman, "inspect_container", unknown)
     if store == "broken":
         Path(planted.path, "index.json").write_text("{")
     else:

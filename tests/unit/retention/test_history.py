@@ -13,7 +13,7 @@ from checkpoints import ANNOTATIONS, keep, noise
 from fakes import a_manifest
 
 from gpusnap.checkpoints.labels import as_annotations
-from gpusnap.checkpoints.statistics import stopped
+from gpusnap.checkpoints.statistics import measure_stopped
 from gpusnap.oci.store.store import Store
 from gpusnap.retention.history import history
 from gpusnap.runtime_shim.transaction import Step
@@ -90,7 +90,7 @@ def test_over_time(store: Store) -> None:
 )
 def test_stopped(steps: tuple[Step, ...], seconds: float | None) -> None:
     """From the lock until the processes run again, or until the dump has ended the container."""
-    assert stopped(steps) == seconds
+    assert measure_stopped(steps) == seconds
 
 
 def test_the_command(store: Store, gpusnap: Run) -> None:

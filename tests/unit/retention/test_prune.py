@@ -225,7 +225,7 @@ def test_some_are_whole(store: Store) -> None:
 def test_removed_while_the_store_was_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has gone, blobs and all, is nothing to be told of."""
     digests = [made(store, "a", day, f"a:{TIME % day}") for day in (1, 2, 3)]
-    real = Layout.lacks
+    real = Layout.list_missing
 
     def late(self: Layout, wanted: Iterable[Descriptor]) -> list[Descriptor]:
         monkeypatch.undo()
@@ -233,7 +233,7 @@ def test_removed_while_the_store_was_read(store: Store, monkeypatch: pytest.Monk
         store.collect()
         return real(self, wanted)
 
-    monkeypatch.setattr(Layout, "lacks", late)
+    monkeypatch.setattr(Layout, "list_missing", late)
     assert [(each.digest, each.reasons) for each in prune(store, LAST)] == [
         (digests[0], ()),
         (digests[1], ("last",)),

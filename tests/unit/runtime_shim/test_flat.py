@@ -34,9 +34,9 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_there_and_back(images: Path) -> None:
     """Folded there are files alone, each of the same content; unfolded all is as it was."""
     cri_layout.fold(str(images))
-    assert not manifest_file.belongs(str(images))
+    assert not manifest_file.is_ours(str(images))
     assert all(entry.is_file() for entry in os.scandir(images))
-    assert {cri_layout.natural(name): data for name, data in content(images).items()} == FILES
+    assert {cri_layout.name_naturally(name): data for name, data in content(images).items()} == FILES
     for _ in range(2):
         cri_layout.unfold(str(images))
         assert content(images) == FILES
@@ -69,7 +69,7 @@ def test_the_manifest_comes_back_last(images: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_names_that_stay(tmp_path: Path, name: str) -> None:
     """What we have not written leads nowhere."""
-    assert cri_layout.natural(name) == name
+    assert cri_layout.name_naturally(name) == name
     (tmp_path / name).write_bytes(b"")
     cri_layout.unfold(str(tmp_path))
     assert os.listdir(tmp_path) == [name]
@@ -101,7 +101,7 @@ def test_fold_says_what_failed(tmp_path: Path) -> None:
 )
 def test_wanted(path: str, annotations: dict[str, str], expected: bool) -> None:
     """Only where the path and the container are CRI's; ctr keeps folders."""
-    assert cri_layout.wanted(path, annotations) is expected
+    assert cri_layout.is_wanted(path, annotations) is expected
 
 
 @pytest.mark.parametrize("folder", ["gpusnap", "gpusnap/blobs", "gpusnap/blobs/sha256"])

@@ -10,7 +10,7 @@ import pytest
 from fakes import wait_for
 
 from gpusnap.runtime_shim import import_ahead, threads
-from gpusnap.runtime_shim.import_ahead import importing
+from gpusnap.runtime_shim.import_ahead import import_meanwhile
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_meanwhile(folder: Path) -> None:
     """They are there at the end of the block; one that fails is the business of who uses it."""
     (folder / "ahead_good.py").write_text("")
     (folder / "ahead_bad.py").write_text("raise RuntimeError('bad')")
-    with importing("ahead_bad", "ahead_good"):
+    with import_meanwhile("ahead_bad", "ahead_good"):
         wait_for(lambda: "ahead_good" in sys.modules, "its import")
     with pytest.raises(RuntimeError, match="bad"):
         __import__("ahead_bad")
@@ -31,7 +31,7 @@ def test_meanwhile(folder: Path) -> None:
 
 def test_the_error_of_the_block(folder: Path) -> None:
     (folder / "ahead_other.py").write_text("")
-    with pytest.raises(ValueError, match="of the block"), importing("ahead_other"):
+    with pytest.raises(ValueError, match="of the block"), import_meanwhile("ahead_other"):
         raise ValueError("of the block")
     assert "ahead_other" in sys.modules
 
@@ -41,7 +41,7 @@ def test_one_that_never_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(threads, "_PATIENCE", 0.05)
     may = threading.Event()
     monkeypatch.setattr(import_ahead, "_import", lambda names: may.wait())
-    with importing("ahead_never"):
+    with import_meanwhile("ahead_never"):
         pass
     may.set()
 
@@ -53,5 +53,5 @@ def test_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with importing("json"):
+    with import_meanwhile("json"):
         pass

@@ -295,7 +295,7 @@ def test_draft_becomes_the_manifest(tmp_path: Path) -> None:
     """It is not there before the end, and then it is, whole and alone."""
     draft = Draft(str(tmp_path))
     draft.begin()
-    assert manifest_file.belongs(str(tmp_path))
+    assert manifest_file.is_ours(str(tmp_path))
     with pytest.raises(ManifestError, match="not complete"):
         manifest_file.read(str(tmp_path))
     draft.prepare(a_manifest())
@@ -321,7 +321,7 @@ def test_discard_leaves_nothing(tmp_path: Path) -> None:
     draft.discard()
     draft.discard()
     assert list(tmp_path.iterdir()) == []
-    assert not manifest_file.belongs(str(tmp_path))
+    assert not manifest_file.is_ours(str(tmp_path))
 
 
 def test_an_earlier_manifest_stays_until_the_dump(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_without_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif way == "killed":
         pid = manifest_json._COMPANION.ask(os.getpid, within=9)
         os.kill(pid, 9)
-        wait_for(lambda: not proc.running(pid), "its end")
+        wait_for(lambda: not proc.is_running(pid), "its end")
     else:
         monkeypatch.setattr(manifest_json, "_PATIENCE", 1e-6)
     assert "it is not a gpusnap manifest: at " in fault()

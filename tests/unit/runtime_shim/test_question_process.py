@@ -99,7 +99,7 @@ def test_a_child_that_is_left_is_killed() -> None:
     with pytest.raises(Unanswered):
         ask(ME, "x", time.sleep, 600, within=0.5)
     assert time.monotonic() - before < 4
-    wait_for(lambda: not proc.running(child), "its end")
+    wait_for(lambda: not proc.is_running(child), "its end")
 
 
 def test_a_child_that_not_even_sigkill_ends(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_companion(companion: Companion) -> None:
         companion.ask(refuse, within=9)
     assert companion.ask(os.getpid, within=9) == pid
     companion.end()
-    wait_for(lambda: not proc.running(pid), "its end")
+    wait_for(lambda: not proc.is_running(pid), "its end")
 
 
 def load(name: str) -> bool:
@@ -177,7 +177,7 @@ def test_a_companion_that_does_not_answer(companion: Companion) -> None:
     pid = companion.ask(os.getpid, within=9)
     with pytest.raises(TimeoutError):
         companion.ask(time.sleep, 600, within=0.2)
-    wait_for(lambda: not proc.running(pid), "its end")
+    wait_for(lambda: not proc.is_running(pid), "its end")
     assert companion.ask(os.getpid, within=9) not in (ME, pid)
 
 
@@ -253,14 +253,14 @@ def test_memory() -> None:
 PLACES: dict[str, tuple[object, str, Callable[[], object]]] = {
     "nodes": (os, "stat", lambda: device_files.gpu_minors(ME)),
     "dev": (device_files, "_as_node", lambda: device_files.dev_minors(ME)),
-    "amd": (os, "stat", lambda: amd_files.numbers_held(ME)),
+    "amd": (os, "stat", lambda: amd_files.list_held_numbers(ME)),
     "amd-dev": (os.path, "islink", lambda: amd_files.numbers_in_dev(ME)),
     "gpu-nodes": (device_nodes, "_devices", lambda: device_nodes.in_container(ME, ())),
     "mounts": (bind_mounted_nodes, "_opened", lambda: bind_mounted_nodes.device_nodes(ME)),
-    "host-dev": (os, "stat", lambda: remap._hosts_dev(ME)),
-    "driver-mounts": (os.path, "samefile", lambda: external_mounts.undeclared(ME, {})),
-    "libnccl": (nccl, "_mentions", lambda: nccl._old_rank(ME)),
-    "volumes": (os, "stat", lambda: volumes.opened([this()], [volumes.Volume("/", "/")])),
+    "host-dev": (os, "stat", lambda: remap._has_hosts_dev(ME)),
+    "driver-mounts": (os.path, "samefile", lambda: external_mounts.list_undeclared(ME, {})),
+    "libnccl": (nccl, "_mentions", lambda: nccl._is_old_rank(ME)),
+    "volumes": (os, "stat", lambda: volumes.list_open([this()], [volumes.Volume("/", "/")])),
     "lock": (copies, "_memory", lambda: driver_watch._owner(ME, 4096)),
 }
 

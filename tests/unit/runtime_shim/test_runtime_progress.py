@@ -81,7 +81,7 @@ def test_what_is_no_board(tmp_path: Path, kind: str) -> None:
     reporter.report_to(where)
     reporter.step("fill")
     reporter.move(1, 1)
-    reporter.resumed()
+    reporter.note_resumed()
     assert kind != "file" or path.read_bytes() == b"0" * 1024
     assert os.fstat(memory).st_size == 0
     os.close(memory)

@@ -20,7 +20,7 @@ from gpusnap.runtime_shim.settings import (
     Nvidia,
     Settings,
     Store,
-    annotated,
+    apply_annotations,
     load,
     load_only,
 )
@@ -303,7 +303,7 @@ def test_annotation_allowed(key: str) -> None:
     """A container may set what grants nothing on this host; its strings become the setting's type."""
     toml, value = next((toml, value) for name, toml, value in GOOD if name == key)
     before = Settings(retries=7)
-    settings = annotated(before, {ANNOTATION_PREFIX + key: toml.strip('"'), "org.other": "x"})
+    settings = apply_annotations(before, {ANNOTATION_PREFIX + key: toml.strip('"'), "org.other": "x"})
     assert value_of(settings, key) == value
     if key != "retries":
         assert settings.retries == 7
@@ -313,7 +313,7 @@ def test_annotation_allowed(key: str) -> None:
 def test_annotation_forbidden(key: str) -> None:
     """A container may set no program, path or mount; the error says where to set it."""
     with pytest.raises(SettingsError) as caught:
-        annotated(Settings(), {ANNOTATION_PREFIX + key: "/x"})
+        apply_annotations(Settings(), {ANNOTATION_PREFIX + key: "/x"})
     assert str(caught.value) == f"the annotation io.gpusnap.{key} is not taken from a container"
     assert key in caught.value.hint
 
@@ -363,7 +363,7 @@ def test_for_one_key(tmp_path: Path) -> None:
 def test_annotation_unknown() -> None:
     """A misspelt annotation is named."""
     with pytest.raises(SettingsError, match=r"unknown setting io\.gpusnap\.retry in an annotation"):
-        annotated(Settings(), {"io.gpusnap.retry": "1"})
+        apply_annotations(Settings(), {"io.gpusnap.retry": "1"})
 
 
 @pytest.mark.parametrize(
@@ -374,14 +374,16 @@ def test_annotation_bad(key: str, text: str) -> None:
     with pytest.raises(
         SettingsError, match=rf"^io\.gpusnap\.{re.escape(key)} in an annotation is {text!r}; "
     ):
-        annotated(Settings(), {ANNOTATION_PREFIX + key: text})
+        apply_annotations(Settings(), {ANNOTATION_PREFIX + key: text})
 
 
 @given(st.dictionaries(st.sampled_from(sorted(TABLE)), st.text(max_size=30), max_size=3))
 def test_any_annotation_is_taken_or_refused(values: dict[str, str]) -> None:
     """Whatever a container's annotations hold, the answer is settings or a SettingsError."""
     try:
-        settings = annotated(Settings(), {ANNOTATION_PREFIX + key: text for key, text in values.items()})
+        settings = apply_annotations(
+            Settings(), {ANNOTATION_PREFIX + key: text for key, text in values.items()}
+        )
     except SettingsError:
         return
     assert 0 <= settings.criu.ghost_limit < 1 << 62

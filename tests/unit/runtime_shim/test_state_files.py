@@ -23,7 +23,7 @@ class Failed(Exception):
 
 
 def lock(path: Path, patience: float = 0) -> AbstractContextManager[None]:
-    return state_files.locked(str(path), patience=patience, busy=Busy, failed=lambda error: Failed(error))
+    return state_files.lock(str(path), patience=patience, busy=Busy, failed=lambda error: Failed(error))
 
 
 def test_written_and_read(tmp_path: Path) -> None:
@@ -108,9 +108,9 @@ def test_a_lock_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_owner() -> None:
     """A process by its PID and start time, which no later one of that PID has."""
-    assert proc.same(*state_files.owner())
+    assert proc.is_same(*state_files.owner())
     pid, start = state_files.owner(os.getppid())
-    assert (pid, proc.same(pid, start + 1)) == (os.getppid(), False)
+    assert (pid, proc.is_same(pid, start + 1)) == (os.getppid(), False)
 
 
 def test_the_lock_cannot_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

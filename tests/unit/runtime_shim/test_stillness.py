@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
-from gpusnap.runtime_shim.stopping.stop import Guard, drop_stops, go_on, only, populated, stop
+from gpusnap.runtime_shim.stopping.stop import Guard, drop_stops, go_on, run_only, run_populating, stop
 
 # Two threads that count, each in a file of its own; the first line says the second one's TID. In C without
 # stdio: one that is stopped with a lock (the interpreter's, the C library's) keeps the other waiting.
@@ -100,9 +100,9 @@ def counters(tmp_path: Path) -> Iterator[Counters]:
 
 def test_stop_and_go_on(counters: Counters) -> None:
     """Every thread stands when stop() returns, and each runs again afterwards."""
-    assert not proc.still(counters.pid)
+    assert not proc.is_still(counters.pid)
     stop([counters.pid], timeout=60)
-    assert proc.still(counters.pid)
+    assert proc.is_still(counters.pid)
     assert counters.counts() == counters.counts()
     stop([counters.pid], timeout=60)  # it stands already
     go_on([counters.pid])
@@ -117,7 +117,7 @@ def test_stops_that_are_pending(counters: Counters) -> None:
     wait_for(lambda: proc.stop_pending(counters.pid), "the second SIGSTOP is pending")
     drop_stops([counters.pid])
     assert not proc.stop_pending(counters.pid)
-    assert proc.still(counters.pid)
+    assert proc.is_still(counters.pid)
     go_on([counters.pid])
     counters.runs(0)
     counters.runs(1)
@@ -128,10 +128,10 @@ def test_only_one_thread_runs(counters: Counters) -> None:
     stop([counters.pid], timeout=60)
     stands = counters.counts()[0]
     for _ in range(2):
-        with only(counters.pid, counters.tid):
+        with run_only(counters.pid, counters.tid):
             counters.runs(1)
             assert counters.counts()[0] == stands
-        assert proc.still(counters.pid)
+        assert proc.is_still(counters.pid)
     go_on([counters.pid])
     counters.runs(0)
     counters.runs(1)
@@ -142,10 +142,10 @@ def test_only_one_thread_runs_while_its_mappings_are_populated(counters: Counter
     stop([counters.pid], timeout=60)
     stands = counters.counts()[0]
     for _ in range(2):
-        with populated(counters.pid, counters.tid) as done:
+        with run_populating(counters.pid, counters.tid) as done:
             counters.runs(1)
             assert counters.counts()[0] == stands
-        assert proc.still(counters.pid)
+        assert proc.is_still(counters.pid)
         assert (done.mappings, done.why_not) == (0, "the driver made no large mapping that it populates")
     go_on([counters.pid])
     counters.runs(0)
@@ -155,14 +155,14 @@ def test_only_one_thread_runs_while_its_mappings_are_populated(counters: Counter
 def test_a_sigcont_from_elsewhere(counters: Counters) -> None:
     """While one thread alone shall run, the process is stopped again at once; that thread runs on."""
     stop([counters.pid], timeout=60)
-    with only(counters.pid, counters.tid) as tracer:
+    with run_only(counters.pid, counters.tid) as tracer:
         for _ in range(5):
             again = tracer.stopped_again
             os.kill(counters.pid, signal.SIGCONT)
             wait_for(lambda again=again: tracer.stopped_again > again, "it is stopped again")  # type: ignore[misc]
-            wait_for(lambda: proc.stopped(counters.pid), "its main thread stands")
+            wait_for(lambda: proc.is_stopped(counters.pid), "its main thread stands")
         counters.runs(1)
-    assert proc.still(counters.pid)
+    assert proc.is_still(counters.pid)
     go_on([counters.pid])
     counters.runs(0)
 
@@ -170,11 +170,11 @@ def test_a_sigcont_from_elsewhere(counters: Counters) -> None:
 def test_a_sigstop_from_elsewhere(counters: Counters) -> None:
     """The thread that shall run does, whatever stops its process; afterwards all stand, and then all run."""
     stop([counters.pid], timeout=60)
-    with only(counters.pid, counters.tid):
+    with run_only(counters.pid, counters.tid):
         for _ in range(5):
             os.kill(counters.pid, signal.SIGSTOP)
             counters.runs(1)
-    assert proc.still(counters.pid)
+    assert proc.is_still(counters.pid)
     drop_stops([counters.pid])
     go_on([counters.pid])
     counters.runs(0)
@@ -187,17 +187,17 @@ def test_a_guard(counters: Counters) -> None:
     guard = Guard([counters.pid])
     for _ in range(5):
         os.kill(counters.pid, signal.SIGCONT)
-        wait_for(lambda: proc.still(counters.pid), "it stands again")
-    guard.end()
+        wait_for(lambda: proc.is_still(counters.pid), "it stands again")
+    guard.stop_watching()
     go_on([counters.pid])
     counters.runs(0)
 
 
-@pytest.mark.parametrize("way", [only, populated])
+@pytest.mark.parametrize("way", [run_only, run_populating])
 def test_what_another_one_traces(counters: Counters, way: Callable[[int, int], Any]) -> None:
     """It cannot be traced, and says so before the block begins."""
     stop([counters.pid], timeout=60)
-    with only(counters.pid, counters.tid):
+    with run_only(counters.pid, counters.tid):
         with (
             pytest.raises(PermissionRefused, match=f"thread {counters.tid} .* it is not allowed"),
             way(counters.pid, counters.tid),
@@ -214,10 +214,10 @@ def test_it_stands_when_the_block_has_ended(counters: Counters) -> None:
     way: Callable[[int, int], Any]
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
-        for way in (only, populated) * 50:
+        for way in (run_only, run_populating) * 50:
             with way(counters.pid, counters.tid):
                 pass
-            assert proc.still(counters.pid)
+            assert proc.is_still(counters.pid)
     finally:
         for burner in burners:
             burner.kill()
@@ -232,21 +232,21 @@ def test_a_tracer_that_fails(counters: Counters, monkeypatch: pytest.MonkeyPatch
     def fail(tracer: Tracer) -> bool:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with only(pid, pid) as tracer:
+    with run_only(pid, pid) as tracer:
         monkeypatch.setattr(Tracer, "_answer_stops", fail)
         wait_for(lambda: tracer.lost, "the tracer's failure")
         assert "Input/output error" in tracer.lost
         monkeypatch.undo()
-    assert proc.still(pid)
+    assert proc.is_still(pid)
 
 
 def test_a_process_that_dies_in_the_block(counters: Counters) -> None:
     """Its end is waited for, so that it is gone and no zombie of ours."""
     stop([counters.pid], timeout=60)
-    with only(counters.pid, counters.tid):
+    with run_only(counters.pid, counters.tid):
         counters.process.kill()
     counters.process.wait(60)
-    assert not proc.running(counters.pid)
+    assert not proc.is_running(counters.pid)
 
 
 def test_a_process_that_is_gone() -> None:
@@ -257,19 +257,19 @@ def test_a_process_that_is_gone() -> None:
     go_on([process.pid])
     with (
         pytest.raises(PermissionRefused, match=f"thread {process.pid} of process"),
-        only(process.pid, process.pid),
+        run_only(process.pid, process.pid),
     ):
         pass
     with (
         pytest.raises(PermissionRefused, match=f"thread {process.pid} of process"),
-        populated(process.pid, process.pid),
+        run_populating(process.pid, process.pid),
     ):
         pass
 
 
 def test_a_process_that_does_not_stand_still(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence after the deadline, with the process named."""
-    monkeypatch.setattr(proc, "still", lambda pid: False)
+    monkeypatch.setattr(proc, "is_still", lambda pid: False)
     with pytest.raises(GpusnapError, match=f"process {counters.pid} .* did not stand still within"):
         stop([counters.pid], timeout=0.05)
     go_on([counters.pid])

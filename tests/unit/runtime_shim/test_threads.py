@@ -27,7 +27,7 @@ def test_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel made it, and had no memory for what it does first: nobody waits for ever, pools neither."""
     monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)  # put back afterwards
-    threads.bound_starts()
+    threads.bound_thread_starts()
     ran = threading.Event()
     threads.start(threading.Thread(target=ran.set))
     assert ran.wait(60)
@@ -44,7 +44,7 @@ def test_one_that_begins_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where gpusnap itself was stopped meanwhile: what nobody waits for does nothing."""
     monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)  # put back afterwards
     monkeypatch.setattr(threads, "_BEGINNING", 0.05)
-    threads.bound_starts()
+    threads.bound_thread_starts()
     go, ended, ran = threading.Event(), threading.Event(), threading.Event()
 
     class Late(threading.Thread):

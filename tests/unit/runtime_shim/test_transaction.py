@@ -17,10 +17,10 @@ from gpusnap.runtime_shim.records.manifest_json import decode, encode
 from gpusnap.runtime_shim.transaction import (
     Transaction,
     announce,
-    forwarded_signals,
-    held_signals,
-    interruptible,
-    or_recover,
+    forward_signals,
+    hold_signals,
+    make_interruptible,
+    name_recover,
     stop_if_asked,
 )
 
@@ -138,7 +138,7 @@ def test_a_signal_undoes(number: int, heard: None) -> None:
     done: list[str] = []
 
     def work() -> None:
-        with interruptible(), Transaction() as transaction:
+        with make_interruptible(), Transaction() as transaction:
             transaction.undo("a", lambda: done.append("a"))
             stop(number)
             pytest.fail("the signal did not stop us")
@@ -163,7 +163,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
     """Under nohup, SIGHUP does not stop a checkpoint."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interruptible():
+        with make_interruptible():
             stop(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -178,7 +178,7 @@ def test_a_second_signal_does_not_break_the_undo() -> None:
         done.append("a")
 
     def work() -> None:
-        with interruptible(), Transaction() as transaction:
+        with make_interruptible(), Transaction() as transaction:
             transaction.undo("b", lambda: done.append("b"))
             transaction.undo("a", undo)
             try:
@@ -196,8 +196,8 @@ def test_held_signals() -> None:
     done: list[str] = []
 
     def work() -> None:
-        with interruptible():
-            with held_signals(), held_signals():
+        with make_interruptible():
+            with hold_signals(), hold_signals():
                 stop()
                 done.append("held")
             done.append("still")
@@ -214,9 +214,9 @@ def test_held_signals() -> None:
 def test_a_signal_after_the_commit(number: int) -> None:
     """Raises nothing: whoever is told of a failure would take away what is there."""
     done: list[str] = []
-    with interruptible(), Transaction() as transaction:
+    with make_interruptible(), Transaction() as transaction:
         transaction.undo("it", lambda: done.append("undone"))
-        with held_signals():
+        with hold_signals():
             transaction.commit()
         stop(number)
         done.append("said")
@@ -228,9 +228,9 @@ def test_a_transaction_within_another() -> None:
     done: list[str] = []
 
     def work() -> None:
-        with interruptible(), Transaction() as outer:
+        with make_interruptible(), Transaction() as outer:
             outer.undo("outer", lambda: done.append("undone"))
-            with interruptible(), Transaction() as inner:
+            with make_interruptible(), Transaction() as inner:
                 inner.commit()
                 stop()
                 done.append("inner")
@@ -244,18 +244,18 @@ def test_a_transaction_within_another() -> None:
 
 def test_a_signal_before_the_child_stands_for_us() -> None:
     """Is handed on to it when it does."""
-    with subprocess.Popen(["sleep", "1000"]) as child, interruptible(), Transaction() as transaction:
+    with subprocess.Popen(["sleep", "1000"]) as child, make_interruptible(), Transaction() as transaction:
         transaction.commit()
         stop()
-        with forwarded_signals(child.pid):
+        with forward_signals(child.pid):
             assert child.wait(60) == -signal.SIGTERM
 
 
 def test_a_signal_does_not_outlive_its_transaction() -> None:
     """One that came too late to stop anything does not stop the next."""
-    with interruptible(), held_signals():
+    with make_interruptible(), hold_signals():
         stop()
-    with interruptible():
+    with make_interruptible():
         stop_if_asked()
 
 
@@ -298,6 +298,6 @@ def test_notes_of_many_processes() -> None:
 )
 def test_what_cannot_be_taken_back(error: Exception, said: str) -> None:
     """The error names the command that tries again, once."""
-    with pytest.raises(GpusnapError) as caught, or_recover("c0ffee"):
+    with pytest.raises(GpusnapError) as caught, name_recover("c0ffee"):
         raise error
     assert caught.value.sentence() == said

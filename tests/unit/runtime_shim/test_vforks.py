@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.stopping import vfork
 from gpusnap.runtime_shim.stopping.stop import go_on, stand, stop
-from gpusnap.runtime_shim.stopping.vfork import Waiting, finish, waiting
+from gpusnap.runtime_shim.stopping.vfork import Waiting, finish, iterate_waiting
 
 
 @pytest.fixture(params=["/bin/cat"])
@@ -39,11 +39,11 @@ def halt(pair: Pair) -> None:
 
 def test_waiting(pair: Pair) -> None:
     """The two are found where both are among those asked about, until the program has begun."""
-    assert list(waiting(pair.pids)) == [Waiting(pair.parent, pair.child)]
-    assert list(waiting([pair.parent])) == list(waiting([pair.child])) == []
+    assert list(iterate_waiting(pair.pids)) == [Waiting(pair.parent, pair.child)]
+    assert list(iterate_waiting([pair.parent])) == list(iterate_waiting([pair.child])) == []
     writer = pair.open()
     wait_for(lambda: proc.comm(pair.child) == "cat", "the program")
-    assert list(waiting(pair.pids)) == []
+    assert list(iterate_waiting(pair.pids)) == []
     os.close(writer)
 
 
@@ -52,7 +52,7 @@ def test_woken_for_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch, then: st
     """A thaw wakes the parent, which sleeps again as soon as it gets to it."""
     states = iter("RRR")
     monkeypatch.setattr(proc, "states", lambda _: iter([next(states, then)]))
-    assert [each.child for each in waiting(pair.pids)] == [pair.child] * (then == "D")
+    assert [each.child for each in iterate_waiting(pair.pids)] == [pair.child] * (then == "D")
     assert next(states, None) is None
 
 
@@ -61,7 +61,7 @@ def test_nobody_waits() -> None:
     with subprocess.Popen(["sh", "-c", "sleep 60 & wait"]) as shell:
         wait_for(lambda: shell.pid in proc.parents().values(), "the child")
         child = next(pid for pid, parent in proc.parents().items() if parent == shell.pid)
-        assert list(waiting([shell.pid, child, os.getpid(), 2**22 + 1])) == []
+        assert list(iterate_waiting([shell.pid, child, os.getpid(), 2**22 + 1])) == []
         os.kill(child, signal.SIGKILL)
 
 
@@ -77,7 +77,7 @@ def test_up_to_the_program(pair: Pair) -> None:
     writer = pair.open()
     os.write(writer, b"read by the program\n")
     finish(pair.pids, timeout=60)
-    assert list(waiting(pair.pids)) == []
+    assert list(iterate_waiting(pair.pids)) == []
     stand(pair.pids, timeout=60)
     assert os.readlink(f"/proc/{pair.child}/exe") == os.path.realpath("/bin/cat")
     assert "libc" not in proc.maps(pair.child)  # its loader has not begun
@@ -193,12 +193,12 @@ def test_killed_meanwhile(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def killed(tid: int, which: int = 0) -> None:
         os.kill(pair.child, signal.SIGKILL)
-        wait_for(lambda: not proc.running(pair.child), "its end")
+        wait_for(lambda: not proc.is_running(pair.child), "its end")
         go(tid, which)
 
     monkeypatch.setattr(ptrace, "go", killed)
     finish(pair.pids, timeout=60)
-    assert list(waiting(pair.pids)) == []
+    assert list(iterate_waiting(pair.pids)) == []
     go_on([pair.parent])
     assert f"begun {int(signal.SIGKILL)}\n" in pair.said()  # its parent gets to know
 
@@ -213,6 +213,6 @@ def test_a_child_that_waits_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         left.remove(each)
 
     monkeypatch.setattr(vfork, "_begin", begin)
-    monkeypatch.setattr(vfork, "waiting", lambda _: iter(left))
+    monkeypatch.setattr(vfork, "iterate_waiting", lambda _: iter(left))
     finish([1, 2, 3], timeout=1)
     assert begun == [Waiting(2, 3), Waiting(1, 2)]

@@ -20,7 +20,7 @@ from gpusnap.engines.install.files import put_file
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.schedule import schedules
-from gpusnap.schedule.schedules import Schedule, listed, remove, write
+from gpusnap.schedule.schedules import Schedule, list_schedules, remove, write
 from gpusnap.user_errors import NotFound
 
 Run = Callable[..., tuple[int, str, str]]
@@ -124,11 +124,11 @@ def test_there_and_gone(units: Path, systemctl: Systemctl) -> None:
         ("Result=success\nActiveState=activating\nExecMainStartTimestampMonotonic=7\n", "running"),
     ):
         systemctl.says = state
-        (found,) = listed(run=systemctl)
+        (found,) = list_schedules(run=systemctl)
         assert (found.container, found.every, found.result) == ("tr-1", 1800, result)
         assert found.commands == ("/usr/bin/gpusnap checkpoint --leave-running -- tr-1",)
     write(Schedule("tr-1", timedelta(hours=1), ()), run=systemctl)
-    assert [each.every for each in listed(run=systemctl)] == [3600]
+    assert [each.every for each in list_schedules(run=systemctl)] == [3600]
     systemctl.calls.clear()
     assert sorted(remove("tr-1", run=systemctl)) == sorted(paths)
     assert systemctl.calls == [f"disable --now -- {timer}", "daemon-reload"]
@@ -276,7 +276,7 @@ def test_a_container_that_is_not_there(
     def container(word: str) -> object:
         raise NotFound(f"there is no container {word}")
 
-    monkeypatch.setattr("gpusnap.engines.podman.container", container)
+    monkeypatch.setattr("gpusnap.engines.podman.inspect_container", container)
     code, out, err = gpusnap("schedule", "later", "--every", "1h", "--json")
     assert (code, json.loads(out)["written"], err) == (0, True, "note: there is no container later now\n")
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 import click
 
 from gpusnap.checkpoints import statistics
-from gpusnap.checkpoints.list import blobs_of, kept
+from gpusnap.checkpoints.list import blobs_of, list_named
 from gpusnap.cli import process_tables, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint
@@ -20,7 +20,7 @@ from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import diff as records
 from gpusnap.operations import processes as process_images
-from gpusnap.operations.open import Checkpoint, Stored, needed, opened
+from gpusnap.operations.open import Checkpoint, Stored, get_manifest, open_checkpoint
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.records.manifest_json import encode
 
@@ -57,10 +57,10 @@ def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None
         return
     with Progress() as progress:
         progress.stage(f"reading {what}")
-        with opened(what, plain_http=plain_http) as checkpoint:
+        with open_checkpoint(what, plain_http=plain_http) as checkpoint:
             stored = checkpoint.stored
-            record = needed(checkpoint) if stored is None else checkpoint.manifest
-            shared = _shared(stored) if stored is not None else ()
+            record = get_manifest(checkpoint) if stored is None else checkpoint.manifest
+            shared = _find_shared(stored) if stored is not None else ()
     figures = statistics.statistics(record)
     if as_json:
         value = parse_json(encode(record)) if record is not None else {}
@@ -70,29 +70,29 @@ def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None
         return
     console = show.output()
     if stored is not None:
-        store_tables.heading(console, stored)
+        store_tables.print_heading(console, stored)
     if record is None:
         show.say(console, "a container without GPU state")
     else:
-        show.manifest(console, record)
-        pause = statistics.stopped(record.timing)
+        show.print_manifest(console, record)
+        pause = statistics.measure_stopped(record.timing)
         if pause is not None:
             show.say(console, f"pause: the processes were stopped for {pause:.2f} s, or until they had ended")
-        store_tables.memory(console, record, figures)
-    store_tables.sharing(console, shared)
+        store_tables.print_memory(console, record, figures)
+    store_tables.print_sharing(console, shared)
 
 
 def _inspect_processes(what: str, *, as_json: bool, plain_http: bool) -> None:
     """Print the processes of a checkpoint. Raises GpusnapError."""
     with Progress() as progress:
         progress.stage(f"reading {what}")
-        with opened(what, plain_http=plain_http) as checkpoint:
+        with open_checkpoint(what, plain_http=plain_http) as checkpoint:
             found = process_images.read(checkpoint)
             record = checkpoint.manifest
     if as_json:
         _print(process_tables.documents(found, record))
     else:
-        process_tables.processes(show.output(), found, record)
+        process_tables.print_processes(show.output(), found, record)
 
 
 @click.command()
@@ -116,7 +116,7 @@ def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
         sides = []
         for word in (a, b):
             progress.stage(f"reading {word}")
-            sides.append(stack.enter_context(opened(word, plain_http=plain_http)))
+            sides.append(stack.enter_context(open_checkpoint(word, plain_http=plain_http)))
         one, other = sides
         found = statistics.compare(one.manifest, other.manifest)
         files = [_files(each, progress) for each in sides]
@@ -127,23 +127,23 @@ def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
     if as_json:
         _print(store_tables.difference_document(found, differences, _side(one), _side(other)))
         return
-    store_tables.difference(show.output(), found, differences, (_title(one), _title(other)))
+    store_tables.print_difference(show.output(), found, differences, (_title(one), _title(other)))
 
 
-def _shared(stored: Stored) -> tuple[statistics.Shared, ...]:
+def _find_shared(stored: Stored) -> tuple[statistics.Shared, ...]:
     if stored.store is None:
         return ()
     artifact = stored.artifact
     own = {each.digest: each.size for each in (*artifact.blobs(), *artifact.documents)}
 
     def others(store: Store) -> Iterator[tuple[str, tuple[str, ...], Mapping[str, int]]]:
-        for each in kept(store):
+        for each in list_named(store):
             if each.root.digest != stored.root.digest:
                 # A damaged one is not what is asked about.
                 with suppress(LayoutError, DigestError):
                     yield each.root.digest, each.names, blobs_of(store, each.root)
 
-    return statistics.shared(own, others(stored.store))
+    return statistics.find_shared(own, others(stored.store))
 
 
 def _files(checkpoint: Checkpoint, progress: Progress) -> records.Files:
@@ -170,7 +170,7 @@ def _side(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _title(checkpoint: Checkpoint) -> str:
     side = _side(checkpoint)
-    digest = f" ({store_tables.short(side['digest'])})" if side["digest"] else ""
+    digest = f" ({store_tables.shorten_digest(side['digest'])})" if side["digest"] else ""
     return f"{side['what']}{digest} {side['created']}".rstrip()
 
 

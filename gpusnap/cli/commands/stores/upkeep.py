@@ -10,7 +10,7 @@ import click
 
 from gpusnap.checkpoints.damage import Verified
 from gpusnap.checkpoints.list import listing
-from gpusnap.checkpoints.locator import InStore, default_store, in_store, named, open_store
+from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_store, parse_name
 from gpusnap.cli import store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
@@ -21,13 +21,13 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.gc import Collected
-from gpusnap.oci.store.referrers import below
+from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.store import Store
-from gpusnap.oci.store.tags import listed
+from gpusnap.oci.store.tags import format_names
 from gpusnap.operations.verify import verify_all, verify_one
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
-from gpusnap.user_errors import Damaged, told
+from gpusnap.user_errors import Damaged, convert_errors
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
@@ -69,7 +69,7 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
         _print([document(each) for each in found])
     else:
         for each in found:
-            store_tables.verified(show.output(), each)
+            store_tables.print_verified(show.output(), each)
     damaged = [each for each in found if each.damaged]
     if damaged:
         blobs = sum(len(each.damaged) for each in damaged)
@@ -103,7 +103,7 @@ def rm(what: tuple[str, ...], everything: bool, at_once: bool, as_json: bool) ->
     stores: dict[str, Store] = {}
     for word in what:
         try:
-            removed.extend(_removed(word, stores, everything=everything))
+            removed.extend(_remove_each(word, stores, everything=everything))
         except GpusnapError as error:
             failures.append(error)
     collected = [(store, collect_store(store, dry_run=False)) for store in stores.values()] if at_once else []
@@ -134,9 +134,9 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
     if as_json:
         _print(collected_document(place, found, dry_run=dry_run))
         return
-    store_tables.collected(show.output(), place.path, found, dry_run=dry_run)
+    store_tables.print_collected(show.output(), place.path, found, dry_run=dry_run)
     with suppress(OciError):
-        if said := store_tables.pages_only(listing(place)):
+        if said := store_tables.explain_pages_only(listing(place)):
             show.say(show.output(), said)
 
 
@@ -152,11 +152,11 @@ def tag(what: str, name: str, as_json: bool) -> None:
 
     As JSON: store, digest, name, movedFrom (the digest that had the name before; empty for a new name).
     """
-    place = _named(what)
-    named(name)
+    place = _parse_named(what)
+    parse_name(name)
     store = open_store(place.store, write=True)
     entry = place.entry()
-    with told():
+    with convert_errors():
         before = [each.descriptor.digest for each in store.entries() if each.name == name]
         store.tag(entry.descriptor.digest, name)
     digest, moved = entry.descriptor.digest, before[0] if before else ""
@@ -164,8 +164,8 @@ def tag(what: str, name: str, as_json: bool) -> None:
     if as_json:
         _print({"store": store.path, "digest": digest, "name": name, "movedFrom": moved})
         return
-    was = f"; before, {store_tables.short(moved)} had this name" if moved else ""
-    show.say(show.output(), f"{name} names {store_tables.short(digest)}{was}")
+    was = f"; before, {store_tables.shorten_digest(moved)} had this name" if moved else ""
+    show.say(show.output(), f"{name} names {store_tables.shorten_digest(digest)}{was}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def find_store(word: str | None) -> Store:
     return place.store
 
 
-def _named(word: str) -> InStore:
+def _parse_named(word: str) -> InStore:
     """Something in a store, by its name or digest. Raises UsageError, NotFound."""
     place = in_store(word)
     if not place.wanted:
@@ -200,17 +200,17 @@ def _named(word: str) -> InStore:
     return place
 
 
-def _removed(word: str, stores: dict[str, Store], *, everything: bool) -> Iterator[_Removed]:
-    place = _named(word)
+def _remove_each(word: str, stores: dict[str, Store], *, everything: bool) -> Iterator[_Removed]:
+    place = _parse_named(word)
     store = open_store(place.store, write=True)
     for wanted in _to_remove(store, place.wanted, everything=everything):
-        with told():
+        with convert_errors():
             digest = store.find_exactly(wanted).descriptor.digest
             names = store.remove(wanted)
             entries = store.entries()
             left = tuple(each.name for each in entries if each.descriptor.digest == digest)
             if not left:
-                for each in below([entry.descriptor for entry in entries], store.read, digest):
+                for each in list_referring([entry.descriptor for entry in entries], store.read, digest):
                     with suppress(NotThere):
                         store.remove(each.digest)
         stores[store.path] = store
@@ -223,8 +223,8 @@ def _to_remove(store: Store, wanted: str, *, everything: bool) -> tuple[str, ...
     Raises NotFound, GpusnapError.
     """
     exact: Entry | None = None
-    with told():
-        tags = tuple(dict.fromkeys(each.name for each in store.tagged(wanted)))
+    with convert_errors():
+        tags = tuple(dict.fromkeys(each.name for each in store.list_tagged(wanted)))
         try:
             exact = store.find_exactly(wanted)
         except NotThere:
@@ -239,7 +239,7 @@ def _to_remove(store: Store, wanted: str, *, everything: bool) -> tuple[str, ...
         return (wanted,)
     if len(tags) > 1:
         raise UsageError(
-            f"{wanted} stands for {len(tags)} checkpoints in {store.path}: {listed(tags)}",
+            f"{wanted} stands for {len(tags)} checkpoints in {store.path}: {format_names(tags)}",
             hint=f"name the one to remove, or remove them all with gpusnap rm --all {wanted}",
         )
     return tags
@@ -249,19 +249,19 @@ def _say_removed(removed: Sequence[_Removed], collected: Sequence[tuple[Store, C
     console = show.output()
     for each in removed:
         names = ", ".join(each.names) or "(no name)"
-        show.say(console, f"removed {names}, {store_tables.short(each.digest)}, from {each.store}")
+        show.say(console, f"removed {names}, {store_tables.shorten_digest(each.digest)}, from {each.store}")
     for store, found in collected:
-        store_tables.collected(console, store.path, found, dry_run=False)
+        store_tables.print_collected(console, store.path, found, dry_run=False)
     for each in removed:
         if each.left:
             left = ", ".join(name or "(no name)" for name in each.left)
-            show.say(console, f"{store_tables.short(each.digest)} stays, as {left}")
+            show.say(console, f"{store_tables.shorten_digest(each.digest)} stays, as {left}")
     if not collected and any(not each.left for each in removed):
         show.say(console, "gpusnap gc frees the room that it took")
 
 
 def collect_store(store: Store, *, dry_run: bool) -> Collected:
-    with told(), Progress() as progress:
+    with convert_errors(), Progress() as progress:
         progress.stage("looking for what nothing needs")
         return open_store(store, write=True).collect(dry_run=dry_run)
 

@@ -12,7 +12,7 @@ import click
 
 from gpusnap.cli import name_rows
 from gpusnap.cli import tables as show
-from gpusnap.listing.ages import ago
+from gpusnap.listing.ages import format_age
 from gpusnap.listing.templates import DIGITS, template_of
 from gpusnap.privileges import require_root
 from gpusnap.runtime_shim.units import human
@@ -39,7 +39,7 @@ _COLUMNS: Mapping[str, Callable[[Usage], str]] = {
     "memory": _FIELDS["Memory"],
     "RAM": _FIELDS["RAM"],
     "store": _FIELDS["Store"],
-    "since": lambda each: ago(each.since) if each.since else "",
+    "since": lambda each: format_age(each.since) if each.since else "",
 }
 _LAYOUTS = (((), 2), (("since",), 2), (("since", "store"), 2), (("since", "store", "RAM"), 1))
 
@@ -105,7 +105,7 @@ def _show(found: Sequence[Usage]) -> None:
         show.say(console, "no container uses a GPU, and none is suspended")
         return
     cells = [{title: text(each) for title, text in _COLUMNS.items()} for each in found]
-    name_rows.rows(console, [*_COLUMNS], cells, layouts=_LAYOUTS)
+    name_rows.print_rows(console, [*_COLUMNS], cells, layouts=_LAYOUTS)
     if held := [each.ram for each in found if each.ram]:
         whose = "1 container" if len(held) == 1 else f"{len(held)} containers"
         show.say(console, f"GPU memory of {whose} in RAM: {human(sum(held))}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpusnap.cli.completion import complete_container, complete_suspended
-from gpusnap.cli.options.several import each_of
+from gpusnap.cli.options.several import run_each
 from gpusnap.operations.suspending.moved import Moved, Spilled
 from gpusnap.privileges import require_root
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
@@ -60,10 +60,10 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
     require_root("suspend")
     if wait and not spill:
         raise UsageError("--wait goes with --spill")
-    from gpusnap.operations.suspending.ahead import ahead
+    from gpusnap.operations.suspending.ahead import start_ahead
 
     def work(name: str) -> Moved | Spilled:
-        with ahead(name) as early:
+        with start_ahead(name) as early:
             from gpusnap.operations.suspending import suspend as suspending
             from gpusnap.operations.suspending import targets
 
@@ -98,7 +98,7 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
             return _document(done)
         return {"container": done.name} | ({} if done.size is None else {"spilled": done.size})
 
-    each_of(
+    run_each(
         tuple(dict.fromkeys(containers)),
         work,
         show=show,
@@ -133,7 +133,7 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
     driver's part of these, and timing, a list of steps; for several a list, results.
     """
     require_root("resume")
-    from gpusnap.operations.suspending.ahead import ahead
+    from gpusnap.operations.suspending.ahead import start_ahead
 
     pids = [int(each) for each in containers if each.isdecimal() and not _is_suspended(each)]
     if pids:
@@ -146,7 +146,7 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
         return
 
     def work(name: str) -> Moved:
-        with ahead(name, seconds=_NAMING) as early:
+        with start_ahead(name, seconds=_NAMING) as early:
             from gpusnap.operations.suspending.resume import resume as resume_container
 
             return resume_container(name, early, _request(gpu_map))
@@ -156,7 +156,7 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
         where = "".join(f", {old} is on {new} now" for old, new in moved)
         click.echo(f"{done.container.name}  resumed{where}, {done.seconds:.1f} s")
 
-    each_of(
+    run_each(
         tuple(dict.fromkeys(containers)),
         work,
         show=show,
@@ -183,10 +183,10 @@ def swap(out: str, into: str, gpu_map: str, as_json: bool) -> None:
     As JSON: out and in, each as `gpusnap suspend` and `gpusnap resume` have it, and seconds.
     """
     require_root("swap")
-    from gpusnap.operations.suspending.ahead import ahead
+    from gpusnap.operations.suspending.ahead import start_ahead
 
     began = time.monotonic()
-    with ahead(out, into) as early:
+    with start_ahead(out, into) as early:
         from gpusnap.operations.suspending import swap as swapping
 
         off, on = swapping.swap(out, into, early, _request(gpu_map))
@@ -234,7 +234,7 @@ def _resume_processes(pids: Sequence[int]) -> None:
     """Resume single processes whose GPU memory is in themselves. Raises GpusnapError."""
     from gpusnap.operations.driver import needed_driver
     from gpusnap.runtime_shim.gpu import holders
-    from gpusnap.runtime_shim.snapshot.bring_back import alive
+    from gpusnap.runtime_shim.snapshot.bring_back import list_alive
     from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
     from gpusnap.runtime_shim.snapshot.memory.pages import Pages
     from gpusnap.runtime_shim.snapshot.records import journal, suspensions
@@ -246,7 +246,7 @@ def _resume_processes(pids: Sequence[int]) -> None:
             f"process {missing[0]} is no GPU process",
             hint="gpusnap ps lists suspended containers, gpusnap recover --list what a killed gpusnap left",
         )
-    noted = {p.pid: entry for entry in journal.entries() for p in alive(entry) if p.regions or p.staged}
+    noted = {p.pid: entry for entry in journal.entries() for p in list_alive(entry) if p.regions or p.staged}
     for pid in pids:
         if pid in noted:
             command = "recover" if suspensions.read(noted[pid].key) is None else "resume"

@@ -64,9 +64,9 @@ class Checker:
     def add_special(self, name: str, what: str) -> None:
         """Something that is no regular file; `what` says so in words."""
         if _is_read(name):
-            raise self._wrong(name, f"is {what}, not a regular file")
+            raise self._make_error(name, f"is {what}, not a regular file")
         if name == PARENT and what != LINK:
-            raise self._wrong(name, f"is {what}, not a link to the images of an earlier dump")
+            raise self._make_error(name, f"is {what}, not a link to the images of an earlier dump")
 
     def add_size(self, name: str, size: int) -> None:
         """An image of pages, whose content nobody needs to look at."""
@@ -81,7 +81,7 @@ class Checker:
         try:
             self._read(name, kind, Source(content, size))
         except Damage as damage:
-            raise self._wrong(name, str(damage)) from None
+            raise self._make_error(name, str(damage)) from None
 
     def finish(self, architecture: str) -> None:
         """All images have been added: see that none is missing, and that the pages are what pagemaps say.
@@ -89,14 +89,14 @@ class Checker:
         `architecture`: of the host of the dump; it says how large a page is.
         """
         if "inventory.img" not in self._sizes:
-            raise self._wrong("inventory.img", "is missing")
+            raise self._make_error("inventory.img", "is missing")
         for pid in sorted(self._tasks):
             if f"core-{pid}.img" not in self._sizes:
-                raise self._wrong(f"core-{pid}.img", "is missing")
+                raise self._make_error(f"core-{pid}.img", "is missing")
         for pid in sorted(self._tasks):
             its = f"pagemap-{pid}.img"
             if f"mm-{pid}.img" in self._sizes and its not in self._sizes:
-                raise self._wrong(its, "is missing")
+                raise self._make_error(its, "is missing")
         self.finish_pages(architecture)
 
     def finish_pages(self, architecture: str) -> None:
@@ -105,12 +105,12 @@ class Checker:
         for number, names in sorted(self._readers().items()):
             pages = f"pages-{number}.img"
             size = self._sizes.get(pages)
-            wrong = [name for name in names if not self._fits(name, size, sizes)]
+            wrong = [name for name in names if not self._has_right_size(name, size, sizes)]
             # Of those that are not a task's, which one CRIU reads is not known.
             if wrong and (self._is_task(wrong[0]) or len(wrong) == len(names)):
                 how = "is missing" if size is None else f"has {size} bytes"
                 listed = self._pagemaps[wrong[0]].present
-                raise self._wrong(pages, f"{how}, and {wrong[0]} lists {listed} pages in it")
+                raise self._make_error(pages, f"{how}, and {wrong[0]} lists {listed} pages in it")
 
     def _readers(self) -> dict[int, list[str]]:
         """By the number of a pages-N.img, the pagemaps whose pages CRIU may read there.
@@ -134,7 +134,7 @@ class Checker:
         match = _PAGEMAP.fullmatch(name)
         return match is not None and int(match[1]) in self._tasks
 
-    def _fits(self, name: str, size: int | None, sizes: tuple[int, ...]) -> bool:
+    def _has_right_size(self, name: str, size: int | None, sizes: tuple[int, ...]) -> bool:
         present = self._pagemaps[name].present
         return not present if size is None else size in [present * each for each in sizes]
 
@@ -150,7 +150,7 @@ class Checker:
                     # CRIU notes a thread for a zombie too, and leaves its number unset (seen with 4.1.1).
                     self._tasks |= {message.pid, *(message.threads if message.pid in message.threads else ())}
 
-    def _wrong(self, name: str, why: str) -> ImageError:
+    def _make_error(self, name: str, why: str) -> ImageError:
         return ImageError(
             f"CRIU's image {name} in {self._where} {why}",
             hint="take another copy of the checkpoint",
@@ -184,7 +184,7 @@ def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = Map
             return
         # CRIU would give a container the memory that it finds there, and that may be another one's.
         if os.path.dirname(parent) != beside:
-            raise _leads_out(top)
+            raise _make_leads_out_error(top)
         top = parent
     raise ImageError(
         f"the images in {image_path} have more than {_MOST_PARENTS} earlier dumps below them",
@@ -200,10 +200,10 @@ def check_parent(link: str, where: str) -> None:
     """
     parts = os.path.normpath(os.path.join("images", link)).split("/")
     if len(parts) != 1 or parts[0] in ("", ".", ".."):
-        raise _leads_out(where)
+        raise _make_leads_out_error(where)
 
 
-def _leads_out(where: str) -> ImageError:
+def _make_leads_out_error(where: str) -> ImageError:
     return ImageError(
         f"the link {PARENT} in {where} leads to no directory beside it, and CRIU would read memory there",
         hint="do not restore from it, or put the images of the earlier dump beside the others yourself",
@@ -246,25 +246,25 @@ def _kind_in_words(mode: int) -> str:
 
 def _read_ghost(source: Source) -> None:
     """A file that was deleted: its content follows, in chunks or as it is."""
-    entry = _whole(source, "ghost_file_entry")
-    while entry.chunks and source.left:
-        source.skip(_whole(source, "ghost_chunk_entry").len)
+    entry = _read_whole(source, "ghost_file_entry")
+    while entry.chunks and source.count_left:
+        source.skip(_read_whole(source, "ghost_chunk_entry").len)
 
 
 def _messages(source: Source, kind: str) -> Iterator[Any]:
     """Each message of an image; what follows it is passed over. None for one that is not decoded."""
-    while source.left:
+    while source.count_left:
         if kind not in _FOLLOWED and kind != "pstree":
             yield decode(source.message(), kind)
             continue
-        message = _whole(source, kind)
+        message = _read_whole(source, kind)
         yield message
         source.skip(_FOLLOWED[kind](message) if kind in _FOLLOWED else 0)
         for _ in range(message.qnum if kind == "ipcns-msg" else 0):
-            source.skip(_rounded(_whole(source, "ipc_msg").msize, 8))
+            source.skip(_round_up(_read_whole(source, "ipc_msg").msize, 8))
 
 
-def _whole(source: Source, kind: str) -> Any:
+def _read_whole(source: Source, kind: str) -> Any:
     """The next message, of which something needs to be known."""
     data = source.message()
     message = decode(data, kind)
@@ -279,12 +279,12 @@ _FOLLOWED: Mapping[str, Callable[[Any], int]] = {
     "fifo-data": lambda message: message.bytes,
     "sk-queues": lambda message: message.length,
     "tcp-stream": lambda message: message.inq_len + message.outq_len,
-    "ipcns-sem": lambda message: _rounded(2 * message.nsems, 8),
-    "ipcns-shm": lambda message: 0 if message.in_pagemaps else _rounded(message.size, 4),
+    "ipcns-sem": lambda message: _round_up(2 * message.nsems, 8),
+    "ipcns-shm": lambda message: 0 if message.in_pagemaps else _round_up(message.size, 4),
     "ipcns-msg": lambda message: 0,
     "bpfmap-data": lambda message: message.keys_bytes + message.values_bytes,
 }
 
 
-def _rounded(size: int, to: int) -> int:
+def _round_up(size: int, to: int) -> int:
     return -(-size // to) * to

@@ -10,7 +10,7 @@ from typing import Any
 from gpusnap.oci.base.files import read_below, replace_below
 from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
-from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decoded, encoded
+from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decode_messages, encode_messages
 
 _IMAGE = "cgroup.img"
 _STATE, _FROZEN, _THAWED = "freezer.state", "FROZEN", "THAWED"
@@ -36,14 +36,16 @@ def thaw(image_path: str) -> None:
     except FileNotFoundError:
         return  # CRIU was to leave control groups alone
     except (OSError, ValueError) as error:
-        raise _unchanged(path, reason(error) if isinstance(error, OSError) else str(error)) from error
+        raise _make_unchanged_error(
+            path, reason(error) if isinstance(error, OSError) else str(error)
+        ) from error
     if _ENCODED + _FROZEN.encode() not in data:
         return
     if len(data) > _DECODED or not pycriu_package.is_there():
         _replace(image_path, data.replace(_ENCODED + _FROZEN.encode(), _ENCODED + _THAWED.encode()))
         return
     try:
-        entries = list(decoded(io.BytesIO(data), len(data), "cgroup"))
+        entries = list(decode_messages(io.BytesIO(data), len(data), "cgroup"))
     except Damage as damage:
         raise ImageError(f"{path}, which CRIU has just written, {damage}", hint="see its dump.log") from None
     frozen = [each for entry in entries for each in _properties(entry) if _is_frozen(each)]
@@ -51,14 +53,14 @@ def thaw(image_path: str) -> None:
         return
     for each in frozen:
         each.value = _THAWED
-    _replace(image_path, encoded(entries, "cgroup"))
+    _replace(image_path, encode_messages(entries, "cgroup"))
 
 
 def _replace(image_path: str, data: bytes) -> None:
     try:
         replace_below(image_path, _IMAGE, data, sync=False)
     except OSError as error:
-        raise _unchanged(os.path.join(image_path, _IMAGE), reason(error)) from error
+        raise _make_unchanged_error(os.path.join(image_path, _IMAGE), reason(error)) from error
 
 
 def _is_frozen(prop: Any) -> bool:
@@ -74,5 +76,5 @@ def _properties(entry: Any) -> Iterator[Any]:
         waiting.extend(group.children)
 
 
-def _unchanged(path: str, why: str) -> ImageError:
+def _make_unchanged_error(path: str, why: str) -> ImageError:
     return ImageError(f"{path} cannot be changed: {why}", hint="see that the checkpoint's directory has room")

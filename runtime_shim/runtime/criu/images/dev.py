@@ -52,7 +52,7 @@ def image_name(device: int) -> str:
     return f"tmpfs-dev-{major << 20 | minor}.tar.gz.img"
 
 
-def rewritten(
+def rewrite(
     image: bytes | IO[bytes], changes: Sequence[Change] = (), allowed: Iterable[Node | Device] = ()
 ) -> bytes | None:
     """The image with each change's old node replaced by its new ones; None where that changes nothing.
@@ -76,7 +76,7 @@ def rewritten(
             packed.append(packer.compress(data))
 
     for entry in archive.entries():
-        headers = rules.judged(entry)
+        headers = rules.judge(entry)
         changed = changed or headers != [entry.header]
         if headers:
             put(entry.before)
@@ -84,7 +84,7 @@ def rewritten(
             put(header)
         for piece in archive.content(entry):
             put(piece)
-    for piece in archive.end():
+    for piece in archive.read_end():
         put(piece)
     return b"".join([*packed, packer.flush()]) if changed else None
 
@@ -100,7 +100,7 @@ class _Rules:
         self._implied: set[bytes] = set()
         self._after: set[bytes] = set()
         for change in changes:
-            name = _below_dev(change.old.path)
+            name = _make_path_below_dev(change.old.path)
             if name in self._old:
                 dev_tar.refuse(name, "is to be changed twice")
             self._old[name], self._new[name] = change.old, change.new
@@ -114,13 +114,13 @@ class _Rules:
             for kind, major, minor, path in (*DEFAULT, *nodes)
         }
 
-    def judged(self, entry: dev_tar.Entry) -> list[bytes]:
+    def judge(self, entry: dev_tar.Entry) -> list[bytes]:
         """The headers that stand for the entry. Raises ImageError where it must not be there."""
         self._place(entry)
         if entry.kind == dev_tar.HARD:
-            self._hard_link(entry)
+            self._check_hard_link(entry)
         if entry.name in self._old:
-            return self._changed(entry)
+            return self._change(entry)
         if entry.device and (entry.kind, entry.numbers, entry.name) not in self._allowed:
             major, minor = entry.numbers
             dev_tar.refuse(
@@ -131,7 +131,7 @@ class _Rules:
         self._take(entry.name)
         return [entry.header]
 
-    def _changed(self, entry: dev_tar.Entry) -> list[bytes]:
+    def _change(self, entry: dev_tar.Entry) -> list[bytes]:
         if entry.kind == dev_tar.FILE and not entry.size:
             self._take(entry.name)
             return [entry.header]
@@ -144,8 +144,8 @@ class _Rules:
                 entry.name, f"is {major}:{minor}, and the GPU's device was {old.major}:{old.minor}"
             )
         for node in new:
-            self._take(_below_dev(node.path))
-        return [entry.renamed(_below_dev(node.path), (node.major, node.minor)) for node in new]
+            self._take(_make_path_below_dev(node.path))
+        return [entry.rename(_make_path_below_dev(node.path), (node.major, node.minor)) for node in new]
 
     def _place(self, entry: dev_tar.Entry) -> None:
         """Note where the entry lies: not on another one, and not behind a link."""
@@ -163,12 +163,12 @@ class _Rules:
             if self._kinds.setdefault(name, dev_tar.FOLDER) != dev_tar.FOLDER:
                 dev_tar.refuse(entry.name, "lies in what is no folder")
             if len(self._kinds) > dev_tar.ENTRIES:
-                raise dev_tar.damaged(f"has more than {dev_tar.ENTRIES} entries")
+                raise dev_tar.make_damaged_error(f"has more than {dev_tar.ENTRIES} entries")
 
-    def _hard_link(self, entry: dev_tar.Entry) -> None:
+    def _check_hard_link(self, entry: dev_tar.Entry) -> None:
         if self._kinds.get(entry.target) not in (dev_tar.FILE, dev_tar.SOFT, dev_tar.FIFO):
             dev_tar.refuse(
-                entry.name, f"is a hard link to {dev_tar.shown(entry.link)}, which is no file in it"
+                entry.name, f"is a hard link to {dev_tar.make_printable(entry.link)}, which is no file in it"
             )
 
     def _take(self, name: bytes) -> None:
@@ -178,7 +178,7 @@ class _Rules:
         self._after.add(name)
 
 
-def _below_dev(path: str) -> bytes:
+def _make_path_below_dev(path: str) -> bytes:
     name = path.encode("utf-8", "surrogateescape")
     parts = name.removeprefix(b"/dev/").split(b"/")
     if not name.startswith(b"/dev/") or any(part in (b"", b".", b"..") for part in parts):

@@ -71,9 +71,9 @@ class Entry:
     @property
     def target(self) -> bytes:
         """The name of the entry that a hard link leads to. Raises ImageError where that leads out of /dev."""
-        return _normal(self.link)
+        return _normalise(self.link)
 
-    def renamed(self, name: bytes, numbers: tuple[int, int]) -> bytes:
+    def rename(self, name: bytes, numbers: tuple[int, int]) -> bytes:
         """A device's header with another name and other numbers, and the checksum that belongs to it.
 
         Raises ImageError where they do not fit into one.
@@ -105,13 +105,13 @@ class Archive:
         while (header := plain.take(_BLOCK)) != _ZEROS:
             count += 1
             if count > ENTRIES:
-                raise damaged(f"has more than {ENTRIES} entries")
+                raise make_damaged_error(f"has more than {ENTRIES} entries")
             name = _header_name(header)
             kind, size = header[_TYPE : _TYPE + 1], _number(header, _SIZE, name)
             if kind in (_LONG_NAME, _LONG_LINK, _PAX):
                 if kind in before or size > _EXTENSION:
                     refuse(name, "has a header that tar does not write")
-                content = plain.take(_padded(size))
+                content = plain.take(_round_up(size))
                 before[kind] = content[:size]
                 extensions += header + content
                 continue
@@ -120,29 +120,29 @@ class Archive:
             yield _entry(header, name, size, before, extensions)
             before, extensions = {}, b""
         if before:
-            raise damaged("ends in the middle of an entry")
+            raise make_damaged_error("ends in the middle of an entry")
 
     def content(self, entry: Entry) -> Iterator[bytes]:
         """The content of the entry that came last, with the zeros that fill its last block, in pieces."""
-        size = _padded(entry.size)
+        size = _round_up(entry.size)
         while size:
             yield (piece := self._plain.take(min(size, _PIECE)))
             size -= len(piece)
 
-    def end(self) -> Iterator[bytes]:
+    def read_end(self) -> Iterator[bytes]:
         """What stands behind the last entry, in pieces: two blocks of zeros, and nothing but zeros."""
         yield _ZEROS  # which has told entries() of the end
         length = 0
-        for piece in self._plain.rest():
+        for piece in self._plain.read_rest():
             if piece.strip(b"\0"):
-                raise damaged("goes on behind its end")
+                raise make_damaged_error("goes on behind its end")
             yield piece
             length += len(piece)
         if length < _BLOCK or length % _BLOCK:
-            raise damaged("is cut short")
+            raise make_damaged_error("is cut short")
 
 
-def damaged(what: str, *, code: str = "GPS-601") -> ImageError:
+def make_damaged_error(what: str, *, code: str = "GPS-601") -> ImageError:
     """The error that says this of the archive."""
     return ImageError(
         f"the image of the container's /dev {what}",
@@ -153,10 +153,10 @@ def damaged(what: str, *, code: str = "GPS-601") -> ImageError:
 
 def refuse(name: bytes, why: str, *, code: str = "GPS-601") -> NoReturn:
     """Raise the ImageError that says this of an entry."""
-    raise damaged(f"is refused: {shown(name)} {why}", code=code)
+    raise make_damaged_error(f"is refused: {make_printable(name)} {why}", code=code)
 
 
-def shown(name: bytes) -> str:
+def make_printable(name: bytes) -> str:
     """A name that came with the archive, fit for a message."""
     text = name[:100].decode("utf-8", "backslashreplace") or "."
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -166,9 +166,9 @@ def _entry(header: bytes, name: bytes, size: int, before: dict[bytes, bytes], ex
     long_name, long_link = before.get(_LONG_NAME), before.get(_LONG_LINK)
     link = _string(header, _LINK)
     if long_name is not None:
-        name = _long(long_name, name)
+        name = _read_long_name(long_name, name)
     if long_link is not None:
-        link = _long(long_link, name)
+        link = _read_long_name(long_link, name)
     kind = _KINDS.get(header[_TYPE : _TYPE + 1])
     if kind is None:
         refuse(name, "is of a kind that has no place in /dev")
@@ -176,9 +176,9 @@ def _entry(header: bytes, name: bytes, size: int, before: dict[bytes, bytes], ex
         refuse(name, "has content, and is no file")
     if kind == FILE and name.endswith(b"/"):
         refuse(name, "is a file with the name of a folder")  # to tar it is one
-    if not _only_times(before.get(_PAX, b"")):
+    if not _has_only_times(before.get(_PAX, b"")):
         refuse(name, "has a pax header that says more than times")
-    found = Entry(extensions, header, _normal(name), kind, size, link)
+    found = Entry(extensions, header, _normalise(name), kind, size, link)
     if found.device:
         field = header[slice(*_NAME)]
         plain_name = all(0x20 < byte < 0x7F for byte in name) and field.rstrip(b"\0") == name
@@ -229,7 +229,7 @@ def _map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
     return blocks
 
 
-def _only_times(records: bytes) -> bool:
+def _has_only_times(records: bytes) -> bool:
     """Whether a pax header says only when something was changed."""
     while records:
         match = _TIMES.match(records)
@@ -239,7 +239,7 @@ def _only_times(records: bytes) -> bool:
     return True
 
 
-def _long(content: bytes, name: bytes) -> bytes:
+def _read_long_name(content: bytes, name: bytes) -> bytes:
     """A name from a header of its own: one string with its end."""
     if content[-1:] != b"\0" or b"\0" in content[:-1] or len(content) < 2:
         refuse(name, "has a long name that tar does not write")
@@ -262,14 +262,14 @@ def _checksum(header: bytes) -> int:
     return sum(header) - sum(header[slice(*_SUM)]) + 8 * ord(" ")
 
 
-def _normal(name: bytes) -> bytes:
+def _normalise(name: bytes) -> bytes:
     parts = [part for part in name.split(b"/") if part not in (b"", b".")]
     if name.startswith(b"/") or b".." in parts:
         refuse(name, "leads out of /dev")
     return b"/".join(parts)
 
 
-def _padded(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
@@ -288,21 +288,21 @@ class _Plain:
     def take(self, size: int) -> bytes:
         """Exactly so many bytes."""
         while len(self._buffer) - self._at < size:
-            more = self._more()
+            more = self._read_more()
             if not more:
-                raise damaged("is cut short")
+                raise make_damaged_error("is cut short")
             self._buffer, self._at = self._buffer[self._at :] + more, 0
         self._at += size
         return self._buffer[self._at - size : self._at]
 
-    def rest(self) -> Iterator[bytes]:
+    def read_rest(self) -> Iterator[bytes]:
         """All that has not been taken, in pieces."""
-        piece = self._buffer[self._at :] or self._more()
+        piece = self._buffer[self._at :] or self._read_more()
         while piece:
             yield piece
-            piece = self._more()
+            piece = self._read_more()
 
-    def _more(self) -> bytes:
+    def _read_more(self) -> bytes:
         """The next bytes; empty at the end."""
         while True:
             if self._gzip.eof:
@@ -314,15 +314,15 @@ class _Plain:
             elif not self._waiting:
                 self._waiting = self._file_bytes()
                 if not self._waiting:
-                    raise damaged("is cut short")
+                    raise make_damaged_error("is cut short")
             try:
                 piece = self._gzip.decompress(self._waiting, _PIECE)
             except zlib.error as error:
-                raise damaged(f"cannot be unpacked: {error}") from error
+                raise make_damaged_error(f"cannot be unpacked: {error}") from error
             self._waiting = self._gzip.unconsumed_tail
             self._given += len(piece)
             if self._given > LIMIT:
-                raise damaged(f"unpacks to more than {LIMIT >> 20} MiB")
+                raise make_damaged_error(f"unpacks to more than {LIMIT >> 20} MiB")
             if piece:
                 return piece
 
@@ -333,5 +333,5 @@ class _Plain:
             raise ImageError(f"the image of the container's /dev cannot be read: {reason(error)}") from error
         self._read += len(piece)
         if self._read > LIMIT:
-            raise damaged(f"is larger than {LIMIT >> 20} MiB")
+            raise make_damaged_error(f"is larger than {LIMIT >> 20} MiB")
         return piece

@@ -44,7 +44,7 @@ def take(image_path: str, *, but: Collection[str] = ()) -> tuple[ImageRecord, ..
             if entry.name.endswith(".img") and entry.name not in but and entry.is_file(follow_symlinks=False)
         )
         with ThreadPoolExecutor(_THREADS) as pool:
-            return tuple(pool.map(lambda name: _digested(image_path, name), names))
+            return tuple(pool.map(lambda name: _digest_image(image_path, name), names))
     except (OSError, ValueError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise ImageError(
@@ -54,7 +54,7 @@ def take(image_path: str, *, but: Collection[str] = ()) -> tuple[ImageRecord, ..
         ) from error
 
 
-def differs(name: str, where: str) -> ImageError:
+def make_differs_error(name: str, where: str) -> ImageError:
     """What is said of an image that is not the one of the dump; `where` names the directory or archive."""
     return ImageError(
         f"CRIU's image {name} in {where} is not what was dumped: its digest is another one",
@@ -83,7 +83,7 @@ class Comparison:
 
     def _compare(self, wanted: ImageRecord) -> None:
         try:
-            found = _digested(self._where, wanted.name)
+            found = _digest_image(self._where, wanted.name)
         except (OSError, ValueError) as error:
             why = reason(error) if isinstance(error, OSError) else str(error)
             raise ImageError(
@@ -92,7 +92,7 @@ class Comparison:
                 code="GPS-601",
             ) from error
         if found != wanted:
-            raise differs(wanted.name, self._where)
+            raise make_differs_error(wanted.name, self._where)
 
 
 def first_other(wanted: Iterable[ImageRecord], found: Iterable[ImageRecord]) -> str:
@@ -101,7 +101,7 @@ def first_other(wanted: Iterable[ImageRecord], found: Iterable[ImageRecord]) -> 
     return next((each.name for each in wanted if there.get(each.name) != each), "")
 
 
-def _digested(image_path: str, name: str) -> ImageRecord:
+def _digest_image(image_path: str, name: str) -> ImageRecord:
     digester, buffer = Digester(name), bytearray(_PIECE)
     with open_below(image_path, name)[0] as file, memoryview(buffer) as view:
         while size := file.readinto(view):

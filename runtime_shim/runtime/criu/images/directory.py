@@ -45,7 +45,7 @@ def clean(image_path: str, *, since: int) -> None:
         ) from error
 
 
-def earlier(image_path: str) -> Earlier:
+def note_earlier(image_path: str) -> Earlier:
     """CRIU's images that are there before a dump. Raises ImageError."""
     try:
         return {

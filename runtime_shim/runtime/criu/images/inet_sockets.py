@@ -12,7 +12,7 @@ from typing import Any
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import read_below
 from gpusnap.runtime_shim.errors import ImageError, reason
-from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decoded
+from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decode_messages
 
 # include/net/tcp_states.h
 _STATES = {
@@ -69,7 +69,7 @@ def parse(message: Any) -> InetSocket:
     )
 
 
-def established(images: str) -> tuple[InetSocket, ...]:
+def list_established(images: str) -> tuple[InetSocket, ...]:
     """The TCP connections of a checkpoint, in the order of the images.
 
     None where CRIU has written no image of open files, as before version 3.1. Raises ImageError, and Refused
@@ -91,7 +91,7 @@ def established(images: str) -> tuple[InetSocket, ...]:
 
 
 def _sockets(data: bytes) -> Iterator[InetSocket]:
-    for file in decoded(io.BytesIO(data), len(data), "files"):
+    for file in decode_messages(io.BytesIO(data), len(data), "files"):
         if file.HasField("isk"):
             yield parse(file.isk)
 

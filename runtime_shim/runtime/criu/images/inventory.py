@@ -8,7 +8,7 @@ import os
 from gpusnap.oci.base.files import read_below
 from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.records.manifest import INVENTORY
-from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decoded
+from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decode_messages
 
 # Bytes; real ones have less than a hundred.
 _LARGEST = 1 << 20
@@ -28,6 +28,6 @@ def has_closed_connections(images: str) -> bool:
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise ImageError(f"{os.path.join(images, INVENTORY)} cannot be read: {why}") from error
     try:
-        return any(entry.tcp_close for entry in decoded(io.BytesIO(data), len(data), "inventory"))
+        return any(entry.tcp_close for entry in decode_messages(io.BytesIO(data), len(data), "inventory"))
     except Damage:
         return False

@@ -23,7 +23,7 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.records.manifest import DriverMount
 from gpusnap.runtime_shim.runtime import container_key
-from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decoded
+from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decode_messages
 
 _FOLDER = ".empty-directory"
 # Images may come from anywhere, and the name goes into a configuration file. There CRIU ends a word at a
@@ -48,7 +48,7 @@ def mounts(
     for path in Path(images).glob("mountpoints-*.img"):
         try:
             data = read_below(images, path.name, limit=_LIMIT)
-            keys = {mount.ext_key for mount in decoded(io.BytesIO(data), len(data), "mountpoints")}
+            keys = {mount.ext_key for mount in decode_messages(io.BytesIO(data), len(data), "mountpoints")}
         except Damage as damage:
             raise ImageError(f"{path} {damage}", hint="take another copy of the checkpoint") from None
         except (OSError, ValueError) as error:

@@ -138,18 +138,18 @@ def decode(message: bytes, kind: str) -> Any:
         raise Damage(f"does not decode: {said}") from error
 
 
-def decoded(content: Readable, size: int, kind: str) -> Iterator[Any]:
+def decode_messages(content: Readable, size: int, kind: str) -> Iterator[Any]:
     """The messages of an image that consists of nothing else. Raises Damage, and Refused without pycriu."""
     source = Source(content, size)
     source.begin(kind)
-    while source.left:
+    while source.count_left:
         found = decode(source.message(), kind)
         if found is None:
             raise Damage("has a message that cannot be decoded here")
         yield found
 
 
-def encoded(messages: Iterable[Any], kind: str) -> bytes:
+def encode_messages(messages: Iterable[Any], kind: str) -> bytes:
     """An image of these messages, as CRIU writes one (criu/image.c, img_write_magic)."""
     parts = [message.SerializePartialToString() for message in messages]
     head = struct.pack("<II", _COMMON, MAGIC[kind])
@@ -165,7 +165,7 @@ class Source:
         self._empty = 0
 
     @property
-    def left(self) -> int:
+    def count_left(self) -> int:
         """How many bytes nobody has taken yet."""
         return self._unread + len(self._buffer) - self._at
 

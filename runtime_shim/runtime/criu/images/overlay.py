@@ -51,12 +51,12 @@ def view(
     try:
         folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=scratch_files.scratch())
     except OSError as error:
-        raise _failed(image_path, error) from error
+        raise _make_error(image_path, error) from error
     try:
         try:
             _fill(folder, image_path, replaced, elsewhere)
         except OSError as error:
-            raise _failed(image_path, error) from error
+            raise _make_error(image_path, error) from error
         yield folder
     finally:
         scratch_files.remove_folder(folder)
@@ -82,7 +82,7 @@ def _fill(folder: str, image_path: str, replaced: Mapping[str, bytes], elsewhere
             file.write(content)
 
 
-def _failed(image_path: str, error: OSError) -> ImageError:
+def _make_error(image_path: str, error: OSError) -> ImageError:
     return ImageError(
         f"the images in {image_path} cannot be prepared for the restore: {reason(error)}",
         hint=f"see that {image_path} can be read and that {scratch_files.scratch()} has room",

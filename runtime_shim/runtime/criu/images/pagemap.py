@@ -45,7 +45,7 @@ def read(source: Source) -> Pagemap:
     # All but the address is the same in most messages.
     known: dict[bytes, tuple[int, int]] = {}
     present = in_parent = 0
-    while source.left:
+    while source.count_left:
         message = source.message()
         address = _ADDRESS.match(message)
         rest = message[address.end() :] if address is not None else message
@@ -66,7 +66,7 @@ def locate(source: Source, address: int) -> tuple[int, int, int] | None:
     dump. Pages are those of x86-64. Raises Damage.
     """
     number, before = _numbers(source.message())[1] or 0, 0
-    while source.left:
+    while source.count_left:
         message = source.message()
         start, (present, in_parent) = _numbers(message)[1] or 0, _counts(message)
         end = start + max(present, in_parent) * _PAGE

@@ -42,7 +42,7 @@ def is_there(root: str = "/") -> bool:
     return not [*_not_found(("", *places) if root == "/" else places)]
 
 
-def missing(what: str) -> Refused:
+def make_missing_error(what: str) -> Refused:
     """The error that says so; `what` is that which cannot be done without it."""
     return Refused(f"CRIU's Python package pycriu is not installed, and {what}", hint=_HINT, code="GPS-517")
 
@@ -53,7 +53,7 @@ def load() -> Pycriu:
 
     Raises Refused where it is missing, or where its modules and protobuf do not fit each other.
     """
-    with _on_path(directories() if [*_not_found(("",))] else ()), warnings.catch_warnings():
+    with _extend_path(directories() if [*_not_found(("",))] else ()), warnings.catch_warnings():
         # protobuf's, of Python and of releases of its own: our stderr may be the container's log.
         warnings.simplefilter("ignore")
         try:
@@ -61,10 +61,10 @@ def load() -> Pycriu:
             from pycriu.images import images, magic, pb  # type: ignore[import-not-found, unused-ignore]
         except ImportError as error:
             if is_there():
-                raise _broken(error) from error
-            raise missing("CRIU's images cannot be read without it") from error
+                raise _make_broken_error(error) from error
+            raise make_missing_error("CRIU's images cannot be read without it") from error
         except Exception as error:  # protobuf refuses what was generated for another release of it
-            raise _broken(error) from error
+            raise _make_broken_error(error) from error
     payloads = {
         number: handler.payload.FromString
         for number, name in magic.by_val.items()
@@ -102,7 +102,7 @@ def _is_in(place: str, name: str) -> bool:
 
 
 @contextmanager
-def _on_path(places: Sequence[str]) -> Iterator[None]:
+def _extend_path(places: Sequence[str]) -> Iterator[None]:
     """Python looks there, too, and last; afterwards it looks where it did before.
 
     pycriu adds its own directory to the path, whose modules have names such as `images` and `magic`.
@@ -115,7 +115,7 @@ def _on_path(places: Sequence[str]) -> Iterator[None]:
         sys.path[:] = [each for each in sys.path if each in before]
 
 
-def _broken(error: Exception) -> Refused:
+def _make_broken_error(error: Exception) -> Refused:
     said = printable(" ".join(str(error).split()))[:300]
     return Refused(
         f"CRIU's Python package pycriu cannot be imported by {sys.executable}: {said}",

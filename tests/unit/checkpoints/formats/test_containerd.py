@@ -10,7 +10,15 @@ import pytest
 from containerd_layouts import BASE, IMAGE, Made, a_checkpoint
 
 from gpusnap.checkpoints.formats import containerd
-from gpusnap.checkpoints.formats.containerd import Image, container_name, digested, load, named, remade, top
+from gpusnap.checkpoints.formats.containerd import (
+    Image,
+    container_name,
+    describe_index,
+    load,
+    make_named_entry,
+    replace_criu_images,
+    top,
+)
 from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import INDEX, Descriptor
@@ -18,7 +26,7 @@ from gpusnap.runtime_shim.errors import ImageError
 
 
 def loaded(made: Made) -> Image:
-    root = digested(made.document)
+    root = describe_index(made.document)
     every = {**made.blobs, root.digest: made.document}
     return load(root, lambda one: every[one.digest], lambda one: one.digest in every, "w")
 
@@ -128,7 +136,7 @@ def test_remade(made: Made) -> None:
     """Another tar in its place, and all the rest as it was, what is not known here too."""
     image = loaded(made)
     criu = Descriptor(containerd.CRIU, digest_of(b"new"), 3)
-    after = json.loads(remade(image, criu))
+    after = json.loads(replace_criu_images(image, criu))
     member = made.member("criu.tar")
     member["digest"], member["size"] = criu.digest, 3
     assert after == made.index
@@ -143,7 +151,7 @@ def test_the_top(made: Made) -> None:
         {"io.containerd.image.name": IMAGE, "org.opencontainers.image.ref.name": "cp"},
     ]
     with pytest.raises(LayoutError, match="no name of an image"):
-        named(image.root, "-x")
+        make_named_entry(image.root, "-x")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import headers as tar
-from gpusnap.oci.tar.compression import as_file, squeezed
+from gpusnap.oci.tar.compression import as_file, compress
 from gpusnap.runtime_shim.errors import ImageError
 
 
@@ -108,7 +108,7 @@ def test_links(tmp_path: Path, layout: Layout) -> None:
 
 
 def with_records(found: Kept, layout: Layout, data: bytes) -> Kept:
-    blob = layout.add_blob(as_file(squeezed([data])), media_type=artifact.IMAGE)
+    blob = layout.add_blob(as_file(compress([data])), media_type=artifact.IMAGE)
     return replace(found, artifact=replace(found.artifact, records=blob))
 
 

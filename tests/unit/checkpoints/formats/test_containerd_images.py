@@ -54,7 +54,7 @@ def made(tmp_path: Path) -> Made:
 
 
 def at(registry: FakeRegistry, rest: str = "team/app:v1") -> InRegistry:
-    return locator.registry(f"http://{registry.host}/{rest}")
+    return locator.parse_registry(f"http://{registry.host}/{rest}")
 
 
 def test_there_and_back(

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from gpusnap.checkpoints.formats.podman_writer import importable
+from gpusnap.checkpoints.formats.podman_writer import make_importable
 
 
 def test_a_container_of_quadlet() -> None:
     """Podman refuses one with --cgroups=split that has a parent, which it gave it itself."""
     config = {"name": "w", "cgroupsMode": "split", "cgroupParent": "/libpod_parent", "id": "1"}
-    found = json.loads(importable(json.dumps(config).encode()))
+    found = json.loads(make_importable(json.dumps(config).encode()))
     assert found == {"name": "w", "cgroupsMode": "split", "id": "1"}
 
 
@@ -29,4 +29,4 @@ def test_a_container_of_quadlet() -> None:
 )
 def test_any_other(config: bytes) -> None:
     """Every byte stays."""
-    assert importable(config) is config
+    assert make_importable(config) is config

@@ -94,7 +94,7 @@ def an_image(other: Store, archive: str, form: image_marks.Format = "podman") ->
 
 def test_inspect_and_verify(copied: str, other: Store) -> None:
     """What there is of it, its records file by file, and every blob."""
-    with source.opened(copied) as found, source.opened(f"oci:{other.path}:w") as same:
+    with source.open_checkpoint(copied) as found, source.open_checkpoint(f"oci:{other.path}:w") as same:
         assert found.manifest == same.manifest
         assert found.stored is not None
         assert same.stored is not None
@@ -131,14 +131,14 @@ def test_damage(tmp_path: Path, other: Store) -> None:
 def test_push(copied: str, other: Store, registry: FakeRegistry) -> None:
     """The same bytes under the same digest; nothing is kept here."""
     pushed = push_pull.push(
-        InFile(copied), locator.registry(f"http://{registry.host}/team/w:v1"), progress=QUIET
+        InFile(copied), locator.parse_registry(f"http://{registry.host}/team/w:v1"), progress=QUIET
     )
     root = root_of(other)
     assert pushed.digest == root.digest
     assert registry.manifests["team/w", "v1"][1] == other.read(root)
     for each in artifact.read(root, other.read).blobs():
         assert registry.has(each.digest, "team/w")
-    form = locator.registry(f"http://{registry.host}/team/w:image")
+    form = locator.parse_registry(f"http://{registry.host}/team/w:image")
     push_pull.push(InFile(copied), form, format="podman", progress=QUIET)
     assert len(json.loads(registry.manifests["team/w", "image"][1])["layers"]) == 1
 
@@ -196,7 +196,7 @@ def image_word(
     def word(form: image_marks.Format) -> str:
         if request.param == "registry":
             ref = f"http://{registry.host}/team/i:v1"
-            push_pull.push(InStore(other, "w"), locator.registry(ref), format=form, progress=QUIET)
+            push_pull.push(InStore(other, "w"), locator.parse_registry(ref), format=form, progress=QUIET)
             return ref
         root = an_image(other, podmans, form)
         if request.param == "file":
@@ -211,7 +211,7 @@ def test_podmans_image(
 ) -> None:
     """It is read and restored as the archive in it; nothing of it is kept."""
     word = image_word("podman")
-    with source.opened(word) as found, source.opened(podmans) as same:
+    with source.open_checkpoint(word) as found, source.open_checkpoint(podmans) as same:
         assert found.manifest == same.manifest
         assert found.stored is None
     assert verify_one(word, deep=True).damaged == ()
@@ -236,7 +236,7 @@ def test_kubernetes_image(image_word: Callable[[image_marks.Format], str], fake:
 
 def test_an_image_is_not_pulled(other: Store, podmans: str, registry: FakeRegistry) -> None:
     """Who takes it is said."""
-    ref = locator.registry(f"http://{registry.host}/team/i:v1")
+    ref = locator.parse_registry(f"http://{registry.host}/team/i:v1")
     push_pull.push(InStore(other, "w"), ref, format="podman", progress=QUIET)
     with pytest.raises(GpusnapError, match="which Podman restores") as raised:
         push_pull.pull(ref, progress=QUIET)
@@ -305,7 +305,7 @@ def test_links(
         pytest.raises(ImageError, match=_REFUSED),
         store.create().stage() as made,
     ):
-        sources.taken_in(made, str(path), QUIET)
+        sources.take_in(made, str(path), QUIET)
 
 
 def test_links_in_records(tmp_path: Path, fake: FakePodman, store: Store, other: Store) -> None:
@@ -328,5 +328,8 @@ def test_links_in_records(tmp_path: Path, fake: FakePodman, store: Store, other:
     with pytest.raises(GpusnapError, match=r"inventory\.img in the records .* is a symbolic link"):
         restoring.restore(Wish(what=InStore(other, "links")), QUIET)
     assert not (fake.folder / "calls").exists() or fake.calls() == []
-    with kept.held(InStore(other, "links")) as (_, found), pytest.raises(ImageError, match="is a symbolic"):
+    with (
+        kept.hold_artifact(InStore(other, "links")) as (_, found),
+        pytest.raises(ImageError, match="is a symbolic"),
+    ):
         push_pull.write_archive(found, other.layout, str(tmp_path / "out.tar"), progress=QUIET)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from fakes import POISON
 
-from gpusnap.doctor.base.check import Check, asked, document, failure, ok, plural, refused, warning
+from gpusnap.doctor.base.check import Check, document, failure, make_refused, ok, plural, run_checks, warning
 from gpusnap.oci.base.errors import StoreError
 from gpusnap.runtime_shim.errors import Refused
 
@@ -34,7 +34,7 @@ def test_a_check_that_cannot_be_made(error: Exception) -> None:
         yield CHECKS[0]
         raise error
 
-    found = asked((("first", broken), ("second", lambda: CHECKS[1:])))
+    found = run_checks((("first", broken), ("second", lambda: CHECKS[1:])))
     (told,) = [each for each in found if each.name == "first"]
     assert told.verdict.value == "warning"
     assert told.says.startswith("it cannot be told: ")
@@ -60,9 +60,9 @@ def test_document() -> None:
 
 def test_refused() -> None:
     """An error's sentence is what it says, its hint what to do."""
-    found = refused("name", Refused("it is\n so", hint="do that"), pid=7)
+    found = make_refused("name", Refused("it is\n so", hint="do that"), pid=7)
     assert (found.says, found.todo, found.facts["pid"]) == ("it is so", "do that", 7)
-    found = refused("name", Refused("it is so", code="GPS-208"))
+    found = make_refused("name", Refused("it is so", code="GPS-208"))
     assert (found.code, document([found])["checks"][0]["code"]) == ("GPS-208", "GPS-208")
 
 

@@ -32,7 +32,7 @@ def test_memory(tmp_path: Path, left: int, count: int, verdict: str, said: str) 
     """What is available against the GPUs' memory."""
     info = MEMINFO.format(total=256 << 20, left=left << 20)
     root = tree(tmp_path, {"/proc/meminfo": info})
-    found = only(free_space.memory([gpu(number) for number in range(count)], root))
+    found = only(free_space.check_memory([gpu(number) for number in range(count)], root))
     assert found[0] == verdict
     assert said in found[1].says
 
@@ -40,9 +40,9 @@ def test_memory(tmp_path: Path, left: int, count: int, verdict: str, said: str) 
 def test_disks(tmp_path: Path) -> None:
     """Store and Podman's storage, there or not yet, each with what to do."""
     (tmp_path / "store").mkdir()
-    few = [*free_space.disks((), "/store", "/var/lib/none", str(tmp_path))]
+    few = [*free_space.check_disks((), "/store", "/var/lib/none", str(tmp_path))]
     assert [each.verdict.value for each in few] == ["ok", "ok"]
-    many = [*free_space.disks(HUGE, "/store", "/var/lib/none", str(tmp_path))]
+    many = [*free_space.check_disks(HUGE, "/store", "/var/lib/none", str(tmp_path))]
     assert [each.verdict.value for each in many] == ["warning", "warning"]
     assert "store.path" in many[0].todo
     assert "graphroot" in many[1].todo
@@ -60,8 +60,8 @@ def test_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unpacking(tmp_path: Path) -> None:
     """containerd's temporary folder."""
-    assert only(free_space.unpacking((), str(tmp_path)))[0] == "ok"
-    assert only(free_space.unpacking(HUGE, str(tmp_path)))[0] == "warning"
+    assert only(free_space.check_unpacking((), str(tmp_path)))[0] == "ok"
+    assert only(free_space.check_unpacking(HUGE, str(tmp_path)))[0] == "warning"
 
 
 def test_graph_root(tmp_path: Path) -> None:
@@ -88,12 +88,12 @@ def test_speed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("read", "verdict"), [(GIB, "ok"), (GIB / 4, "warning")])
 def test_podmans_limit(read: float, verdict: str) -> None:
     """80 GiB fit into 240 s at 1 GiB/s, and not at a quarter of that."""
-    found = only(free_space.podmans_limit((gpu(0),), Speed(GIB, read), "/d"))
+    found = only(free_space.check_podmans_limit((gpu(0),), Speed(GIB, read), "/d"))
     assert found[0] == verdict
     assert found[1].facts["seconds"] == pytest.approx(80 * GIB / read)
 
 
 def test_podmans_limit_is_not_known() -> None:
     """Without a GPU, or a measured disk, there is nothing to say."""
-    assert [*free_space.podmans_limit((), Speed(1, 1), "/d")] == []
-    assert [*free_space.podmans_limit((gpu(0),), None, "/d")] == []
+    assert [*free_space.check_podmans_limit((), Speed(1, 1), "/d")] == []
+    assert [*free_space.check_podmans_limit((gpu(0),), None, "/d")] == []

@@ -38,7 +38,7 @@ def podmans(monkeypatch: pytest.MonkeyPatch, found: podman.Container | GpusnapEr
             raise found
         return found
 
-    monkeypatch.setattr(podman, "container", answer)
+    monkeypatch.setattr(podman, "inspect_container", answer)
 
 
 def of_podman(

@@ -42,14 +42,14 @@ def test_from_earlier() -> None:
 def test_earlier(tmp_path: Path) -> None:
     """Those of the container, or else all; of a store that is not there none."""
     path = str(tmp_path / "store")
-    assert duration.earlier(path, ID) == ()
+    assert duration.list_earlier(path, ID) == ()
     store = Store(path)
     record = replace(a_manifest(), timing=(Step("a", 0.0, 1.0), Step("b", 1.0, 2.5)))
     for name, container in (("one", ID), ("two", "another")):
         keep(store, bytearray(8192), names=(name,), record=replace(record, container=container))
-    assert duration.earlier(path, ID) == (Earlier(ID, 3 << 20, 3.5),)
-    assert len(duration.earlier(path, "a third")) == 2
-    assert duration.earlier(path, ID, patience=-1.0) == ()
+    assert duration.list_earlier(path, ID) == (Earlier(ID, 3 << 20, 3.5),)
+    assert len(duration.list_earlier(path, "a third")) == 2
+    assert duration.list_earlier(path, ID, patience=-1.0) == ()
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def recorded(target: str, number: int = 3) -> Opened:
 def test_opened(stack: ExitStack, tmp_path: Path) -> None:
     """Each descriptor with its target; a process that is gone has none."""
     file = stack.enter_context((tmp_path / "x").open("w"))
-    found = {each.number: each for each in files.opened([here(), a_process(1 << 22)])}
+    found = {each.number: each for each in files.list_open_files([here(), a_process(1 << 22)])}
     assert found[file.fileno()].target == str(tmp_path / "x")
     assert found[file.fileno()].holder == f"process {os.getpid()} ({here().comm})"
 
@@ -48,7 +48,7 @@ def test_opened(stack: ExitStack, tmp_path: Path) -> None:
 def test_anonymous(kind: str) -> None:
     """What CRIU does not know, once for each kind."""
     verdict, found = only(
-        files.anonymous([recorded(f"anon_inode:[{kind}]"), recorded(f"anon_inode:[{kind}]", 4)])
+        files.check_anonymous([recorded(f"anon_inode:[{kind}]"), recorded(f"anon_inode:[{kind}]", 4)])
     )
     assert verdict == "failure"
     assert "CRIU cannot dump" in found.says
@@ -61,19 +61,19 @@ def test_what_criu_knows(stack: ExitStack) -> None:
     stack.enter_context(select.epoll())
     stack.callback(os.close, os.eventfd(0))
     names = ["anon_inode:inotify", "anon_inode:[signalfd]", "anon_inode:[pidfd]", "pipe:[1]"]
-    assert only(files.anonymous([*files.opened([here()]), *map(recorded, names)]))[0] == "ok"
+    assert only(files.check_anonymous([*files.list_open_files([here()]), *map(recorded, names)]))[0] == "ok"
 
 
 def test_character_devices(stack: ExitStack) -> None:
     """/dev/null and terminals are dumped, the GPU's are dealt with, others fail."""
     null = stack.enter_context(open("/dev/null"))
     info = os.stat(null.fileno())
-    assert [*files.character_devices([Opened(a_process(), 3, "/dev/null", info)])] == []
+    assert [*files.check_character_devices([Opened(a_process(), 3, "/dev/null", info)])] == []
     fuse = os.stat_result((0o20666, *info[1:10]), {"st_rdev": os.makedev(10, 229)})
     strange = [Opened(a_process(), 4, "/dev/fuse", fuse)]
-    verdict, found = only(files.character_devices(strange))
+    verdict, found = only(files.check_character_devices(strange))
     assert (verdict, found.facts["path"]) == ("failure", "/dev/fuse")
-    assert [*files.character_devices(strange, lambda path, major: major == 10)] == []
+    assert [*files.check_character_devices(strange, lambda path, major: major == 10)] == []
 
 
 def test_deleted(stack: ExitStack, tmp_path: Path) -> None:
@@ -90,12 +90,12 @@ def test_deleted(stack: ExitStack, tmp_path: Path) -> None:
     for name in ("large", "sparse"):
         (tmp_path / name).unlink()
     numbers = (large.fileno(), sparse.fileno(), memory)
-    ours = [each for each in files.opened([here()]) if each.number in numbers]
-    verdict, found = only(files.deleted([], ours, 32 * KIB))
+    ours = [each for each in files.list_open_files([here()]) if each.number in numbers]
+    verdict, found = only(files.check_deleted([], ours, 32 * KIB))
     assert verdict == "failure"
     assert f"{tmp_path}/large of 64.0 KiB" in found.says
     assert "criu.ghost-limit" in found.todo
-    verdict, found = only(files.deleted([], ours, 128 * KIB))
+    verdict, found = only(files.check_deleted([], ours, 128 * KIB))
     assert (verdict, found.facts["count"]) == ("ok", 2)
 
 
@@ -112,7 +112,7 @@ def test_deleted_and_mapped(tmp_path: Path, name: str) -> None:
         f"/proc/{os.getpid()}/fd/{ghost.fileno()}"
     )
     with ghost:
-        assert only(files.deleted([a_process()], [], KIB, root))[1].facts["path"] == name
+        assert only(files.check_deleted([a_process()], [], KIB, root))[1].facts["path"] == name
 
 
 WATCH = "inotify wd:1 ino:1c2 sdev:{device:x} mask:2 ignored_mask:0 fhandle-bytes:24 f_handle:00\n"
@@ -125,7 +125,9 @@ def test_watches(tmp_path: Path, device: int, verdict: str) -> None:
     root = tree(
         tmp_path, {"/proc/7/fdinfo/3": f"pos:\t0\n{WATCH.format(device=device)}", "/proc/7/mountinfo": ROOT}
     )
-    found = only(files.watches([recorded("anon_inode:inotify"), recorded("anon_inode:[eventfd]", 4)], root))
+    found = only(
+        files.check_watches([recorded("anon_inode:inotify"), recorded("anon_inode:[eventfd]", 4)], root)
+    )
     assert found[0] == verdict
 
 
@@ -140,17 +142,17 @@ def test_watches(tmp_path: Path, device: int, verdict: str) -> None:
 def test_shared_memory(tmp_path: Path, maps: str, space: str, verdicts: list[str]) -> None:
     """System V memory of the host's, not of the container's."""
     root = tree(tmp_path, {"/proc/7/maps": maps})
-    found = files.shared_memory([a_process()], {7: space}, "ipc:[1]", root)
+    found = files.check_shared_memory([a_process()], {7: space}, "ipc:[1]", root)
     assert [each.verdict.value for each in found] == verdicts
 
 
 def test_locks(stack: ExitStack, tmp_path: Path) -> None:
     """A lock on an open file, with its path; who waits for one holds none."""
     file = stack.enter_context((tmp_path / "x").open("w"))
-    ours = [each for each in files.opened([here()]) if each.number == file.fileno()]
-    assert only(files.locks(ours))[0] == "ok"
+    ours = [each for each in files.list_open_files([here()]) if each.number == file.fileno()]
+    assert only(files.check_locks(ours))[0] == "ok"
     fcntl.flock(file, fcntl.LOCK_EX)
-    verdict, found = only(files.locks(ours))
+    verdict, found = only(files.check_locks(ours))
     assert verdict == "warning"
     assert found.facts["locks"] == [{"pid": os.getpid(), "path": str(tmp_path / "x")}]
     assert "--file-locks" in found.todo
@@ -160,9 +162,9 @@ def test_locks_of_the_driver(stack: ExitStack, tmp_path: Path) -> None:
     """Those on files that came with the GPU are the driver's to give up."""
     file = stack.enter_context((tmp_path / "x").open("w"))
     fcntl.flock(file, fcntl.LOCK_EX)
-    ours = [each for each in files.opened([here()]) if each.number == file.fileno()]
-    assert only(files.locks(ours, driver=[str(tmp_path)]))[0] == "ok"
-    assert only(files.locks(ours, driver=[str(tmp_path)[:-1]]))[0] == "warning"
+    ours = [each for each in files.list_open_files([here()]) if each.number == file.fileno()]
+    assert only(files.check_locks(ours, driver=[str(tmp_path)]))[0] == "ok"
+    assert only(files.check_locks(ours, driver=[str(tmp_path)[:-1]]))[0] == "warning"
 
 
 def test_recorded_locks(tmp_path: Path) -> None:
@@ -171,5 +173,5 @@ def test_recorded_locks(tmp_path: Path) -> None:
     opened = [Opened(a_process(), 3, "/x", info)]
     held = "1: POSIX  ADVISORY  WRITE 7 08:01:9 0 EOF\n"
     other = "1: -> FLOCK  ADVISORY  WRITE 7 08:01:9 0 EOF\n2: LEASE  ACTIVE    READ 7 08:01:9 0 EOF\n"
-    assert only(files.locks(opened, tree(tmp_path / "a", {"/proc/locks": held})))[0] == "warning"
-    assert only(files.locks(opened, tree(tmp_path / "b", {"/proc/locks": other})))[0] == "ok"
+    assert only(files.check_locks(opened, tree(tmp_path / "a", {"/proc/locks": held})))[0] == "warning"
+    assert only(files.check_locks(opened, tree(tmp_path / "b", {"/proc/locks": other})))[0] == "ok"

@@ -30,13 +30,13 @@ POD = {OF_CRI: "container"}
 )
 def test_probes(pause: float, verdict: str, said: str) -> None:
     """The pause against the defaults, and what the pod has to say where it is longer."""
-    found = only(kubernetes.probes(POD, pause))
+    found = only(kubernetes.check_probes(POD, pause))
     assert found[0] == verdict
     assert said in f"{found[1].says} {found[1].todo}"
 
 
 def test_no_pod() -> None:
-    assert list(kubernetes.probes({}, 100.0)) == []
+    assert list(kubernetes.check_probes({}, 100.0)) == []
     assert list(kubernetes.open_files({}, (), 1)) == []
 
 

@@ -30,7 +30,9 @@ SOCKET = Opened(a_process(), 3, "socket:[77]", None)
 )
 def test_protocols(name: str, refused: bool, verdict: str, todo: str) -> None:
     """By the kernel's name of the protocol; `refused`: by this CRIU, on this kernel."""
-    found = only(sockets.protocols([SOCKET], ask=lambda link: name, can_be_dumped=lambda _: not refused))
+    found = only(
+        sockets.check_protocols([SOCKET], ask=lambda link: name, can_be_dumped=lambda _: not refused)
+    )
     assert found[0] == verdict
     assert todo in found[1].todo
 
@@ -48,7 +50,7 @@ def test_connections(tmp_path: Path, state: int, inode: int, verdict: str) -> No
     """Connections of the container's own processes."""
     line = LINE.format(port=443, state=state, inode=inode)
     root = tree(tmp_path, {"/proc/7/net/tcp": HEAD + line, "/proc/7/net/tcp6": HEAD})
-    found = only(sockets.connections([SOCKET], root))
+    found = only(sockets.check_connections([SOCKET], root))
     assert found[0] == verdict
     if verdict == "warning":
         assert "port 443" in found[1].says
@@ -65,5 +67,5 @@ def test_a_real_connection() -> None:
         server.accept()[0] as other,
     ):
         numbers = (one.fileno(), other.fileno(), server.fileno())
-        opened = [each for each in files.opened([ours]) if each.number in numbers]
-        assert only(sockets.connections(opened))[1].facts["count"] == 2
+        opened = [each for each in files.list_open_files([ours]) if each.number in numbers]
+        assert only(sockets.check_connections(opened))[1].facts["count"] == 2

@@ -63,4 +63,4 @@ def test_mounted(tmp_path: Path) -> None:
             "/broken.json": "{",
         },
     )
-    assert cdi.mounted([root]) == {LIBRARY, "/run/state"}
+    assert cdi.list_mounted([root]) == {LIBRARY, "/run/state"}

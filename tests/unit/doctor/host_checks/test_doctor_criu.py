@@ -26,7 +26,7 @@ from gpusnap.runtime_shim.runtime.criu.images.pycriu_package import Pycriu
 )
 def test_version(version: str, release: str, verdict: str, said: str) -> None:
     """Too old, old, or not fit for this kernel."""
-    found = only(criu.criu(version, release, find=Programs(criu="").find))
+    found = only(criu.check_criu(version, release, find=Programs(criu="").find))
     assert found[0] == verdict
     assert said in found[1].says
 
@@ -34,8 +34,8 @@ def test_version(version: str, release: str, verdict: str, said: str) -> None:
 def test_none() -> None:
     """A host without CRIU: one failure, and no `criu check`."""
     nothing = Programs()
-    assert only(criu.criu("unknown", find=nothing.find))[0] == "failure"
-    assert [*criu.own_check(find=nothing.find, run=nothing.run)] == []
+    assert only(criu.check_criu("unknown", find=nothing.find))[0] == "failure"
+    assert [*criu.run_own_check(find=nothing.find, run=nothing.run)] == []
 
 
 OLD = """\
@@ -62,14 +62,14 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
 def test_own_check(answer: Answer, verdict: str, said: str) -> None:
     """What `criu check` prints, in one line."""
     programs = Programs(criu=answer)
-    found = only(criu.own_check(find=programs.find, run=programs.run))
+    found = only(criu.run_own_check(find=programs.find, run=programs.run))
     assert found[0] == verdict
     assert said in found[1].says
 
 
 def test_own_check_without_end() -> None:
     """One that is not done at the deadline."""
-    assert only(criu.own_check(find=Programs(criu="").find, run=lambda argv: None))[0] == "failure"
+    assert only(criu.run_own_check(find=Programs(criu="").find, run=lambda argv: None))[0] == "failure"
 
 
 HELP = """\
@@ -109,7 +109,7 @@ def test_network_lock(
     """The way that CRIU was built for, or is told to go; nft's program is not what it uses."""
     programs = Programs(criu=shown, **tools)
     root = str(tmp_path)
-    found = only(criu.network_lock(options, root=root, find=programs.find, run=programs.run))
+    found = only(criu.check_network_lock(options, root=root, find=programs.find, run=programs.run))
     assert found[0] == verdict
     assert said in found[1].says
     assert verdict == "ok" or 'criu.options = ["network-lock nftables"]' in found[1].todo
@@ -119,13 +119,13 @@ def test_network_lock_of_crius_own_files(tmp_path: Path) -> None:
     """The runtime's comes last; without CRIU there is nothing to say."""
     programs = Programs(criu=DEBIAN)
     root = tree(tmp_path, {"/etc/criu/default.conf": "# all\nnetwork-lock nftables\n"})
-    assert only(criu.network_lock(root=root, find=programs.find, run=programs.run))[0] == "ok"
+    assert only(criu.check_network_lock(root=root, find=programs.find, run=programs.run))[0] == "ok"
     tree(tmp_path, {"/etc/criu/runc.conf": "network-lock iptables\n"})
     options = ["network-lock nftables"]
     for kind, verdict in (("crun", "ok"), ("runc", "failure")):
-        found = criu.network_lock(options, kind, root=root, find=programs.find, run=programs.run)
+        found = criu.check_network_lock(options, kind, root=root, find=programs.find, run=programs.run)
         assert only(found)[0] == verdict
-    assert [*criu.network_lock(find=Programs().find)] == []
+    assert [*criu.check_network_lock(find=Programs().find)] == []
 
 
 @pytest.mark.parametrize(("accelerated", "said"), [(True, "can be decoded"), (False, "in Python here")])
@@ -133,7 +133,7 @@ def test_pycriu(monkeypatch: pytest.MonkeyPatch, accelerated: bool, said: str) -
     """It is there, with protobuf in C or in Python."""
     found = Pycriu(None, {}, accelerated)
     monkeypatch.setattr(pycriu_package, "load", lambda: found)
-    [check] = criu.pycriu()
+    [check] = criu.check_pycriu()
     assert check.verdict == "ok"
     assert said in check.says
 
@@ -142,10 +142,10 @@ def test_no_pycriu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then a restore would be refused, and the package is named."""
 
     def load() -> Pycriu:
-        raise pycriu_package.missing("CRIU's images cannot be read without it")
+        raise pycriu_package.make_missing_error("CRIU's images cannot be read without it")
 
     monkeypatch.setattr(pycriu_package, "load", load)
-    [check] = criu.pycriu()
+    [check] = criu.check_pycriu()
     assert check.verdict == "failure"
     assert "python3-pycriu" in check.todo
 
@@ -156,4 +156,4 @@ def test_no_pycriu(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_local_sockets_only(version: str, release: str, local: bool) -> None:
     """By both versions."""
-    assert criu.local_sockets_only(version, release) is local
+    assert criu.dumps_only_local_sockets(version, release) is local

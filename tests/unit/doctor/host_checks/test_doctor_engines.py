@@ -33,7 +33,7 @@ def runtime(folder: Path, text: str, name: str = "crun") -> str:
 )
 def test_runtime(tmp_path: Path, text: str, verdict: str, said: str) -> None:
     """Which it is, and whether it can."""
-    found = only(engines.runtimes(runtime(tmp_path, text), "4.1.1"))
+    found = only(engines.check_runtimes(runtime(tmp_path, text), "4.1.1"))
     assert found[0] == verdict
     assert said in found[1].says
 
@@ -41,7 +41,7 @@ def test_runtime(tmp_path: Path, text: str, verdict: str, said: str) -> None:
 def test_configuration_of_a_newer_crun(tmp_path: Path) -> None:
     """From 1.26 on with CRIU 4.2 it takes the annotation."""
     path = runtime(tmp_path, "crun version 1.28\n+CRIU")
-    assert only(engines.runtimes(path, "4.2"))[1].facts["takes_org_criu_config"] is True
+    assert only(engines.check_runtimes(path, "4.2"))[1].facts["takes_org_criu_config"] is True
 
 
 def test_a_crun_without_crius_library(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_crun_without_crius_library(tmp_path: Path) -> None:
     path = runtime(tmp_path, "crun version 1.21\n+CRIU")
     with open(path, "ab") as file:
         file.write(b"exit\n\0libcriu.so.999\0")
-    verdict, found = only(engines.runtimes(path, "4.1.1"))
+    verdict, found = only(engines.check_runtimes(path, "4.1.1"))
     assert verdict == "failure"
     assert "needs libcriu.so.999 for a checkpoint" in found.says
     assert "libcriu2" in found.todo
@@ -57,7 +57,7 @@ def test_a_crun_without_crius_library(tmp_path: Path) -> None:
 
 def test_no_runtime() -> None:
     """gpusnap's own sentence."""
-    assert "/nowhere/crun" in only(engines.runtimes("/nowhere/crun", "4.1.1"))[1].says
+    assert "/nowhere/crun" in only(engines.check_runtimes("/nowhere/crun", "4.1.1"))[1].says
 
 
 @pytest.mark.parametrize(
@@ -81,27 +81,27 @@ def test_under_cri(
     monkeypatch.setattr(locate, "SYSTEM_DIRECTORIES", ())
     programs = Programs(containerd="", podman="", **dict.fromkeys(names, ""))
     root = tree(tmp_path, {"/etc/containers/containers.conf.d/50.conf": PODMAN})
-    assert list(engines.under_cri(wanted, root, find=programs.find)) == []
+    assert list(engines.check_cri(wanted, root, find=programs.find)) == []
     tree(tmp_path, {"/etc/containerd/config.toml": CONTAINERD})
-    found = only(engines.under_cri(wanted, root, find=programs.find))
+    found = only(engines.check_cri(wanted, root, find=programs.find))
     assert found[0] == verdict
     assert said in found[1].says + found[1].todo
-    assert list(engines.under_cri(wanted, root, find=Programs(podman="").find)) == []
+    assert list(engines.check_cri(wanted, root, find=Programs(podman="").find)) == []
 
 
 def test_launcher(tmp_path: Path) -> None:
     """gpusnap-runtime as the engines' configuration names it; else where a shell finds it."""
     root = tree(tmp_path, {"/etc/containers/containers.conf.d/50.conf": PODMAN})
     programs = Programs(podman="", gpusnap_runtime="")
-    found = only(engines.launcher(root, find=programs.find))
+    found = only(engines.check_launcher(root, find=programs.find))
     assert (found[0], found[1].facts["path"]) == ("failure", OURS)
     (tmp_path / "usr/bin").mkdir(parents=True)
     (tmp_path / OURS[1:]).touch()
-    found = only(engines.launcher(root, find=programs.find))
+    found = only(engines.check_launcher(root, find=programs.find))
     assert (found[0], found[1].says) == ("ok", f"{OURS} in the engines' configuration")
     empty = str(tmp_path / "usr")
-    assert "PATH" in only(engines.launcher(empty, find=programs.find))[1].says
-    assert only(engines.launcher(empty, find=Programs().find))[0] == "failure"
+    assert "PATH" in only(engines.check_launcher(empty, find=programs.find))[1].says
+    assert only(engines.check_launcher(empty, find=Programs().find))[0] == "failure"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_parts(tmp_path: Path, code: int, out: str, err: str, launcher: str, ver
             return Answer(0, f"crun version 1\ngpusnap-runtime version {launcher}\n", "")
         return Answer(code, f"{out}\n", f"{err}\n")
 
-    found = only(engines.complete(root, find=Programs(podman="").find, run=run))
+    found = only(engines.check_complete(root, find=Programs(podman="").find, run=run))
     assert found[0] == verdict
     assert said in found[1].says
 
@@ -146,25 +146,25 @@ def test_what_is_left_to_do_for_containerd(tmp_path: Path) -> None:
         "/etc/gpusnap/containerd.toml": CONTAINERD,
     }
     root = tree(tmp_path, files)
-    fine, unfinished = engines.registered(root, find=Programs(podman="", containerd="").find)
+    fine, unfinished = engines.check_registered(root, find=Programs(podman="", containerd="").find)
     assert (fine.verdict.value, fine.says) == ("ok", "gpusnap is known to Podman as gpusnap")
     assert unfinished.verdict.value == "warning"
     assert unfinished.todo.startswith("cat /etc/gpusnap/containerd.toml >>/etc/containerd/config.toml")
     assert fine.facts["without"] == unfinished.facts["without"] == ["containerd"]
-    assert only(engines.registered(root, find=Programs(containerd="").find))[0] == "warning"
-    assert only(engines.registered(root, find=Programs(podman="").find))[0] == "ok"
+    assert only(engines.check_registered(root, find=Programs(containerd="").find))[0] == "warning"
+    assert only(engines.check_registered(root, find=Programs(podman="").find))[0] == "ok"
 
 
 def test_engines() -> None:
     """Those that are there, with their versions; none is a failure."""
     programs = Programs(podman="podman version 5.4.2\n", containerd=Answer(1, "", "broken"))
-    found = [*engines.engines(find=programs.find, run=programs.run)]
+    found = [*engines.check_engines(find=programs.find, run=programs.run)]
     assert [(each.name, each.verdict.value) for each in found] == [
         ("Podman", "ok"),
         ("containerd", "warning"),
     ]
     assert found[0].facts["version"] == "5.4.2"
-    assert only(engines.engines(find=Programs().find))[0] == "failure"
+    assert only(engines.check_engines(find=Programs().find))[0] == "failure"
 
 
 PODMAN = f"""
@@ -197,7 +197,7 @@ runtime_path = "{OURS}"
 def test_registered(tmp_path: Path, files: dict[str, str | bytes], runtimes: dict[str, list[str]]) -> None:
     """Under which names the engines know it; the others are named."""
     programs = Programs(podman="", containerd="", crio="")
-    verdict, found = only(engines.registered(tree(tmp_path, files), find=programs.find))
+    verdict, found = only(engines.check_registered(tree(tmp_path, files), find=programs.find))
     assert verdict == "ok"
     assert found.facts["runtimes"] == runtimes
     assert {*found.facts["without"], *runtimes} == {"Podman", "containerd", "CRI-O"}
@@ -206,7 +206,9 @@ def test_registered(tmp_path: Path, files: dict[str, str | bytes], runtimes: dic
 def test_registered_with_one_engine_of_two(tmp_path: Path) -> None:
     """That containerd is not told of gpusnap is fine: the line says so, and how it would be told."""
     root = tree(tmp_path, {"/etc/containers/containers.conf.d/50.conf": PODMAN})
-    verdict, found = only(engines.registered(root, find=Programs(podman="", containerd="", crio="").find))
+    verdict, found = only(
+        engines.check_registered(root, find=Programs(podman="", containerd="", crio="").find)
+    )
     assert (verdict, found.todo) == ("ok", "")
     assert found.says == (
         "gpusnap is known to Podman as gpusnap; not to containerd and CRI-O (if wanted: gpusnap install "
@@ -223,10 +225,10 @@ def test_what_containerd_imports(tmp_path: Path) -> None:
     }
     programs = Programs(containerd="")
     root = tree(tmp_path, files)
-    found = only(engines.registered(root, find=programs.find))[1]
+    found = only(engines.check_registered(root, find=programs.find))[1]
     assert found.facts["runtimes"] == {"containerd": ["gpu"]}
     other = tree(tmp_path / "other", {"/etc/containerd/conf.d/gpu.toml": CONTAINERD})
-    assert only(engines.registered(other, find=programs.find))[0] == "warning"
+    assert only(engines.check_registered(other, find=programs.find))[0] == "warning"
 
 
 def test_registered_in_anothers_place(tmp_path: Path) -> None:
@@ -236,21 +238,21 @@ def test_registered_in_anothers_place(tmp_path: Path) -> None:
     )
     (tmp_path / "opt").mkdir()
     (tmp_path / "opt/crun").symlink_to(tmp_path / OURS[1:])
-    assert only(engines.registered(root, find=Programs(podman="").find))[1].facts["runtimes"] == {
+    assert only(engines.check_registered(root, find=Programs(podman="").find))[1].facts["runtimes"] == {
         "Podman": ["crun"]
     }
 
 
 def test_not_registered(tmp_path: Path) -> None:
     """A warning with both ways; nothing to say without an engine."""
-    found = only(engines.registered(str(tmp_path), find=Programs(podman="").find))
+    found = only(engines.check_registered(str(tmp_path), find=Programs(podman="").find))
     assert found[0] == "warning"
     assert "gpusnap install" in found[1].todo
-    assert [*engines.registered(str(tmp_path), find=Programs().find)] == []
+    assert [*engines.check_registered(str(tmp_path), find=Programs().find)] == []
 
 
 def test_broken_configuration(tmp_path: Path) -> None:
     """The file is named."""
     root = tree(tmp_path, {"/etc/containers/containers.conf": "engine = ["})
     with pytest.raises(ValueError, match=r"/etc/containers/containers\.conf is not TOML"):
-        list(engines.registered(root, find=Programs(podman="").find))
+        list(engines.check_registered(root, find=Programs(podman="").find))

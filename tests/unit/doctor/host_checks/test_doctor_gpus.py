@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.settings import Settings
 def test_driver() -> None:
     """Version and GPUs; it is opened and asked, and nothing else."""
     driver = FakeDriver(gpus=(gpu(0), gpu(1)))
-    host, checks = gpus.driver(driver)
+    host, checks = gpus.check_driver(driver)
     verdict, found = only(checks)
     assert verdict == "ok"
     assert "NVIDIA driver 580.159.04 (CUDA 13.0)" in found.says
@@ -43,7 +43,7 @@ def test_releases_of_the_driver(version: str, verdict: str, what: str) -> None:
     driver = FakeDriver(gpus=(gpu(0),))
     monkeyed = replace(driver.host(), driver_version=version)
     driver.host = lambda: monkeyed  # type: ignore[method-assign]
-    found_verdict, found = only(gpus.driver(driver)[1])
+    found_verdict, found = only(gpus.check_driver(driver)[1])
     assert found_verdict == verdict
     assert what in found.says
 
@@ -59,7 +59,7 @@ def test_driver_that_refuses(operation: str, error: DriverTooOld | DriverMissing
     """Its own sentence."""
     driver = FakeDriver()
     driver.fail(operation, None, error)
-    host, checks = gpus.driver(driver)
+    host, checks = gpus.check_driver(driver)
     verdict, found = only(checks)
     assert (verdict, found.says, found.todo) == ("failure", str(error), error.hint)
     assert (host is None) is (operation == "host")
@@ -67,8 +67,8 @@ def test_driver_that_refuses(operation: str, error: DriverTooOld | DriverMissing
 
 def test_no_driver_and_no_gpu() -> None:
     """Both are failures."""
-    assert only(gpus.driver(None)[1])[0] == "failure"
-    assert "no GPU" in only(gpus.driver(FakeDriver(gpus=()))[1])[1].says
+    assert only(gpus.check_driver(None)[1])[0] == "failure"
+    assert "no GPU" in only(gpus.check_driver(FakeDriver(gpus=()))[1])[1].says
 
 
 def test_plugin() -> None:
@@ -77,14 +77,16 @@ def test_plugin() -> None:
     def missing(wanted: object, settings: Settings) -> str:
         raise Refused("it is not on this host", hint="install it")
 
-    assert only(gpus.plugin(AMDGPU, Settings(), lambda wanted, settings: "/usr/lib/criu/x.so"))[0] == "ok"
-    assert only(gpus.plugin(AMDGPU, Settings(), missing))[0] == "failure"
+    assert (
+        only(gpus.check_plugin(AMDGPU, Settings(), lambda wanted, settings: "/usr/lib/criu/x.so"))[0] == "ok"
+    )
+    assert only(gpus.check_plugin(AMDGPU, Settings(), missing))[0] == "failure"
 
 
 def test_mig() -> None:
     """GPUs that are cut up are named."""
-    assert only(gpus.mig((gpu(0), gpu(1))))[0] == "ok"
-    verdict, found = only(gpus.mig((gpu(0), replace(gpu(1), mig=True))))
+    assert only(gpus.check_mig((gpu(0), gpu(1))))[0] == "ok"
+    verdict, found = only(gpus.check_mig((gpu(0), replace(gpu(1), mig=True))))
     assert verdict == "warning"
     assert found.says.startswith("GPU 1 in MIG mode")
 
@@ -99,23 +101,23 @@ def test_mig() -> None:
 )
 def test_compute_modes(mode: str, verdict: str, said: str) -> None:
     """What a GPU is kept for."""
-    found = only(gpus.compute_modes((gpu(0), replace(gpu(1), compute_mode=mode))))
+    found = only(gpus.check_compute_modes((gpu(0), replace(gpu(1), compute_mode=mode))))
     assert found[0] == verdict
     assert said in found[1].says
 
 
 def test_persistence() -> None:
     """On, off, or not told."""
-    assert only(gpus.persistence((gpu(0),), lambda each: {0: True}))[0] == "ok"
-    assert only(gpus.persistence((gpu(0),), lambda each: {0: True, 1: False}))[0] == "warning"
-    assert [*gpus.persistence((gpu(0),), lambda each: {})] == []
+    assert only(gpus.check_persistence((gpu(0),), lambda each: {0: True}))[0] == "ok"
+    assert only(gpus.check_persistence((gpu(0),), lambda each: {0: True, 1: False}))[0] == "warning"
+    assert [*gpus.check_persistence((gpu(0),), lambda each: {})] == []
 
 
 @pytest.mark.parametrize(("name", "verdict"), [("nvidia-cuda-mps\n", "warning"), ("python3\n", "ok")])
 def test_mps(tmp_path: Path, name: str, verdict: str) -> None:
     """By the name of a process, as the kernel cuts it."""
     root = tree(tmp_path, {"/proc/12/comm": "sh\n", "/proc/123/comm": name, "/proc/self/comm": "x\n"})
-    found = only(gpus.mps(root))
+    found = only(gpus.check_mps(root))
     assert found[0] == verdict
     assert found[1].facts["pids"] == ([123] if verdict == "warning" else [])
 
@@ -124,5 +126,5 @@ def test_mps(tmp_path: Path, name: str, verdict: str) -> None:
 def test_nodes_made(tmp_path: Path, value: str) -> None:
     """Either is well; a driver that does not tell is passed over."""
     root = tree(tmp_path, {"/proc/driver/nvidia/params": f"Mobile: 1\nModifyDeviceFiles: {value}\n"})
-    assert only(gpus.nodes_made(root))[1].facts["value"] == int(value)
-    assert [*gpus.nodes_made(str(tmp_path / "other"))] == []
+    assert only(gpus.check_device_file_creation(root))[1].facts["value"] == int(value)
+    assert [*gpus.check_device_file_creation(str(tmp_path / "other"))] == []

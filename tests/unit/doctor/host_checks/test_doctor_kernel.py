@@ -38,16 +38,16 @@ def test_options(tmp_path: Path, where: str, without: tuple[str, ...], verdict: 
     """What the kernel was built with, wherever it is written."""
     text = config(*without).encode()
     root = tree(tmp_path, {where: gzip.compress(text) if where.endswith("gz") else text})
-    found = only(kernel.kernel(root, RELEASE))
+    found = only(kernel.check_kernel(root, RELEASE))
     assert found[0] == verdict
     assert said in found[1].says
 
 
 def test_no_options(tmp_path: Path) -> None:
     """A kernel that keeps them to itself is judged by a file that only a fit one has."""
-    assert only(kernel.kernel(str(tmp_path), RELEASE))[0] == "failure"
+    assert only(kernel.check_kernel(str(tmp_path), RELEASE))[0] == "failure"
     root = tree(tmp_path, {"/proc/sys/kernel/ns_last_pid": "1", "/proc/config.gz": b"broken"})
-    assert only(kernel.kernel(root, RELEASE))[0] == "ok"
+    assert only(kernel.check_kernel(root, RELEASE))[0] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_no_options(tmp_path: Path) -> None:
 def test_capabilities(tmp_path: Path, mask: int, user: int, verdict: str, said: str) -> None:
     """What this process may do, and who it is."""
     root = tree(tmp_path, {"/proc/self/status": f"Name:\tx\nCapPrm:\t0\nCapEff:\t{mask:016x}\n"})
-    found = only(kernel.capabilities(root, user))
+    found = only(kernel.check_capabilities(root, user))
     assert found[0] == verdict
     assert said in found[1].says
 
@@ -72,7 +72,7 @@ def test_capabilities(tmp_path: Path, mask: int, user: int, verdict: str, said: 
 def test_ptrace_scope(tmp_path: Path, scope: str, verdict: str) -> None:
     """Only 3 keeps root from attaching."""
     root = tree(tmp_path, {"/proc/sys/kernel/yama/ptrace_scope": scope} if scope else {})
-    assert only(kernel.ptrace_scope(root))[0] == verdict
+    assert only(kernel.check_ptrace_scope(root))[0] == verdict
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_ptrace_scope(tmp_path: Path, scope: str, verdict: str) -> None:
 )
 def test_userfaultfd(monkeypatch: pytest.MonkeyPatch, why: str, user: int, verdict: str, said: str) -> None:
     """It is no failure to lack it: a restore takes longer."""
-    monkeypatch.setattr(userfault, "why_not", lambda: why)
-    found = only(kernel.userfaultfd(user))
+    monkeypatch.setattr(userfault, "explain_missing", lambda: why)
+    found = only(kernel.check_userfaultfd(user))
     assert found[0] == verdict
     assert said in found[1].says
     assert found[1].facts["there"] is not bool(why)
@@ -112,7 +112,7 @@ CPU = "27 20 0:24 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
 def test_cgroups(tmp_path: Path, lines: list[str], verdict: str, said: str) -> None:
     """Version 2, with or without version 1, or the other way round."""
     root = tree(tmp_path, {"/proc/self/mountinfo": "\n".join(lines)})
-    found = only(kernel.cgroups(root))
+    found = only(kernel.check_cgroups(root))
     assert found[0] == verdict
     assert said in found[1].says
 
@@ -128,21 +128,21 @@ def test_cgroups(tmp_path: Path, lines: list[str], verdict: str, said: str) -> N
 def test_huge_pages(tmp_path: Path, text: str, verdict: str) -> None:
     """The mode in brackets counts."""
     root = tree(tmp_path, {"/sys/kernel/mm/transparent_hugepage/enabled": text + "\n"})
-    found = only(kernel.huge_pages(root))
+    found = only(kernel.check_huge_pages(root))
     assert found[0] == verdict
     assert found[1].facts["mode"] == re.findall(r"\[(\w+)\]", text)[0]
-    assert only(kernel.huge_pages(str(tmp_path / "other")))[0] == "warning"
+    assert only(kernel.check_huge_pages(str(tmp_path / "other")))[0] == "warning"
 
 
 def test_pid_namespace(tmp_path: Path) -> None:
     """In the host's /proc a process of a pod has another PID, or none where that namespace is not below."""
     (tmp_path / "proc").mkdir()
     link = tmp_path / "proc/self"
-    verdict, found = only(kernel.pid_namespace(str(tmp_path), 7))
+    verdict, found = only(kernel.check_pid_namespace(str(tmp_path), 7))
     assert (verdict, found.facts["shown"]) == ("warning", "")
     link.symlink_to("4711")
-    verdict, found = only(kernel.pid_namespace(str(tmp_path), 7))
+    verdict, found = only(kernel.check_pid_namespace(str(tmp_path), 7))
     assert verdict == "warning"
     assert "hostPID: true" in found.todo
-    assert list(kernel.pid_namespace(str(tmp_path), 4711)) == []
-    assert list(kernel.pid_namespace()) == []
+    assert list(kernel.check_pid_namespace(str(tmp_path), 4711)) == []
+    assert list(kernel.check_pid_namespace()) == []

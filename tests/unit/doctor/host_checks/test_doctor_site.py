@@ -31,7 +31,7 @@ def test_settings(tmp_path: Path, text: str | None, verdict: str, said: str) -> 
     path = tmp_path / "gpusnap.toml"
     if text is not None:
         path.write_text(text)
-    settings, check = site.settings(str(path))
+    settings, check = site.check_settings(str(path))
     assert check.verdict.value == verdict
     assert said in check.says
     assert settings.runtime == "runc" if text and "runc" in text else settings == Settings()
@@ -58,7 +58,7 @@ def test_registries(tmp_path: Path) -> None:
         "credsStore": "pass",
     }
     root = tree(tmp_path, {AUTH: json.dumps(auth)})
-    verdict, found = only(site.registries(["registry.example/app"], [AUTH, "/none"], root))
+    verdict, found = only(site.check_registries(["registry.example/app"], [AUTH, "/none"], root))
     assert verdict == "ok"
     assert {*found.facts["registries"]} == {
         *("registry.example", "index.docker.io", "gcr.io", "those of docker-credential-pass")
@@ -68,15 +68,15 @@ def test_registries(tmp_path: Path) -> None:
 
 def test_no_login_where_one_may_be_wanted(tmp_path: Path) -> None:
     """store.pull-from names a registry without credentials."""
-    verdict, found = only(site.registries(["http://other.example:5000/app"], [AUTH], str(tmp_path)))
+    verdict, found = only(site.check_registries(["http://other.example:5000/app"], [AUTH], str(tmp_path)))
     assert verdict == "warning"
     assert "podman login other.example:5000" in found.todo
-    assert only(site.registries([], [AUTH], str(tmp_path)))[0] == "ok"
+    assert only(site.check_registries([], [AUTH], str(tmp_path)))[0] == "ok"
 
 
 def test_broken_auth_file(tmp_path: Path) -> None:
     """The file is named, and nothing of what it holds."""
-    found = [*site.registries([], [AUTH], tree(tmp_path, {AUTH: "{" + SECRET}))]
+    found = [*site.check_registries([], [AUTH], tree(tmp_path, {AUTH: "{" + SECRET}))]
     assert [each.verdict.value for each in found] == ["warning", "ok"]
     assert AUTH in found[0].says
     assert SECRET not in repr(found)
@@ -85,4 +85,4 @@ def test_broken_auth_file(tmp_path: Path) -> None:
 def test_unreadable(tmp_path: Path) -> None:
     """A folder in the file's place is no file."""
     os.makedirs(tmp_path / AUTH[1:])
-    assert only(site.registries([], [AUTH], str(tmp_path)))[0] == "ok"
+    assert only(site.check_registries([], [AUTH], str(tmp_path)))[0] == "ok"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpusnap.engines.install.containerd import CONFIG, DROP_IN, FRAGMENT, Planned, files, planned
+from gpusnap.engines.install.containerd import CONFIG, DROP_IN, FRAGMENT, Planned, files, plan_handler
 from gpusnap.runtime_shim.errors import GpusnapError
 
 PROGRAM = "/usr/local/bin/gpusnap-runtime"
@@ -32,7 +32,7 @@ def plan(root: Path, config: str | None, version: int, **more: Any) -> Planned:
     if config is not None:
         (root / CONFIG[1:]).parent.mkdir(parents=True, exist_ok=True)
         (root / CONFIG[1:]).write_text(config)
-    return planned(PROGRAM, version=version, root=str(root), **more)
+    return plan_handler(PROGRAM, version=version, root=str(root), **more)
 
 
 def table(text: str, plugin: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpusnap.engines.install import detect as install_engines
-from gpusnap.engines.install.detect import Used, containerd_version, find, used
+from gpusnap.engines.install.detect import Used, containerd_version, find, list_used
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import find as locate
 
@@ -28,7 +28,7 @@ def nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(install_engines, "_BUNDLES", str(tmp_path / "tasks/*/*/options.json"))
     monkeypatch.setattr(install_engines, "_STORAGE", str(tmp_path))
     monkeypatch.setattr(locate, "SYSTEM_DIRECTORIES", ())
-    monkeypatch.setattr(install_engines, "_monitored", list)
+    monkeypatch.setattr(install_engines, "_list_monitored", list)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin")
     return tmp_path / "bin"
 
@@ -68,20 +68,22 @@ def test_podmans_containers(nothing: Path) -> None:
         'printf "crun\\taaa\\tone\\ngpusnap-runtime\\tbbb\\ttwo\\n"; '
         'printf "/opt/gpusnap-runtime\\tccc\\tthree\\n"; exit 125;; esac',
     )
-    assert used() == [Used("podman", "bbb", "two"), Used("podman", "ccc", "three")]
+    assert list_used() == [Used("podman", "bbb", "two"), Used("podman", "ccc", "three")]
 
 
 def test_each_once(nothing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that Podman tells of and conmon watches, and one that only conmon does."""
     program(nothing / "podman", 'printf "gpusnap-runtime\\tbbb\\ttwo\\n"')
-    monkeypatch.setattr(install_engines, "_monitored", lambda: [Used("crio", "bbb"), Used("crio", "ddd")])
-    assert used() == [Used("podman", "bbb", "two"), Used("crio", "ddd")]
+    monkeypatch.setattr(
+        install_engines, "_list_monitored", lambda: [Used("crio", "bbb"), Used("crio", "ddd")]
+    )
+    assert list_used() == [Used("podman", "bbb", "two"), Used("crio", "ddd")]
 
 
 def test_podman_that_does_not_tell(nothing: Path) -> None:
     program(nothing / "podman", "echo broken storage >&2; exit 125")
     with pytest.raises(GpusnapError, match="Podman does not list its containers: broken storage"):
-        used()
+        list_used()
 
 
 def test_containerds_tasks(nothing: Path, tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_containerds_tasks(nothing: Path, tmp_path: Path) -> None:
         bundle = tmp_path / "tasks/k8s.io" / name
         bundle.mkdir(parents=True)
         (bundle / "options.json").write_text(options)
-    assert used() == [Used("containerd", "a")]
+    assert list_used() == [Used("containerd", "a")]
 
 
 def test_monitors_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +107,7 @@ def test_monitors_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / process / "cmdline").write_bytes("\0".join(words).encode() + b"\0")
     (tmp_path / "1/cmdline").write_text("init")
     (tmp_path / "79").mkdir()
-    assert list(install_engines._monitored()) == [Used("crio", "id-77")]
+    assert list(install_engines._list_monitored()) == [Used("crio", "id-77")]
 
 
 def test_monitors(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_monitors(tmp_path: Path) -> None:
             # The kernel shows a command line a moment after it lets the parent of a new program go on.
             deadline = time.monotonic() + 10
             wanted = Used("crio", "the-id")
-            while wanted not in list(install_engines._monitored()):
+            while wanted not in list(install_engines._list_monitored()):
                 assert time.monotonic() < deadline
         finally:
             assert process.stdin is not None

@@ -8,7 +8,7 @@ import pytest
 
 from gpusnap.oci.base import errors
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
-from gpusnap.user_errors import Damaged, NotFound, failure, told
+from gpusnap.user_errors import Damaged, NotFound, convert_errors, failure
 
 CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type)]
 KINDS = [kind for kind in CLASSES if issubclass(kind, errors.OciError)]
@@ -17,7 +17,7 @@ KINDS = [kind for kind in CLASSES if issubclass(kind, errors.OciError)]
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_one(kind: type[errors.OciError]) -> None:
     """Each becomes a sentence of its own words, by `told` too."""
-    with pytest.raises(GpusnapError) as raised, told():
+    with pytest.raises(GpusnapError) as raised, convert_errors():
         raise kind("this went wrong")
     assert str(raised.value) == "this went wrong"
     assert isinstance(raised.value.__cause__, kind)
@@ -68,7 +68,7 @@ def test_unreachable(words: str, hint: str) -> None:
 
 def test_others_pass() -> None:
     """`told` is for errors of oci alone."""
-    with pytest.raises(ValueError, match="x"), told():
+    with pytest.raises(ValueError, match="x"), convert_errors():
         raise ValueError("x")
 
 
@@ -76,6 +76,6 @@ def test_others_pass() -> None:
 def test_what_could_not_be_read(code: int) -> None:
     """That is of this host, and nothing is said of what was to be read."""
     for cause, expected in ((OSError(code, ""), GpusnapError), (OSError(errno.ENOENT, ""), Damaged)):
-        with pytest.raises(GpusnapError) as raised, told():
+        with pytest.raises(GpusnapError) as raised, convert_errors():
             raise errors.LayoutError("the index cannot be read") from cause
         assert type(raised.value) is expected

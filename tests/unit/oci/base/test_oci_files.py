@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpusnap.oci.base import files
-from gpusnap.oci.base.files import name_new, unnamed_file
+from gpusnap.oci.base.files import create_unnamed_file, name_new
 
 
 @pytest.fixture(params=["renameat2", "links", "neither"])
@@ -113,10 +113,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_unnamed_file(place: int, tmp_path: Path) -> None:
     """It has a name when it is given one, and nothing is left of one that was given none."""
-    with unnamed_file(place) as (descriptor, _):
+    with create_unnamed_file(place) as (descriptor, _):
         os.write(descriptor, b"lost")
     assert os.listdir(tmp_path) == []
-    with unnamed_file(place) as (descriptor, name):
+    with create_unnamed_file(place) as (descriptor, name):
         os.write(descriptor, b"content")
         name("file")
     assert os.listdir(tmp_path) == ["file"]
@@ -127,7 +127,7 @@ def test_an_unnamed_file(place: int, tmp_path: Path) -> None:
 def test_an_unnamed_file_replaces_none(place: int, tmp_path: Path) -> None:
     """What has the name stays, be it a link that leads nowhere."""
     (tmp_path / "file").symlink_to("nowhere")
-    with pytest.raises(FileExistsError), unnamed_file(place) as (_, name):
+    with pytest.raises(FileExistsError), create_unnamed_file(place) as (_, name):
         name("file")
     assert os.listdir(tmp_path) == ["file"]
     assert os.readlink(tmp_path / "file") == "nowhere"
@@ -146,7 +146,7 @@ def test_an_unnamed_file_on_a_disk_that_fails(
     try:
         with monkeypatch.context() as patched:
             patched.setattr(os, failing, fails)
-            with pytest.raises(OSError, match="Input/output"), unnamed_file(folder) as (_, name):
+            with pytest.raises(OSError, match="Input/output"), create_unnamed_file(folder) as (_, name):
                 name("file")
         assert os.listdir(tmp_path) == []
     finally:

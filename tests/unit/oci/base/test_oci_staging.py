@@ -30,7 +30,7 @@ from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.chunks.verify import verify
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.digests import digest_of
-from gpusnap.oci.layout.documents import INDEX, Index, written_document
+from gpusnap.oci.layout.documents import INDEX, Index, encode_document
 from gpusnap.oci.store.gc import Spared
 from gpusnap.oci.store.store import Store
 
@@ -119,7 +119,7 @@ def test_take(store: Store) -> None:
 def test_precious(store: Store) -> None:
     """A precious one stays, through gc and its owner's end, until somebody adopts it and says it is not."""
     with store.stage("kept") as staging:
-        staging.precious("GPU memory of\ncontainer c")
+        staging.mark_precious("GPU memory of\ncontainer c")
         blob = staging.layout.add_blob(b"x")
     spared = Spared(staging.path, "GPU memory of\ncontainer c")
     assert store.collect().spared == (spared,)
@@ -130,8 +130,8 @@ def test_precious(store: Store) -> None:
         adopted.commit(root, names=["a"])
         # Who was killed here looks for his blobs where he left them.
         assert adopted.layout.read_blob(blob) == b"x"
-        adopted.plain()
-        adopted.plain()
+        adopted.unmark_precious()
+        adopted.unmark_precious()
     assert stagings(store) == []
     assert whole(store) == {"a": root.digest}
     with pytest.raises(NotThere, match="cannot be taken over: it does not exist"):
@@ -180,23 +180,30 @@ def test_known(store: Store) -> None:
     """Chunks that were committed are known, in the store, and to every process; a broken index is empty."""
     with store.stage() as staging:
         root, tables = save_to(staging, fill(50000, "random"))
-        assert len(store.known()) == 0
+        assert len(store.open_known_chunks()) == 0
         staging.commit(root, tables=tables)
     for chunk in tables[0].chunks:
-        place = store.known().find(chunk.plain)
+        place = store.open_known_chunks().find(chunk.plain)
         assert place is not None
         assert place.layout == store.path
     with store.stage() as staging:
         region = Buffer(bytearray(fill(50000, "random")))
-        write([region], staging.layout, threads=2, ceiling=CEILING, chunk_size=PAGE, known=store.known())
+        write(
+            [region],
+            staging.layout,
+            threads=2,
+            ceiling=CEILING,
+            chunk_size=PAGE,
+            known=store.open_known_chunks(),
+        )
         for name in names(staging.layout):
             assert os.path.samefile(blob_path(staging.layout, name), blob_path(store.layout, name))
     Path(store.path, "known.json").write_bytes(b"{")
-    assert len(store.known()) == 0
+    assert len(store.open_known_chunks()) == 0
     with store.stage() as staging:
         root, tables = save_to(staging, fill(50000, "random", 2))
         staging.commit(root, tables=tables)
-    assert len(store.known()) == len(tables[0].chunks)
+    assert len(store.open_known_chunks()) == len(tables[0].chunks)
 
 
 def test_what_a_foreign_checkpoint_says(store: Store) -> None:
@@ -213,7 +220,7 @@ def test_what_a_foreign_checkpoint_says(store: Store) -> None:
         f"does not hold the chunk {digest_of(ours)} of {PAGE} bytes that it is named for"
     ]
     with store.stage() as staging:
-        known = store.known()
+        known = store.open_known_chunks()
         source = [Buffer(ours)]
         tables = write(source, staging.layout, threads=1, ceiling=CEILING, known=known, chunk_size=PAGE)
         found = bytearray(PAGE)
@@ -225,7 +232,7 @@ def test_an_index_of_what_is_not_known(store: Store) -> None:
     """An index that names what gc could not follow is not committed: no gc of the store could go on."""
     with store.stage() as staging:
         odd = staging.layout.add_blob(b"x", media_type="application/vnd.somebody.else")
-        written = written_document(Index((odd,)).to_json())
+        written = encode_document(Index((odd,)).to_json())
         root = staging.layout.add_blob(written, media_type=INDEX)
         with pytest.raises(LayoutError, match=f"what {odd.digest}, a .*else, names is not known"):
             staging.commit(root, names=["odd"])

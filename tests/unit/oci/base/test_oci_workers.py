@@ -9,15 +9,15 @@ import threading
 import pytest
 from fakes import joining, wait_for
 
-from gpusnap.oci.base.threads import Crew, for_each
+from gpusnap.oci.base.threads import Crew, run_for_each
 
 
 def test_each_item_once() -> None:
     """Every item is taken by exactly one thread."""
     done: list[int] = []
-    for_each(range(100), done.append, threads=4)
+    run_for_each(range(100), done.append, threads=4)
     assert sorted(done) == list(range(100))
-    for_each([], done.append, threads=0)
+    run_for_each([], done.append, threads=0)
 
 
 def test_the_first_error_ends_it() -> None:
@@ -33,7 +33,7 @@ def test_the_first_error_ends_it() -> None:
         done.append(item)
 
     with pytest.raises(ValueError, match="the first"):
-        for_each(range(1000), do, threads=2)
+        run_for_each(range(1000), do, threads=2)
     assert len(done) < 1000
 
 
@@ -73,7 +73,7 @@ def test_fewer_threads_than_asked_for(monkeypatch: pytest.MonkeyPatch, count: in
     """Those do it all; where there is none, the one that asks does."""
     started = only(count, monkeypatch)
     done: list[int] = []
-    for_each(range(100), done.append, threads=4)
+    run_for_each(range(100), done.append, threads=4)
     assert sorted(done) == list(range(100))
     assert len(started) == count
 
@@ -89,7 +89,7 @@ def test_the_first_error_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
         done.append(item)
 
     with pytest.raises(ValueError, match="the first"):
-        for_each(range(9), do, threads=4)
+        run_for_each(range(9), do, threads=4)
     assert done == [0, 1, 2]
 
 

@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.gpu.nvidia import driver as nvidia
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import cri_layout, manifest, manifest_file
 from gpusnap.runtime_shim.runtime import cgroup_freezer
-from gpusnap.runtime_shim.snapshot.restored_processes import all_there
+from gpusnap.runtime_shim.snapshot.restored_processes import check_all_there
 
 ROOT = Path(__file__).resolve().parents[4]
 # Where a wrong no costs a better message, room on the disk, or a refusal.
@@ -109,10 +109,10 @@ def test_exists(tmp_path: Path, fail: Fail) -> None:
 def test_whose_images(tmp_path: Path, fail: Fail) -> None:
     """Images with GPU state are not handed to the real runtime, which would restore them without."""
     (tmp_path / manifest.FOLDER).mkdir()
-    assert manifest_file.belongs(str(tmp_path))
+    assert manifest_file.is_ours(str(tmp_path))
     fail("stat", f"/{manifest.FOLDER}", errno.ENOMEM)
     with pytest.raises(ImageError, match=r"whether gpusnap made the images in .*: Cannot allocate memory"):
-        manifest_file.belongs(str(tmp_path))
+        manifest_file.is_ours(str(tmp_path))
 
 
 def test_a_restored_process(tmp_path: Path, fail: Fail) -> None:
@@ -120,7 +120,7 @@ def test_a_restored_process(tmp_path: Path, fail: Fail) -> None:
     (process,) = a_manifest().processes[:1]
     fail("stat", f"/core-{process.pid}.img", errno.EIO)
     with pytest.raises(ImageError, match=r"whether .*core-\d+.img is there: Input/output error"):
-        all_there([process], (), str(tmp_path))
+        check_all_there([process], (), str(tmp_path))
 
 
 def test_an_index(tmp_path: Path, fail: Fail) -> None:
@@ -138,7 +138,7 @@ def test_an_index(tmp_path: Path, fail: Fail) -> None:
     assert index.read_bytes() == before
 
 
-@pytest.mark.parametrize("present", [nvidia.present, amd.present])
+@pytest.mark.parametrize("present", [nvidia.is_present, amd.is_present])
 def test_a_driver(present: Callable[[], bool], fail: Fail) -> None:
     """A host whose driver cannot be seen is not taken for one without GPUs: a dump would lose their state."""
     fail("stat", "/proc/driver/nvidia/version", errno.ENOMEM)
@@ -197,16 +197,16 @@ def test_members_of_a_cgroup(tmp_path: Path, fail: Fail) -> None:
 def test_a_frozen_cgroup(tmp_path: Path, fail: Fail) -> None:
     """Whether it is frozen, and whether it is there."""
     group = tmp_path / "group"
-    assert cgroup_freezer.gone(str(group))
-    assert not cgroup_freezer.frozen(str(group))
+    assert cgroup_freezer.is_gone(str(group))
+    assert not cgroup_freezer.is_frozen(str(group))
     group.mkdir()
-    assert not cgroup_freezer.gone(str(group))
+    assert not cgroup_freezer.is_gone(str(group))
     (group / "cgroup.freeze").mkdir()  # read as a file it fails with EISDIR
     with pytest.raises(GpusnapError, match="cannot be read"):
-        cgroup_freezer.frozen(str(group))
+        cgroup_freezer.is_frozen(str(group))
     fail("stat", "/group", errno.EIO)
     with pytest.raises(GpusnapError, match="cannot be read: Input/output error"):
-        cgroup_freezer.gone(str(group))
+        cgroup_freezer.is_gone(str(group))
 
 
 def test_images_of_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

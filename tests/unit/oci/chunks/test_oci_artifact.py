@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gpusnap.oci.base.errors import LayoutError
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.artifact import CHECKPOINT, CHUNKS, CONFIG, RECORDS, ROOTFS, Artifact, chunk_layers
-from gpusnap.oci.chunks.table import CHUNK_SIZE, MEDIA_TYPES, Chunk, Table, validated
+from gpusnap.oci.chunks.table import CHUNK_SIZE, MEDIA_TYPES, Chunk, Table, make_table
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, EMPTY, INDEX, MANIFEST, Descriptor, empty_descriptor
 from gpusnap.oci.layout.graph import walk
@@ -104,7 +104,7 @@ def test_parts_that_are_not_there(layout: Layout, what: Artifact) -> None:
 def test_chunk_layers() -> None:
     """A blob comes once, where it is used first, and says what it is of."""
     one, two, three = (digest_of(each) for each in (b"1", b"2", b"3"))
-    first = validated(
+    first = make_table(
         4 * CHUNK_SIZE,
         [
             Chunk(0, CHUNK_SIZE, one, two, 99, "zstd"),
@@ -112,7 +112,7 @@ def test_chunk_layers() -> None:
             Chunk(2 * CHUNK_SIZE, CHUNK_SIZE, one, two, 99, "zstd"),
         ],
     )
-    second = validated(8192, [Chunk(4096, 4096, three, three, 4096, "plain")])
+    second = make_table(8192, [Chunk(4096, 4096, three, three, 4096, "plain")])
     assert chunk_layers([("1:7f00", first), ("pages-1.img", second)]) == (
         Descriptor(
             "application/vnd.gpusnap.chunk.v1+zstd",

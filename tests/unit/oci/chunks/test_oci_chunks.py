@@ -16,7 +16,7 @@ from oci_regions import PAGE, fill, load, region, save, text
 
 from gpusnap.oci.base.errors import ChunkError, OciError
 from gpusnap.oci.chunks.buffers import Buffer, File, Memory, is_zero
-from gpusnap.oci.chunks.table import Chunk, Encoding, Table, descriptors, from_json, to_json, validated
+from gpusnap.oci.chunks.table import Chunk, Encoding, Table, descriptors, from_json, make_table, to_json
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.layout import Layout
 
@@ -93,7 +93,7 @@ def test_zstd_reads_them(tmp_path: Path) -> None:
 
 def test_descriptors() -> None:
     """Each blob is one layer, in the order of first use, its media type that of its encoding."""
-    table = validated(4 * PAGE, [PACKED, PLAIN, replace(PACKED, offset=3 * PAGE)])
+    table = make_table(4 * PAGE, [PACKED, PLAIN, replace(PACKED, offset=3 * PAGE)])
     assert [(each.digest, each.size) for each in descriptors([table, table])] == [(B, 100), (A, PAGE)]
     assert [each.media_type[-5:] for each in descriptors([table])] == ["+zstd", "nk.v1"]
     assert table.stored == PAGE + 200
@@ -122,14 +122,14 @@ def test_descriptors() -> None:
 def test_bad_tables(size: int, chunks: list[Chunk], words: str) -> None:
     """Every number that cannot be right is refused, with the chunk that has it."""
     with pytest.raises(ChunkError, match=words):
-        validated(size, chunks)
+        make_table(size, chunks)
 
 
 def test_too_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """More chunks than any region has are refused before they are looked at."""
     monkeypatch.setattr("gpusnap.oci.chunks.table.MOST_CHUNKS", 1)
     with pytest.raises(ChunkError, match="2 chunks is more"):
-        validated(9 * PAGE, [PACKED, PLAIN])
+        make_table(9 * PAGE, [PACKED, PLAIN])
     with pytest.raises(ChunkError, match="list of at most"):
         from_json({"size": 9 * PAGE, "digest": "sha256", "chunks": [[], []]})
 
@@ -171,7 +171,7 @@ def test_a_large_table_is_small() -> None:
     """12 GiB in chunks of 16 MiB take less than 200 KiB of JSON."""
     size = 16 << 20
     chunks = [Chunk(at * size, size, A, B, size - 1, "zstd") for at in range(768)]
-    assert len(json.dumps(to_json(validated(12 << 30, chunks)))) < 200 << 10
+    assert len(json.dumps(to_json(make_table(12 << 30, chunks)))) < 200 << 10
 
 
 @given(size=st.integers(0, 300), at=st.integers(0, 299), value=st.integers(1, 255))

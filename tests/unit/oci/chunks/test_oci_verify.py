@@ -26,7 +26,7 @@ from gpusnap.oci.layout.documents import (
     Index,
     Manifest,
     empty_descriptor,
-    written_document,
+    encode_document,
 )
 from gpusnap.oci.layout.layout import Layout
 
@@ -93,7 +93,7 @@ def test_it_does_not_stop(layout: Layout) -> None:
 def test_a_manifest_below_an_index(layout: Layout, harm: str, what: str) -> None:
     """A manifest that is wrong is named, and what the others name is checked."""
     first, second = put(layout, CONTENTS[0]), put(layout, CONTENTS[1])
-    root = layout.add_blob(written_document(Index((first, second)).to_json()), media_type=INDEX)
+    root = layout.add_blob(encode_document(Index((first, second)).to_json()), media_type=INDEX)
     path = blob_path(layout, first.digest)
     data = path.read_bytes()
     path.unlink()
@@ -135,7 +135,7 @@ def test_indexes_for_ever(layout: Layout) -> None:
     """Indexes within indexes end somewhere."""
     root = put(layout, b"x")
     for _ in range(12):
-        root = layout.add_blob(written_document(Index((root,)).to_json()), media_type=INDEX)
+        root = layout.add_blob(encode_document(Index((root,)).to_json()), media_type=INDEX)
     [fault] = verify(layout, root, threads=1)
     assert isinstance(fault, Fault)
     assert fault.what == "lies below more than 8 indexes"
@@ -191,8 +191,8 @@ def test_named_as_two_things(layout: Layout) -> None:
     inner = put(layout, CONTENTS[0])
     layer = replace(inner, media_type="a/layer", artifact_type="")
     outer = layout.add_manifest(Manifest(empty_descriptor(), (layer,)))
-    nested = layout.add_blob(written_document(Index((inner,)).to_json()), media_type=INDEX)
-    root = layout.add_blob(written_document(Index((outer, nested)).to_json()), media_type=INDEX)
+    nested = layout.add_blob(encode_document(Index((inner,)).to_json()), media_type=INDEX)
+    root = layout.add_blob(encode_document(Index((outer, nested)).to_json()), media_type=INDEX)
     blob_path(layout, digest_of(CONTENTS[0])).unlink()
     assert faults(layout, root) == {digest_of(CONTENTS[0]): "missing"}
 

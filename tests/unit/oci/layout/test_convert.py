@@ -22,7 +22,7 @@ from gpusnap.oci.base import files as files_module
 from gpusnap.oci.base.errors import ArchiveError, BlobError, DiskFull
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.artifact import Artifact
-from gpusnap.oci.chunks.table import Chunk, Progress, descriptors, validated
+from gpusnap.oci.chunks.table import Chunk, Progress, descriptors, make_table
 from gpusnap.oci.layout.blobs import FirstOf
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import EMPTY, Descriptor
@@ -402,7 +402,7 @@ def test_give_out_wrong(
 def test_give_out_full(tmp_path: Path, source: Layout, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     """A disk that is full after some writes: the path is named, nothing is left."""
     found, layout, config = parts(tmp_path, source)
-    left, real = room, files_module.all_written
+    left, real = room, files_module.write_all
 
     def all_written(descriptor: int, data: bytes) -> None:
         nonlocal left
@@ -411,7 +411,7 @@ def test_give_out_full(tmp_path: Path, source: Layout, monkeypatch: pytest.Monke
         left -= 1
         real(descriptor, data)
 
-    monkeypatch.setattr(archive, "all_written", all_written)
+    monkeypatch.setattr(archive, "write_all", all_written)
     before = set(os.listdir(tmp_path))
     with pytest.raises(DiskFull, match=r"is full: the archive out\.tar"):
         give_out(found, layout, str(tmp_path / "out.tar"), config=config)
@@ -474,7 +474,7 @@ def test_a_lying_table(tmp_path: Path, source: Layout, staging: Layout) -> None:
     tables = regions(source)
     first = tables[0].chunks[0]
     assert first.encoding == "zstd"
-    lying = validated(first.size, [Chunk(0, first.size, first.plain, first.blob, first.stored - 1, "zstd")])
+    lying = make_table(first.size, [Chunk(0, first.size, first.plain, first.blob, first.stored - 1, "zstd")])
     with pytest.raises(ImageError, match="lacks the blob"):
         take_in(written(tmp_path / "in.tar", source, record((lying,))), staging)
 

@@ -23,7 +23,7 @@ from oci_regions import blobs
 
 from gpusnap.oci.base.errors import BlobError, DigestError, DiskError, DiskFull, LayoutError
 from gpusnap.oci.layout import layout as layout_module
-from gpusnap.oci.layout.digests import digest_of, encoded
+from gpusnap.oci.layout.digests import digest_of, get_hex
 from gpusnap.oci.layout.documents import (
     EMPTY_BLOB,
     MANIFEST,
@@ -168,7 +168,7 @@ def test_blobs_that_cannot_be_linked(layout: Layout, monkeypatch: pytest.MonkeyP
     assert layout.link_durable([wrong, absent], other) == [wrong, absent]
     assert blobs(Path(layout.path)) == {}
     assert layout.link_durable([absent, there], other) == [absent]
-    assert layout.lacks([there, wrong, absent]) == [wrong, absent]
+    assert layout.list_missing([there, wrong, absent]) == [wrong, absent]
     blob_path(layout).unlink()
 
     def no_link(*_args: object, **_options: object) -> None:
@@ -182,7 +182,7 @@ def test_blobs_that_cannot_be_linked(layout: Layout, monkeypatch: pytest.MonkeyP
 def test_what_a_layout_lacks_that_is_none(tmp_path: Path) -> None:
     """Without its folder it lacks all."""
     wanted = [Descriptor(OCTETS, DIGEST, len(DATA))]
-    assert Layout(tmp_path / "none").lacks(wanted) == wanted
+    assert Layout(tmp_path / "none").list_missing(wanted) == wanted
 
 
 def test_link_in_place_of_a_broken_blob(layout: Layout) -> None:
@@ -353,7 +353,7 @@ def test_a_link_of_a_durable_blob(layout: Layout, monkeypatch: pytest.MonkeyPatc
     layout.sync()
     folder = f"{layout.path}/blobs/sha256"
     assert f"{folder}/{NAME}" not in synced
-    assert f"{folder}/{encoded(second.digest)}" in synced
+    assert f"{folder}/{get_hex(second.digest)}" in synced
     assert folder in synced
 
 

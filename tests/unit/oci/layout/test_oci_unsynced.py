@@ -29,7 +29,7 @@ def open_files(folder: Path) -> list[str]:
 def add(unsynced: Unsynced, folder: Path, *names: str) -> None:
     for name in names:
         descriptor = written(folder, name)
-        unsynced.wrote(name, descriptor)
+        unsynced.note_written(name, descriptor)
         os.close(descriptor)
 
 
@@ -76,10 +76,10 @@ def test_an_early_failure_is_not_forgotten(tmp_path: Path, synced: list[str]) ->
     for _ in range(2):
         with pytest.raises(OSError, match="bad"):
             unsynced.sync(no_other, threads=1)
-    assert unsynced.failed() == {"bad"}
+    assert unsynced.list_failed() == {"bad"}
     add(unsynced, tmp_path, "bad")
     unsynced.sync(no_other, threads=1)
-    assert unsynced.failed() == set()
+    assert unsynced.list_failed() == set()
     assert synced == ["bad", "next", "bad"]
 
 
@@ -107,9 +107,9 @@ def test_no_descriptor_is_left(tmp_path: Path, synced: list[str], monkeypatch: p
     assert synced == ["a"]
     with pytest.raises(OSError, match="bad"):
         add(unsynced, tmp_path, "bad")
-    assert unsynced.failed() == {"bad"}
+    assert unsynced.list_failed() == {"bad"}
     add(unsynced, tmp_path, "bad")  # written again
-    assert unsynced.failed() == set()
+    assert unsynced.list_failed() == set()
 
 
 def test_what_was_found(tmp_path: Path, synced: list[str]) -> None:
@@ -122,9 +122,9 @@ def test_what_was_found(tmp_path: Path, synced: list[str]) -> None:
 
     for name in ("found", "both"):
         os.close(written(tmp_path, name))
-        unsynced.found(name)
+        unsynced.note_existing(name)
     add(unsynced, tmp_path, "both")
-    unsynced.found("both")
+    unsynced.note_existing("both")
     unsynced.sync(open_it, threads=2)
     assert opened == ["found"]
     assert sorted(synced) == ["both", "found"]

@@ -241,8 +241,8 @@ def test_no_way_out_of_tls(location: str) -> None:
     """With TLS, nothing leads to where there is none."""
     client = Client("r.example")
     with pytest.raises(RegistryError, match="where there is no TLS, or no address at all"):
-        client.resolved("https://r.example/v2/a/blobs/x", location)
-    assert client.resolved("https://r.example/v2/x", "../y?z=%3D&a") == "https://r.example/y?z=%3D&a"
+        client.resolve_location("https://r.example/v2/a/blobs/x", location)
+    assert client.resolve_location("https://r.example/v2/x", "../y?z=%3D&a") == "https://r.example/y?z=%3D&a"
 
 
 def test_docker_hub() -> None:
@@ -320,7 +320,7 @@ def test_locations_of_two_meanings(location: str) -> None:
     """Where one parser of URLs may see another host than the next one, nobody goes."""
     client = Client("r.example")
     with pytest.raises(RegistryError, match="where there is no TLS, or no address at all"):
-        client.resolved("https://r.example/v2/a/blobs/x", location)
+        client.resolve_location("https://r.example/v2/a/blobs/x", location)
 
 
 def test_a_password_for_another_host(registry: FakeRegistry, tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ from gpusnap.oci.layout.documents import (
     Index,
     Manifest,
     empty_descriptor,
-    written_document,
+    encode_document,
 )
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.registry import copy as transfer
 from gpusnap.oci.registry import referrers
-from gpusnap.oci.store.referrers import below
+from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
 from gpusnap.progress import Progress
@@ -81,14 +81,14 @@ def pushed(registry: FakeRegistry, tmp_path: Path) -> dict[str, Descriptor]:
         if not registry.lists_referrers:
             # As clients such as oras and cosign keep the list (distribution-spec v1.1, Referrers Tag Schema).
             for subject, names in (("root", ("sbom", "signature")), ("sbom", ("of the sbom",))):
-                content = written_document(Index(tuple(found[name] for name in names)).to_json())
+                content = encode_document(Index(tuple(found[name] for name in names)).to_json())
                 tag = found[subject].digest.replace(":", "-")
                 repository.put_manifest(content, INDEX, tag)
     return found
 
 
 def ref(registry: FakeRegistry, name: str) -> locator.InRegistry:
-    return locator.registry(f"http://{registry.host}/{name}")
+    return locator.parse_registry(f"http://{registry.host}/{name}")
 
 
 def known(registry: FakeRegistry, name: str, digest: str) -> set[str]:
@@ -148,7 +148,7 @@ def test_lies(registry: FakeRegistry, pushed: dict[str, Descriptor], store: Stor
         wrong = referring(layout, dataclasses.replace(pushed["root"], digest="sha256:" + "0" * 64), b"x")
         transfer.push(wrong, layout, repository)
         gone = dataclasses.replace(wrong, digest="sha256:" + "1" * 64)
-    content = written_document(Index((wrong, gone, pushed["signature"])).to_json())
+    content = encode_document(Index((wrong, gone, pushed["signature"])).to_json())
     registry.manifests["team/app", pushed["root"].digest.replace(":", "-")] = INDEX, content
     registry.lists_referrers = False
     found, _ = referrers.pull(registry.repository(), pushed["root"].digest, store.layout)
@@ -160,7 +160,7 @@ def test_no_end_of_lies(registry: FakeRegistry, pushed: dict[str, Descriptor], s
     registry.page = 100
     root = pushed["root"]
     gone = [dataclasses.replace(pushed["sbom"], digest=f"sha256:{at:064x}") for at in range(3000)]
-    content = written_document(Index(tuple(gone)).to_json())
+    content = encode_document(Index(tuple(gone)).to_json())
     registry.manifests["team/app", root.digest.replace(":", "-")] = INDEX, content
     registry.lists_referrers = False
     assert referrers.pull(registry.repository(), root.digest, store.layout)[0] == ()
@@ -199,5 +199,5 @@ def test_a_loop(registry: FakeRegistry, tmp_path: Path) -> None:
     chain = [referring(layout, Descriptor(INDEX, "sha256:" + "2" * 64, 2), b"0")]
     for at in range(8):
         chain.append(referring(layout, chain[-1], b"%d" % at))
-    found = below(chain, layout.read_blob, chain[0].digest)
+    found = list_referring(chain, layout.read_blob, chain[0].digest)
     assert [each.digest for each in found] == [each.digest for each in chain[1:4]]

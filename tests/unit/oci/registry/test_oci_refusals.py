@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpusnap.oci.base.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
-from gpusnap.oci.registry.responses import printable, refusal, seconds_to_wait, worth_another
+from gpusnap.oci.registry.responses import is_worth_retrying, make_refusal, parse_retry_after, printable
 
 WHAT = "r.example/a does not take the blob sha256:12"
 
@@ -24,9 +24,9 @@ def body(code: object, message: object) -> bytes:
 def test_each_status(status: int) -> None:
     """Each status is worth another attempt, or is one kind of error."""
     again = status in (408, 429) or (status >= 500 and status != 501)
-    assert worth_another(status) == again
+    assert is_worth_retrying(status) == again
     kinds: dict[int, type[RegistryError]] = {401: Unauthorized, 403: Unauthorized, 404: NotInRegistry}
-    found = refusal(status, b"", WHAT)
+    found = make_refusal(status, b"", WHAT)
     assert type(found) is kinds.get(status, Rejected)
     assert f"status {status}" in str(found)
     assert str(found).startswith(WHAT)
@@ -35,11 +35,11 @@ def test_each_status(status: int) -> None:
 
 def test_its_own_words() -> None:
     """The registry's code and message are shown, and the code can be asked for."""
-    found = refusal(400, body("DIGEST_INVALID", "provided digest did not match"), WHAT)
+    found = make_refusal(400, body("DIGEST_INVALID", "provided digest did not match"), WHAT)
     assert isinstance(found, Rejected)
     assert (found.says, found.code) == ("DIGEST_INVALID", "GPS-806")
     assert str(found) == f"{WHAT}: it refuses (DIGEST_INVALID: provided digest did not match)"
-    assert "(DENIED: requested access" in str(refusal(403, body("DENIED", "requested access"), WHAT))
+    assert "(DENIED: requested access" in str(make_refusal(403, body("DENIED", "requested access"), WHAT))
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_its_own_words() -> None:
 )
 def test_bodies_that_say_nothing(content: bytes) -> None:
     """Any body will do."""
-    assert "status 400" in str(refusal(400, content, WHAT))
+    assert "status 400" in str(make_refusal(400, content, WHAT))
 
 
 def test_words_that_podman_takes_for_its_own() -> None:
     """Registries like to say "permission denied"."""
-    found = str(refusal(403, body("DENIED", "Permission Denied: No such file or directory"), WHAT))
+    found = str(make_refusal(403, body("DENIED", "Permission Denied: No such file or directory"), WHAT))
     assert "access is refused: it does not exist" in found
 
 
@@ -67,9 +67,9 @@ def test_printable(text: object) -> None:
 
 def test_retry_after() -> None:
     """Seconds or a date; anything else, and a date that has passed, is no wait."""
-    assert seconds_to_wait("7") == 7
-    assert seconds_to_wait("  0 ") == 0
-    ahead = seconds_to_wait(email.utils.formatdate(time.time() + 60, usegmt=True))
+    assert parse_retry_after("7") == 7
+    assert parse_retry_after("  0 ") == 0
+    ahead = parse_retry_after(email.utils.formatdate(time.time() + 60, usegmt=True))
     assert 50 < ahead <= 60
     for text in ("", "soon", "-3", "1e9", "9" * 99, "Thu, 01 Jan 1970 00:00:00 GMT", "Thu, 99 Foo 9999"):
-        assert seconds_to_wait(text) == 0
+        assert parse_retry_after(text) == 0

@@ -188,7 +188,7 @@ def test_a_realm_without_tls(registry: FakeRegistry, realm: str) -> None:
     """A registry spoken to with TLS names a token service with TLS; else no password goes there."""
     tokens = Tokens("r.example", make_pool(), credentials=SOMEONE)
     with pytest.raises(Unauthorized, match="names a token service without TLS, which is sent no credentials"):
-        tokens.after("", f'Bearer realm="{realm}",service="s"', ("repository:a:pull",))
+        tokens.answer_challenge("", f'Bearer realm="{realm}",service="s"', ("repository:a:pull",))
 
 
 def test_an_unknown_scheme(registry: FakeRegistry) -> None:
@@ -204,7 +204,7 @@ def test_tokens_end(registry: FakeRegistry) -> None:
     pool = make_pool()
     tokens = Tokens(registry.host, pool, credentials=SOMEONE, plain_http=True, clock=lambda: now[0])
     scopes = ("repository:a:pull",)
-    first = tokens.after("", f'Bearer realm="http://{registry.host}/token",service="fake"', scopes)
+    first = tokens.answer_challenge("", f'Bearer realm="http://{registry.host}/token",service="fake"', scopes)
     now[0] = 40
     assert tokens.header(scopes) == first
     now[0] = 46
@@ -227,10 +227,10 @@ def test_a_realm_without_tls_on_another_host(
     challenge = f'Bearer realm="{realm}",service="fake"'
     if refused:
         with pytest.raises(Unauthorized, match=f"on another host, .* no credentials: {registry.host}"):
-            tokens.after("", challenge, ("repository:a:pull",))
+            tokens.answer_challenge("", challenge, ("repository:a:pull",))
         assert registry.seen == []
         return
-    assert tokens.after("", challenge, ("repository:a:pull",)).startswith("Bearer ")
+    assert tokens.answer_challenge("", challenge, ("repository:a:pull",)).startswith("Bearer ")
     assert "authorization" not in registry.seen[0].headers
 
 
@@ -238,7 +238,7 @@ def test_a_realm_without_tls_on_another_port(registry: FakeRegistry) -> None:
     """The registry's own host may have its token service at another port."""
     tokens = Tokens("127.0.0.1:1", make_pool(), credentials=SOMEONE, plain_http=True)
     challenge = f'Bearer realm="http://{registry.host}/token",service="fake"'
-    assert tokens.after("", challenge, ("repository:a:pull",)).startswith("Bearer ")
+    assert tokens.answer_challenge("", challenge, ("repository:a:pull",)).startswith("Bearer ")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_realm_of_two_meanings(realm: str) -> None:
     # Within quotes a backslash stands for what follows it.
     quoted = realm.replace("\\", "\\\\")
     with pytest.raises(Unauthorized, match="sent no credentials: it has no address"):
-        tokens.after("", f'Bearer realm="{quoted}",service="s"', ("repository:a:pull",))
+        tokens.answer_challenge("", f'Bearer realm="{quoted}",service="s"', ("repository:a:pull",))
 
 
 def serving(registry: FakeRegistry, seconds: str) -> str:
@@ -262,7 +262,7 @@ def serving(registry: FakeRegistry, seconds: str) -> str:
     tokens = Tokens(registry.host, pool, plain_http=True)
     challenge = f'Bearer realm="http://{registry.host}/token",service="fake"'
     try:
-        return tokens.after("", challenge, ("repository:a:pull",))
+        return tokens.answer_challenge("", challenge, ("repository:a:pull",))
     finally:
         pool.clear()
 

@@ -18,7 +18,7 @@ from fake_registry import CutAnswer, CutBody, FakeRegistry, NoAnswer, Say
 from oci_regions import blobs
 
 from gpusnap.oci.base.errors import BlobError, NotInRegistry, Unreachable
-from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, Manifest, written_document
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, Manifest, encode_document
 from gpusnap.oci.layout.graph import walk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.registry import upload
@@ -57,7 +57,7 @@ def artifact(layout: Layout, seed: int = 0, *, sizes: list[int] = SIZES) -> Desc
 def index(layout: Layout, count: int = 3) -> Descriptor:
     """An index of manifests."""
     manifests = tuple(replace(artifact(layout, at), artifact_type="") for at in range(count))
-    return layout.add_blob(written_document(Index((*manifests, manifests[0])).to_json()), media_type=INDEX)
+    return layout.add_blob(encode_document(Index((*manifests, manifests[0])).to_json()), media_type=INDEX)
 
 
 def everything(layout: Layout, root: Descriptor) -> dict[str, int]:

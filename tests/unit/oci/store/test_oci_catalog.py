@@ -12,7 +12,7 @@ import pytest
 from oci_checkpoints import commit, index, names, put, stagings, whole
 
 from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError
-from gpusnap.oci.layout.documents import MANIFEST, Descriptor, written_document
+from gpusnap.oci.layout.documents import MANIFEST, Descriptor, encode_document
 from gpusnap.oci.store.index import check_name
 from gpusnap.oci.store.store import Store
 
@@ -135,7 +135,7 @@ def foreign(store: Store) -> dict[str, Any]:
     """An index with members that are not known here, and Docker's media types."""
     layer = store.layout.add_blob(b"layer", media_type="a/layer").to_json()
     config = store.layout.add_blob(b"config", media_type="a/config").to_json()
-    manifest = written_document({"mediaType": DOCKER, "config": config, "layers": [layer]})
+    manifest = encode_document({"mediaType": DOCKER, "config": config, "layers": [layer]})
     docker = store.layout.add_blob(manifest, media_type=DOCKER).to_json()
     value = index(store)
     value["manifests"] = [

@@ -15,7 +15,7 @@ from gpusnap.oci.base.errors import BlobError, NotThere, StoreError
 from gpusnap.oci.chunks.index import Place
 from gpusnap.oci.chunks.verify import verify
 from gpusnap.oci.layout.digests import digest_of
-from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, written_document
+from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, encode_document
 from gpusnap.oci.store.store import Store
 
 DOCKER = "application/vnd.docker.distribution.manifest.v2+json"
@@ -74,7 +74,7 @@ def test_gc_forgets_what_it_removed(store: Store) -> None:
     """The index of known chunks does not grow with checkpoints that have gone; what is there stays known."""
     commit(store, b"stays", names=("a",))
     root = commit(store, b"goes", names=("b",))
-    known = store.known()
+    known = store.open_known_chunks()
     for data in (b"stays", b"goes"):
         file = blob_path(store.layout, digest_of(data)).stat()
         place = Place(digest_of(data), len(data), "plain", store.path, file.st_ino, file.st_mtime_ns)
@@ -82,10 +82,10 @@ def test_gc_forgets_what_it_removed(store: Store) -> None:
     known.save()
     store.remove(root.digest)
     store.collect(dry_run=True)
-    assert len(store.known()) == 2
+    assert len(store.open_known_chunks()) == 2
     store.collect()
-    assert len(store.known()) == 1
-    assert store.known().find(digest_of(b"stays")) is not None
+    assert len(store.open_known_chunks()) == 1
+    assert store.open_known_chunks().find(digest_of(b"stays")) is not None
 
 
 def test_gc_and_an_index_that_is_held(store: Store) -> None:
@@ -101,7 +101,7 @@ def test_gc_and_an_index_that_is_held(store: Store) -> None:
                     value["manifests"] = [inner.to_json()]
                 else:
                     value |= {"config": config.to_json(), "layers": []}
-                root = staging.layout.add_blob(written_document(value), media_type=media_type)
+                root = staging.layout.add_blob(encode_document(value), media_type=media_type)
                 staging.commit(root)
             held.append(stack.enter_context(store.hold(root.digest)))
             store.remove(root.digest)
@@ -202,7 +202,7 @@ def test_gc_refuses(store: Store, harm: str) -> None:
         wanted = f"{other.digest}: what a a/b names is not known"
     elif harm == "inner media type":
         strange = Index((Descriptor("a/b", other.digest, other.size),))
-        document = written_document(strange.to_json())
+        document = encode_document(strange.to_json())
         value["manifests"].append(store.layout.add_blob(document, media_type=INDEX).to_json())
         wanted = f"what {other.digest}, a a/b, names is not known"
     elif harm == "missing blob":

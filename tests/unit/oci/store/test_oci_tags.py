@@ -44,7 +44,7 @@ def test_the_newest(store: Store) -> None:
         assert store.find(wanted).name == "server:3"
         assert store.find(wanted).descriptor.digest == last
     assert store.find("server-2").descriptor.digest == other
-    assert [each.name for each in store.tagged("server")] == ["server:1", "server:3", "server:2"]
+    assert [each.name for each in store.list_tagged("server")] == ["server:1", "server:3", "server:2"]
     written = add(store, b"5", "server:latest", created="2025-01-01T00:00:00Z")
     assert store.find("server:latest").descriptor.digest == written
     assert store.find("server").descriptor.digest == last

@@ -24,8 +24,8 @@ from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.oci.base.errors import ArchiveError, DiskError, DiskFull
 from gpusnap.oci.tar import archive as archive_module
 from gpusnap.oci.tar import headers as tar
-from gpusnap.oci.tar.archive import Compression, Writer, entries, unpacked
-from gpusnap.oci.tar.compression import as_file, squeezed
+from gpusnap.oci.tar.archive import Compression, Writer, entries, unpack
+from gpusnap.oci.tar.compression import as_file, compress
 
 NAME = "checkpoint/gpusnap/manifest.json"
 CONTENT = b'{"version": "1.0"}' * 50
@@ -278,16 +278,16 @@ def test_seen(tmp_path: Path) -> None:
 
 def test_unpacked() -> None:
     """A compressed blob comes out whole, and one that is cut short is named."""
-    packed = b"".join(squeezed([CONTENT] * 1000))
-    assert b"".join(unpacked(io.BytesIO(packed), "the blob")) == CONTENT * 1000
+    packed = b"".join(compress([CONTENT] * 1000))
+    assert b"".join(unpack(io.BytesIO(packed), "the blob")) == CONTENT * 1000
     with pytest.raises(ArchiveError, match="the blob is not"):
-        list(unpacked(io.BytesIO(packed[:-1]), "the blob"))
+        list(unpack(io.BytesIO(packed[:-1]), "the blob"))
 
 
 def test_threads_change_nothing() -> None:
     """The same content makes the same frame, however many threads there are."""
     pieces = [os.urandom(1 << 20), bytes(9 << 20), CONTENT * 100_000]
-    assert b"".join(squeezed(pieces, threads=1)) == b"".join(squeezed(pieces, threads=3))
+    assert b"".join(compress(pieces, threads=1)) == b"".join(compress(pieces, threads=3))
 
 
 # Writing

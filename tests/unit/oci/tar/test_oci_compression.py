@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oci_regions import fill
 
-from gpusnap.oci.tar.compression import Plain, as_file, kind_of, packer, squeezed
+from gpusnap.oci.tar.compression import Plain, as_file, compress, kind_of, packer
 
 
 def read_all(data: bytes, step: int = 1 << 16) -> bytes:
@@ -73,7 +73,7 @@ def test_cut_anywhere() -> None:
 
 def test_flipped_bit() -> None:
     """The checksum that we write finds a bit that is wrong in the content."""
-    packed = bytearray(b"".join(squeezed([random.Random(1).randbytes(5000)])))
+    packed = bytearray(b"".join(compress([random.Random(1).randbytes(5000)])))
     packed[2500] ^= 1
     with pytest.raises(zstandard.ZstdError):
         read_all(bytes(packed))
@@ -83,7 +83,7 @@ def test_flipped_bit() -> None:
 def test_kinds(kind: str) -> None:
     """The first bytes say what it is, and none of them is lost, however few come at once."""
     content = b"content" * 1000
-    data = {"none": content, "zstd": b"".join(squeezed([content])), "gzip": gzip.compress(content)}[kind]
+    data = {"none": content, "zstd": b"".join(compress([content])), "gzip": gzip.compress(content)}[kind]
 
     class Slow(io.BytesIO):
         def read(self, size: int | None = -1, /) -> bytes:

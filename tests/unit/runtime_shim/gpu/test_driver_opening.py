@@ -10,7 +10,7 @@ import pytest
 from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import DriverMissing
-from gpusnap.runtime_shim.gpu.opening import opening
+from gpusnap.runtime_shim.gpu.opening import open_driver
 
 DEADLINE = 30.0
 
@@ -35,7 +35,7 @@ class Slow:
 def test_meanwhile() -> None:
     """The block runs meanwhile, and ends when it has started. Whoever opens it next has the error."""
     slow = Slow()
-    with opening(cast(Driver, slow), host=True):
+    with open_driver(cast(Driver, slow), host=True):
         assert "open" not in slow.calls
         slow.may.set()
     assert sorted(slow.calls) == ["host", "open"]
@@ -45,7 +45,7 @@ def test_one_that_we_do_not_call() -> None:
     """CRIU's plugin does, and on some hosts there is none."""
     slow = Slow(plugin="amdgpu_plugin")
     slow.may.set()
-    with opening(cast(Driver, slow), host=True), opening(None):
+    with open_driver(cast(Driver, slow), host=True), open_driver(None):
         pass
     assert slow.calls == []
 
@@ -54,7 +54,7 @@ def test_one_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it without end."""
     monkeypatch.setattr(threads, "_PATIENCE", 0.05)
     slow = Slow()
-    with opening(cast(Driver, slow)):
+    with open_driver(cast(Driver, slow)):
         pass
     assert slow.calls == []
     slow.may.set()
@@ -68,6 +68,6 @@ def test_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(threading.Thread, "start", start)
     slow = Slow()
-    with opening(cast(Driver, slow)):
+    with open_driver(cast(Driver, slow)):
         pass
     assert slow.calls == []

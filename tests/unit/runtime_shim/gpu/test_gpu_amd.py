@@ -72,22 +72,22 @@ def test_a_host_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_holders(host: None, opened: int) -> None:
     """By the device's number, with the descriptor that has it."""
-    assert (opened, "/dev/null") in Amd().held(ME).descriptors
-    assert Amd().handles(ME) == ("/dev/null",)
+    assert (opened, "/dev/null") in Amd().list_held(ME).descriptors
+    assert Amd().list_handles(ME) == ("/dev/null",)
     assert Amd().state(ME) is ProcessState.RUNNING
     assert gpu.holders(Amd(), [ME]) == (ME,)
 
 
 def test_no_holder(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_files, "kfd_number", lambda: (240, 0))
-    assert Amd().handles(ME) == ()
+    assert Amd().list_handles(ME) == ()
     assert Amd().state(ME) is None
     assert gpu.holders(Amd(), [ME]) == ()
 
 
 def test_one_that_is_gone(host: None) -> None:
     assert Amd().state(1 << 22) is None
-    assert Amd().handles(1 << 22) == ()
+    assert Amd().list_handles(1 << 22) == ()
 
 
 def test_not_ours_to_see(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,15 +98,15 @@ def test_not_ours_to_see(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(PermissionRefused):
-        device_files.held(ME, [KFD])
+        device_files.list_held(ME, [KFD])
 
 
 def test_visible(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPUs whose render node it holds or has in its /dev, and no others."""
     monkeypatch.setattr(device_files, "numbers_in_dev", lambda pid: frozenset({(226, 129), KFD}))
-    assert Amd().visible(ME) == (TWO,)
-    monkeypatch.setattr(device_files, "numbers_held", lambda pid: frozenset({(226, 128)}))
-    assert Amd().visible(ME) == (ONE, TWO)
+    assert Amd().list_visible(ME) == (TWO,)
+    monkeypatch.setattr(device_files, "list_held_numbers", lambda pid: frozenset({(226, 128)}))
+    assert Amd().list_visible(ME) == (ONE, TWO)
 
 
 def test_numbers_in_dev() -> None:
@@ -114,7 +114,7 @@ def test_numbers_in_dev() -> None:
 
 
 def test_numbers_held(opened: int) -> None:
-    assert KFD in device_files.numbers_held(ME)
+    assert KFD in device_files.list_held_numbers(ME)
 
 
 def devices(*paths: tuple[str, int, int]) -> Callable[[str], Iterator[tuple[str, int]]]:
@@ -123,7 +123,7 @@ def devices(*paths: tuple[str, int, int]) -> Callable[[str], Iterator[tuple[str,
 
 def test_nodes(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """kfd and the GPUs' DRM nodes by their minors; what is NVIDIA's on the same host is not among them."""
-    monkeypatch.setattr(device_nodes, "_listed", lambda: {"kfd": 240, "nvidia": 195})
+    monkeypatch.setattr(device_nodes, "_read_listed_majors", lambda: {"kfd": 240, "nvidia": 195})
     monkeypatch.setattr(device_nodes, "_pci", lambda minor: "0000:42:00.0" if minor == 1 else "")
     there = devices(
         ("kfd", 240, 0),
@@ -183,8 +183,8 @@ def test_the_drivers_of_a_host(
     monkeypatch: pytest.MonkeyPatch, nvidias: bool, amds: bool, vendors: list[str]
 ) -> None:
     """NVIDIA's first; each vendor's by its name, and NVIDIA's in either way."""
-    monkeypatch.setattr(nvidia, "present", lambda: nvidias)
-    monkeypatch.setattr(amd, "present", lambda: amds)
+    monkeypatch.setattr(nvidia, "is_present", lambda: nvidias)
+    monkeypatch.setattr(amd, "is_present", lambda: amds)
     assert [each.vendor for each in gpu.find_drivers()] == vendors
     first = gpu.find_driver()
     assert (first.vendor if first else None) == next(iter(vendors), None)

@@ -86,7 +86,7 @@ int cuCheckpointProcessRestore(int pid, struct restore *args) {
 @needs_gcc
 def test_calls(tmp_path: Path) -> None:
     fake = cuda.Library(library(tmp_path, BASICS + CHECKPOINT))
-    assert fake.missing() == ()
+    assert fake.list_missing() == ()
     assert fake.init() == 0
     assert fake.version() == (0, 12080)
     assert (fake.error_name(801), fake.error_name(4242)) == ("N", "")
@@ -110,7 +110,7 @@ def test_a_lock_always_has_a_timeout(tmp_path: Path) -> None:
 @needs_gcc
 def test_symbols_are_asked_for(tmp_path: Path) -> None:
     old = cuda.Library(library(tmp_path, BASICS))
-    assert old.missing() == tuple(cuda._CHECKPOINT)
+    assert old.list_missing() == tuple(cuda._CHECKPOINT)
     assert len(tuple(cuda._CHECKPOINT)) == 6
 
 

@@ -141,10 +141,10 @@ def test_the_old_driver(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.results["init"] = 100
-    monkeypatch.setattr(nvidia, "present", lambda: True)
+    monkeypatch.setattr(nvidia, "is_present", lambda: True)
     with pytest.raises(NoDevice, match=r"start \(cuInit\).*CUDA_ERROR_NO_DEVICE"):
         Nvidia().open()
-    monkeypatch.setattr(nvidia, "present", lambda: False)
+    monkeypatch.setattr(nvidia, "is_present", lambda: False)
     with pytest.raises(DriverMissing, match="kernel driver is not loaded") as caught:
         Nvidia().open()
     assert caught.value.code_name == "CUDA_ERROR_NO_DEVICE"
@@ -273,7 +273,7 @@ def test_who_waits_for_an_end(fake: Fake, monkeypatch: pytest.MonkeyPatch, step:
         patience.append(within)
         return False
 
-    monkeypatch.setattr(device_files, "ends", ends)
+    monkeypatch.setattr(device_files, "has_ended", ends)
     fake.results[step] = result
     with pytest.raises(GpuError):
         STEPS[step](Nvidia(), ME)
@@ -312,12 +312,12 @@ def test_visible_goes_by_minor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_files, "dev_minors", lambda pid: in_dev)
     # A node in its /dev that is no GPU of this host, or is split by MIG, means nothing; one that it holds
     # does.
-    assert Nvidia().visible(ME) == (UUIDS[2], UUIDS[1])
+    assert Nvidia().list_visible(ME) == (UUIDS[2], UUIDS[1])
     held, in_dev = (7,), ()
     with pytest.raises(NoDevice, match="minor 7"):
-        Nvidia().visible(ME)
+        Nvidia().list_visible(ME)
     held = ()
-    assert Nvidia().visible(ME) == ()
+    assert Nvidia().list_visible(ME) == ()
 
 
 def test_an_nvml_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_an_nvml_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_handles_are_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     found = (device_files.Node("/dev/nvidia0", -1, -1), device_files.Node("/dev/nvidia0", 195, 0))
     monkeypatch.setattr(device_files, "nodes", lambda pid: found)
-    assert Nvidia().handles(ME) == ("/dev/nvidia0",)
+    assert Nvidia().list_handles(ME) == ("/dev/nvidia0",)
 
 
 @pytest.mark.parametrize(
@@ -345,13 +345,13 @@ def test_handles_are_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_is_there_a_driver(monkeypatch: pytest.MonkeyPatch, names: list[str], expected: bool) -> None:
     monkeypatch.setattr(nvidia, "exists", lambda path: False)
     monkeypatch.setattr(os, "listdir", lambda path: names)
-    assert nvidia.present() is expected
+    assert nvidia.is_present() is expected
     assert (gpu.find_driver() is not None) is expected
 
 
 def test_the_kernel_driver_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvidia, "exists", lambda path: path == "/proc/driver/nvidia/version")
-    assert nvidia.present()
+    assert nvidia.is_present()
 
 
 def test_looking_for_holders_loads_no_library() -> None:

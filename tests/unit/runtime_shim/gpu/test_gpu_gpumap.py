@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpusnap.runtime_shim.gpu.api.gpu_map import PAIRS, means, parse_map
+from gpusnap.runtime_shim.gpu.api.gpu_map import PAIRS, is_meant, parse_map
 
 UUID = "GPU-1f3a0000-0000-4000-8000-00000000000a"
 
@@ -91,11 +91,11 @@ def test_bounds() -> None:
 
 def test_means() -> None:
     """A number is a GPU's number, and the begin of a UUID its UUID."""
-    assert means("3", 3, UUID)
-    assert not means("3", 30, UUID)
-    assert means(UUID, 0, UUID)
-    assert means("GPU-1f3a", 0, UUID.replace("GPU", "gpu").upper())
-    assert not means("GPU-1f3b", 0, UUID)
+    assert is_meant("3", 3, UUID)
+    assert not is_meant("3", 30, UUID)
+    assert is_meant(UUID, 0, UUID)
+    assert is_meant("GPU-1f3a", 0, UUID.replace("GPU", "gpu").upper())
+    assert not is_meant("GPU-1f3b", 0, UUID)
 
 
 @given(st.text(alphabet="0123456789=, GPU-gpuabcdefx\n²", max_size=60) | st.text(max_size=40))

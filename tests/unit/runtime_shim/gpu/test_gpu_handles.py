@@ -141,7 +141,7 @@ def test_renamed_nodes_are_known_by_their_device(start: Start, tmp_path: Path) -
 def test_a_process_with_its_own_dev(start: Start) -> None:
     pid = start("unshare", "-m", "--propagation", "private", "sh", "-c", PRIVATE_DEV, sys.executable, MAPPING)
     # nvidia9 is another device by its name only, mapped and not open; files and folders are no devices.
-    held = handles.held(pid)
+    held = handles.list_held(pid)
     assert [path for _, path in held.descriptors if path != "/dev/nvidia9"] == [
         "/dev/nvidia3",
         "/dev/nvidiactl",
@@ -158,7 +158,7 @@ def test_a_process_with_its_own_dev(start: Start) -> None:
     )
     with pytest.MonkeyPatch.context() as patched:
         with pytest.MonkeyPatch.context() as none_mapped:
-            none_mapped.setattr(handles, "_mapped_nodes", lambda *_: pytest.fail("some are open"))
+            none_mapped.setattr(handles, "_iterate_mapped_nodes", lambda *_: pytest.fail("some are open"))
             assert handles.holds(pid)
         patched.setattr(handles, "_open_nodes", lambda *_: {})
         assert handles.holds(pid)
@@ -200,10 +200,10 @@ def test_the_library_is_seen(start: Start, tmp_path: Path, name: str, expected: 
 def test_a_process_that_is_gone() -> None:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not proc.alive(child.pid)  # a zombie
+    assert not proc.is_alive(child.pid)  # a zombie
     assert handles.nodes(child.pid) == ()
     child.wait()
-    assert not proc.alive(child.pid)
+    assert not proc.is_alive(child.pid)
     assert handles.comm(child.pid) == "?"
     assert handles.nodes(child.pid) == ()
     assert handles.gpu_minors(child.pid) == ()
@@ -213,18 +213,18 @@ def test_a_process_that_is_gone() -> None:
 
 def test_a_process_that_is_about_to_end(start: Start) -> None:
     pid = start(sys.executable, "-c", HOLD)
-    assert not handles.ends(pid, within=0.01)
+    assert not handles.has_ended(pid, within=0.01)
     os.kill(pid, signal.SIGKILL)
-    assert handles.ends(pid, within=10)
+    assert handles.has_ended(pid, within=10)
     os.waitpid(pid, 0)
-    assert handles.ends(pid, within=10)
+    assert handles.has_ended(pid, within=10)
 
 
 def test_a_stopped_process_is_alive(start: Start) -> None:
     pid = start(sys.executable, "-c", HOLD)
     os.kill(pid, signal.SIGSTOP)
-    assert proc.alive(pid)
-    assert proc.alive(os.getpid())
+    assert proc.is_alive(pid)
+    assert proc.is_alive(os.getpid())
 
 
 def test_a_process_that_cannot_be_read_is_alive(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +239,7 @@ def test_a_process_that_cannot_be_read_is_alive(start: Start, monkeypatch: pytes
         return real(path, *words, **options)
 
     monkeypatch.setattr(os, "open", failing)
-    assert not handles.ends(pid, within=0)
+    assert not handles.has_ended(pid, within=0)
     assert not failures
 
 
@@ -247,7 +247,7 @@ def test_names_that_try_to_confuse(start: Start) -> None:
     name = ") Z 1 (x\n"
     hold = f"open('/proc/self/comm', 'w').write({name!r})\n" + HOLD
     pid = start(sys.executable, "-c", hold)
-    assert proc.alive(pid)
+    assert proc.is_alive(pid)
     assert handles.comm(pid) in (") Z 1 (x", ") Z 1 (x?")
 
 
@@ -280,5 +280,5 @@ class Held:
 
 
 def test_holders_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proc, "alive", lambda pid: pid != 5)
+    monkeypatch.setattr(proc, "is_alive", lambda pid: pid != 5)
     assert gpu.holders(Held(), [3, 2, 5, 1]) == (3, 1)  # type: ignore[arg-type]

@@ -17,12 +17,12 @@ from gpusnap.runtime_shim.gpu.nvidia.driver_files import (
     File,
     Found,
     build_id,
-    counterpart,
-    differs,
-    found,
+    describe_mapped,
+    explain_difference,
+    find_counterpart,
+    find_files,
     is_driver_file,
     loader_cache,
-    mapped,
     replace_version,
 )
 
@@ -122,7 +122,7 @@ def test_not_the_drivers(path: str) -> None:
     """No other file, nor one by way of another folder."""
     assert not is_driver_file(path)
     known = Found(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"),), frozenset({path}))
-    assert counterpart(path, OLD, NEW, known) is None
+    assert find_counterpart(path, OLD, NEW, known) is None
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_the_same_file_is_here() -> None:
     """What this host has stays as it is."""
     source = f"{LIB}/libcuda.so.{OLD}"
     known = Found(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"),), frozenset({source, "/proc/driver/nvidia"}))
-    assert counterpart(source, OLD, NEW, known) == source
-    assert counterpart("/proc/driver/nvidia", OLD, NEW, known) == "/proc/driver/nvidia"
+    assert find_counterpart(source, OLD, NEW, known) == source
+    assert find_counterpart("/proc/driver/nvidia", OLD, NEW, known) == "/proc/driver/nvidia"
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_another_version(source: str, here: str) -> None:
             "/usr/bin/nvidia-debugdump",
         )
     )
-    assert counterpart(source, OLD, NEW, Found(NEW, noise)) is None
-    assert counterpart(source, OLD, NEW, Found(NEW, (*noise, a_file(here, rank=2)))) == here
+    assert find_counterpart(source, OLD, NEW, Found(NEW, noise)) is None
+    assert find_counterpart(source, OLD, NEW, Found(NEW, (*noise, a_file(here, rank=2)))) == here
 
 
 def test_who_is_asked_first() -> None:
@@ -210,7 +210,7 @@ def test_who_is_asked_first() -> None:
     ]
     chosen = []
     while listed:
-        chosen.append(counterpart(f"{LIB}/libcuda.so.{OLD}", OLD, NEW, Found(NEW, tuple(listed))))
+        chosen.append(find_counterpart(f"{LIB}/libcuda.so.{OLD}", OLD, NEW, Found(NEW, tuple(listed))))
         listed.remove(next(each for each in listed if each.path == chosen[-1]))
     folders = ["/opt/b", "/opt/a", LIB, "/usr/lib64"]
     assert chosen == [f"{folder}/libcuda.so.{NEW}" for folder in folders]
@@ -220,13 +220,13 @@ def test_a_link_is_followed() -> None:
     """What is mounted is the file itself, whichever of its names was asked for."""
     link = a_file(f"{LIB}/libcuda.so.1", real=f"{LIB}/nvidia/current/libcuda.so.{NEW}", rank=1)
     for name in ("libcuda.so.1", f"libcuda.so.{OLD}"):
-        assert counterpart(f"/usr/lib64/{name}", OLD, NEW, Found(NEW, (link,))) == link.real
+        assert find_counterpart(f"/usr/lib64/{name}", OLD, NEW, Found(NEW, (link,))) == link.real
 
 
 def test_what_another_driver_left() -> None:
     """A libcuda.so.1 that is not of this host's driver's version is not taken: a compatibility package's."""
     compat = a_file("/usr/local/cuda/compat/libcuda.so.1", real="/usr/local/cuda/compat/libcuda.so.590.1.1")
-    assert counterpart(f"{LIB}/libcuda.so.1", OLD, NEW, Found(NEW, (compat,))) is None
+    assert find_counterpart(f"{LIB}/libcuda.so.1", OLD, NEW, Found(NEW, (compat,))) is None
 
 
 @pytest.mark.parametrize(
@@ -244,22 +244,22 @@ def test_width(source: str, among: tuple[str, ...], bits: int) -> None:
     """A 32-bit library never stands in for a 64-bit one, nor the other way round."""
     both = {each: a_file(f"/opt/{each}/libcuda.so.{NEW}", bits=each) for each in (32, 64)}
     known = Found(NEW, tuple(both.values()))
-    assert counterpart(source, OLD, NEW, known, among=among) == both[bits].path
+    assert find_counterpart(source, OLD, NEW, known, among=among) == both[bits].path
     other = Found(NEW, (both[96 - bits],))
-    assert counterpart(source, OLD, NEW, other, among=among) is None
+    assert find_counterpart(source, OLD, NEW, other, among=among) is None
 
 
 def test_a_folder_that_only_cdi_knows() -> None:
     """Where this host's own CDI spec mounts the very same path of its version, the folder may be any."""
     known = Found(NEW, (a_file(f"/opt/nv/libcuda.so.{NEW}"),))
-    assert counterpart(f"/opt/nv/libcuda.so.{OLD}", OLD, NEW, known) == f"/opt/nv/libcuda.so.{NEW}"
-    assert counterpart(f"/opt/xx/libcuda.so.{OLD}", OLD, NEW, known) is None
+    assert find_counterpart(f"/opt/nv/libcuda.so.{OLD}", OLD, NEW, known) == f"/opt/nv/libcuda.so.{NEW}"
+    assert find_counterpart(f"/opt/xx/libcuda.so.{OLD}", OLD, NEW, known) is None
 
 
 def test_two_of_their_own_version() -> None:
     """Of two that fit equally none is guessed."""
     known = Found(NEW, tuple(a_file(f"{LIB}/libnvidia-egl-gbm.so.1.1.{at}") for at in (2, 3)))
-    assert counterpart(f"{LIB}/libnvidia-egl-gbm.so.1.1.1", OLD, NEW, known) is None
+    assert find_counterpart(f"{LIB}/libnvidia-egl-gbm.so.1.1.1", OLD, NEW, known) is None
 
 
 PARTS = st.sampled_from(
@@ -286,9 +286,9 @@ def test_nothing_but_the_hosts_files(parts: list[str], old: str, new: str) -> No
     """Whatever an archive asks for, what comes back is listed by this host."""
     known = Found(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"), a_file("/usr/bin/nvidia-smi", bits=0)))
     for version in (old, OLD):
-        chosen = counterpart("/" + "/".join(parts), version, new, known)
+        chosen = find_counterpart("/" + "/".join(parts), version, new, known)
         assert chosen in (None, *(file.real for file in known.files))
-        assert counterpart("/" + "/".join(parts), version, NEW, known) in (
+        assert find_counterpart("/" + "/".join(parts), version, NEW, known) in (
             None,
             *(f.real for f in known.files),
         )
@@ -303,7 +303,7 @@ def test_counterpart_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stat", "open", "listdir", "readlink", "lstat"):
         monkeypatch.setattr(os, name, touched)
     known = Found(NEW, (a_file(f"/usr/lib64/libcuda.so.{NEW}"),))
-    assert counterpart(f"{LIB}/libcuda.so.{OLD}", OLD, NEW, known) == f"/usr/lib64/libcuda.so.{NEW}"
+    assert find_counterpart(f"{LIB}/libcuda.so.{OLD}", OLD, NEW, known) == f"/usr/lib64/libcuda.so.{NEW}"
 
 
 # What is found
@@ -353,7 +353,7 @@ class Host:
     def found(self, *mounts: str, kind: str = "nvidia.com/gpu", asked: tuple[str, ...] = ()) -> Found:
         edits = Edits(mounts=tuple(Mount(path, path, "", ()) for path in mounts))
         spec = Spec("/etc/cdi/x.yaml", "0.5.0", kind, (Device("0", edits),), Edits())
-        return found([spec], NEW, asked=asked, root=str(self.root))
+        return find_files([spec], NEW, asked=asked, root=str(self.root))
 
 
 @pytest.fixture
@@ -419,7 +419,7 @@ def test_found_in_folders(host: Host) -> None:
     assert {each.path for each in known.files} == paths
     assert known.present == paths
     firmware = f"/usr/lib/firmware/nvidia/{OLD}/gsp_ga10x.bin"
-    assert counterpart(firmware, OLD, NEW, known) == f"/lib/firmware/nvidia/{NEW}/gsp_ga10x.bin"
+    assert find_counterpart(firmware, OLD, NEW, known) == f"/lib/firmware/nvidia/{NEW}/gsp_ga10x.bin"
 
 
 def test_a_link_out_of_the_drivers_names(host: Host) -> None:
@@ -439,7 +439,7 @@ def test_what_was_asked(host: Host) -> None:
 
 def test_this_host() -> None:
     """It runs on a host without any driver, or with one."""
-    assert all(os.path.isfile(each.real) for each in found((), NEW).files)
+    assert all(os.path.isfile(each.real) for each in find_files((), NEW).files)
 
 
 # The loader's cache
@@ -546,10 +546,10 @@ def test_the_same_build(tmp_path: Path) -> None:
     """A file as it was passes, with what is not known of it left out."""
     path = tmp_path / "libcuda.so.1"
     path.write_bytes(an_elf(note=b"one build"))
-    known = mapped("/usr/lib/libcuda.so.1", str(path))
+    known = describe_mapped("/usr/lib/libcuda.so.1", str(path))
     assert (known.path, known.size) == ("/usr/lib/libcuda.so.1", path.stat().st_size)
-    assert differs(str(path), known.size, known.build_id, mode=known.mode) == ""
-    assert differs(str(path), known.size, "") == ""
+    assert explain_difference(str(path), known.size, known.build_id, mode=known.mode) == ""
+    assert explain_difference(str(path), known.size, "") == ""
 
 
 def test_another_build(tmp_path: Path) -> None:
@@ -557,17 +557,21 @@ def test_another_build(tmp_path: Path) -> None:
     path = tmp_path / "libcuda.so.1"
     path.write_bytes(an_elf(note=b"one build"))
     path.chmod(0o644)
-    known = mapped(str(path))
-    assert f"has {known.size} bytes here and had 7 at" in differs(str(path), 7, known.build_id)
-    other = differs(str(path), known.size, "00ff")
+    known = describe_mapped(str(path))
+    assert f"has {known.size} bytes here and had 7 at" in explain_difference(str(path), 7, known.build_id)
+    other = explain_difference(str(path), known.size, "00ff")
     assert f"another build here ({b'one build'.hex()}) than at the checkpoint (00ff)" in other
-    assert "the mode 100644 here and had 100755" in differs(str(path), known.size, "", mode=0o100755)
+    assert "the mode 100644 here and had 100755" in explain_difference(
+        str(path), known.size, "", mode=0o100755
+    )
     path.write_bytes(bytes(known.size))
-    assert differs(str(path), known.size, known.build_id) == ""  # CRIU has no build-id to compare then
+    assert (
+        explain_difference(str(path), known.size, known.build_id) == ""
+    )  # CRIU has no build-id to compare then
 
 
 def test_no_file_to_compare(tmp_path: Path) -> None:
     """What is not there, or is no file, cannot be the same; a FIFO is not waited for."""
-    assert "it does not exist" in differs(str(tmp_path / "none"), 1, "")
+    assert "it does not exist" in explain_difference(str(tmp_path / "none"), 1, "")
     os.mkfifo(tmp_path / "fifo")
-    assert "is no regular file" in differs(str(tmp_path / "fifo"), 0, "")
+    assert "is no regular file" in explain_difference(str(tmp_path / "fifo"), 0, "")

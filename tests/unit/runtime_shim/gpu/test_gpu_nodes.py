@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.gpu.api import device_nodes
-from gpusnap.runtime_shim.gpu.api.device_nodes import Change, changes
+from gpusnap.runtime_shim.gpu.api.device_nodes import Change, plan_changes
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Node
 
 
@@ -54,30 +54,30 @@ def bare(*found: Node) -> tuple[Node, ...]:
 
 def test_another_gpu_and_another_major() -> None:
     """The GPU's node becomes the target's; nvidia-uvm gets this host's major; nvidiactl stays."""
-    found = changes((node(0, 0), CTL, UVM), HERE, [(uuid(0), uuid(13))])
+    found = plan_changes((node(0, 0), CTL, UVM), HERE, [(uuid(0), uuid(13))])
     assert found == (Change(node(0, 0), bare(node(3, 13))), Change(UVM, bare(UVM_HERE)))
 
 
 def test_the_same_gpus() -> None:
     """Nothing changes, nor when two GPUs trade places: the container has the same two nodes."""
     old = (node(0, 10), node(1, 11), CTL)
-    assert changes(old, HERE, [(uuid(10), uuid(10)), (uuid(11), uuid(11))]) == ()
-    assert changes(old, HERE, [(uuid(10), uuid(11)), (uuid(11), uuid(10))]) == ()
+    assert plan_changes(old, HERE, [(uuid(10), uuid(10)), (uuid(11), uuid(11))]) == ()
+    assert plan_changes(old, HERE, [(uuid(10), uuid(11)), (uuid(11), uuid(10))]) == ()
 
 
 def test_one_stays_and_one_moves() -> None:
     """0 goes to 1 and 1 to 2: in /dev, 0 has become 2."""
     old = (node(0, 10), node(1, 11))
-    found = changes(old, HERE, [(uuid(10), uuid(11)), (uuid(11), uuid(12))])
+    found = plan_changes(old, HERE, [(uuid(10), uuid(11)), (uuid(11), uuid(12))])
     assert found == (Change(node(0, 10), bare(node(2, 12))),)
 
 
 def test_keep_names() -> None:
     """The old name has the new number, and the new name is there too; no name is made twice."""
-    found = changes((node(0, 0),), HERE, [(uuid(0), uuid(13))], keep_names=True)
+    found = plan_changes((node(0, 0),), HERE, [(uuid(0), uuid(13))], keep_names=True)
     assert found == (Change(node(0, 0), (Node("/dev/nvidia0", 195, 3), *bare(node(3, 13)))),)
     swapped = [(uuid(10), uuid(11)), (uuid(11), uuid(10))]
-    found = changes((node(0, 10), node(1, 11)), HERE, swapped, keep_names=True)
+    found = plan_changes((node(0, 10), node(1, 11)), HERE, swapped, keep_names=True)
     assert [change.new for change in found] == [
         (Node("/dev/nvidia0", 195, 1),),
         (Node("/dev/nvidia1", 195, 0),),
@@ -87,7 +87,7 @@ def test_keep_names() -> None:
 def test_a_second_name_goes() -> None:
     """What keep-names left behind is taken away by the next restore without it."""
     old = (Node("/dev/nvidia0", 195, 3, uuid(13)), node(3, 13))
-    found = changes(old, HERE, [(uuid(13), uuid(13))])
+    found = plan_changes(old, HERE, [(uuid(13), uuid(13))])
     assert found == (Change(old[0], ()),)
 
 
@@ -96,7 +96,7 @@ def test_no_counterpart(missing: Node) -> None:
     """A device that this host lacks is named."""
     here = [n for n in HERE if n.path != missing.path]
     with pytest.raises(Refused, match=missing.path):
-        changes((missing,), here, [(uuid(0), uuid(13))])
+        plan_changes((missing,), here, [(uuid(0), uuid(13))])
 
 
 @given(st.permutations(range(4)), st.integers(0, 4), st.booleans())
@@ -104,7 +104,7 @@ def test_no_node_of_a_gpu_outside_the_plan(order: Sequence[int], count: int, kee
     """Whatever the plan: every node is one of its GPUs', each has one, and no path is there twice."""
     old = [node(number, number) for number in range(count)]
     pairs = [(uuid(number), uuid(10 + order[number])) for number in range(count)]
-    found = changes(old, HERE, pairs, keep_names=keep)
+    found = plan_changes(old, HERE, pairs, keep_names=keep)
     gone = {change.old.path for change in found}
     after = [n for n in bare(*old) if n.path not in gone] + [new for change in found for new in change.new]
     assert {n.minor for n in after} == {order[number] for number in range(count)}
@@ -139,13 +139,13 @@ def dev(tmp_path: Path) -> Path:
 
 def test_in_a_container(dev: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Character devices by number; no link, no block device, no GPU that this host does not list."""
-    monkeypatch.setattr(device_nodes, "_listed", lambda: {"nvidia": 195})
+    monkeypatch.setattr(device_nodes, "_read_listed_majors", lambda: {"nvidia": 195})
     found = dict(device_nodes._devices(str(dev)))
     assert "nvidia2" not in found
     assert "nvidia7" not in found
     gpus = (gpu(0), gpu(1))
     known = [
-        device_nodes._known(p, os.major(d), os.minor(d), {"nvidia": 195}, gpus) for p, d in found.items()
+        device_nodes._identify(p, os.major(d), os.minor(d), {"nvidia": 195}, gpus) for p, d in found.items()
     ]
     assert sorted(n for n in known if n is not None) == [
         Node("/dev/nvidia-uvm", 511, 0),
@@ -161,18 +161,18 @@ def test_majors(dev: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     table.write_text(
         "Character devices:\n  1 mem\n195 nvidia\n195 nvidiactl\n240 nvidia-uvm\n\nBlock devices:\n8 sd\n"
     )
-    listed = device_nodes._listed(str(table))
+    listed = device_nodes._read_listed_majors(str(table))
     assert listed == {"mem": 1, "nvidia": 195, "nvidiactl": 195, "nvidia-uvm": 240}
-    monkeypatch.setattr(device_nodes, "_listed", lambda: listed)
+    monkeypatch.setattr(device_nodes, "_read_listed_majors", lambda: listed)
     assert device_nodes._majors(str(dev))["nvidia-uvm"] == 240
-    monkeypatch.setattr(device_nodes, "_listed", dict)
+    monkeypatch.setattr(device_nodes, "_read_listed_majors", dict)
     assert device_nodes._majors(str(dev))["nvidia-uvm"] == 511
 
 
 def test_on_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A GPU has its node by its minor, whether or not somebody has made it; AMD's kfd by its own major."""
     monkeypatch.setattr(
-        device_nodes, "_listed", lambda: {"nvidia-frontend": 195, "nvidia-uvm": 240, "kfd": 235}
+        device_nodes, "_read_listed_majors", lambda: {"nvidia-frontend": 195, "nvidia-uvm": 240, "kfd": 235}
     )
     monkeypatch.setattr(device_nodes, "_devices", lambda dev: iter(()))
     found = device_nodes.on_host([gpu(0, 5)])
@@ -185,10 +185,10 @@ def test_render_nodes_go_by_pci_address(monkeypatch: pytest.MonkeyPatch) -> None
     """/dev/dri/renderD129 is the GPU's whose PCI address sysfs gives for it."""
     monkeypatch.setattr(device_nodes, "_pci", {128: "0000:00:00.0", 129: "0000:01:00.0"}.get)
     of = {
-        path: device_nodes._known(path, 226, minor, {}, [gpu(0), gpu(1)])
+        path: device_nodes._identify(path, 226, minor, {}, [gpu(0), gpu(1)])
         for path, minor in (("dri/renderD128", 128), ("dri/renderD129", 129))
     }
     assert [n.gpu for n in of.values() if n is not None] == [uuid(0), uuid(1)]
     there = Node("/dev/dri/renderD129", 226, 129, uuid(1))
     old = Node("/dev/dri/renderD128", 226, 128, uuid(7))
-    assert changes((old,), (there,), [(uuid(7), uuid(1))]) == (Change(old, bare(there)),)
+    assert plan_changes((old,), (there,), [(uuid(7), uuid(1))]) == (Change(old, bare(there)),)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpusnap.runtime_shim.errors import Refused, split_code
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
-from gpusnap.runtime_shim.gpu.assignment import Plan, Verdict, plan
+from gpusnap.runtime_shim.gpu.assignment import Plan, Verdict, plan_assignment
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 
 MADE_WITH = "580.159.04"
@@ -56,7 +56,7 @@ def reasons(found: Plan) -> list[str]:
 def message(found: Plan) -> str:
     """What a user sees of a refusal."""
     assert found.pairs == ()
-    error = found.refused()
+    error = found.make_refusal()
     assert isinstance(error, Refused)
     assert str(error).splitlines()[0].rstrip(":") == found.refusal
     said, code = split_code(error.sentence())
@@ -69,9 +69,9 @@ def test_only_what_is_given() -> None:
     """Neither the same GPU nor the freest counts where the container may not have it; none given is none."""
     host = a_host(new(0, "a"), new(1, "b"), new(2, "c", free=20 * GIB))
     wanted = [old(0, "a")]
-    assert moves(plan(wanted, MADE_WITH, host)) == "aa"
-    assert moves(plan(wanted, MADE_WITH, host, given={uuid("c")})) == "ac"
-    assert "not among the GPUs" in message(plan(wanted, MADE_WITH, host, given=()))
+    assert moves(plan_assignment(wanted, MADE_WITH, host)) == "aa"
+    assert moves(plan_assignment(wanted, MADE_WITH, host, given={uuid("c")})) == "ac"
+    assert "not among the GPUs" in message(plan_assignment(wanted, MADE_WITH, host, given=()))
 
 
 # One GPU and one GPU.
@@ -100,7 +100,7 @@ def test_only_what_is_given() -> None:
 )
 def test_one_gpu(gpu: Gpu, reason: str) -> None:
     """Each rule: a GPU takes the place of another one, or says in a clause why not."""
-    found = plan([old(0, "a")], MADE_WITH, a_host(gpu))
+    found = plan_assignment([old(0, "a")], MADE_WITH, a_host(gpu))
     assert found.verdicts == (Verdict(uuid("a"), gpu.uuid, reason),)
     assert found.pairs == (() if reason else ((uuid("a"), gpu.uuid),))
     assert bool(found.refusal) == bool(reason)
@@ -129,14 +129,14 @@ def test_one_gpu(gpu: Gpu, reason: str) -> None:
 )
 def test_driver(here: str, made_with: str, older: bool) -> None:
     """A driver as new or newer will do; versions are compared number by number."""
-    found = plan([old(0, "a")], made_with, a_host(new(0, "a"), new(1, "b"), version=here))
+    found = plan_assignment([old(0, "a")], made_with, a_host(new(0, "a"), new(1, "b"), version=here))
     assert bool(found.refusal) == older
     assert len(found.pairs) == (0 if older else 1)
 
 
 def test_older_driver() -> None:
     """With an older driver nothing fits, and the refusal says both versions and what to do."""
-    found = plan([old(0, "a")], MADE_WITH, a_host(new(0, "a"), new(1, "b"), version="570.86.10"))
+    found = plan_assignment([old(0, "a")], MADE_WITH, a_host(new(0, "a"), new(1, "b"), version="570.86.10"))
     assert reasons(found) == ["driver 570.86.10 is older than the checkpoint's 580.159.04"] * 2
     assert message(found) == (
         "the checkpoint was made with driver 580.159.04, and this host has 570.86.10, which is older; "
@@ -148,12 +148,12 @@ def test_older_driver() -> None:
 def test_words_of_the_checkpoint() -> None:
     """What a checkpoint says is cut short, and nothing in it reaches the terminal as a command."""
     record = replace(old(0, "a"), model="\x1b[2J" + "x" * 200)
-    found = plan([record], "999\n" + "9" * 200, a_host(new(0, "b")))
+    found = plan_assignment([record], "999\n" + "9" * 200, a_host(new(0, "b")))
     assert "\x1b" not in message(found)
-    found = plan([record], MADE_WITH, a_host(new(0, "b")))
+    found = plan_assignment([record], MADE_WITH, a_host(new(0, "b")))
     assert "?[2Jxxx" in message(found)
     assert len(found.refusal) < 150
-    found = plan([record], MADE_WITH + "\n." + "9" * 200, a_host(new(0, "b")))
+    found = plan_assignment([record], MADE_WITH + "\n." + "9" * 200, a_host(new(0, "b")))
     assert "\n" not in found.refusal
     assert len(found.refusal) < 200
 
@@ -162,33 +162,36 @@ def test_reserved() -> None:
     """What another restore has claimed is not free, for the same UUID neither."""
     host = a_host(new(0, "a", free=20 * GIB), new(1, "b", free=20 * GIB))
     both = {uuid("a"): 10 * GIB, uuid("b"): 10 * GIB}
-    assert moves(plan([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 8 * GIB})) == "aa"
-    assert moves(plan([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 10 * GIB})) == "ab"
-    found = plan([old(0, "a")], MADE_WITH, host, reserved=both)
+    assert moves(plan_assignment([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 8 * GIB})) == "aa"
+    assert moves(plan_assignment([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 10 * GIB})) == "ab"
+    found = plan_assignment([old(0, "a")], MADE_WITH, host, reserved=both)
     assert reasons(found) == ["reserved by another restore"] * 2
     assert message(found).endswith(
         "GPU 0 and 1: reserved by another restore; wait for the other restore to end"
     )
-    found = plan([old(0, "a", used=30 * GIB)], MADE_WITH, host, reserved=both)
+    found = plan_assignment([old(0, "a", used=30 * GIB)], MADE_WITH, host, reserved=both)
     assert reasons(found) == ["10.0 GiB free, 30.0 GiB needed"] * 2
 
 
 def test_reserved_exclusive() -> None:
     """A GPU for one process alone, which another restore is about to fill, is taken."""
     host = a_host(replace(new(0, "a"), compute_mode="exclusive-process"))
-    assert reasons(plan([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 1})) == [
+    assert reasons(plan_assignment([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 1})) == [
         "reserved by another restore"
     ]
-    assert moves(plan([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 0})) == "aa"
+    assert moves(plan_assignment([old(0, "a")], MADE_WITH, host, reserved={uuid("a"): 0})) == "aa"
 
 
 def test_unused() -> None:
     """A GPU that the container only sees needs no memory, but a place of its own and of the same kind."""
     wanted = [old(0, "a"), old(1, "b", used=0)]
     full = new(1, "d", free=0)
-    assert moves(plan(wanted, MADE_WITH, a_host(new(0, "c"), full))) == "ac bd"
-    assert moves(plan(wanted, MADE_WITH, a_host(new(0, "c"), full), reserved={uuid("d"): GIB})) == "ac bd"
-    found = plan(wanted, MADE_WITH, a_host(new(0, "c"), new(1, "d", model=A100)))
+    assert moves(plan_assignment(wanted, MADE_WITH, a_host(new(0, "c"), full))) == "ac bd"
+    assert (
+        moves(plan_assignment(wanted, MADE_WITH, a_host(new(0, "c"), full), reserved={uuid("d"): GIB}))
+        == "ac bd"
+    )
+    found = plan_assignment(wanted, MADE_WITH, a_host(new(0, "c"), new(1, "d", model=A100)))
     assert "GPU 0 and 1 of the checkpoint need 2 GPUs of this host, and only GPU 0 fits" in message(found)
 
 
@@ -199,39 +202,45 @@ def test_same_uuids() -> None:
     """A GPU keeps its UUID where it can, be others freer and the numbers what they are."""
     wanted = [old(0, "a"), old(1, "b")]
     host = a_host(new(0, "c"), new(1, "b", free=13 * GIB), new(2, "a", free=13 * GIB), new(3, "d"))
-    assert moves(plan(wanted, MADE_WITH, host)) == "aa bb"
+    assert moves(plan_assignment(wanted, MADE_WITH, host)) == "aa bb"
     full = a_host(new(0, "c"), new(1, "b", free=13 * GIB), new(2, "a", free=11 * GIB), new(3, "d"))
-    assert moves(plan(wanted, MADE_WITH, full)) == "ac bb"
+    assert moves(plan_assignment(wanted, MADE_WITH, full)) == "ac bb"
 
 
 def test_a_same_uuid_is_given_up() -> None:
     """Where the one that could stay is in the only place for another, it moves."""
     wanted = [old(0, "a", used=GIB), old(1, "b", used=40 * GIB)]
     host = a_host(new(0, "a"), new(1, "c", free=2 * GIB))
-    assert moves(plan(wanted, MADE_WITH, host)) == "ac ba"
+    assert moves(plan_assignment(wanted, MADE_WITH, host)) == "ac ba"
 
 
 def test_the_freest() -> None:
     """Of other GPUs the freest are taken, the lower number of equals; what is reserved is not free."""
     host = a_host(new(0, "c", free=60 * GIB), new(1, "d", free=70 * GIB), new(2, "e", free=70 * GIB))
-    assert moves(plan([old(0, "a")], MADE_WITH, host)) == "ad"
-    assert moves(plan([old(0, "a")], MADE_WITH, host, reserved={uuid("d"): GIB})) == "ae"
-    assert moves(plan([old(0, "a"), old(1, "b")], MADE_WITH, host)) == "ad be"
-    assert moves(plan([old(0, "a"), old(1, "b")], MADE_WITH, host, reserved={uuid("d"): 11 * GIB})) == "ac be"
+    assert moves(plan_assignment([old(0, "a")], MADE_WITH, host)) == "ad"
+    assert moves(plan_assignment([old(0, "a")], MADE_WITH, host, reserved={uuid("d"): GIB})) == "ae"
+    assert moves(plan_assignment([old(0, "a"), old(1, "b")], MADE_WITH, host)) == "ad be"
+    assert (
+        moves(plan_assignment([old(0, "a"), old(1, "b")], MADE_WITH, host, reserved={uuid("d"): 11 * GIB}))
+        == "ac be"
+    )
 
 
 def test_order() -> None:
     """The container's first GPU goes to the lowest number of those taken, if it fits there."""
     host = a_host(new(0, "c", free=50 * GIB), new(1, "d", free=60 * GIB), new(2, "e", free=70 * GIB))
     wanted = [old(5, "b"), old(2, "a")]
-    assert moves(plan(wanted, MADE_WITH, host)) == "ad be"
-    assert moves(plan([replace(wanted[1], memory_used=65 * GIB), wanted[0]], MADE_WITH, host)) == "ae bd"
-    assert moves(plan(wanted, MADE_WITH, replace(host, gpus=host.gpus[::-1]))) == "ad be"
+    assert moves(plan_assignment(wanted, MADE_WITH, host)) == "ad be"
+    assert (
+        moves(plan_assignment([replace(wanted[1], memory_used=65 * GIB), wanted[0]], MADE_WITH, host))
+        == "ae bd"
+    )
+    assert moves(plan_assignment(wanted, MADE_WITH, replace(host, gpus=host.gpus[::-1]))) == "ad be"
 
 
 def test_nothing_wanted() -> None:
     """A checkpoint without GPUs needs none."""
-    found = plan([], MADE_WITH, a_host())
+    found = plan_assignment([], MADE_WITH, a_host())
     assert (found.pairs, found.verdicts, found.refusal) == ((), (), "")
 
 
@@ -254,7 +263,7 @@ TWO = [old(0, "a"), old(1, "b")]
 )
 def test_map(text: str, expected: str) -> None:
     """The map outranks all else, and the rest is fitted around it."""
-    assert moves(plan(TWO, MADE_WITH, FOUR, request=parse_map(text))) == expected
+    assert moves(plan_assignment(TWO, MADE_WITH, FOUR, request=parse_map(text))) == expected
 
 
 @pytest.mark.parametrize(
@@ -275,7 +284,7 @@ def test_map(text: str, expected: str) -> None:
 )
 def test_a_map_that_makes_no_sense(text: str, said: str) -> None:
     """A GPU that is not there, or two words for one: the refusal names it."""
-    found = plan(TWO, MADE_WITH, FOUR, request=parse_map(text))
+    found = plan_assignment(TWO, MADE_WITH, FOUR, request=parse_map(text))
     assert message(found) == f"{said}; change the GPU map"
     assert found.code == "GPS-403"
     assert reasons(found) == [""] * 8
@@ -284,36 +293,36 @@ def test_a_map_that_makes_no_sense(text: str, said: str) -> None:
 def test_a_map_on_a_host_without_gpus() -> None:
     """It is said that there are none."""
     assert "GPU 3 of this host, which has none" in message(
-        plan(TWO, MADE_WITH, a_host(), request=(("0", "3"),))
+        plan_assignment(TWO, MADE_WITH, a_host(), request=(("0", "3"),))
     )
 
 
 def test_lenient_map() -> None:
     """A map for all containers may name GPUs that this checkpoint lacks, but this host has what it names."""
     request = parse_map("7=9,0=3")
-    assert moves(plan(TWO, MADE_WITH, FOUR, request=request, lenient=True)) == "ab bc"
-    assert "GPU 7 of the checkpoint" in message(plan(TWO, MADE_WITH, FOUR, request=request))
-    found = plan(TWO, MADE_WITH, FOUR, request=parse_map("0=9"), lenient=True)
+    assert moves(plan_assignment(TWO, MADE_WITH, FOUR, request=request, lenient=True)) == "ab bc"
+    assert "GPU 7 of the checkpoint" in message(plan_assignment(TWO, MADE_WITH, FOUR, request=request))
+    found = plan_assignment(TWO, MADE_WITH, FOUR, request=parse_map("0=9"), lenient=True)
     assert "GPU 9 of this host" in message(found)
 
 
 def test_ambiguous() -> None:
     """The begin of a UUID that two GPUs share is refused, on either side."""
     twin = replace(new(4, "c"), uuid=uuid("c").replace("GPU-cccc0", "GPU-cccc1"))
-    found = plan(TWO, MADE_WITH, a_host(*FOUR.gpus, twin), request=parse_map("0=GPU-cccc"))
+    found = plan_assignment(TWO, MADE_WITH, a_host(*FOUR.gpus, twin), request=parse_map("0=GPU-cccc"))
     assert message(found) == (
         "GPU-cccc in the GPU map may mean any of 2 GPUs of this host; write more of the UUID"
     )
-    assert moves(plan(TWO, MADE_WITH, FOUR, request=parse_map("0=GPU-cccc"))) == "ac bb"
+    assert moves(plan_assignment(TWO, MADE_WITH, FOUR, request=parse_map("0=GPU-cccc"))) == "ac bb"
     same_number = [old(0, "a"), old(0, "b")]
-    found = plan(same_number, MADE_WITH, FOUR, request=parse_map("0=1"), lenient=True)
+    found = plan_assignment(same_number, MADE_WITH, FOUR, request=parse_map("0=1"), lenient=True)
     assert "0 in the GPU map may mean any of 2 GPUs of the checkpoint" in message(found)
 
 
 def test_a_map_grants_nothing() -> None:
     """A GPU that does not fit is not taken because the map asks for it."""
     host = a_host(new(0, "a"), new(1, "c", model=A100), new(2, "d"))
-    found = plan([old(0, "a")], MADE_WITH, host, request=parse_map("0=1"))
+    found = plan_assignment([old(0, "a")], MADE_WITH, host, request=parse_map("0=1"))
     assert message(found) == (
         "GPU 0 of the checkpoint cannot go to GPU 1 of this host, as the GPU map asks: "
         f"another model: {A100}; change the GPU map"
@@ -323,7 +332,7 @@ def test_a_map_grants_nothing() -> None:
 def test_what_a_map_leaves() -> None:
     """Where the map took the last place, the refusal says so; what fits alone is told nevertheless."""
     host = a_host(new(0, "c"), new(1, "d", model=A100))
-    found = plan(TWO, MADE_WITH, host, request=parse_map("0=0"))
+    found = plan_assignment(TWO, MADE_WITH, host, request=parse_map("0=0"))
     assert message(found) == (
         f"no GPU of this host fits GPU 1 of the checkpoint ({H100}): GPU 0: the GPU map gives it to GPU 0; "
         f"GPU 1: another model: {A100}; change the GPU map"
@@ -336,12 +345,12 @@ def test_what_a_map_leaves() -> None:
 
 def test_no_gpu_here() -> None:
     """A host without GPUs, and one with too few of them."""
-    assert message(plan(TWO, MADE_WITH, a_host())) == (
+    assert message(plan_assignment(TWO, MADE_WITH, a_host())) == (
         "the checkpoint needs 2 GPUs, and this host has none; restore on a host that has such GPUs"
     )
-    assert "the checkpoint needs 1 GPU, and" in message(plan(TWO[:1], MADE_WITH, a_host()))
+    assert "the checkpoint needs 1 GPU, and" in message(plan_assignment(TWO[:1], MADE_WITH, a_host()))
     assert "the checkpoint needs 2 GPUs, and this host has 1" in message(
-        plan(TWO, MADE_WITH, a_host(new(0, "c")))
+        plan_assignment(TWO, MADE_WITH, a_host(new(0, "c")))
     )
 
 
@@ -350,7 +359,7 @@ def test_eight_gpus_in_one_line() -> None:
     gpus = [new(at, f"{at}", free=3 * GIB) for at in range(6)]
     gpus[3] = replace(gpus[3], mig=True)
     host = a_host(*gpus, new(6, "6", model=A100), new(7, "7", model=A100))
-    found = plan([old(0, "a")], MADE_WITH, host)
+    found = plan_assignment([old(0, "a")], MADE_WITH, host)
     assert message(found) == (
         f"no GPU of this host fits GPU 0 of the checkpoint ({H100}): "
         "GPU 0 to 2, 4 and 5: 3.0 GiB free, 12.0 GiB needed; GPU 3: in MIG mode; "
@@ -362,7 +371,7 @@ def test_together() -> None:
     """Each fits somewhere, but not all at once: the refusal names those that contend, and for what."""
     wanted = [old(0, "a", used=GIB), old(1, "b"), old(2, "c")]
     host = a_host(new(0, "d"), new(1, "e", free=2 * GIB), new(2, "f", free=2 * GIB))
-    assert message(plan(wanted, MADE_WITH, host)) == (
+    assert message(plan_assignment(wanted, MADE_WITH, host)) == (
         "GPU 1 and 2 of the checkpoint need 2 GPUs of this host, and only GPU 0 fits: "
         "GPU 1 and 2: 2.0 GiB free, 12.0 GiB needed; stop what else runs on those GPUs"
     )
@@ -372,7 +381,7 @@ def test_a_place_that_fits_one_of_them() -> None:
     """A GPU that is the only place for some of those that contend is not told as one that fits none."""
     wanted = [replace(old(0, "a"), model=A100), old(1, "b", used=GIB), replace(old(2, "c"), model=A100)]
     host = a_host(new(0, "a"), new(1, "d", model=A100), replace(new(2, "e"), mig=True))
-    assert message(plan(wanted, MADE_WITH, host)) == (
+    assert message(plan_assignment(wanted, MADE_WITH, host)) == (
         "GPU 0 to 2 of the checkpoint need 3 GPUs of this host, and only GPU 0 and 1 fit: "
         "GPU 2: in MIG mode; turn MIG off, or set the compute mode to default (nvidia-smi)"
     )
@@ -380,9 +389,9 @@ def test_a_place_that_fits_one_of_them() -> None:
 
 def test_small_sizes() -> None:
     """Below a GiB, MiB; a size that is short by a byte does not look enough."""
-    found = plan([old(0, "a", used=12 * GIB + 1)], MADE_WITH, a_host(new(0, "b", free=12 * GIB)))
+    found = plan_assignment([old(0, "a", used=12 * GIB + 1)], MADE_WITH, a_host(new(0, "b", free=12 * GIB)))
     assert reasons(found) == ["12.0 GiB free, 12.1 GiB needed"]
-    found = plan([old(0, "a", used=500 * MIB)], MADE_WITH, a_host(new(0, "b", free=500 * MIB - 1)))
+    found = plan_assignment([old(0, "a", used=500 * MIB)], MADE_WITH, a_host(new(0, "b", free=500 * MIB - 1)))
     assert reasons(found) == ["499.9 MiB free, 500.0 MiB needed"]
 
 
@@ -460,7 +469,7 @@ def test_the_best_way_is_found(data: st.DataObject) -> None:
     """Against every permutation: a way is found whenever there is one, it is the best, and it is allowed."""
     wanted, host, reserved = data.draw(scenes())
     asked = data.draw(requests(wanted, host))
-    found = plan(wanted, MADE_WITH, host, reserved=reserved, request=tuple(asked.items()))
+    found = plan_assignment(wanted, MADE_WITH, host, reserved=reserved, request=tuple(asked.items()))
     expected = best(wanted, host, reserved, asked)
     assert found.pairs == (expected or ())
     assert bool(found.refusal) == (expected is None)
@@ -474,8 +483,8 @@ def test_what_holds_of_every_plan(data: st.DataObject) -> None:
     wanted, host, reserved = data.draw(scenes(most=8))
     asked = data.draw(requests(wanted, host))
     request: GpuMap = tuple(asked.items())
-    found = plan(wanted, MADE_WITH, host, reserved=reserved, request=request)
-    again = plan(
+    found = plan_assignment(wanted, MADE_WITH, host, reserved=reserved, request=request)
+    again = plan_assignment(
         wanted[::-1], MADE_WITH, replace(host, gpus=host.gpus[::-1]), reserved=reserved, request=request
     )
     assert again == found
@@ -506,7 +515,7 @@ def test_identity(scene: tuple[list[GpuRecord], Host, dict[str, int]], places: l
     others = [
         replace(gpu, index=gpu.index + 8) for gpu in host.gpus if gpu.uuid not in {g.uuid for g in wanted}
     ]
-    found = plan(wanted, MADE_WITH, a_host(*others, *own))
+    found = plan_assignment(wanted, MADE_WITH, a_host(*others, *own))
     assert all(one == other for one, other in found.pairs)
     assert len(found.pairs) == len(wanted)
 
@@ -517,7 +526,7 @@ def test_any_words(words: list[str], made_with: str) -> None:
     wanted = [
         replace(old(at, "abc"[at]), model=word, compute_capability=word) for at, word in enumerate(words)
     ]
-    found = plan(wanted, made_with, FOUR)
+    found = plan_assignment(wanted, made_with, FOUR)
     assert len(found.refusal.splitlines()) == bool(found.refusal)
     assert found.refusal.isprintable()
 
@@ -530,8 +539,10 @@ def test_sixteen_gpus_are_fast(spare: int) -> None:
     gpus = [new(at, "b", free=(at % 16 + 1) * GIB) for at in range(16 + spare)]
     gpus = [replace(gpu, uuid=f"{gpu.uuid[:-2]}{gpu.index:02}") for gpu in gpus]
     start = time.process_time()
-    found = plan(wanted, MADE_WITH, a_host(*gpus))
-    refused = plan(wanted, MADE_WITH, a_host(*gpus[: 15 + spare][::-1]), reserved={gpus[15].uuid: GIB})
+    found = plan_assignment(wanted, MADE_WITH, a_host(*gpus))
+    refused = plan_assignment(
+        wanted, MADE_WITH, a_host(*gpus[: 15 + spare][::-1]), reserved={gpus[15].uuid: GIB}
+    )
     assert time.process_time() - start < 0.1
     assert len(found.pairs) == 16
     assert (refused.pairs, bool(refused.refusal)) == ((), True)
@@ -541,6 +552,6 @@ def test_a_checkpoint_of_many_gpus() -> None:
     """As many GPUs as a manifest may list are refused at once on a host with few."""
     wanted = [replace(old(at, "a"), uuid=f"{uuid('a')[:-4]}{at:04}") for at in range(256)]
     start = time.process_time()
-    found = plan(wanted, MADE_WITH, FOUR)
+    found = plan_assignment(wanted, MADE_WITH, FOUR)
     assert time.process_time() - start < 0.5
     assert found.refusal == "the checkpoint needs 256 GPUs, and this host has 4"

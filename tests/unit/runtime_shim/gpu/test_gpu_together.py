@@ -12,25 +12,25 @@ import pytest
 
 from gpusnap.runtime_shim.errors import Interrupted
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError, LockTimeout, ProcessGone
-from gpusnap.runtime_shim.gpu.api.parallel import Outcome, at_once
+from gpusnap.runtime_shim.gpu.api.parallel import Outcome, run_at_once
 
 DEADLINE = 90.0
 
 
 def test_results_by_pid() -> None:
-    outcome = at_once(lambda pid: pid * 2, [3, 1, 2, 3])
+    outcome = run_at_once(lambda pid: pid * 2, [3, 1, 2, 3])
     assert sorted(outcome.results.items()) == [(1, 2), (2, 4), (3, 6)]
     assert outcome.errors == {}
     outcome.raise_first()
 
 
 def test_no_process_at_all() -> None:
-    assert at_once(str, []) == Outcome({}, {})
+    assert run_at_once(str, []) == Outcome({}, {})
 
 
 def test_all_are_begun_before_any_ends() -> None:
     barrier = threading.Barrier(16, timeout=DEADLINE)  # opens only once all are in it
-    assert len(at_once(lambda pid: barrier.wait(), range(16)).results) == 16
+    assert len(run_at_once(lambda pid: barrier.wait(), range(16)).results) == 16
 
 
 def test_limit() -> None:
@@ -47,7 +47,7 @@ def test_limit() -> None:
         with lock:
             running -= 1
 
-    assert len(at_once(work, range(8), limit=2).results) == 8
+    assert len(run_at_once(work, range(8), limit=2).results) == 8
     assert most == 2
 
 
@@ -57,7 +57,7 @@ def test_every_error_is_kept() -> None:
             raise ProcessGone(f"process {pid} has ended", hint="look", code_name="C", pid=pid)
         return pid
 
-    outcome = at_once(work, range(6), limit=1)
+    outcome = run_at_once(work, range(6), limit=1)
     assert sorted(outcome.results) == [0, 2, 4]
     assert sorted(outcome.errors) == [1, 3, 5]
     with pytest.raises(ProcessGone) as caught:
@@ -87,7 +87,7 @@ def test_a_mistake_is_raised_once_all_have_ended() -> None:
         ended.append(pid)
 
     with pytest.raises(ZeroDivisionError):
-        at_once(work, range(3))
+        run_at_once(work, range(3))
     assert sorted(ended) == [1, 2]
 
 
@@ -117,7 +117,7 @@ def test_a_signal_waits_for_the_threads(number: signal.Signals) -> None:
         ended.append(pid)
 
     with pytest.raises((Interrupted, KeyboardInterrupt)):
-        at_once(work, range(4))
+        run_at_once(work, range(4))
     assert sorted(ended) == [0, 1, 2, 3]
     assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
@@ -135,7 +135,7 @@ def test_an_exception_that_breaks_into_the_starting(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(Interrupted):
-        at_once(done.append, range(3))
+        run_at_once(done.append, range(3))
     for thread in started:
         thread.join(DEADLINE)
         assert not thread.is_alive()
@@ -170,7 +170,7 @@ def test_an_exception_that_breaks_into_the_waiting() -> None:
     thread.start()
     try:
         with pytest.raises(Interrupted):
-            at_once(work, range(3))
+            run_at_once(work, range(3))
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, before)
@@ -189,7 +189,7 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, given: 
         real(self)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    outcome = at_once(lambda pid: pid, range(3))
+    outcome = run_at_once(lambda pid: pid, range(3))
     if given:
         assert sorted(outcome.results) == [0, 1, 2]
     else:

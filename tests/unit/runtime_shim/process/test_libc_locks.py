@@ -95,21 +95,21 @@ def stop_at_call(pid: int, tid: int, names: tuple[str, ...]) -> None:
     wanted = {X86_64.calls[name] for name in names}
     tracee = Tracee(pid, tid)
     try:
-        while X86_64.under_way(tracee.registers())[0] not in wanted:
+        while X86_64.get_call(tracee.registers())[0] not in wanted:
             tracee.to_call()
         os.kill(pid, signal.SIGSTOP)
     finally:
         tracee.let_go()
-    wait_until(lambda: proc.still(pid), "the process stands")
+    wait_until(lambda: proc.is_still(pid), "the process stands")
 
 
 def there_and_back(caller: Caller, work: Work) -> None:
     """Its GPU state is taken and given back, by the watched calls, and it goes on."""
     caller("safe_checkpoint", work.pid)
     assert caller("safe_state", work.pid) == 2
-    assert proc.still(work.pid)
+    assert proc.is_still(work.pid)
     caller("safe_restore", work.pid)
-    assert proc.still(work.pid)
+    assert proc.is_still(work.pid)
     go_on([work.pid])
     caller("safe_unlock", work.pid)
     work.ticks(5)
@@ -122,7 +122,7 @@ def test_a_lock_that_a_stopped_thread_holds(caller: Caller, works: Callable[...,
     caller("safe_lock", work.pid)
     tid = work.thread(kind)
     stop_at_call(work.pid, tid, CALLS[kind])
-    assert tid in positions.unsafe(work.pid)
+    assert tid in positions.list_unsafe(work.pid)
     there_and_back(caller, work)
 
 
@@ -133,9 +133,9 @@ def test_a_safe_instant(caller: Caller, works: Callable[..., Work], kind: str) -
     caller("safe_lock", work.pid)
     tid = work.thread(kind)
     stop_at_call(work.pid, tid, CALLS[kind])
-    assert tid in positions.unsafe(work.pid)
+    assert tid in positions.list_unsafe(work.pid)
     assert caller("settled_at_last", work.pid) == []
-    assert proc.still(work.pid)
+    assert proc.is_still(work.pid)
     there_and_back(caller, work)
 
 
@@ -154,7 +154,7 @@ def test_a_lock_taken_in_the_programs_own_code(caller: Caller, works: Callable[.
     work = works("--locks", "stdio")
     caller("safe_lock", work.pid)
     os.kill(work.pid, signal.SIGSTOP)
-    wait_until(lambda: proc.still(work.pid), "the process stands")
+    wait_until(lambda: proc.is_still(work.pid), "the process stands")
     there_and_back(caller, work)
 
 
@@ -168,5 +168,5 @@ def test_a_driver_that_yields(
     work = works()
     caller("safe_lock", work.pid)
     os.kill(work.pid, signal.SIGSTOP)
-    wait_until(lambda: proc.still(work.pid), "the process stands")
+    wait_until(lambda: proc.is_still(work.pid), "the process stands")
     there_and_back(caller, work)

@@ -102,9 +102,9 @@ def test_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(OSError, match="no thread for copies"):
-            copies.work([lambda: None] * 3, 3)
+            copies.run_jobs([lambda: None] * 3, 3)
     done: list[int] = []
-    copies.work([lambda: done.append(1)] * 3, 3)
+    copies.run_jobs([lambda: done.append(1)] * 3, 3)
     assert done == [1, 1, 1]
 
 
@@ -134,7 +134,7 @@ def test_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(2) as pool:
         monkeypatch.setattr(copies, "_pool", lambda: pool)
         with pytest.raises(OSError, match="bad"):
-            copies.work([bad, good], 2)
+            copies.run_jobs([bad, good], 2)
     assert done == [1]
 
 

@@ -22,7 +22,7 @@ SETS = st.lists(WORDS, min_size=27, max_size=27).map(lambda words: struct.pack("
 @given(SETS, st.sampled_from(X86_64.registers), st.integers(min_value=-(2**63), max_value=2**64 - 1))
 def test_one_register_is_changed(registers: bytes, name: str, value: int) -> None:
     """It reads as it was set, and no other one differs."""
-    changed = X86_64.changed(registers, {name: value})
+    changed = X86_64.replace_values(registers, {name: value})
     assert len(changed) == X86_64.size == 216
     assert X86_64.value(changed, name) == value % 2**64
     others = [each for each in X86_64.registers if each != name]
@@ -37,7 +37,7 @@ def test_a_call(registers: bytes, arguments: tuple[int, ...]) -> None:
     made = X86_64.call(registers, 0x1000, 9, arguments)
     assert X86_64.value(made, "rip") == 0x1000
     assert X86_64.value(made, "rax") == 9
-    assert X86_64.under_way(made) == (-1, arguments + (0,) * (6 - len(arguments)))
+    assert X86_64.get_call(made) == (-1, arguments + (0,) * (6 - len(arguments)))
     for kept in ("rsp", "rbp", "fs_base", "eflags", "cs", "r15"):
         assert X86_64.value(made, kept) == X86_64.value(registers, kept)
 
@@ -54,7 +54,7 @@ def test_a_call(registers: bytes, arguments: tuple[int, ...]) -> None:
 )
 def test_outcomes(word: int, outcome: int) -> None:
     """Only the last 4095 values are errors."""
-    assert X86_64.outcome(X86_64.changed(bytes(X86_64.size), {"rax": word})) == outcome
+    assert X86_64.outcome(X86_64.replace_values(bytes(X86_64.size), {"rax": word})) == outcome
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are x86-64's")

@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.process.ptrace import arch as machine
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace import populate
 from gpusnap.runtime_shim.process.ptrace.arch import X86_64
-from gpusnap.runtime_shim.process.ptrace.populate import Populated, populated
+from gpusnap.runtime_shim.process.ptrace.populate import Populated, populate_mappings
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 SIZE = 64 * MIB
@@ -72,14 +72,14 @@ def resident(target: Target, address: int) -> int:
 def check(target: Target, done: Populated, count: int) -> None:
     """What was done, and that the process stands and is well afterwards."""
     assert (done.mappings, done.size) == (count, count * SIZE)
-    assert proc.still(target.pid)
+    assert proc.is_still(target.pid)
     assert target.well()
 
 
 def test_a_large_mapping(target: Target, touches: list[Touch]) -> None:
     """It is made without pages, advised, touched while its thread stands, and there when mmap returns."""
     mask = target.blocks(target.tid)
-    with populated(target.pid, target.tid) as done:
+    with populate_mappings(target.pid, target.tid) as done:
         address = target.number(f"new({SIZE}, {LARGE})")
         assert resident(target, address) >= SIZE
         assert target.blocks(target.tid) != mask
@@ -96,7 +96,7 @@ def test_a_large_mapping(target: Target, touches: list[Touch]) -> None:
 
 def test_two_of_them(target: Target, touches: list[Touch]) -> None:
     """Each is populated, and the sums are of both."""
-    with populated(target.pid, target.tid, threads=1) as done:
+    with populate_mappings(target.pid, target.tid, threads=1) as done:
         addresses = [target.number(f"new({SIZE}, {LARGE})") for _ in range(2)]
     assert [each.address for each in touches if each.step == copies.HUGE] == addresses
     check(target, done, 2)
@@ -116,7 +116,7 @@ def test_two_of_them(target: Target, touches: list[Touch]) -> None:
 )
 def test_other_calls(target: Target, touches: list[Touch], made: str) -> None:
     """They do what they do without us, and the result says that there was nothing to do."""
-    with populated(target.pid, target.tid) as done:
+    with populate_mappings(target.pid, target.tid) as done:
         answer = target.ask(made)
     assert not touches
     assert done.why_not == "the driver made no large mapping that it populates"
@@ -137,11 +137,11 @@ def test_registers_are_as_without_us(target: Target) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(populate._Watch, "_populate", look)
-        with populated(target.pid, target.tid):
+        with populate_mappings(target.pid, target.tid):
             address = target.number(f"new({SIZE}, {LARGE})")
     (registers,) = seen
     assert X86_64.value(registers, "rax") == address
-    number, arguments = X86_64.under_way(registers)
+    number, arguments = X86_64.get_call(registers)
     assert number == X86_64.calls["mmap"]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     assert arguments[:4] == (0, SIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags)
@@ -153,7 +153,7 @@ def test_no_huge_pages(target: Target, touches: list[Touch]) -> None:
     target.go_on()
     assert target.number("libc.prctl(41, 1, 0, 0, 0)") == 0  # PR_SET_THP_DISABLE
     target.stop()
-    with populated(target.pid, target.tid) as done:
+    with populate_mappings(target.pid, target.tid) as done:
         address = target.number(f"new({SIZE}, {LARGE})")
     assert [each.step for each in touches][-1] == mmap.PAGESIZE
     assert resident(target, address) >= SIZE
@@ -168,7 +168,7 @@ def test_an_advice_that_is_refused(
     target.go_on()
     assert target.number(f"filter_calls({MADVISE}, {ERRNO | 1})") == 0
     target.stop()
-    with populated(target.pid, target.tid) as done:
+    with populate_mappings(target.pid, target.tid) as done:
         address = target.number(f"new({SIZE}, {LARGE})")
     assert [each.step for each in touches] == [mmap.PAGESIZE]
     assert resident(target, address) >= SIZE
@@ -182,7 +182,7 @@ def test_a_failure_of_ours(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
         raise MemoryError("no")
 
     monkeypatch.setattr(copies, "touch", fail)
-    with populated(target.pid, target.tid) as done:
+    with populate_mappings(target.pid, target.tid) as done:
         address = target.number(f"new({SIZE}, {LARGE})")
         monkeypatch.undo()
         second = target.number(f"new({SIZE}, {LARGE})")
@@ -195,7 +195,7 @@ def test_a_failure_of_ours(target: Target, monkeypatch: pytest.MonkeyPatch) -> N
 def test_another_machine(target: Target, touches: list[Touch], monkeypatch: pytest.MonkeyPatch) -> None:
     """On one that we do not know the driver's own way is taken."""
     monkeypatch.setattr(machine, "_MACHINES", {})
-    with populated(target.pid, target.tid) as done:
+    with populate_mappings(target.pid, target.tid) as done:
         address = target.number(f"new({SIZE}, {LARGE})")
         assert resident(target, address) >= SIZE
     assert not touches
@@ -205,7 +205,7 @@ def test_another_machine(target: Target, touches: list[Touch], monkeypatch: pyte
 
 def test_signals_come_afterwards(target: Target) -> None:
     """A signal sent meanwhile is handled when the process runs, once."""
-    with populated(target.pid, target.tid):
+    with populate_mappings(target.pid, target.tid):
         target.send(target.tid, signal.SIGUSR1)
         target.number(f"new({SIZE}, {LARGE})")
         assert "BlockingIOError" in target.ask("os.read(awake, 9)")
@@ -215,7 +215,7 @@ def test_signals_come_afterwards(target: Target) -> None:
 
 def test_a_stop_of_somebody_else(target: Target) -> None:
     """A SIGSTOP on its way does not stop the thread in the middle of its work."""
-    with populated(target.pid, target.tid) as done:
+    with populate_mappings(target.pid, target.tid) as done:
         for _ in range(10):
             target.send(target.tid, signal.SIGSTOP)
             assert target.ask("6 * 7") == "42"
@@ -226,7 +226,7 @@ def test_a_stop_of_somebody_else(target: Target) -> None:
 
 def test_a_go_on_of_somebody_else(target: Target) -> None:
     """With the process running the end comes all the same, and nothing of ours is left in it."""
-    with populated(target.pid, target.tid) as done:
+    with populate_mappings(target.pid, target.tid) as done:
         target.number(f"new({SIZE}, {LARGE})")
         os.kill(target.pid, signal.SIGCONT)
         assert target.ask("6 * 7") == "42"
@@ -239,12 +239,12 @@ def test_a_go_on_of_somebody_else(target: Target) -> None:
 def test_nothing_is_left_pending(target: Target) -> None:
     """Whenever the end comes, it stands at once, and no SIGSTOP of ours waits for it to run."""
     for at in range(60):
-        with populated(target.pid, target.tid):
+        with populate_mappings(target.pid, target.tid):
             if at % 3:
                 target.tell("os.getppid()")
             if at % 3 == 2:
                 target._line()
-        assert proc.still(target.pid)
+        assert proc.is_still(target.pid)
         assert target.status(target.tid, "SigPnd") == 0
         if at % 3 == 1:
             target.go_on()
@@ -262,20 +262,20 @@ def test_the_end_while_pages_are_touched(target: Target, monkeypatch: pytest.Mon
         assert ending.wait(60)
         real(pid, start, size, threads=threads, step=step)
 
-    end = Tracer.end
+    end = Tracer.stop_threads
 
     def ended(tracer: Tracer) -> None:
         ending.set()
         end(tracer)
 
     monkeypatch.setattr(copies, "touch", touch)
-    monkeypatch.setattr(Tracer, "end", ended)
-    with populated(target.pid, target.tid) as done:
+    monkeypatch.setattr(Tracer, "stop_threads", ended)
+    with populate_mappings(target.pid, target.tid) as done:
         target.tell(f"new({SIZE}, {LARGE})")
         assert begun.wait(60)
     assert done.mappings == 1
     assert target.status(target.tid, "SigPnd") == 0
-    assert proc.still(target.pid)
+    assert proc.is_still(target.pid)
     target.go_on()
     assert int(target._line()) > 0
     assert target.ask("6 * 7") == "42"
@@ -289,11 +289,11 @@ def test_killed(target: Target, monkeypatch: pytest.MonkeyPatch, when: str) -> N
 
         def touch(pid: int, start: int, size: int, *, threads: int = 0, step: int = copies.HUGE) -> None:
             target.process.kill()
-            wait_for(lambda: not proc.running(pid), "it is gone")
+            wait_for(lambda: not proc.is_running(pid), "it is gone")
             real(pid, start, size, threads=threads, step=step)
 
         monkeypatch.setattr(copies, "touch", touch)
-    with populated(target.pid, target.tid) as done:
+    with populate_mappings(target.pid, target.tid) as done:
         if when == "while it runs":
             assert target.ask("6 * 7") == "42"
         if when == "while pages are touched":
@@ -302,17 +302,17 @@ def test_killed(target: Target, monkeypatch: pytest.MonkeyPatch, when: str) -> N
             target.process.kill()
     assert done.mappings == 0
     assert done.why_not == "the process ended"
-    wait_for(lambda: not proc.running(target.pid), "it is gone")
+    wait_for(lambda: not proc.is_running(target.pid), "it is gone")
 
 
 def test_what_cannot_be_traced(target: Target) -> None:
     """OSError, before the block begins."""
     with Target() as gone:
         pass
-    with pytest.raises(OSError, match="PTRACE_SEIZE"), populated(gone.pid, gone.tid):
+    with pytest.raises(OSError, match="PTRACE_SEIZE"), populate_mappings(gone.pid, gone.tid):
         raise AssertionError("the block ran")
-    with populated(target.pid, target.tid):
-        with pytest.raises(PermissionError), populated(target.pid, target.tid):
+    with populate_mappings(target.pid, target.tid):
+        with pytest.raises(PermissionError), populate_mappings(target.pid, target.tid):
             raise AssertionError("the block ran")
         assert target.ask("6 * 7") == "42"
     assert target.well()
@@ -320,6 +320,6 @@ def test_what_cannot_be_traced(target: Target) -> None:
 
 def test_an_error_in_the_block(target: Target) -> None:
     """It comes out, and the process stands."""
-    with pytest.raises(ZeroDivisionError), populated(target.pid, target.tid):
+    with pytest.raises(ZeroDivisionError), populate_mappings(target.pid, target.tid):
         raise ZeroDivisionError
     assert target.well()

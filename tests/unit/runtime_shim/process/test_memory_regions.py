@@ -31,7 +31,7 @@ def test_what_proc_says() -> None:
     library = next(each for each in ours if "libc" in each.name and "x" in each.permissions)
     assert library.inode == os.stat(library.name).st_ino
     assert library.size > 0
-    assert not library.plain
+    assert not library.is_plain
 
 
 @pytest.mark.parametrize("name", ["a\x0cb", "a\u2028b", "a\rb"])

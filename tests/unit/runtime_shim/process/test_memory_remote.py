@@ -28,8 +28,8 @@ from gpusnap.runtime_shim.process.ptrace import arch as machine
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace import remote_syscall as remote
 from gpusnap.runtime_shim.process.ptrace.arch import X86_64
-from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, Saved, inside, put_back
-from gpusnap.runtime_shim.process.ptrace.tracee import held
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, Saved, enter_thread, put_back
+from gpusnap.runtime_shim.process.ptrace.tracee import hold
 
 ROOT = Path(__file__).parents[4]
 MADVISE = X86_64.calls["madvise"]
@@ -51,7 +51,7 @@ def test_memory_is_freed(target: Target) -> None:
     found = target.number(f"new({8 * MIB})")
     target.ask(f"ctypes.memset({found}, 1, {8 * MIB})")
     target.stop()
-    with inside(target.pid) as there:
+    with enter_thread(target.pid) as there:
         there.madvise(found, 8 * MIB, mmap.MADV_DONTNEED)
     assert smaps(target.pid, found)["Rss"] == ["0", "kB"]
     assert target.well()
@@ -63,7 +63,7 @@ def test_every_call(target: Target) -> None:
     target.stop()
     before = mappings(target.pid)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    with inside(target.pid, target.tid) as there:
+    with enter_thread(target.pid, target.tid) as there:
         for _ in range(50):
             at = there.mmap(0, 4 * MIB, mmap.PROT_READ | mmap.PROT_WRITE, flags)
             there.munmap(at, 4 * MIB)
@@ -90,13 +90,13 @@ def test_registers_and_signals_are_its_own_again(target: Target) -> None:
     masks = {tid: target.blocks(tid) for tid in target.threads()}
     target.stop()
     for tid in target.threads():
-        with held(target.pid, tid) as tracee:
+        with hold(target.pid, tid) as tracee:
             before = tracee.registers()
             there = Remote(tracee)
             for _ in range(3):
                 there.madvise(0, 0, 0)
                 assert tracee.registers() == before
-            assert X86_64.under_way(before)[0] >= 0
+            assert X86_64.get_call(before)[0] >= 0
             assert there.saved == Saved(tid, before, masks[tid])
     assert {tid: target.blocks(tid) for tid in target.threads()} == masks
     assert target.well()
@@ -140,11 +140,11 @@ def test_a_thread_that_waits_for_a_time(target: Target, name: str, stopped: bool
     wait_for(lambda: target.waits(tid, number), "it waits")
     if stopped:
         target.stop()
-    with inside(target.pid, tid) as there:
+    with enter_thread(target.pid, tid) as there:
         for _ in range(3):
             there.madvise(0, 0, 0)
     if stopped:
-        assert proc.still(target.pid)
+        assert proc.is_still(target.pid)
         target.go_on()
     wait_for(lambda: target.ask("'it' in answers") == "True", "it has waited")
     assert target.ask("answers['it'][:2]") == str(outcome)
@@ -157,7 +157,7 @@ def test_a_thread_that_is_let_run_in_our_hands(target: Target) -> None:
     prepare(target)
     tid = target.number(f"thread('it', {number}, {arguments})")
     wait_for(lambda: target.waits(tid, number), "it waits")
-    with held(target.pid, tid) as tracee:
+    with hold(target.pid, tid) as tracee:
         Remote(tracee).madvise(0, 0, 0)
         tracee.go()
         wait_for(lambda: target.ask("'it' in answers") == "True", "it has waited")
@@ -176,10 +176,10 @@ def test_a_thread_that_waits_for_another(target: Target, name: str, stopped: boo
     wait_for(lambda: target.waits(tid, number), "it waits")
     if stopped:
         target.stop()
-    with inside(target.pid, tid) as there:
+    with enter_thread(target.pid, tid) as there:
         there.madvise(0, 0, 0)
     if stopped:
-        assert proc.still(target.pid)
+        assert proc.is_still(target.pid)
         target.go_on()
     wait_for(lambda: target.waits(tid, number), "it waits again")
     target.ask(waking)
@@ -191,7 +191,7 @@ def test_a_thread_in_the_middle_of_work(target: Target) -> None:
     """One that is in no system call computes on, and computes right."""
     target.tell("sum(i * i % 7 for i in range(3_000_000))")
     for _ in range(40):
-        with inside(target.pid, target.tid) as there:
+        with enter_thread(target.pid, target.tid) as there:
             there.madvise(0, 0, 0)
     assert target._line() == str(sum(i * i % 7 for i in range(3_000_000)))
 
@@ -200,7 +200,7 @@ def test_a_thread_in_the_middle_of_work(target: Target) -> None:
 def test_signals_come_afterwards(target: Target, number: signal.Signals) -> None:
     """Its handler runs once, when the process does; also of one that we cannot have blocked."""
     target.stop()
-    with inside(target.pid, target.tid) as there:
+    with enter_thread(target.pid, target.tid) as there:
         target.send(target.tid, number)
         there.madvise(0, 0, 0)
         there.madvise(0, 0, 0)
@@ -210,18 +210,18 @@ def test_signals_come_afterwards(target: Target, number: signal.Signals) -> None
 
 def test_a_stop_that_comes_meanwhile(target: Target) -> None:
     """A running process that somebody stops while we work in it is stopped afterwards."""
-    with inside(target.pid, target.tid) as there:
+    with enter_thread(target.pid, target.tid) as there:
         there.madvise(0, 0, 0)
         os.kill(target.pid, signal.SIGSTOP)
         there.madvise(0, 0, 0)
-    wait_for(lambda: proc.still(target.pid), "it stands")
+    wait_for(lambda: proc.is_still(target.pid), "it stands")
     assert target.well()
 
 
 def test_a_go_on_that_comes_meanwhile(target: Target) -> None:
     """A stopped process that somebody lets go on while we work in it is well."""
     target.stop()
-    with inside(target.pid, target.tid) as there:
+    with enter_thread(target.pid, target.tid) as there:
         there.madvise(0, 0, 0)
         os.kill(target.pid, signal.SIGCONT)
         there.madvise(0, 0, 0)
@@ -250,7 +250,7 @@ def test_a_signal_to_us(target: Target, at: int, late: bool, stopped: bool) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ptrace, "wait", cut)
         try:
-            with inside(target.pid, target.tid) as there:
+            with enter_thread(target.pid, target.tid) as there:
                 for _ in range(3):
                     there.madvise(0, 0, 0)
         except KeyboardInterrupt:
@@ -266,14 +266,14 @@ def test_a_signal_to_us(target: Target, at: int, late: bool, stopped: bool) -> N
 def test_killed_between_calls(target: Target) -> None:
     """The next call says that the process ended, and nothing of it is left."""
     target.stop()
-    with inside(target.pid, target.tid) as there:
+    with enter_thread(target.pid, target.tid) as there:
         there.madvise(0, 0, 0)
         target.process.kill()
         with pytest.raises(ProcessLookupError):
             there.madvise(0, 0, 0)
         with pytest.raises(ProcessLookupError):
             there.openat("/", 0)
-    wait_for(lambda: not proc.running(target.pid), "it is gone")
+    wait_for(lambda: not proc.is_running(target.pid), "it is gone")
 
 
 def test_killed_in_a_call(target: Target) -> None:
@@ -286,26 +286,29 @@ def test_killed_in_a_call(target: Target) -> None:
         target.process.kill()
 
     killer = threading.Thread(target=kill)
-    with held(target.pid, target.tid) as tracee:
+    with hold(target.pid, target.tid) as tracee:
         killer.start()
         with pytest.raises(ProcessLookupError):
             Remote(tracee, slow).call("pause")
     killer.join()
-    wait_for(lambda: not proc.running(target.pid), "it is gone")
+    wait_for(lambda: not proc.is_running(target.pid), "it is gone")
 
 
 def test_what_cannot_be_traced(target: Target) -> None:
     """OSError that names the call: a process that is gone, or that another one traces already."""
     with Target() as gone:
         pass
-    with pytest.raises(FileNotFoundError), inside(gone.pid):
-        pass
-    with pytest.raises(ProcessLookupError, match=f"PTRACE_SEIZE, {gone.pid}"), inside(gone.pid, gone.pid):
+    with pytest.raises(FileNotFoundError), enter_thread(gone.pid):
         pass
     with (
-        inside(target.pid, target.tid),
+        pytest.raises(ProcessLookupError, match=f"PTRACE_SEIZE, {gone.pid}"),
+        enter_thread(gone.pid, gone.pid),
+    ):
+        pass
+    with (
+        enter_thread(target.pid, target.tid),
         pytest.raises(PermissionError, match="PTRACE_SEIZE"),
-        inside(target.pid, target.tid),
+        enter_thread(target.pid, target.tid),
     ):
         pass
     assert target.ask("6 * 7") == "42"
@@ -321,7 +324,7 @@ def test_only_the_tracer_may_call(target: Target) -> None:
         except RuntimeError as error:
             caught.append(error)
 
-    with inside(target.pid, target.tid) as there:
+    with enter_thread(target.pid, target.tid) as there:
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
@@ -333,7 +336,7 @@ def test_a_filter_is_suspended(target: Target) -> None:
     """A seccomp filter that kills does not hold for us, and holds for the process afterwards."""
     assert target.number(f"filter_calls({MADVISE}, {KILL})") == 0
     target.stop()
-    with inside(target.pid, target.tid) as there:
+    with enter_thread(target.pid, target.tid) as there:
         there.madvise(0, 0, 0)
     assert target.well()
     target.tell(f"raw({MADVISE}, 0, 0, 0)")
@@ -348,7 +351,7 @@ EXIT_GROUP, GETPID = 231, 39
 def test_other_code_in_the_place_of_our_instruction(target: Target, number: int) -> None:
     """While filters are suspended no other call is made than ours: not by code that was put there since."""
     target.stop()
-    with inside(target.pid, target.tid) as there:
+    with enter_thread(target.pid, target.tid) as there:
         protection = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
         page = there.mmap(0, 4096, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         code = b"\xb8" + number.to_bytes(4, "little") + b"\x0f\x05"  # mov eax, number; syscall
@@ -364,7 +367,7 @@ def test_other_code_in_the_place_of_our_instruction(target: Target, number: int)
 def test_another_number(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number at the entry counts, too."""
     target.stop()
-    with inside(target.pid, target.tid) as there:
+    with enter_thread(target.pid, target.tid) as there:
         call = type(there.machine).call
         monkeypatch.setattr(
             type(there.machine),
@@ -387,7 +390,7 @@ def test_a_filter_that_refuses(
     assert target.number(f"filter_calls({MADVISE}, {action})") == 0
     handled = target.status(target.pid, "SigCgt")
     target.stop()
-    with inside(target.pid, target.tid) as there:
+    with enter_thread(target.pid, target.tid) as there:
         for _ in range(2):
             with pytest.raises(PermissionError) as caught:
                 there.madvise(0, 0, 0)
@@ -403,7 +406,7 @@ def test_a_filter_that_kills(target: Target, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ptrace, "SUSPEND_SECCOMP", NO_OPTION)
     assert target.number(f"filter_calls({MADVISE}, {KILL})") == 0
     target.stop()
-    with inside(target.pid, target.tid) as there, pytest.raises(ProcessLookupError, match="ended"):
+    with enter_thread(target.pid, target.tid) as there, pytest.raises(ProcessLookupError, match="ended"):
         there.madvise(0, 0, 0)
     target.process.wait(60)
 
@@ -411,7 +414,7 @@ def test_a_filter_that_kills(target: Target, monkeypatch: pytest.MonkeyPatch) ->
 def test_where_the_instruction_is_found(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a thread that waits, else in the vdso or a library; a process that has none is refused."""
     target.stop()
-    with held(target.pid, target.tid) as tracee:
+    with hold(target.pid, target.tid) as tracee:
         counter = X86_64.value(tracee.registers(), "rip")
         at = remote._instruction(target.pid, X86_64, counter)
         assert at == counter - 2
@@ -465,10 +468,13 @@ def test_another_architecture(target: Target, monkeypatch: pytest.MonkeyPatch) -
     """A program with other registers is refused and runs on; so is a machine that is not known."""
     small = replace(X86_64, registers=X86_64.registers[:17])
     monkeypatch.setattr(machine, "_MACHINES", {"x86_64": small})
-    with pytest.raises(GpusnapError, match=f"process {target.pid} is no x86_64 program"), inside(target.pid):
+    with (
+        pytest.raises(GpusnapError, match=f"process {target.pid} is no x86_64 program"),
+        enter_thread(target.pid),
+    ):
         pass
     monkeypatch.setattr(machine, "_MACHINES", {})
-    with pytest.raises(GpusnapError, match="on x86_64"), inside(target.pid):
+    with pytest.raises(GpusnapError, match="on x86_64"), enter_thread(target.pid):
         pass
     assert target.ask("6 * 7") == "42"
 
@@ -500,9 +506,9 @@ def test_a_tracer_that_was_killed(target: Target) -> None:
     wait_for(lambda: target.waits(target.tid, PAUSE), "it is in the call")
     tracer.kill()
     tracer.communicate()
-    wait_for(lambda: proc.still(target.pid), "it stands")
+    wait_for(lambda: proc.is_still(target.pid), "it stands")
     assert target.untraced()
-    with held(target.pid, target.tid) as tracee:
+    with hold(target.pid, target.tid) as tracee:
         assert tracee.registers().hex() != registers
     put_back(target.pid, Saved(target.tid, bytes.fromhex(registers), int(mask)))
     assert target.well()
@@ -514,13 +520,13 @@ def test_options_outlast_a_call(target: Target) -> None:
 
     @contextmanager
     def holding() -> Iterator[None]:
-        with held(target.pid, target.tid) as tracee:
+        with hold(target.pid, target.tid) as tracee:
             tracee.set_options(ptrace.EXITKILL)
             Remote(tracee).madvise(0, 0, 0)
             yield
 
     be_killed(holding())
-    wait_for(lambda: not proc.running(target.pid), "its end")
+    wait_for(lambda: not proc.is_running(target.pid), "its end")
 
 
 def test_what_was_saved_elsewhere(target: Target) -> None:
@@ -534,7 +540,7 @@ def test_what_was_saved_elsewhere(target: Target) -> None:
 def test_a_restartable_sequence(target: Target) -> None:
     """A thread that stands within one makes no call for us; where all do, that is said."""
     target.stop()
-    with held(target.pid, target.pid) as tracee:
+    with hold(target.pid, target.pid) as tracee:
         registered = ptrace.critical_section(target.pid)
         if not registered:
             pytest.skip("this C library registers no restartable sequences")
@@ -542,19 +548,19 @@ def test_a_restartable_sequence(target: Target) -> None:
     threads = sorted(map(int, os.listdir(f"/proc/{target.pid}/task")))
     section = bytearray(struct.pack("=IIQQQ", 0, 0, counter - 1, 2, 0))
     # Anywhere in its memory: below the area itself, on the same thread's stack or in its TLS.
-    with inside(target.pid) as remote:
+    with enter_thread(target.pid) as remote:
         page = remote.mmap(0, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, 0x22)
     copies.write(target.pid, page, section, threads=1)
     copies.write(target.pid, registered + 8, bytearray(page.to_bytes(8, "little")), threads=1)
     try:
         if len(threads) > 1:
-            with inside(target.pid) as remote:
+            with enter_thread(target.pid) as remote:
                 assert remote.saved.tid != target.pid
         else:
-            with pytest.raises(OSError, match="restartable sequence"), inside(target.pid):
+            with pytest.raises(OSError, match="restartable sequence"), enter_thread(target.pid):
                 pass
     finally:
         copies.write(target.pid, registered + 8, bytearray(8), threads=1)
-    with inside(target.pid) as remote:
+    with enter_thread(target.pid) as remote:
         assert remote.saved.tid == target.pid
     assert target.well()

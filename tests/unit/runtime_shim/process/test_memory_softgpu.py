@@ -15,8 +15,8 @@ from gpusnap.oci.chunks.buffers import is_zero
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.maps import mappings, regions
-from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
-from gpusnap.runtime_shim.stopping.stop import go_on, only, populated, stop
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import enter_thread
+from gpusnap.runtime_shim.stopping.stop import go_on, run_only, run_populating, stop
 
 SIZE = 96 * MIB
 
@@ -46,7 +46,7 @@ def test_there_and_back(agents: tuple[Agent, Agent]) -> None:
     stop([pid], timeout=60)
     before = mappings(pid)
     tid = caller.restore_thread(pid)
-    with populated(pid, tid) as done:
+    with run_populating(pid, tid) as done:
         assert caller.checkpoint(pid) == OK
     assert (done.mappings, done.why_not) == (1, "")
     assert done.size >= SIZE
@@ -55,12 +55,12 @@ def test_there_and_back(agents: tuple[Agent, Agent]) -> None:
     ours = mmap.mmap(-1, region.size)
     copies.read(pid, region.start, ours)
     assert not is_zero(memoryview(ours))
-    with inside(pid) as there:
+    with enter_thread(pid) as there:
         there.madvise(region.start, region.size, mmap.MADV_DONTNEED)
     assert smaps(pid, region.start)["Rss"] == ["0", "kB"]
-    assert proc.still(pid)
+    assert proc.is_still(pid)
     copies.write(pid, region.start, ours)
-    with only(pid, tid):
+    with run_only(pid, tid):
         assert caller.restore(pid) == OK
     go_on([pid])
     assert caller.unlock(pid) == OK

@@ -17,8 +17,8 @@ from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory.maps import mappings
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
-from gpusnap.runtime_shim.process.ptrace.populate import Backing, populated
-from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
+from gpusnap.runtime_shim.process.ptrace.populate import Backing, populate_mappings
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import enter_thread
 
 SIZE = 64 * MIB
 LARGE = "PRIVATE | mmap.MAP_POPULATE"
@@ -209,7 +209,7 @@ def test_a_file_in_the_place_of_memory(folder: Path, target: Target, shared: boo
     fds = sorted(os.listdir(f"/proc/{target.pid}/fd"))
     area = Stage("one").area("a", address, SIZE)
     area.write(5, memoryview(b"hello"))
-    with inside(target.pid) as remote:
+    with enter_thread(target.pid) as remote:
         remote.map_file(area.descriptor, address, SIZE, area.lead, shared=shared)
     assert target.ask(f"ctypes.string_at({address} + 5, 5)") == "b'hello'"
     target.ask(f"ctypes.memset({address} + 7, 65, 2)")
@@ -229,7 +229,7 @@ def test_a_mapping_that_is_made_large(folder: Path, target: Target) -> None:
         return nullcontext()
 
     backing = Backing(lambda address, size: staged.area("a", address, size), saved)
-    with populated(target.pid, target.tid, backing=backing) as done:
+    with populate_mappings(target.pid, target.tid, backing=backing) as done:
         address = target.number(f"new({SIZE}, {LARGE})")
         target.ask(f"ctypes.memset({address}, 66, 3)")
     assert (done.mappings, done.size, done.why_not) == (1, SIZE, "")
@@ -238,7 +238,7 @@ def test_a_mapping_that_is_made_large(folder: Path, target: Target) -> None:
     assert mapped(target, address).startswith(area.path)
     assert int(smaps(target.pid, address)["Size"][0]) << 10 == SIZE
     assert len(lent) == 1
-    assert proc.still(target.pid)
+    assert proc.is_still(target.pid)
     assert target.well()
     target.number(f"libc.munmap(ctypes.c_void_p({address}), {SIZE})")
     assert bytes(area.view(0, 4)) == b"BBB\0"
@@ -251,7 +251,7 @@ def test_no_file_to_be_had(target: Target) -> None:
     def refuse(address: int, size: int) -> Area:
         raise OSError(28, "No space left on device", "stage")
 
-    with populated(target.pid, target.tid, backing=Backing(refuse, lambda _: nullcontext())) as done:
+    with populate_mappings(target.pid, target.tid, backing=Backing(refuse, lambda _: nullcontext())) as done:
         address = target.number(f"new({SIZE}, {LARGE})")
     assert mapped(target, address) == ""
     assert int(smaps(target.pid, address)["Rss"][0]) << 10 >= SIZE
@@ -266,7 +266,7 @@ def test_no_descriptor_left_in_the_process(folder: Path, target: Target) -> None
     target.stop()
     staged = Stage("one")
     backing = Backing(lambda address, size: staged.area("a", address, size), lambda _: nullcontext())
-    with populated(target.pid, target.tid, backing=backing) as done:
+    with populate_mappings(target.pid, target.tid, backing=backing) as done:
         address = target.number(f"new({SIZE}, {LARGE})")
     assert mapped(target, address) == ""
     assert done.areas == []

@@ -98,4 +98,4 @@ def test_a_namespace_of_our_own(
     """What is mounted there goes with us: by the namespace of PID 1, or by how mounts spread."""
     monkeypatch.setattr(proc, "namespace", lambda pid, _: init if pid == 1 else "ours")
     monkeypatch.setattr(proc, "mounts", lambda _: (proc.Mount("0:1", "/", "/run", (), tags, "tmpfs"),))
-    assert mount_namespace.lasting() is lasting
+    assert mount_namespace.is_lasting() is lasting

@@ -60,9 +60,9 @@ def test_sent(child: subprocess.Popen[bytes]) -> None:
     pidfd.remember([(child.pid, start(child.pid))])
     assert open_pidfds() == 1
     pidfd.send(child.pid, signal.SIGSTOP)
-    wait_for(lambda: proc.still(child.pid), "the stop")
+    wait_for(lambda: proc.is_still(child.pid), "the stop")
     pidfd.send(child.pid, signal.SIGCONT)
-    wait_for(lambda: not proc.still(child.pid), "going on")
+    wait_for(lambda: not proc.is_still(child.pid), "going on")
     pidfd.forget()
     pidfd.send(child.pid, signal.SIGTERM)
     assert child.wait(60) == -signal.SIGTERM
@@ -72,7 +72,7 @@ def test_one_that_has_ended(child: subprocess.Popen[bytes]) -> None:
     """No error, whether its parent has waited for it or not."""
     pidfd.remember([(child.pid, start(child.pid))])
     child.kill()
-    wait_for(lambda: not proc.running(child.pid), "the end")
+    wait_for(lambda: not proc.is_running(child.pid), "the end")
     pidfd.send(child.pid, signal.SIGCONT)
     child.wait()
     pidfd.send(child.pid, signal.SIGCONT)
@@ -116,7 +116,7 @@ while True:
 assert proc.process(second).start != begun
 pidfds.send(second, signal.SIGKILL)
 assert os.waitpid(second, os.WNOHANG) == (0, 0)
-assert proc.running(second) and not proc.dying(second)
+assert proc.is_running(second) and not proc.is_dying(second)
 pidfds.remember([(second, proc.process(second).start)])
 pidfds.send(second, signal.SIGKILL)
 assert os.waitpid(second, 0)[1] == signal.SIGKILL

@@ -54,7 +54,7 @@ def test_process(family: Family) -> None:
 def test_a_process_that_is_gone() -> None:
     """Every answer about it is empty, and none is an error."""
     assert proc.process(NONE) is None
-    assert not proc.running(NONE)
+    assert not proc.is_running(NONE)
     assert (proc.comm(NONE), proc.command(NONE), proc.environment(NONE)) == ("", (), {})
     assert (proc.cgroups(NONE), proc.namespace(NONE, "pid"), proc.memory(NONE)) == ({}, "", 0)
     assert proc.mounts(NONE) == ()
@@ -72,7 +72,7 @@ def test_threads_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_zombie(zombie: int) -> None:
     """A zombie has ended: it does not run, and holds nothing that could be saved."""
-    assert not proc.running(zombie)
+    assert not proc.is_running(zombie)
     assert proc.process(zombie) is None
     assert proc.command(zombie) == ()
     assert zombie in proc.parents()
@@ -90,7 +90,7 @@ def test_a_name_with_brackets(tmp_path: Path) -> None:
         child.stdout.readline()
         try:
             assert proc.comm(child.pid) == "a) Z (b"
-            assert proc.running(child.pid)
+            assert proc.is_running(child.pid)
             found = proc.process(child.pid)
             assert found is not None
             assert found.start > 0
@@ -204,40 +204,40 @@ def test_host_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_process_that_ends_meanwhile(family: Family) -> None:
     """Answers change from full to empty when a process ends, without an error in between."""
     pid = family.spawn()
-    assert proc.running(pid)
+    assert proc.is_running(pid)
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not proc.running(pid), "the end of the process")
+    wait_for(lambda: not proc.is_running(pid), "the end of the process")
     assert proc.process(pid) is None
 
 
 def test_stopped() -> None:
     """A process that SIGSTOP holds answers nobody; one that runs or has ended is not stopped."""
     with subprocess.Popen(["sleep", "600"]) as process:
-        assert not proc.stopped(process.pid)
+        assert not proc.is_stopped(process.pid)
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        assert proc.stopped(process.pid)
+        assert proc.is_stopped(process.pid)
         process.kill()
         process.wait()
-        assert not proc.stopped(process.pid)
+        assert not proc.is_stopped(process.pid)
 
 
 def test_dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A process with SIGKILL pending, or that exits, is dying though it is there; others are not."""
-    assert not proc.dying(os.getpid())
+    assert not proc.is_dying(os.getpid())
     with subprocess.Popen(["sleep", "60"]) as child:
         os.kill(child.pid, signal.SIGSTOP)
-        wait_for(lambda: proc.stopped(child.pid), "that it stops")
-        assert not proc.dying(child.pid), "another signal"
+        wait_for(lambda: proc.is_stopped(child.pid), "that it stops")
+        assert not proc.is_dying(child.pid), "another signal"
         os.kill(child.pid, signal.SIGKILL)
-        assert proc.dying(child.pid), "at once"
-    assert proc.dying(child.pid), "it is gone"
+        assert proc.is_dying(child.pid), "at once"
+    assert proc.is_dying(child.pid), "it is gone"
     monkeypatch.setattr(proc, "PROC", str(tmp_path))
     (tmp_path / "7").mkdir()
     for flags, pending, expected in ((0, 0, False), (4, 0, True), (0, 0x100, True), (0x400040, 0x200, False)):
         (tmp_path / "7" / "stat").write_text(f"7 (a b) S 1 7 7 0 -1 {flags} 0 0 0 0 0 0 0 0 20 0 1 0 5\n")
         (tmp_path / "7" / "status").write_text(f"SigPnd:\t{0:016x}\nShdPnd:\t{pending:016x}\n")
-        assert proc.dying(7) is expected
+        assert proc.is_dying(7) is expected
 
 
 def test_a_kernel_that_cannot_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,12 +251,12 @@ def test_a_kernel_that_cannot_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(path, *words, **options)
 
     monkeypatch.setattr(os, "open", failing)
-    assert proc.running(os.getpid())
+    assert proc.is_running(os.getpid())
     assert not failures
     monkeypatch.setattr(proc, "_PATIENCE", 0.05)
     failures += [errno.ENOMEM] * 1000
     with pytest.raises(GpusnapError, match=r"/stat cannot be read"):
-        proc.still(os.getpid())
+        proc.is_still(os.getpid())
 
 
 def test_a_kernel_that_cannot_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ def test_timeout(host: Host) -> None:
     host.program(f"sleep {DEADLINE * 9} & echo $! >{host.folder}/child; wait")
     assert "did not end within 1 s and was killed" in host.rerun(hook(LDCACHE, timeout=1))
     child = int((host.folder / "child").read_text())
-    wait_for(lambda: not proc.running(child), "the end of what the hook started")
+    wait_for(lambda: not proc.is_running(child), "the end of what the hook started")
 
 
 def test_failure_is_a_note(host: Host) -> None:

@@ -17,7 +17,7 @@ from holders import blocked, hold_and_be_killed
 
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process.ptrace import signal_masks
-from gpusnap.runtime_shim.process.ptrace.tracee import held, put_masks_back
+from gpusnap.runtime_shim.process.ptrace.tracee import hold, put_masks_back
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import recover_checkpoint
@@ -57,7 +57,7 @@ def test_killed(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
     path = tmp_path / "masks"
     hold_and_be_killed(pid, list(masks), path)
     assert all(blocked(pid, tid) & 1 << signal.SIGTERM - 1 for tid in masks)
-    with signal_masks.kept(str(path)):
+    with signal_masks.keep_masks(str(path)):
         assert put_masks_back(str(path)) == 2
     assert {tid: blocked(pid, tid) for tid in masks} == masks
     assert not path.exists()
@@ -71,7 +71,7 @@ def test_killed_while_they_are_put_back(process: tuple[int, dict[int, int]], tmp
     path = tmp_path / "masks"
     hold_and_be_killed(pid, list(masks), path)
     hold_and_be_killed(pid, list(masks), path)
-    with signal_masks.kept(str(path)):
+    with signal_masks.keep_masks(str(path)):
         assert put_masks_back(str(path)) == 2
     assert {tid: blocked(pid, tid) for tid in masks} == masks
     assert not path.exists()
@@ -96,10 +96,10 @@ def test_let_go(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
     pid, masks = process
     path = tmp_path / "masks"
     first, second = masks
-    with signal_masks.kept(str(path)):
-        with held(pid, first):
+    with signal_masks.keep_masks(str(path)):
+        with hold(pid, first):
             pass
-        with held(pid, second):
+        with hold(pid, second):
             assert [(mask.tid, mask.blocked) for mask in signal_masks.read(str(path))] == [
                 (second, masks[second])
             ]
@@ -119,7 +119,7 @@ def test_it_cannot_be_read_at_the_end(
 
     with monkeypatch.context() as broken:
         broken.setattr(signal_masks, "read", read)
-        with signal_masks.kept(str(path)), held(pid, pid):
+        with signal_masks.keep_masks(str(path)), hold(pid, pid):
             assert path.exists()
     assert not path.exists()
 
@@ -134,11 +134,11 @@ def test_room_comes_later(
     def pwrite(descriptor: int, data: bytes, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with signal_masks.kept(str(path)):
+    with signal_masks.keep_masks(str(path)):
         with monkeypatch.context() as full:
             full.setattr(os, "pwrite", pwrite)
-            assert signal_masks.note(pid, pid, masks[pid]) is None
-        with held(pid, pid):
+            assert signal_masks.note_mask(pid, pid, masks[pid]) is None
+        with hold(pid, pid):
             assert [(mask.tid, mask.slot) for mask in signal_masks.read(str(path))] == [(pid, 1)]
     assert not path.exists()
 
@@ -146,9 +146,9 @@ def test_room_comes_later(
 def test_no_room(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
     """A mask that cannot be noted is put back all the same."""
     pid, masks = process
-    with signal_masks.kept(str(tmp_path / "missing" / "masks")):
+    with signal_masks.keep_masks(str(tmp_path / "missing" / "masks")):
         for tid in masks:
-            with held(pid, tid):
+            with hold(pid, tid):
                 assert blocked(pid, tid) != masks[tid]
     assert {tid: blocked(pid, tid) for tid in masks} == masks
 
@@ -163,7 +163,7 @@ def test_it_cannot_be_told(process: tuple[int, dict[int, int]], tmp_path: Path) 
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
-            assert noted[0].there
+            assert noted[0].is_there
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(signal_masks.read(str(path))) == 2
@@ -180,8 +180,8 @@ def test_another_pid_namespace(
     hold_and_be_killed(pid, list(masks), path)
     before = path.read_bytes()
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(signal_masks, "_space", lambda: 1)
-        with signal_masks.kept(str(path)), pytest.raises(GpusnapError, match="another PID namespace"):
+        elsewhere.setattr(signal_masks, "_read_namespace", lambda: 1)
+        with signal_masks.keep_masks(str(path)), pytest.raises(GpusnapError, match="another PID namespace"):
             put_masks_back(str(path))
     assert path.read_bytes() == before
     assert put_masks_back(str(path)) == 2
@@ -192,7 +192,7 @@ def test_a_thread_ends_while_it_is_held(tmp_path: Path) -> None:
     path = tmp_path / "masks"
     with (
         subprocess.Popen(["sleep", "60"]) as child,
-        signal_masks.kept(str(path)),
+        signal_masks.keep_masks(str(path)),
         Tracer(child.pid, [child.pid], guard=False) as tracer,
     ):
         child.kill()
@@ -204,8 +204,8 @@ def test_a_thread_ends_while_it_is_held(tmp_path: Path) -> None:
 def test_let_go_after_the_file_was_closed(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
     """Whoever has the descriptor's number then loses nothing."""
     pid, masks = process
-    with signal_masks.kept(str(tmp_path / "masks")):
-        note = signal_masks.note(pid, pid, masks[pid])
+    with signal_masks.keep_masks(str(tmp_path / "masks")):
+        note = signal_masks.note_mask(pid, pid, masks[pid])
     assert note is not None
     other = tmp_path / "other"
     with open(other, "w+b", buffering=0) as file:
@@ -226,7 +226,7 @@ def test_no_other_entry(
     assert (entry.container, entry.at_work) == (KEY, False)
     assert "a thread that was held" in recover_checkpoint.recover(entry, FakeDriver(), Memory())
     assert {tid: blocked(pid, tid) for tid in masks} == masks
-    assert journal.noted(journal.MASKS) == ()
+    assert journal.list_noted(journal.MASKS) == ()
     assert journal.entries() == ()
 
 
@@ -244,8 +244,10 @@ def test_threads_that_have_ended(
     recover_checkpoint.sweep()
     assert noted.exists()
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not any(mask.there for mask in signal_masks.read(str(path))), "the end of its threads")
-    with signal_masks.kept(str(path)):
+    wait_for(
+        lambda: not any(mask.is_there for mask in signal_masks.read(str(path))), "the end of its threads"
+    )
+    with signal_masks.keep_masks(str(path)):
         pass
     assert not path.exists()
     recover_checkpoint.sweep()

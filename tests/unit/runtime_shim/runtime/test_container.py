@@ -203,9 +203,9 @@ def test_bundle_annotations(tmp_path: Path) -> None:
 
 def test_the_words_for_a_missing_container() -> None:
     """crun's and runc's own words for it become ours; others stay as they are."""
-    assert container._reworded("open /run/x: No such file or directory") == "there is no such container"
-    assert container._reworded("container does not exist") == "there is no such container"
-    assert container._reworded("cannot parse state") == "cannot parse state"
+    assert container._reword("open /run/x: No such file or directory") == "there is no such container"
+    assert container._reword("container does not exist") == "there is no such container"
+    assert container._reword("cannot parse state") == "cannot parse state"
 
 
 def test_no_init() -> None:

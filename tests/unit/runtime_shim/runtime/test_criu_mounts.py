@@ -11,7 +11,7 @@ from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import DriverMount
 from gpusnap.runtime_shim.runtime.criu import external_mounts
-from gpusnap.runtime_shim.runtime.criu.external_mounts import checked, undeclared
+from gpusnap.runtime_shim.runtime.criu.external_mounts import check_mounts, list_undeclared
 
 DRIVER = [
     "/usr/lib/x86_64-linux-gnu/libcuda.so.580.159.04",
@@ -43,7 +43,7 @@ OTHER = [
 @pytest.mark.parametrize("path", DRIVER)
 def test_the_drivers(path: str) -> None:
     """The places at which NVIDIA's container tools mount the driver's files."""
-    assert external_mounts._ours(path)
+    assert external_mounts._is_ours(path)
 
 
 @pytest.mark.parametrize("path", OTHER)
@@ -53,7 +53,7 @@ def test_a_manifest_brings_no_other_path(path: str, monkeypatch: pytest.MonkeyPa
     good = DRIVER[0]
     for mount in (DriverMount("gpusnap-0", path, good), DriverMount("gpusnap-0", good, path)):
         with pytest.raises(Refused, match="is no file of the GPU's driver"):
-            checked([mount])
+            check_mounts([mount])
 
 
 def test_a_link_to_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,16 +61,16 @@ def test_a_link_to_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.path.exists", lambda _: True)
     monkeypatch.setattr("os.path.realpath", lambda _: "/etc/shadow")
     with pytest.raises(Refused, match="asks to mount /etc/shadow"):
-        checked([DriverMount("gpusnap-0", DRIVER[0], DRIVER[0])])
+        check_mounts([DriverMount("gpusnap-0", DRIVER[0], DRIVER[0])])
 
 
 def test_a_source_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this host does not have is refused by name, with what to do."""
     monkeypatch.setattr("os.path.exists", lambda _: False)
     with pytest.raises(Refused, match=r"libcuda\.so\.580\.159\.04 mounted, and this host does not") as caught:
-        checked([DriverMount("gpusnap-0", DRIVER[0], DRIVER[0])])
+        check_mounts([DriverMount("gpusnap-0", DRIVER[0], DRIVER[0])])
     assert "same driver" in caught.value.hint
-    checked([])
+    check_mounts([])
 
 
 def lay(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, tuple[str, ...]], reachable: bool = True) -> None:
@@ -78,7 +78,7 @@ def lay(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, tuple[str, ...]], re
     theirs = tuple(proc.Mount("8:1", "/x", where, ("ro",), tags, "ext4") for where, tags in found)
     monkeypatch.setattr(proc, "mounts", lambda _: theirs)
     monkeypatch.setattr(proc, "host_path", lambda mount: f"/host{mount.destination}" if reachable else None)
-    monkeypatch.setattr(external_mounts, "_same_file", lambda one, other: True)
+    monkeypatch.setattr(external_mounts, "_is_same_file", lambda one, other: True)
     # Here and not by a child, which would look at the files themselves.
     monkeypatch.setattr(question_process, "ask", lambda pid, what, function, *words: function(*words))
 
@@ -87,7 +87,7 @@ def test_undeclared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's mounts that config.json does not list, in order, each with a key of its own."""
     lay(monkeypatch, (DRIVER[0], ()), ("/data", ()), (DRIVER[1], ()), ("/usr/bin/nvidia-smi", ()))
     config = {"mounts": [{"destination": "/usr/lib64//libnvidia-ml.so.1"}, {"type": "proc"}]}
-    assert undeclared(7, config) == (
+    assert list_undeclared(7, config) == (
         (
             DriverMount("gpusnap-0", DRIVER[0], "/host" + DRIVER[0]),
             DriverMount("gpusnap-1", "/usr/bin/nvidia-smi", "/host/usr/bin/nvidia-smi"),
@@ -99,29 +99,29 @@ def test_undeclared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_peer_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mount that is a slave of the host's is told, because CRIU wants to be told."""
     lay(monkeypatch, (DRIVER[0], ("master:1",)))
-    assert undeclared(7, {})[1]
+    assert list_undeclared(7, {})[1]
     lay(monkeypatch, ("/data", ("master:1",)), (DRIVER[0], ()))
-    assert not undeclared(7, {})[1]
+    assert not list_undeclared(7, {})[1]
 
 
 def test_mounted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two mounts on one place are one to CRIU, and the manifest refuses duplicates."""
     lay(monkeypatch, (DRIVER[0], ()), (DRIVER[0], ()))
-    assert [mount.key for mount in undeclared(7, {})[0]] == ["gpusnap-0"]
+    assert [mount.key for mount in list_undeclared(7, {})[0]] == ["gpusnap-0"]
 
 
 def test_not_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tmpfs of the container, or a file that is another one there, CRIU dumps by itself."""
     lay(monkeypatch, (DRIVER[0], ()), reachable=False)
-    assert undeclared(7, {}) == ((), False)
+    assert list_undeclared(7, {}) == ((), False)
     lay(monkeypatch, (DRIVER[0], ()))
-    monkeypatch.setattr(external_mounts, "_same_file", lambda one, other: False)
-    assert undeclared(7, {}) == ((), False)
+    monkeypatch.setattr(external_mounts, "_is_same_file", lambda one, other: False)
+    assert list_undeclared(7, {}) == ((), False)
 
 
 def test_same_file(tmp_path: Path) -> None:
     """Files are compared as such; one that is gone is no match."""
     (tmp_path / "a").touch()
     (tmp_path / "b").symlink_to("a")
-    assert external_mounts._same_file(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert not external_mounts._same_file(str(tmp_path / "a"), str(tmp_path / "none"))
+    assert external_mounts._is_same_file(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert not external_mounts._is_same_file(str(tmp_path / "a"), str(tmp_path / "none"))

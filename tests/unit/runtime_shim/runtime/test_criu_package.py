@@ -78,19 +78,19 @@ def test_a_checkpoint_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     groups: dict[str, str] = {"": "/c"}
     monkeypatch.setattr(proc, "cgroups", lambda pid: groups)
     container = Container("c0ffee", os.getpid(), "running", "/b", {})
-    preflight.pycriu(container)
+    preflight.check_pycriu(container)
     said = capfd.readouterr().err
     assert "this host can restore no checkpoint without it" in said
     assert "python3-pycriu" in said
     groups["cpu,freezer"] = "/c"
     with pytest.raises(Refused, match="CRIU's images cannot be read without it"):
-        preflight.pycriu(container)
+        preflight.check_pycriu(container)
 
 
 def test_there(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Then nothing is said."""
     assert pycriu_package.is_there()
-    preflight.pycriu(Container("c0ffee", os.getpid(), "running", "/b", {}))
+    preflight.check_pycriu(Container("c0ffee", os.getpid(), "running", "/b", {}))
     assert capfd.readouterr().err == ""
 
 

@@ -45,7 +45,7 @@ def test_drop_earlier(tmp_path: Path, clock: int) -> None:
         write(tmp_path / name, at=5)
     (tmp_path / "parent").symlink_to("../first")
     (tmp_path / "gpusnap").mkdir()
-    there = image.earlier(str(tmp_path))
+    there = image.note_earlier(str(tmp_path))
     (tmp_path / gone.pop()).unlink()
     for name in new:
         write(tmp_path / name, at=clock)

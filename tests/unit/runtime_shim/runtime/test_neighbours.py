@@ -17,10 +17,10 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
 from gpusnap.runtime_shim.runtime.container import (
     Container,
-    beside,
-    descends,
     inner_pids,
-    left_out,
+    is_descendant,
+    list_beside,
+    list_left_out,
     processes,
 )
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
@@ -67,7 +67,7 @@ def pids(init: int, name: str) -> set[int]:
 
 
 def near(init: int, name: str) -> set[int]:
-    return {process.pid for process in beside(init, name)}
+    return {process.pid for process in list_beside(init, name)}
 
 
 @pytest.fixture(params=["named", "plain", "none"])
@@ -121,12 +121,12 @@ def test_adopted(groups: dict[str, str], name: str) -> None:
             assert near(owner.init, "plain-a") == {other.init, child}
             found = processes(other.init, b)
             assert {process.pid for process in found} == {other.init, child}
-            assert [process.pid for process in left_out(other.init, found)] == [child]
-            assert descends(child, owner.init)
-            assert not descends(child, other.init)
+            assert [process.pid for process in list_left_out(other.init, found)] == [child]
+            assert is_descendant(child, owner.init)
+            assert not is_descendant(child, other.init)
             # Also when that container has ended, and what is left of it is about to.
             os.kill(other.init, signal.SIGKILL)
-            wait_for(lambda: not proc.running(other.init), "the end of the other's init")
+            wait_for(lambda: not proc.is_running(other.init), "the end of the other's init")
             assert pids(owner.init, "plain-a") == {owner.init}
             os.kill(child, signal.SIGKILL)
 
@@ -139,7 +139,7 @@ def test_what_exec_starts_is_a_member() -> None:
             members = {owner.init, session.init, session.spawn()}
             assert pids(owner.init, A) == members
             assert near(owner.init, A) == set()
-            assert left_out(owner.init, processes(owner.init, A)) == ()
+            assert list_left_out(owner.init, processes(owner.init, A)) == ()
 
 
 def test_restored_outside_its_cgroup(groups: dict[str, str]) -> None:
@@ -167,14 +167,14 @@ def test_one_that_would_end_too(groups: dict[str, str], monkeypatch: pytest.Monk
     ends, runs = CheckpointCall(container_id="a"), CheckpointCall(container_id="a", leave_running=True)
     with Family(*OWN_SPACE, cgroup=groups["plain-a"]) as owner:
         a = container(owner.init, "plain-a")
-        preflight.neighbours(ends, a)
+        preflight.refuse_neighbours(ends, a)
         with Family(*join(owner.init), cgroup=groups["plain-b"]) as other:
             with pytest.raises(Refused, match=f"process {other.init} .* would be killed") as caught:
-                preflight.neighbours(ends, a)
+                preflight.refuse_neighbours(ends, a)
             assert "--leave-running" in caught.value.hint
-            preflight.neighbours(runs, a)
-            preflight.neighbours(ends, container(other.init, "plain-b"))
-            preflight.adopted(a)
+            preflight.refuse_neighbours(runs, a)
+            preflight.refuse_neighbours(ends, container(other.init, "plain-b"))
+            preflight.refuse_adopted(a)
 
 
 def test_adopted_is_refused_for_both(groups: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,12 +183,14 @@ def test_adopted_is_refused_for_both(groups: dict[str, str], monkeypatch: pytest
     with ExitStack() as stack:
         owner = stack.enter_context(Family(*OWN_SPACE, cgroup=groups["plain-a"]))
         with Family(*join(owner.init), cgroup=groups["plain-b"]) as other:
-            preflight.complete(container(other.init, "plain-b"), processes(other.init, "plain-b"), [])
+            preflight.check_complete(container(other.init, "plain-b"), processes(other.init, "plain-b"), [])
             child = other.lose(owner.init)
             with pytest.raises(Refused, match=f"process {child} .* became a child of container plain-a"):
-                preflight.adopted(container(owner.init, "plain-a"))
+                preflight.refuse_adopted(container(owner.init, "plain-a"))
             with pytest.raises(Refused, match=f"process {child} .* of container plain-b became a child"):
-                preflight.complete(container(other.init, "plain-b"), processes(other.init, "plain-b"), [])
+                preflight.check_complete(
+                    container(other.init, "plain-b"), processes(other.init, "plain-b"), []
+                )
             os.kill(child, signal.SIGKILL)
 
 
@@ -198,9 +200,9 @@ def test_a_gpu_process_beside_the_tree() -> None:
         mounts = f"--mount=/proc/{owner.init}/ns/mnt"
         with Family("nsenter", mounts, f"--pid=/proc/{owner.init}/ns/pid") as session:
             a, members = container(owner.init, A), processes(owner.init, A)
-            preflight.complete(a, members, [each for each in members if each.pid == owner.init])
+            preflight.check_complete(a, members, [each for each in members if each.pid == owner.init])
             with pytest.raises(Refused, match=f"GPU process {session.init} .* would leave it out"):
-                preflight.complete(a, members, members)
+                preflight.check_complete(a, members, members)
         ended = [each for each in members if each.pid == session.init]
         assert ended
-        preflight.complete(a, members, ended)
+        preflight.check_complete(a, members, ended)

@@ -144,9 +144,9 @@ def test_of_a_checkpoint(
     (tmp_path / "settings").write_text(text)
     monkeypatch.setattr(locate, "SETTINGS_FILE", str(tmp_path / "settings"))
     call = command_line.parse(line.format(root=tmp_path / "root").split())
-    assert dispatch._real(call).kind == name
+    assert dispatch._find_real(call).kind == name
     (tmp_path / "a" / name).write_text("#!/nosuch\n")
-    assert {dispatch._real(call).kind, name} == set(locate.NAMES)
+    assert {dispatch._find_real(call).kind, name} == set(locate.NAMES)
 
 
 WAYS: dict[str, Callable[[Path, Path], object]] = {

@@ -29,21 +29,21 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_an_order_counts_while_it_stands(folder: Path) -> None:
     """For its container, for as long as the block runs, and for root's eyes only."""
-    with overrides.ordered(ID, pages="store", store="/somewhere/else"):
-        found = overrides.applied(Settings(), ID)
+    with overrides.order(ID, pages="store", store="/somewhere/else"):
+        found = overrides.apply_orders(Settings(), ID)
         assert (found.memory.pages, found.store.path) == ("store", "/somewhere/else")
-        assert overrides.applied(Settings(), "another") == Settings()
+        assert overrides.apply_orders(Settings(), "another") == Settings()
         (path,) = folder.glob("*.json")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert overrides.applied(Settings(), ID) == Settings()
+    assert overrides.apply_orders(Settings(), ID) == Settings()
     assert not list(folder.iterdir())
 
 
 def test_the_store_of_the_settings_stays() -> None:
     """An order that names none means theirs."""
-    with overrides.ordered(ID, pages="chunks"):
-        found = overrides.applied(Settings(), ID)
+    with overrides.order(ID, pages="chunks"):
+        found = overrides.apply_orders(Settings(), ID)
     assert (found.memory.pages, found.store) == ("chunks", Settings().store)
 
 
@@ -51,12 +51,12 @@ def test_the_store_of_the_settings_stays() -> None:
 def test_shared_gpu_memory_all_the_same(pages: str) -> None:
     """--force goes beyond the settings; without it they count, wherever the pages go."""
     settings = Settings(memory=Memory(pages=pages))
-    with overrides.ordered(ID, pages="store", force=True):
-        assert overrides.applied(settings, ID).nvidia == Nvidia(allow_nccl=True)
-    with overrides.ordered(ID, pages="store"):
-        assert not overrides.applied(settings, ID).nvidia.allow_nccl
+    with overrides.order(ID, pages="store", force=True):
+        assert overrides.apply_orders(settings, ID).nvidia == Nvidia(allow_nccl=True)
+    with overrides.order(ID, pages="store"):
+        assert not overrides.apply_orders(settings, ID).nvidia.allow_nccl
         allowed = Settings(nvidia=Nvidia(allow_nccl=True))
-        assert overrides.applied(allowed, ID).nvidia.allow_nccl
+        assert overrides.apply_orders(allowed, ID).nvidia.allow_nccl
 
 
 @pytest.mark.parametrize(
@@ -76,33 +76,33 @@ def test_a_broken_order_is_none(folder: Path, content: bytes) -> None:
     own = proc.process(os.getpid())
     assert own is not None
     (folder / f"{ID}.json").write_bytes(content.replace(b"OWN", f"{os.getpid()}, {own.start}".encode()))
-    assert overrides.applied(Settings(), ID) == Settings()
+    assert overrides.apply_orders(Settings(), ID) == Settings()
 
 
 def test_an_order_of_somebody_who_has_died_is_none(folder: Path) -> None:
     """A killed command must not decide where later checkpoints go."""
-    with overrides.ordered(ID, pages="store"):
+    with overrides.order(ID, pages="store"):
         path = folder / f"{ID}.json"
         document = json.loads(path.read_text())
         document["owner"][1] += 1
         path.write_text(json.dumps(document))
-        assert overrides.applied(Settings(), ID) == Settings()
+        assert overrides.apply_orders(Settings(), ID) == Settings()
 
 
 def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
     """Only a file that is there itself counts."""
-    with overrides.ordered(ID, pages="store"):
+    with overrides.order(ID, pages="store"):
         (folder / f"{ID}.json").rename(tmp_path / "moved")
         (folder / f"{ID}.json").symlink_to(tmp_path / "moved")
-        assert overrides.applied(Settings(), ID) == Settings()
+        assert overrides.apply_orders(Settings(), ID) == Settings()
 
 
 def test_what_is_no_id_is_refused() -> None:
     """No path can be made of it."""
-    assert overrides.applied(Settings(), "../../etc/passwd") == Settings()
+    assert overrides.apply_orders(Settings(), "../../etc/passwd") == Settings()
     with (
         pytest.raises(GpusnapError, match="is no container's ID"),
-        overrides.ordered("../x", pages="store"),
+        overrides.order("../x", pages="store"),
     ):
         pass
 
@@ -112,7 +112,7 @@ def test_no_room(folder: Path) -> None:
     folder.write_text("in the way")
     with (
         pytest.raises(GpusnapError, match=r"c0ffee\.json cannot be written.*") as caught,
-        overrides.ordered(ID, pages="store"),
+        overrides.order(ID, pages="store"),
     ):
         pass
     assert caught.value.hint
@@ -120,20 +120,20 @@ def test_no_room(folder: Path) -> None:
 
 def test_one_at_a_time(folder: Path) -> None:
     """A second one for the same container is refused, and the first one's stays; not another container's."""
-    with overrides.ordered(ID, pages="chunks"):
+    with overrides.order(ID, pages="chunks"):
         with (
             pytest.raises(
                 ContainerError, match="another gpusnap checkpoint or resume of the container c0ffeec0ffee is"
             ),
-            overrides.ordered(ID, pages="store"),
+            overrides.order(ID, pages="store"),
         ):
             pass
-        with overrides.ordered("another", pages="store"):
-            assert overrides.applied(Settings(), "another").memory.pages == "store"
+        with overrides.order("another", pages="store"):
+            assert overrides.apply_orders(Settings(), "another").memory.pages == "store"
         assert (folder / f"{ID}.json").exists()
-        assert overrides.applied(Settings(), ID).memory.pages == "chunks"
-    with overrides.ordered(ID, pages="store"):
-        assert overrides.applied(Settings(), ID).memory.pages == "store"
+        assert overrides.apply_orders(Settings(), ID).memory.pages == "chunks"
+    with overrides.order(ID, pages="store"):
+        assert overrides.apply_orders(Settings(), ID).memory.pages == "store"
     assert not list(folder.iterdir())
 
 
@@ -156,7 +156,7 @@ with orders.ordered(sys.argv[2], pages="store"):
 
 def test_an_order_is_for_those_below(folder: Path) -> None:
     """What the one who ordered starts follows it; a Podman that somebody else runs meanwhile does not."""
-    with overrides.ordered(ID, pages="store"):
+    with overrides.order(ID, pages="store"):
         words = [sys.executable, "-B", "-c", _OTHER, str(folder), ID]
         assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "store\n"
     with subprocess.Popen(
@@ -166,15 +166,15 @@ def test_an_order_is_for_those_below(folder: Path) -> None:
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"ordered\n"
-        assert overrides.applied(Settings(), ID) == Settings()
+        assert overrides.apply_orders(Settings(), ID) == Settings()
         other.communicate(b"")
 
 
 def test_what_is_for_criu_stays_so() -> None:
     """memory.pages = criu is a way out where chunks do not work: an order says only where they go."""
     settings = Settings(memory=Memory(pages="criu"))
-    with overrides.ordered(ID, pages="store", store="/somewhere/else"):
-        found = overrides.applied(settings, ID)
+    with overrides.order(ID, pages="store", store="/somewhere/else"):
+        found = overrides.apply_orders(settings, ID)
     assert (found.memory.pages, found.store.path) == ("criu", "/somewhere/else")
 
 
@@ -183,7 +183,7 @@ def test_what_killed_ones_leave_is_swept(folder: Path) -> None:
     for name in ("dead.json", "dead.json.new", "dead.lock", "alone.lock"):
         folder.mkdir(exist_ok=True)
         (folder / name).write_text('{"owner": [1, 1]}')
-    with overrides.ordered(ID, pages="store"):
+    with overrides.order(ID, pages="store"):
         overrides.sweep()
         assert sorted(path.name for path in folder.iterdir()) == [f"{ID}.json", f"{ID}.lock"]
     assert not list(folder.iterdir())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap.runtime_shim.errors import GpusnapError, unforeseen
+from gpusnap.runtime_shim.errors import GpusnapError, make_unforeseen
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
@@ -34,7 +34,7 @@ def raised(error: Exception) -> Exception:
 )
 def test_the_sentence(error: Exception, said: str) -> None:
     """Which it was, and the line that it came from: enough to tell us."""
-    found = unforeseen(raised(error)).sentence()
+    found = make_unforeseen(raised(error)).sentence()
     assert found.startswith(said)
     assert found.endswith("; this should have been said better: tell us [GPS-001]")
 
@@ -50,7 +50,7 @@ def test_a_module_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
     path.symlink_to(path)
     with pytest.raises(OSError, match="Too many levels") as raised:
         importlib.import_module("nowhere")
-    found = unforeseen(raised.value).sentence()
+    found = make_unforeseen(raised.value).sentence()
     assert found.startswith(f"gpusnap cannot read a file of its own, {path}: Too many levels")
     assert found.endswith("[GPS-002]")
 

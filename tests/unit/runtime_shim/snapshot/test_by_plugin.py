@@ -60,7 +60,7 @@ def image(scene: Scene, record: Manifest) -> None:
 def test_checkpoint(scene: Scene) -> None:
     """CRIU is given the plugin, the manifest says so, and nobody is locked or stopped by us."""
     pids = scene.gpu_processes(2)
-    stops = [proc.still(pid) for pid in pids]
+    stops = [proc.is_still(pid) for pid in pids]
     outcome = scene.checkpoint()
     assert (outcome.code, outcome.stderr) == (0, "")
     assert untouched(scene)
@@ -86,7 +86,7 @@ def test_a_failed_dump(scene: Scene) -> None:
     outcome = scene.checkpoint()
     assert "it is Tuesday" in outcome.sentence()
     assert untouched(scene)
-    assert proc.running(pids[0])
+    assert proc.is_running(pids[0])
     assert len(scene.runtime.calls("checkpoint")) == 1
     assert "gpusnap/manifest.json" not in scene.content()
 
@@ -120,10 +120,10 @@ def test_paused(scene: Scene) -> None:
     """The plugin waits for an answer of processes that cannot give one."""
     here = replace(container(scene.family.init), status="paused")
     with pytest.raises(Refused, match="is paused, and CRIU's CUDA plugin waits") as caught:
-        criu_plugin.possible(scene.driver, here, (), scene.settings)
+        criu_plugin.refuse_impossible(scene.driver, here, (), scene.settings)
     assert 'nvidia.driver = "native"' in caught.value.hint
-    criu_plugin.possible(FakeDriver(), here, (), scene.settings)
-    criu_plugin.possible(FakeDriver(vendor="amd", plugin=AMDGPU), here, (), scene.settings)
+    criu_plugin.refuse_impossible(FakeDriver(), here, (), scene.settings)
+    criu_plugin.refuse_impossible(FakeDriver(vendor="amd", plugin=AMDGPU), here, (), scene.settings)
 
 
 def test_inherited_files(scene: Scene) -> None:
@@ -133,9 +133,9 @@ def test_inherited_files(scene: Scene) -> None:
     scene.driver.idle[child] = ("/dev/nvidia0",)
     members = [each for each in (proc.process(child),) if each is not None]
     with pytest.raises(Refused, match="leaves that file to CRIU") as caught:
-        criu_plugin.inherited(scene.driver, members)
+        criu_plugin.refuse_inherited(scene.driver, members)
     assert "spawn" in caught.value.hint
-    criu_plugin.inherited(FakeDriver(idle=scene.driver.idle), members)  # that is gpusnap's own way
+    criu_plugin.refuse_inherited(FakeDriver(idle=scene.driver.idle), members)  # that is gpusnap's own way
 
 
 def test_room_in_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_room_in_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     (scene.folder / "plugins" / "amdgpu_plugin.so").touch()
     scene.driver.plugin = AMDGPU
     assert scene.checkpoint("--leave-running").code == 0
-    assert proc.running(pid)
+    assert proc.is_running(pid)
 
 
 # The way back.
@@ -181,7 +181,7 @@ def test_one_that_is_left_suspended(scene: Scene) -> None:
     pid = restored(scene)
     scene.driver.states[pid] = ProcessState.CHECKPOINTED
     assert "did not come back with its GPU state" in scene.restore("--detach").sentence()
-    wait_for(lambda: not proc.running(pid), "the end of the container")
+    wait_for(lambda: not proc.is_running(pid), "the end of the container")
 
 
 def test_restore_without_the_plugin(scene: Scene) -> None:
@@ -213,16 +213,18 @@ def test_gpus_stay(scene: Scene) -> None:
     """For a plugin that cannot change them: the map is the same GPUs, or there is a sentence why not."""
     record = replace(a_manifest(), plugin="cuda_plugin")
     here = Host("nvidia", "580.159.04", "13.0", (gpu(0), gpu(1)))
-    assert criu_plugin.same_gpus(record, here, ()) == ((uuid(0), uuid(0)),)
-    assert criu_plugin.same_gpus(record, here, (("0", "0"),)) == ((uuid(0), uuid(0)),)
+    assert criu_plugin.make_same_gpu_map(record, here, ()) == ((uuid(0), uuid(0)),)
+    assert criu_plugin.make_same_gpu_map(record, here, (("0", "0"),)) == ((uuid(0), uuid(0)),)
     with pytest.raises(Refused, match="the GPU map asks for 1") as caught:
-        criu_plugin.same_gpus(record, here, (("0", "1"),))
+        criu_plugin.make_same_gpu_map(record, here, (("0", "1"),))
     assert "nvidia.driver = native can move" in caught.value.hint
     elsewhere = replace(here, gpus=(gpu(1),))
     with pytest.raises(Refused, match="this host does not have it"):
-        criu_plugin.same_gpus(record, elsewhere, ())
-    assert criu_plugin.same_gpus(replace(record, plugin="amdgpu_plugin"), elsewhere, (("0", "1"),)) == ()
-    assert criu_plugin.same_gpus(a_manifest(), elsewhere, ()) == ()
+        criu_plugin.make_same_gpu_map(record, elsewhere, ())
+    assert (
+        criu_plugin.make_same_gpu_map(replace(record, plugin="amdgpu_plugin"), elsewhere, (("0", "1"),)) == ()
+    )
+    assert criu_plugin.make_same_gpu_map(a_manifest(), elsewhere, ()) == ()
     # What the settings say for all containers does not move it, and is no reason to refuse.
     assert choosing.choose(record, here, (), (("0", "1"),), {}).pairs == ((uuid(0), uuid(0)),)
 

@@ -75,7 +75,7 @@ def test_checkpoint(scene: Scene) -> None:
     scene.family.spawn()
     outcome = scene.checkpoint()
     assert (outcome.code, outcome.stderr, outcome.log) == (0, "", ())
-    wait_for(lambda: not proc.running(pids[0]), "the end of the container")
+    wait_for(lambda: not proc.is_running(pids[0]), "the end of the container")
     record = whole(scene)
     assert [process.pid for process in record.processes] == sorted(pids)
     assert record.processes[0].gpus == ((uuid(0), 3 << 20),)
@@ -115,13 +115,13 @@ def test_memory_is_claimed(scene: Scene) -> None:
     used = sum(scene.driver.memory_used([pid])[pid].values())
 
     def look(_: int) -> None:
-        claimed.append(reservations.reserved(scene.room)[reservations.RAM])
+        claimed.append(reservations.read_reserved(scene.room)[reservations.RAM])
 
     scene.driver.when("checkpoint", look, pid)
     scene.checkpoint()
     assert claimed == [used]
     assert used > 0
-    assert reservations.reserved(scene.room) == {}
+    assert reservations.read_reserved(scene.room) == {}
 
 
 def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_sync", synced)
     assert scene.checkpoint("--leave-running").code == 0
     assert seen == ["restore, manifest False", "sync"]
-    assert all(proc.running(pid) for pid in pids)
+    assert all(proc.is_running(pid) for pid in pids)
     assert scene.all_running()
     assert [step.name for step in whole(scene).timing][-3:] == ["resume", "write", "sync"]
 
@@ -319,11 +319,11 @@ def no_folder(scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None
 
 
 def no_memory(_scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(space, "_available", lambda: 1 << 20)
+    patch.setattr(space, "_measure_available", lambda: 1 << 20)
 
 
 def memory_for_another(_scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reservations, "_others", lambda *_, **__: {reservations.RAM: 1 << 60})
+    patch.setattr(reservations, "_read_others", lambda *_, **__: {reservations.RAM: 1 << 60})
 
 
 def no_lock(scene: Scene, pids: list[int], _patch: pytest.MonkeyPatch) -> None:
@@ -397,7 +397,7 @@ def test_failure_before_the_dump(scene: Scene, monkeypatch: pytest.MonkeyPatch, 
     prepare(scene, pids, monkeypatch)
     assert said in scene.checkpoint().sentence()
     assert scene.all_running()
-    assert any(proc.running(pid) for pid in pids)
+    assert any(proc.is_running(pid) for pid in pids)
     assert scene.content() == before
     assert scene.runtime.calls("checkpoint") == []
 
@@ -487,7 +487,7 @@ def test_failure_of_the_dump(scene: Scene, name: str) -> None:
     assert said in outcome.sentence()
     assert outcome.code == code
     assert scene.all_running()
-    assert all(proc.running(pid) for pid in pids)
+    assert all(proc.is_running(pid) for pid in pids)
     # What this dump did not write may be somebody's; without inventory.img it is no checkpoint.
     kept = {"pages-1.img"} if name == "runtime cannot be started" else set()
     assert set(scene.content()) == {"notes.txt", "dump.log"} | kept
@@ -503,7 +503,7 @@ def test_runtime_that_fails_after_the_dump(scene: Scene) -> None:
     outcome = scene.checkpoint()
     assert outcome.code == 0
     assert "cannot remove the cgroup, but only after the dump" in outcome.stderr
-    wait_for(lambda: not proc.running(pid), "the end of the container")
+    wait_for(lambda: not proc.is_running(pid), "the end of the container")
     assert [process.pid for process in whole(scene).processes] == [pid]
 
 
@@ -589,8 +589,10 @@ def test_one_that_exec_starts_meanwhile(scene: Scene, monkeypatch: pytest.Monkey
     pid = scene.driver.use(scene.family.spawn())
     late: list[int] = []
     scene.driver.when("checkpoint", lambda _: late.append(scene.driver.use(scene.family.spawn())))
-    descends = containers.descends
-    monkeypatch.setattr(containers, "descends", lambda pid, init: pid not in late and descends(pid, init))
+    descends = containers.is_descendant
+    monkeypatch.setattr(
+        containers, "is_descendant", lambda pid, init: pid not in late and descends(pid, init)
+    )
     sentence = scene.checkpoint().sentence()
     assert f"GPU process {late[0]} (sleep) is not a descendant of the init" in sentence
     assert scene.driver.of("lock") == [pid]
@@ -602,8 +604,8 @@ def test_an_exec_session_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
     """Without a GPU it is left out, and the user is told before anything is done."""
     scene.gpu_processes(1)
     session = scene.family.spawn()
-    descends = containers.descends
-    monkeypatch.setattr(containers, "descends", lambda pid, init: pid != session and descends(pid, init))
+    descends = containers.is_descendant
+    monkeypatch.setattr(containers, "is_descendant", lambda pid, init: pid != session and descends(pid, init))
     outcome = scene.checkpoint()
     assert outcome.code == 0
     assert outcome.stderr == (
@@ -682,7 +684,7 @@ def in_prepare(scene: Scene, patch: pytest.MonkeyPatch) -> None:
 
 
 SIGNALS: dict[str, Callable[[Scene, pytest.MonkeyPatch], object]] = {
-    "inspect": lambda _, patch: patch.setattr(preflight, "criu_library", lambda *_: stop()),
+    "inspect": lambda _, patch: patch.setattr(preflight, "check_criu_library", lambda *_: stop()),
     "prepare": in_prepare,
     "lock": lambda scene, _: scene.driver.when("lock", stop),
     "driver checkpoint": lambda scene, _: scene.driver.when("checkpoint", stop),
@@ -773,7 +775,7 @@ def test_a_neighbour_with_a_gpu(scene: Scene, monkeypatch: pytest.MonkeyPatch) -
     with Family() as other:
         found = proc.process(other.init)
         assert found is not None
-        monkeypatch.setattr(containers, "beside", lambda init, container_id: (found,))
+        monkeypatch.setattr(containers, "list_beside", lambda init, container_id: (found,))
         handed_over(scene)
         scene.driver.use(other.init)
         outcome = scene.checkpoint()
@@ -837,8 +839,8 @@ def test_the_fakes_leave_nothing() -> None:
     """A family's processes end with it: what these tests start does not stay."""
     with Family() as family:
         pids = [family.init, family.spawn()]
-        assert all(proc.running(pid) for pid in pids)
-    assert not any(proc.running(pid) for pid in pids)
+        assert all(proc.is_running(pid) for pid in pids)
+    assert not any(proc.is_running(pid) for pid in pids)
 
 
 def test_memory_that_is_shared_since_it_was_looked_at(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -847,10 +849,10 @@ def test_memory_that_is_shared_since_it_was_looked_at(scene: Scene, monkeypatch:
     looked: list[tuple[list[int], bool]] = []
 
     def sharing(users: Sequence[proc.Process], version: str) -> Sharing | None:
-        looked.append((sorted(user.pid for user in users), all(proc.still(user.pid) for user in users)))
+        looked.append((sorted(user.pid for user in users), all(proc.is_still(user.pid) for user in users)))
         return Sharing(users[1], "is a rank of a job", "run it alone", "GPS-214") if len(looked) > 1 else None
 
-    monkeypatch.setattr(preflight, "sharing", sharing)
+    monkeypatch.setattr(preflight, "find_sharing", sharing)
     done = scene.checkpoint()
     assert "is a rank of a job; run it alone" in done.sentence()
     assert looked == [(sorted(pids), False), (sorted(pids), True)]

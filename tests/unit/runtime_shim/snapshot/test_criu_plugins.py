@@ -13,7 +13,7 @@ from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.criu import plugins
-from gpusnap.runtime_shim.runtime.criu.plugins import VARIABLE, find, injected
+from gpusnap.runtime_shim.runtime.criu.plugins import VARIABLE, find, inject
 from gpusnap.runtime_shim.settings import Amd, Criu, Nvidia, Settings
 
 
@@ -46,14 +46,14 @@ def loaded(folder: str) -> dict[str, str]:
 def test_nothing_to_do() -> None:
     """Without a plugin, and without one in CRIU's folder, CRIU is told nothing."""
     settings = Settings(criu=Criu(libdir="/opt/somewhere"))
-    with injected(None, settings) as found:
+    with inject(None, settings) as found:
         assert (found.criu, found.environment) == (settings.criu, {})
 
 
 def test_a_folder_with_the_plugin_alone(tmp_path: Path) -> None:
     """It is used as it is, and named both ways."""
     library(tmp_path / "default", "amdgpu_plugin.so")
-    with injected(AMDGPU, Settings()) as found:
+    with inject(AMDGPU, Settings()) as found:
         assert found.criu.libdir == str(tmp_path / "default")
         assert found.environment == {VARIABLE: str(tmp_path / "default")}
 
@@ -64,7 +64,7 @@ def test_others_of_the_site_stay(tmp_path: Path) -> None:
     library(tmp_path / "site", "cuda_plugin.so")
     library(tmp_path / "site", "README")
     amd = library(tmp_path / "other", "amdgpu_plugin.so")
-    with injected(AMDGPU, Settings(criu=Criu(libdir=str(site.parent)))) as found:
+    with inject(AMDGPU, Settings(criu=Criu(libdir=str(site.parent)))) as found:
         assert loaded(found.criu.libdir) == {"inet.so": str(site), "amdgpu_plugin.so": str(amd)}
         assert found.environment[VARIABLE] == found.criu.libdir
     assert not os.path.exists(found.criu.libdir)
@@ -74,7 +74,7 @@ def test_none_is_kept_out(tmp_path: Path) -> None:
     """Where gpusnap suspends by the driver, a plugin for GPUs in CRIU's own folder is not loaded."""
     site = library(tmp_path / "default", "inet.so")
     library(tmp_path / "default", "cuda_plugin.so")
-    with injected(None, Settings()) as found:
+    with inject(None, Settings()) as found:
         assert loaded(found.criu.libdir) == {"inet.so": str(site)}
 
 
@@ -82,7 +82,7 @@ def test_none_is_kept_out_of_another_default(tmp_path: Path) -> None:
     """CRIU's own folder is a choice of whoever built it: that is the one that has a plugin for GPUs."""
     site = library(tmp_path / "other", "inet.so")
     library(tmp_path / "other", "cuda_plugin.so")
-    with injected(None, Settings()) as found:
+    with inject(None, Settings()) as found:
         assert loaded(found.criu.libdir) == {"inet.so": str(site)}
 
 
@@ -90,7 +90,7 @@ def test_by_the_callers_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """$CRIU_LIBS_DIR of the caller is where CRIU would look."""
     library(tmp_path / "theirs", "cuda_plugin.so")
     monkeypatch.setattr(locate, "environment", lambda: {VARIABLE: str(tmp_path / "theirs")})
-    with injected(None, Settings()) as found:
+    with inject(None, Settings()) as found:
         assert loaded(found.criu.libdir) == {}
 
 
@@ -120,7 +120,7 @@ def test_amds_environment(tmp_path: Path) -> None:
     """What the settings say goes by the names of criu-amdgpu-plugin(1); what they do not say is not said."""
     library(tmp_path / "default", "amdgpu_plugin.so")
     checks = ("firmware", "sdma-firmware", "caches", "gws", "vram", "numa", "capability")
-    with injected(AMDGPU, Settings(amd=Amd(skip_checks=checks, buffer=1 << 20))) as found:
+    with inject(AMDGPU, Settings(amd=Amd(skip_checks=checks, buffer=1 << 20))) as found:
         assert found.environment == {
             VARIABLE: str(tmp_path / "default"),
             "KFD_FW_VER_CHECK": "0",
@@ -138,10 +138,10 @@ def test_the_program_on_path(tmp_path: Path) -> None:
     """Nothing is said where CRIU's plugin finds it anyway, and its folder is added where not."""
     library(tmp_path / "default", "cuda_plugin.so")
     program(tmp_path / "sbin")
-    with injected(CUDA, Settings()) as found:
+    with inject(CUDA, Settings()) as found:
         assert found.environment["PATH"] == f"{tmp_path}/bin:{tmp_path}/sbin"
     program(tmp_path / "bin")
-    with injected(CUDA, Settings()) as found:
+    with inject(CUDA, Settings()) as found:
         assert "PATH" not in found.environment
 
 
@@ -150,22 +150,22 @@ def test_the_program_of_the_settings(tmp_path: Path) -> None:
     library(tmp_path / "default", "cuda_plugin.so")
     program(tmp_path / "bin")
     chosen = program(tmp_path / "nv")
-    with injected(CUDA, Settings(nvidia=Nvidia(cuda_checkpoint=str(chosen)))) as found:
+    with inject(CUDA, Settings(nvidia=Nvidia(cuda_checkpoint=str(chosen)))) as found:
         assert found.environment["PATH"] == f"{tmp_path}/nv:{tmp_path}/bin"
     none = Settings(nvidia=Nvidia(cuda_checkpoint="/none/cuda-checkpoint"))
-    with pytest.raises(Refused, match="has none at /none/cuda-checkpoint"), injected(CUDA, none):
+    with pytest.raises(Refused, match="has none at /none/cuda-checkpoint"), inject(CUDA, none):
         pass
 
 
 def test_no_program(tmp_path: Path) -> None:
     """Refused; but a plugin that calls the driver by itself needs none."""
     library(tmp_path / "default", "cuda_plugin.so")
-    with pytest.raises(Refused) as caught, injected(CUDA, Settings()):
+    with pytest.raises(Refused) as caught, inject(CUDA, Settings()):
         pass
     assert f"this host has none in {tmp_path}/bin, {tmp_path}/sbin" in str(caught.value)
     assert "nvidia.cuda-checkpoint" in caught.value.hint
     library(tmp_path / "default", "cuda_plugin.so", "…cuCheckpointProcessLock…")
-    with injected(CUDA, Settings()) as found:
+    with inject(CUDA, Settings()) as found:
         assert "PATH" not in found.environment
 
 
@@ -175,12 +175,12 @@ def test_time_for_the_locks(tmp_path: Path) -> None:
     program(tmp_path / "bin")
     settings = Settings(nvidia=Nvidia(lock_timeout=20.5), criu=Criu(timeout=60))
     for processes, seconds in ((1, 60), (4, 92)):
-        with injected(CUDA, settings, processes=processes) as found:
+        with inject(CUDA, settings, processes=processes) as found:
             assert found.criu.timeout == seconds
 
 
 def test_no_place_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library(tmp_path / "default", "cuda_plugin.so")
     monkeypatch.setattr(plugins, "scratch", lambda: str(tmp_path / "none"))
-    with pytest.raises(ImageError, match="folder for CRIU's plugins"), injected(None, Settings()):
+    with pytest.raises(ImageError, match="folder for CRIU's plugins"), inject(None, Settings()):
         pass

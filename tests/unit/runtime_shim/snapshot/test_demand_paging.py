@@ -35,21 +35,22 @@ from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.maps import mappings
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote
-from gpusnap.runtime_shim.process.ptrace.tracee import held
+from gpusnap.runtime_shim.process.ptrace.tracee import hold
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import demand_paging, prefetch
 from gpusnap.runtime_shim.snapshot.memory.demand_paging import DemandPaging
 from gpusnap.runtime_shim.snapshot.memory.prefetch import Arriving, Filling
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.stopping.stop import only
+from gpusnap.runtime_shim.stopping.stop import run_only
 
 KEY = "other"
 ODD = 3216  # bytes: NVIDIA's driver maps regions that end within a page
 ONE_WORKER = Memory(pages="chunks", chunk_size=MIB, threads=1, ceiling=64 * MIB)
 
 pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or bool(userfault.why_not()), reason="no userfaultfd as it is needed, or not root"
+    os.geteuid() != 0 or bool(userfault.explain_missing()),
+    reason="no userfaultfd as it is needed, or not root",
 )
 
 
@@ -162,7 +163,7 @@ def arriving(filling: Filling) -> bool:
 
 
 def ended(target: Target) -> None:
-    wait_for(lambda: not proc.running(target.pid), "the end of the process")
+    wait_for(lambda: not proc.is_running(target.pid), "the end of the process")
     assert target.process.wait(60) == -signal.SIGKILL
 
 
@@ -323,7 +324,7 @@ def test_no_memory_for_zeros(
 ) -> None:
     """The restore fails with that sentence. Whoever touched them would be ended by SIGBUS."""
     if not waiting:
-        monkeypatch.setattr(userfault, "why_not", lambda: "this kernel has no userfaultfd")
+        monkeypatch.setattr(userfault, "explain_missing", lambda: "this kernel has no userfaultfd")
     content = random_bytes(MIB) + bytes(5 * MIB) + random_bytes(MIB, 2)
     region = Region(target, gate.layout, content)
     populate = stage.Area.populate
@@ -498,7 +499,7 @@ def test_one_that_unmaps_it(target: Target, gate: Gate) -> None:
         assert target.ask(f"raw(11, {region.start}, {len(region.content)})") == "(0, '')"
         gate.open()
         filling.right()
-    assert proc.running(target.pid)
+    assert proc.is_running(target.pid)
 
 
 def test_other_memory_in_the_place_of_a_part(target: Target, gate: Gate) -> None:
@@ -628,7 +629,7 @@ def test_a_thread_that_is_traced_in_its_wait(target: Target, gate: Gate) -> None
         target.tell(region.reads())
         waits(target)
         for _ in range(3):
-            with held(target.pid, target.tid) as tracee:
+            with hold(target.pid, target.tid) as tracee:
                 tracee.to_rest()
             waits(target)
         gate.open()
@@ -645,13 +646,13 @@ def test_a_stopped_process_in_its_wait(target: Target, gate: Gate) -> None:
         target.tell(region.reads())
         waits(target)
         os.kill(target.pid, signal.SIGSTOP)
-        wait_for(lambda: proc.still(target.pid), "it stands")
-        with only(target.pid, target.tid, exit_kill=True):
+        wait_for(lambda: proc.is_still(target.pid), "it stands")
+        with run_only(target.pid, target.tid, exit_kill=True):
             waits(target)
             gate.open()
             filling.right()
             wait_for(lambda: target.waits(target.tid), "it has read all")
-        assert proc.still(target.pid)
+        assert proc.is_still(target.pid)
         os.kill(target.pid, signal.SIGCONT)
         assert target._line() == region.digest
 
@@ -659,19 +660,19 @@ def test_a_stopped_process_in_its_wait(target: Target, gate: Gate) -> None:
 def test_gpusnap_is_killed(target: Target) -> None:
     """The process ends with it: the kernel would let it read on, whatever is there."""
     os.kill(target.pid, signal.SIGSTOP)
-    wait_for(lambda: proc.still(target.pid), "it stands")
-    be_killed(only(target.pid, target.tid, exit_kill=True))
+    wait_for(lambda: proc.is_still(target.pid), "it stands")
+    be_killed(run_only(target.pid, target.tid, exit_kill=True))
     ended(target)
 
 
 def test_gpusnap_is_killed_later(target: Target) -> None:
     """Once the thread is let go the process outlives whoever traced it."""
     os.kill(target.pid, signal.SIGSTOP)
-    wait_for(lambda: proc.still(target.pid), "it stands")
-    with only(target.pid, target.tid, exit_kill=True):
+    wait_for(lambda: proc.is_still(target.pid), "it stands")
+    with run_only(target.pid, target.tid, exit_kill=True):
         pass
-    be_killed(only(target.pid, target.tid))
-    assert proc.running(target.pid)
+    be_killed(run_only(target.pid, target.tid))
+    assert proc.is_running(target.pid)
 
 
 @pytest.mark.parametrize("what", ["host", "process", "register", "not pages"])
@@ -684,7 +685,7 @@ def test_without_it(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch,
         raise OSError(errno.EPERM, "Operation not permitted")
 
     if what == "host":
-        monkeypatch.setattr(userfault, "_own", refused)
+        monkeypatch.setattr(userfault, "_open_own", refused)
     elif what == "process":
         monkeypatch.setattr(Remote, "userfaultfd", refused)
     elif what == "register":
@@ -738,8 +739,8 @@ def test_asked_to_stop(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPat
         waits(target)
         pages = Arriving(filling)
         pages.look()
-        assert proc.running(target.pid)
-        monkeypatch.setattr(prefetch, "asked_to_stop", lambda: True)
+        assert proc.is_running(target.pid)
+        monkeypatch.setattr(prefetch, "is_asked_to_stop", lambda: True)
         pages.look()
         ended(target)
         gate.open()

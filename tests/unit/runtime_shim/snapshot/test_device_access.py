@@ -34,7 +34,7 @@ class Cgroup:
         self.frozen = False
         self.asked = 0
         monkeypatch.setattr(containers, "cgroup_folder", lambda pid: f"/{int(pid == 7)}")
-        monkeypatch.setattr(cgroup_freezer, "standing", lambda _: self.frozen)
+        monkeypatch.setattr(cgroup_freezer, "is_standing", lambda _: self.frozen)
         monkeypatch.setattr(question_process, "ask", self._ask)
 
     def _ask(self, pid: int, *words: Any) -> list[str]:

@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, driver_watch
 from gpusnap.runtime_shim.snapshot.gpu_processes.driver_calls import call_or_run
-from gpusnap.runtime_shim.stopping.stop import only, stop
+from gpusnap.runtime_shim.stopping.stop import run_only, stop
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _runs(pid: int) -> bool:
     """Whether the main thread of the process, and not only one that is traced, may run."""
-    return not proc.stopped(pid)
+    return not proc.is_stopped(pid)
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def a_process(family: Family, driver: FakeDriver) -> Iterator[int]:
     pid = driver.use(family.spawn())
     stop([pid], timeout=60)
     yield pid
-    assert proc.still(pid), "it stands afterwards, whatever happened"
+    assert proc.is_still(pid), "it stands afterwards, whatever happened"
 
 
 def test_an_answer_at_once(family: Family, driver: FakeDriver) -> None:
@@ -143,7 +143,7 @@ def test_a_wait_for_memory_is_no_deadlock(
         came: list[float] = []
         begun = time.monotonic()
         with pytest.raises(DriverNotReady, match=r"none came within 0\.1 s"):
-            driver_calls.call(driver, pid, end.wait, thread=only, within=0.1, waits=waits)
+            driver_calls.call(driver, pid, end.wait, thread=run_only, within=0.1, waits=waits)
         assert time.monotonic() - begun > 0.3
         assert looks
         assert min(looks) >= came[0]
@@ -162,7 +162,9 @@ def test_memory_that_came(family: Family, driver: FakeDriver) -> None:
                 came.set()
             return not came.is_set()
 
-        assert driver_calls.call(driver, pid, lambda: came.wait(60), thread=only, within=0.01, waits=waits)
+        assert driver_calls.call(
+            driver, pid, lambda: came.wait(60), thread=run_only, within=0.01, waits=waits
+        )
 
 
 def test_a_tracer_that_fails(family: Family, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +173,7 @@ def test_a_tracer_that_fails(family: Family, driver: FakeDriver, monkeypatch: py
     with a_process(family, driver) as pid:
         monkeypatch.setattr(Tracer, "_answer_stops", _fail)
         with pytest.raises(DriverNotReady, match=r"its thread cannot be let run: .*Input/output error"):
-            driver_calls.call(driver, pid, end.wait, thread=only)
+            driver_calls.call(driver, pid, end.wait, thread=run_only)
         end.set()
 
 
@@ -208,7 +210,7 @@ def test_one_without_gpu_state(
             os.kill(pid, signal.SIGKILL)
         raise NotInitialized("could not find the restore thread", pid=pid)
 
-    monkeypatch.setattr(driver_calls, "ends", ends)
+    monkeypatch.setattr(driver_calls, "has_ended", ends)
     monkeypatch.setattr(driver, "restore_thread", no_thread)
     pid = family.spawn()
     assert driver_calls.state(driver, pid) is None

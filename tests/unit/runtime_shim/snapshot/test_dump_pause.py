@@ -58,7 +58,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, times: float, look: Callable[[], None
         if next(looks) < times:
             yield Waiting(*sorted(pids))
 
-    monkeypatch.setattr(vfork, "waiting", waiting)
+    monkeypatch.setattr(vfork, "iterate_waiting", waiting)
 
 
 def test_paused_and_let_go(cell: Cell, command: list[str], folder: Path, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_paused_and_let_go(cell: Cell, command: list[str], folder: Path, tmp_pat
     assert entry.paused is not None
     assert entry.paused.groups == (str(cell.group),)
     for _ in range(2):
-        pause.end()
+        pause.let_go_on()
         cell.run()
     assert list(folder.iterdir()) == []
 
@@ -87,7 +87,7 @@ def test_one_waits(cell: Cell, command: list[str], monkeypatch: pytest.MonkeyPat
     assert len(seen) == 4
     assert all(frozen for frozen, *_ in seen)
     assert len({tuple(counts) for _, *counts in seen}) > 1
-    pause.end()
+    pause.let_go_on()
     cell.run()
 
 
@@ -104,9 +104,9 @@ def test_one_waits_for_good(
 
 def test_all_stand(cell: Cell, command: list[str], folder: Path) -> None:
     """Then nobody starts anything, and there is nothing to do."""
-    assert made(cell, command).wanted()
+    assert made(cell, command).is_wanted()
     stop(cell.pids, timeout=60)
-    assert not made(cell, command).wanted()
+    assert not made(cell, command).is_wanted()
     assert not folder.exists()
 
 
@@ -114,15 +114,15 @@ def test_somebody_elses_pause(cell: Cell, command: list[str]) -> None:
     """It is not ours to end."""
     cell.freeze(1)
     pause = made(cell, command)
-    assert not pause.wanted()
-    pause.end()
+    assert not pause.is_wanted()
+    pause.let_go_on()
     assert cell.frozen()
 
 
 def test_no_cgroup_of_its_own(cell: Cell, command: list[str]) -> None:
     """What would be frozen is not the container alone."""
     container = containers.Container("other", cell.pids[0], "running", "/b", {})
-    assert not DumpPause(container, command).wanted()
+    assert not DumpPause(container, command).is_wanted()
 
 
 def test_the_runtime_pauses_it_half(cell: Cell, command: list[str], folder: Path) -> None:
@@ -136,9 +136,9 @@ def test_the_runtime_pauses_it_half(cell: Cell, command: list[str], folder: Path
 
 def test_version_1_beside_version_2(cell: Cell, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """There the runtimes use version 1, and what would be frozen is not what we look at."""
-    assert made(cell, command).wanted()
+    assert made(cell, command).is_wanted()
     monkeypatch.setattr(containers, "UNIFIED", os.path.dirname(containers.UNIFIED))
-    assert not made(cell, command).wanted()
+    assert not made(cell, command).is_wanted()
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -153,7 +153,7 @@ def test_the_runtime_does_not_pause_it(
     pause.begin(timeout=60)
     assert (tmp_path / "calls").read_text().split() == ["pause", "resume"][: 2 - code]
     assert (tmp_path / "marks").read_text() == (scratch_files.prefix("criu") + "none\n") * (2 - code)
-    pause.end()
+    pause.let_go_on()
     cell.run()
     assert list(folder.iterdir()) == []
 
@@ -239,7 +239,7 @@ def test_it_stays_paused(
 
     with Scene(tmp_path, monkeypatch, capfd) as scene:
         (pid,) = scene.gpu_processes(1)
-        monkeypatch.setattr(DumpPause, "end", end)
+        monkeypatch.setattr(DumpPause, "let_go_on", end)
         done = scene.checkpoint(*options)
         assert (scene.image / "gpusnap/manifest.json").exists()
         assert "is still paused: the cgroup /g cannot be thawed" in done.stderr

@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.runtime.criu import descendants
 from gpusnap.runtime_shim.runtime.criu.run import Invoked
 from gpusnap.runtime_shim.snapshot import foreground
 from gpusnap.runtime_shim.snapshot.foreground import Beside
-from gpusnap.runtime_shim.transaction import held_signals, interruptible
+from gpusnap.runtime_shim.transaction import hold_signals, make_interruptible
 
 # A runtime with a child, and a grandchild in a session of its own.
 TREE = 'echo $$ >>"$0"; sh -c "$1" "$0" & wait'
@@ -50,7 +50,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 def ended(file: Path, bystander: subprocess.Popen[bytes]) -> None:
     found = pids(file)
     assert len(found) == 3
-    assert not any(proc.running(pid) for pid in found)
+    assert not any(proc.is_running(pid) for pid in found)
     assert bystander.poll() is None
     assert not descendants.children() & {*found}
 
@@ -68,8 +68,8 @@ def test_a_failure_ctrl_c_or_sigterm_runs_them_backwards(
 
     sender = threading.Thread(target=send)
     sender.start()
-    with interruptible(), held_signals(), pytest.raises(Interrupted, match=number.name):
-        Beside(running(file), str(tmp_path / "restore.log")).restored(None)
+    with make_interruptible(), hold_signals(), pytest.raises(Interrupted, match=number.name):
+        Beside(running(file), str(tmp_path / "restore.log")).wait_until_restored(None)
     sender.join()
     ended(file, bystander)
 
@@ -90,7 +90,7 @@ def test_a_log_without_end(
     grower = threading.Thread(target=grow)
     grower.start()
     with pytest.raises(RuntimeFailed, match="had grown beyond 1 MiB") as caught:
-        Beside(running(file), str(log)).restored(None)
+        Beside(running(file), str(log)).wait_until_restored(None)
     grower.join()
     assert "gpusnap verify" in caught.value.hint
     ended(file, bystander)
@@ -99,7 +99,7 @@ def test_a_log_without_end(
 def test_one_that_ends(tmp_path: Path) -> None:
     """Then it says how."""
     beside = Beside(lambda started: Invoked(3, "log", ""), str(tmp_path / "restore.log"))
-    assert not beside.restored(None)
+    assert not beside.wait_until_restored(None)
     assert beside.result("crun").code == 3
 
 
@@ -110,6 +110,6 @@ def test_an_error_of_another_kind(tmp_path: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     beside = Beside(fail, str(tmp_path / "restore.log"))
-    assert not beside.restored(None)
+    assert not beside.wait_until_restored(None)
     with pytest.raises(GpusnapError, match="Input/output error"):
         beside.result("crun")

@@ -118,7 +118,7 @@ def test_the_dead_have_not_gone_on(
     """One that ends after it was seen to stand, and before the driver is asked, is not said to be right."""
     dying = driver.use(family.spawn(), state=CHECKPOINTED)
     ended: list[int] = []
-    still = proc.still
+    still = proc.is_still
 
     def seen(pid: int) -> bool:
         found = still(pid)
@@ -127,7 +127,7 @@ def test_the_dead_have_not_gone_on(
             family.end(pid)
         return found
 
-    monkeypatch.setattr(proc, "still", seen)
+    monkeypatch.setattr(proc, "is_still", seen)
     told: list[int] = []
     resume(driver, [dying], Pages(), right=told.append)
     assert ended == [dying]
@@ -201,7 +201,7 @@ def test_a_driver_that_finds_no_process(
     forgotten[0] = 10**6
     with pytest.raises(NotInitialized, match=f"does not know process {pid} .* had taken"):
         resume(driver, [pid], Pages())
-    assert proc.still(pid)
+    assert proc.is_still(pid)
     assert driver.states[pid] is state
 
 
@@ -254,10 +254,10 @@ def test_a_process_that_cannot_be_traced(
     def refused(*_: int, **__: object) -> object:
         raise PermissionRefused(f"thread {pid} cannot be traced")
 
-    monkeypatch.setattr(pages, "populated", refused)
+    monkeypatch.setattr(pages, "run_populating", refused)
     with pytest.raises(PermissionRefused, match="cannot be traced"):
         suspend(driver, [pid], Pages(), timeout=60)
-    wait_for(lambda: not proc.still(pid), "it goes on")
+    wait_for(lambda: not proc.is_still(pid), "it goes on")
     resume(driver, [pid], Pages())
     assert driver.states[pid] is RUNNING
 
@@ -268,10 +268,10 @@ def test_a_process_that_does_not_stand_still(
     """Half stopped it would keep the driver waiting, so it is let go on before anything else."""
     pid = driver.use(family.spawn(), state=LOCKED)
     with monkeypatch.context() as patch:
-        patch.setattr(proc, "still", lambda _: False)
+        patch.setattr(proc, "is_still", lambda _: False)
         with pytest.raises(GpusnapError, match="did not stand still"):
             suspend(driver, [pid], Pages(), timeout=0.05)
-    wait_for(lambda: not proc.still(pid), "it goes on")
+    wait_for(lambda: not proc.is_still(pid), "it goes on")
     assert driver.of("checkpoint") == []
 
 
@@ -282,13 +282,13 @@ def test_memory_that_is_not_right(family: Family, driver: FakeDriver) -> None:
     asked: list[bool] = []
 
     def right(asked_for: int) -> None:
-        asked.append(asked_for == pid and driver.states[pid] is LOCKED and proc.still(pid))
+        asked.append(asked_for == pid and driver.states[pid] is LOCKED and proc.is_still(pid))
         raise ImageError("the blob is not what it was")
 
     with pytest.raises(ImageError, match="not what it was"):
         resume(driver, [pid], Pages(), right=right)
     assert asked == [True]
-    assert proc.still(pid)
+    assert proc.is_still(pid)
     resume(driver, [pid], Pages())
 
 
@@ -298,7 +298,7 @@ def test_users_that_we_hold(family: Family, driver: FakeDriver) -> None:
     stop([pid], timeout=60)
     members = container.processes(family.init, "none")
     assert [process.pid for process in users(driver, members, held=[pid])] == [pid]
-    assert proc.still(pid)
+    assert proc.is_still(pid)
     with pytest.raises(Refused, match="is stopped"):
         users(driver, members)
 
@@ -310,5 +310,5 @@ def test_resume_without_going_on(family: Family, driver: FakeDriver) -> None:
     let_go: list[int] = []
     resume(driver, [pid], Pages("/image", "c0ffee"), let_go=let_go.append)
     assert let_go == [pid]
-    assert proc.still(pid)
+    assert proc.is_still(pid)
     assert driver.states[pid] is RUNNING

@@ -16,8 +16,8 @@ from holders import be_killed, blocked
 
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import signal_masks
-from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
-from gpusnap.runtime_shim.process.ptrace.tracee import held
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import enter_thread
+from gpusnap.runtime_shim.process.ptrace.tracee import hold
 from gpusnap.runtime_shim.snapshot import held_threads
 from gpusnap.runtime_shim.snapshot.records import journal
 
@@ -34,9 +34,9 @@ while byte := os.read(0, 1):
 def within_a_call(pid: int) -> Iterator[None]:
     """A thread has other registers than its own, as within a system call for us."""
     with (
-        signal_masks.kept(journal.masks(KEY)),
-        inside(pid) as remote,
-        journal.thread(KEY, pid, remote.saved),
+        signal_masks.keep_masks(journal.masks(KEY)),
+        enter_thread(pid) as remote,
+        journal.keep_thread(KEY, pid, remote.saved),
     ):
         registers = bytearray(remote.saved.registers)
         registers[:] = bytes(len(registers) - 8 * 11) + registers[-8 * 11 :]  # the general ones
@@ -58,11 +58,11 @@ def test_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert child.stdout.read(1) == b"b"
             mask = blocked(child.pid, child.pid)
             os.kill(child.pid, signal.SIGSTOP)
-            wait_for(lambda: proc.still(child.pid), "the process to stand")
-            with held(child.pid, child.pid) as tracee:
+            wait_for(lambda: proc.is_still(child.pid), "the process to stand")
+            with hold(child.pid, child.pid) as tracee:
                 registers = tracee.registers()
             be_killed(within_a_call(child.pid))
-            with held(child.pid, child.pid) as tracee:
+            with hold(child.pid, child.pid) as tracee:
                 assert tracee.registers() != registers
             held_threads.give_all_back(KEY)
             assert blocked(child.pid, child.pid) == mask
@@ -82,8 +82,8 @@ def test_another_process_by_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     Path(journal.FOLDER).mkdir(parents=True)
     with subprocess.Popen(["sleep", "60"]) as child:
         try:
-            with inside(child.pid) as remote, journal.thread(KEY, child.pid, remote.saved):
-                monkeypatch.setattr(proc, "same", lambda pid, start: False)
+            with enter_thread(child.pid) as remote, journal.keep_thread(KEY, child.pid, remote.saved):
+                monkeypatch.setattr(proc, "is_same", lambda pid, start: False)
                 held_threads.give_all_back(KEY)
                 assert [pid for pid, _, _ in journal.threads(KEY)] == [child.pid]
         finally:

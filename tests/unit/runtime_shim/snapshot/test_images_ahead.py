@@ -106,7 +106,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         pytest.skip("needs root, to mount a tmpfs")
     folder = tmp_path / "gpusnap" / "stage"
     monkeypatch.setattr(tmpfs, "FOLDER", str(folder))
-    monkeypatch.setattr(mount_namespace, "lasting", lambda: True)
+    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: True)
     yield folder
     assert not os.path.ismount(folder)
 
@@ -256,7 +256,7 @@ def test_a_command_that_is_killed_before_the_runtime_comes(
 def test_another_process_with_the_number_of_the_command(
     runtime: Runtime, record: Manifest, begun: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proc, "same", lambda pid, start: False)
+    monkeypatch.setattr(proc, "is_same", lambda pid, start: False)
     assert join(record.files, KEY, Memory(), runtime.rebuild, begun) is None
 
 
@@ -413,7 +413,7 @@ def test_what_is_not_begun(
             assert environment == {}
     with ahead(None, layout, Memory()) as environment:
         assert environment == {}
-    monkeypatch.setattr(space, "room_for_images", lambda *_: False)
+    monkeypatch.setattr(space, "has_memory_for_images", lambda *_: False)
     with ahead(record, layout, Memory()) as environment:
         assert environment == {}
     assert not stage.exists()

@@ -69,18 +69,18 @@ def title(mark: str) -> str:
 )
 def test_its_cgroup(path: str | None, group: str) -> None:
     """As linux.cgroupsPath says it, in each of its forms."""
-    assert Place.of({"linux": {"cgroupsPath": path}}, "/", ID).group == group
+    assert Place.from_config({"linux": {"cgroupsPath": path}}, "/", ID).group == group
 
 
 def test_its_root(tmp_path: Path) -> None:
     """The file system of its root, and what of it; a container with the host's root has none."""
     (tmp_path / "rootfs").mkdir()
-    place = Place.of({"root": {"path": "rootfs"}}, str(tmp_path), ID)
+    place = Place.from_config({"root": {"path": "rootfs"}}, str(tmp_path), ID)
     device = os.stat(tmp_path).st_dev
     assert place.device == f"{os.major(device)}:{os.minor(device)}"
     assert place.root.endswith("/rootfs")
-    assert Place.of({"root": {"path": "/"}}, str(tmp_path), ID).device == ""
-    assert Place.of({}, str(tmp_path), ID).device == ""
+    assert Place.from_config({"root": {"path": "/"}}, str(tmp_path), ID).device == ""
+    assert Place.from_config({}, str(tmp_path), ID).device == ""
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_what_is_known_of_a_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     """The upper directory is that of the overlay, and the number is the file system's own."""
     mounts = (proc.Mount("0:99", "/", str(tmp_path), (), (), "overlay", "/u"),)
     monkeypatch.setattr(proc, "mounts", lambda pid: mounts)
-    place = Place.of({"root": {"path": "."}}, str(tmp_path), ID)
+    place = Place.from_config({"root": {"path": "."}}, str(tmp_path), ID)
     assert (place.device, place.root, place.upper) == ("0:99", "/", "/u")
     assert place.fsid == os.statvfs(tmp_path).f_fsid
 
@@ -195,22 +195,22 @@ def test_what_is_marked_is_ended(start: Callable[..., int]) -> None:
     others.append(
         start(title(scratch_files.mark_of((4194000, 76))) + title(MARK).removeprefix("criu: restore --rpc"))
     )
-    assert set(incomplete_restore.end(None, OWNER, ID)) == {by_title, by_environment}
-    assert not proc.running(by_title)
-    assert not proc.running(by_environment)
-    assert all(map(proc.running, others))
-    assert incomplete_restore.end(None, OWNER, ID) == ()
+    assert set(incomplete_restore.kill_restored(None, OWNER, ID)) == {by_title, by_environment}
+    assert not proc.is_running(by_title)
+    assert not proc.is_running(by_environment)
+    assert all(map(proc.is_running, others))
+    assert incomplete_restore.kill_restored(None, OWNER, ID) == ()
 
 
 def test_the_runtime_is_left_to_end(start: Callable[..., int]) -> None:
     """While it is there so is its CRIU; without it nobody waits for CRIU."""
     runtime, criu = start("crun", "restore", ID, **marked()), start(title(MARK))
-    assert incomplete_restore.end(None, OWNER, ID) == ()
-    assert proc.running(criu)
+    assert incomplete_restore.kill_restored(None, OWNER, ID) == ()
+    assert proc.is_running(criu)
     os.kill(runtime, 9)
-    wait_for(lambda: not proc.running(runtime), "its end")
+    wait_for(lambda: not proc.is_running(runtime), "its end")
     incomplete_restore.let_runtime_end(OWNER, ID)
-    assert incomplete_restore.end(None, OWNER, ID) == (criu,)
+    assert incomplete_restore.kill_restored(None, OWNER, ID) == (criu,)
 
 
 def test_one_that_does_not_end(start: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_one_that_does_not_end(start: Callable[..., int], monkeypatch: pytest.Mo
     monkeypatch.setattr(incomplete_restore, "_PATIENCE", 0.05)
     monkeypatch.setattr(pidfd, "send", lambda pid, number: None)
     with pytest.raises(GpusnapError, match=f"do not end though they were killed: {criu}"):
-        incomplete_restore.end(None, OWNER, ID)
+        incomplete_restore.kill_restored(None, OWNER, ID)
 
 
 _UNMOUNT = """\

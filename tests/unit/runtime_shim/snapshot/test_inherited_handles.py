@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def files(pid: int) -> list[str]:
     """What a process holds of the GPU, as `FakeDriver.held`."""
-    held = FakeDriver(files=(OPENED, MAPPED)).held(pid)
+    held = FakeDriver(files=(OPENED, MAPPED)).list_held(pid)
     return [path for _, path in held.descriptors] + [path for *_, path in held.mappings]
 
 
@@ -76,8 +76,8 @@ ALL = [OPENED, OPENED, MAPPED]
 def test_clear(tree: Tree, driver: FakeDriver, folder: Path) -> None:
     """Children and grandchildren lose what they inherited, and nothing else; the parent keeps it."""
     pids = [tree.child(), *tree.grandchild()]
-    assert inherited_handles.strangers(driver, tree.processes()) == {}
-    numbers = [number for number, _ in driver.held(pids[0]).descriptors]
+    assert inherited_handles.find_strangers(driver, tree.processes()) == {}
+    numbers = [number for number, _ in driver.list_held(pids[0]).descriptors]
     done = clear(tree, driver)
     assert [each.process.pid for each in done] == sorted(pids)
     for each in done:
@@ -94,7 +94,7 @@ def test_clear(tree: Tree, driver: FakeDriver, folder: Path) -> None:
 def test_nothing_to_clear(tree: Tree, driver: FakeDriver, folder: Path) -> None:
     """A child that closed everything is no concern of ours, and is not even stopped."""
     pid = tree.child("libc.munmap(keep[0], 8192); [os.close(number) for number in numbers]")
-    assert inherited_handles.strangers(driver, tree.processes()) == {}
+    assert inherited_handles.find_strangers(driver, tree.processes()) == {}
     assert clear(tree, driver) == ()
     assert not folder.exists()
     assert tree.well(pid)
@@ -103,7 +103,7 @@ def test_nothing_to_clear(tree: Tree, driver: FakeDriver, folder: Path) -> None:
 def test_nobody_holds_anything(driver: FakeDriver, tree: Tree) -> None:
     """The GPU processes are not asked for their states when there is nobody to compare with them."""
     driver.calls.clear()
-    assert inherited_handles.strangers(driver, tree.processes()) == {}
+    assert inherited_handles.find_strangers(driver, tree.processes()) == {}
     assert driver.of("state") == [tree.pid]
 
 
@@ -120,7 +120,7 @@ def test_what_it_opened_by_itself(tree: Tree, driver: FakeDriver, deed: str, nam
     """A child with a file or a mapping of its own is told apart, with that file, and left alone."""
     heir, stranger = tree.child(), tree.child(deed)
     before = files(stranger)
-    found = inherited_handles.strangers(driver, tree.processes())
+    found = inherited_handles.find_strangers(driver, tree.processes())
     assert {process.pid: own for process, own in found.items()} == {stranger: (named,)}
     assert [each.process.pid for each in clear(tree, driver)] == [heir]
     assert files(stranger) == before
@@ -131,7 +131,7 @@ def test_what_it_opened_by_itself(tree: Tree, driver: FakeDriver, deed: str, nam
 def test_what_it_shares_with_the_parent(tree: Tree, driver: FakeDriver, flags: int) -> None:
     """A child with the GPU process' own memory or descriptors is no heir, and the GPU process keeps both."""
     heir, sharer = tree.child(), tree.sharing(flags)
-    found = inherited_handles.strangers(driver, tree.processes())
+    found = inherited_handles.find_strangers(driver, tree.processes())
     assert {process.pid: own for process, own in found.items()} == {sharer: (OPENED, MAPPED)}
     assert [each.process.pid for each in clear(tree, driver)] == [heir]
     assert files(tree.pid) == files(sharer) == ALL
@@ -140,13 +140,13 @@ def test_what_it_shares_with_the_parent(tree: Tree, driver: FakeDriver, flags: i
 def test_one_in_the_middle_of_vfork(tree: Tree, driver: FakeDriver) -> None:
     """Heirs that share their memory are left alone, both; once it is over, one that is left is an heir."""
     heir, borrower = tree.in_vfork()
-    found = inherited_handles.strangers(driver, tree.processes())
+    found = inherited_handles.find_strangers(driver, tree.processes())
     assert {process.pid for process in found} == {heir, borrower}
     assert clear(tree, driver) == ()
     assert files(heir) == files(borrower) == ALL
     os.kill(borrower, signal.SIGKILL)
     wait_for(lambda: waits(heir), "the child waits")
-    assert inherited_handles.strangers(driver, tree.processes()) == {}
+    assert inherited_handles.find_strangers(driver, tree.processes()) == {}
     assert [each.process.pid for each in clear(tree, driver)] == [heir]
 
 
@@ -172,14 +172,14 @@ def test_what_the_kernel_does_not_tell(
     tree: Tree, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, number: int, shared: bool
 ) -> None:
     """Where it cannot be known, tables count as shared; those of a process that has ended do not."""
-    compared = kcmp.compared
+    compared = kcmp.compare
 
     def silent(pid: int, other: int, kind: int, *numbers: int) -> int:
         return compared(pid, other, kind, *numbers) if numbers else -number
 
     pid = tree.child()
-    monkeypatch.setattr(inherited_handles, "compared", silent)
-    assert [each.pid for each in inherited_handles.strangers(driver, tree.processes())] == (
+    monkeypatch.setattr(inherited_handles, "compare", silent)
+    assert [each.pid for each in inherited_handles.find_strangers(driver, tree.processes())] == (
         [pid] if shared else []
     )
 
@@ -189,7 +189,7 @@ def test_what_the_parent_has_no_longer(tree: Tree, driver: FakeDriver) -> None:
     pid = tree.child()
     tree.tell("os.close(numbers[0])")
     wait_for(lambda: len(files(tree.pid)) == 2, "the parent closes a descriptor")
-    found = inherited_handles.strangers(driver, tree.processes())
+    found = inherited_handles.find_strangers(driver, tree.processes())
     assert {process.pid: own for process, own in found.items()} == {pid: (OPENED,)}
 
 
@@ -198,7 +198,7 @@ def test_a_parent_of_gpu_processes(tree: Tree) -> None:
     pid = tree.child()
     driver = FakeDriver(files=(OPENED, MAPPED))
     driver.use(pid)
-    found = inherited_handles.strangers(driver, tree.processes())
+    found = inherited_handles.find_strangers(driver, tree.processes())
     assert {process.pid: own for process, own in found.items()} == {tree.pid: (OPENED, MAPPED)}
 
 
@@ -223,7 +223,7 @@ def test_one_that_is_stopped(tree: Tree, driver: FakeDriver) -> None:
     stop([pid], timeout=DEADLINE)
     with pytest.raises(Refused, match=f"process {pid} .* is stopped"):
         clear(tree, driver)
-    assert proc.stopped(pid)
+    assert proc.is_stopped(pid)
 
 
 def test_one_that_cannot_be_traced(tree: Tree, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,12 +248,12 @@ def test_one_that_ends(tree: Tree, driver: FakeDriver, monkeypatch: pytest.Monke
 
     def ended(pid: int, *_: object, **__: object) -> Neutralised:
         os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not proc.running(pid), "its end")
+        wait_for(lambda: not proc.is_running(pid), "its end")
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
 
     monkeypatch.setattr(inherited_handles, "neutralise", ended)
     assert clear(tree, driver) == ()
-    assert not proc.running(pid)
+    assert not proc.is_running(pid)
 
 
 def test_a_machine_without_kcmp(tree: Tree, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +264,7 @@ def test_a_machine_without_kcmp(tree: Tree, driver: FakeDriver, monkeypatch: pyt
 
     pid = tree.child()
     monkeypatch.setattr(kcmp, "this_machine", unknown)
-    assert [each.pid for each in inherited_handles.strangers(driver, tree.processes())] == [pid]
+    assert [each.pid for each in inherited_handles.find_strangers(driver, tree.processes())] == [pid]
 
 
 # What is said of it.
@@ -282,7 +282,7 @@ def test_records(tree: Tree) -> None:
     here, gone = tree.child(), tree.child()
     both = [cleared(here, 4096, 8192), cleared(gone)]
     os.kill(gone, signal.SIGKILL)
-    wait_for(lambda: not proc.running(gone), "its end")
+    wait_for(lambda: not proc.is_running(gone), "its end")
     (record,) = inherited_handles.records(both, tree.pid)
     assert (record.pid, record.name) == (here, proc.comm(here))
     assert (record.descriptors, record.mappings, record.mapped) == (((4, "/dev/nvidia0"),), 2, 12288)
@@ -344,7 +344,7 @@ def test_killed(tree: Tree, driver: FakeDriver, tmp_path: Path, calls: int) -> N
     assert (idle.pid, idle.regions) == (pid, ())
     assert idle.thread is not None
     assert idle.thread.tid == pid
-    wait_for(lambda: proc.still(pid), "the child stands")
+    wait_for(lambda: proc.is_still(pid), "the child stands")
     recover(entry, driver, Memory())
     assert tree.well(pid)
     wait_for(lambda: waits(pid), "the child waits with its own signal mask")
@@ -352,7 +352,7 @@ def test_killed(tree: Tree, driver: FakeDriver, tmp_path: Path, calls: int) -> N
     assert list(Path(journal.FOLDER).iterdir()) == []
     # What was not replaced is still the parent's, so the next checkpoint can take it.
     driver.states[tree.pid] = ProcessState.RUNNING
-    assert inherited_handles.strangers(driver, tree.processes()) == {}
+    assert inherited_handles.find_strangers(driver, tree.processes()) == {}
     clear(tree, driver)
     assert files(pid) == []
     assert tree.well(pid)
@@ -376,7 +376,7 @@ def test_killed_before_the_first_call(tree: Tree, driver: FakeDriver, tmp_path: 
     assert entry is not None
     recover(entry, driver, Memory())
     assert tree.well(pid)
-    assert proc.stopped(other)
+    assert proc.is_stopped(other)
     assert journal.read(ID) is None
 
 
@@ -417,7 +417,7 @@ def test_a_checkpoint(scene: Scene) -> None:
     assert seven(pids) == {"/dev/null"}
     assert seven([scene.family.init]) == {OPENED}
     assert scene.all_running()
-    assert not [pid for pid in pids if proc.stopped(pid)]
+    assert not [pid for pid in pids if proc.is_stopped(pid)]
     again = scene.checkpoint("--leave-running")
     assert (again.code, again.stderr) == (0, "")
     assert read(str(scene.image)).neutralised == ()
@@ -430,7 +430,7 @@ def test_a_checkpoint_that_fails_after_it(scene: Scene) -> None:
     assert "the driver failed" in scene.checkpoint().sentence()
     assert scene.all_running()
     assert seven([pid]) == {"/dev/null"}
-    assert not proc.stopped(pid)
+    assert not proc.is_stopped(pid)
     assert scene.checkpoint("--leave-running").code == 0
 
 

@@ -40,7 +40,7 @@ def test_read_in_another_namespace(folder: Path) -> None:
     assert done.stdout.startswith(f"{folder}/w.json was written in another PID namespace"), done.stdout
     assert "run gpusnap on the host itself" in done.stdout
     (entry,) = journal.entries()
-    assert proc.same(entry.processes[0].pid, entry.processes[0].start)
+    assert proc.is_same(entry.processes[0].pid, entry.processes[0].start)
 
 
 @pytest.mark.parametrize("kind", ["restore", "paused"])
@@ -49,7 +49,7 @@ def test_what_else_names_processes(kind: str, monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(proc, "namespace", lambda pid, kind: "pid:[1]")
         if kind == "restore":
-            journal.store("w", kind, {"version": 1})
+            journal.write_document("w", kind, {"version": 1})
         else:
             journal.note_pause("w", journal.Pause((1, 1), "", False, ()))
     with pytest.raises(GpusnapError, match="was written in another PID namespace"):

@@ -40,7 +40,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         pytest.skip("a mount needs root")
     place = tmp_path / "gpusnap" / "stage"
     monkeypatch.setattr(tmpfs, "FOLDER", str(place))
-    monkeypatch.setattr(mount_namespace, "lasting", lambda: True)
+    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: True)
     yield place
     assert not os.path.ismount(place)
 
@@ -145,7 +145,7 @@ def test_what_a_killed_one_has_left(stage: Path) -> None:
     spilled.sweep_loaded(KEY)
     assert len(names(stage)) == 2
     child.communicate(b"\n")
-    assert not proc.same(pid, start)
+    assert not proc.is_same(pid, start)
     spilled.sweep_loaded(KEY)
     assert names(stage) == [f"7-{START:x}"]
     tmpfs.remove(KEY)
@@ -155,7 +155,7 @@ def test_when(stage: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch) -> Non
     """Not where nothing was spilled, where there is a ceiling, or no RAM for both containers."""
     there: list[Entry | None] = [entry]
     monkeypatch.setattr(journal, "read", lambda key: there[0])
-    monkeypatch.setattr(space, "_available", lambda: (150 << 20) * 2 + 5 * SIZE)
+    monkeypatch.setattr(space, "_measure_available", lambda: (150 << 20) * 2 + 5 * SIZE)
     loading = load.begin(FOUND, Memory(), beside=3 * SIZE)
     assert loading is not None
     loading.close()

@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.gpu.api.errors import LockTimeout, NotSupported
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.gpu_processes.lock import lock
 from gpusnap.runtime_shim.stopping.stop import stop
-from gpusnap.runtime_shim.transaction import held_signals, interruptible
+from gpusnap.runtime_shim.transaction import hold_signals, make_interruptible
 
 RUNNING, LOCKED = ProcessState.RUNNING, ProcessState.LOCKED
 PATIENCE = 60.0
@@ -49,7 +49,7 @@ class Ranks(FakeDriver):
         def wait(seconds: float) -> bool:
             end = time.monotonic() + seconds
             while time.monotonic() < end:
-                if self.states[peer] is RUNNING and not proc.stopped(peer) and seen.wait(0):
+                if self.states[peer] is RUNNING and not proc.is_stopped(peer) and seen.wait(0):
                     return True
                 if self.states[peer] is LOCKED:
                     seen.set()  # only what it does after that counts: before it had nothing to launch
@@ -191,7 +191,7 @@ def test_a_signal(family: Family, driver: Ranks) -> None:
     driver.busy[busy] = long_kernel(100)
     driver.when("unlock", lambda _: os.kill(os.getpid(), signal.SIGTERM), free)
     began = time.monotonic()
-    with interruptible(), pytest.raises(Interrupted, match="SIGTERM"):
+    with make_interruptible(), pytest.raises(Interrupted, match="SIGTERM"):
         lock(driver, [busy, free], timeout=120)
     assert driver.all_in(RUNNING)
     assert time.monotonic() - began < 60
@@ -206,7 +206,7 @@ def test_a_signal_that_another_thread_takes_and_is_held_back(
     family: Family, driver: Ranks, bystander: None
 ) -> None:
     """The same where it is not raised before the next `stop_if_asked`."""
-    with held_signals():
+    with hold_signals():
         test_a_signal(family, driver)
 
 
@@ -217,7 +217,7 @@ def test_a_signal_that_is_ignored(family: Family, driver: Ranks) -> None:
     driver.when("lock", lambda _: os.kill(os.getpid(), signal.SIGHUP), free)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interruptible():
+        with make_interruptible():
             lock(driver, [waiting, free], timeout=10)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -231,7 +231,7 @@ def test_those_that_stand_wait_for_each_other(family: Family, driver: Ranks) -> 
     driver.busy = {pids[0]: driver.waits_for(pids[1])}
     assert lock(driver, pids, timeout=10, held=pids) == tuple(sorted(pids))
     assert driver.all_in(LOCKED)
-    assert all(map(proc.still, pids))
+    assert all(map(proc.is_still, pids))
 
 
 def test_those_that_stand_and_cannot_be_locked(family: Family, driver: Ranks) -> None:
@@ -242,7 +242,7 @@ def test_those_that_stand_and_cannot_be_locked(family: Family, driver: Ranks) ->
     with pytest.raises(LockTimeout, match=f"process {pids[0]} "):
         lock(driver, pids, timeout=1, held=pids)
     assert driver.all_in(RUNNING)
-    assert all(map(proc.still, pids))
+    assert all(map(proc.is_still, pids))
 
 
 def test_those_that_stand_and_are_refused(family: Family, driver: Ranks) -> None:
@@ -253,18 +253,18 @@ def test_those_that_stand_and_are_refused(family: Family, driver: Ranks) -> None
     with pytest.raises(NotSupported, match="managed memory"):
         lock(driver, pids, timeout=10, held=pids)
     assert driver.all_in(RUNNING)
-    assert all(map(proc.still, pids))
+    assert all(map(proc.is_still, pids))
 
 
 def test_lock_of_one_that_we_hold(family: Family, driver: FakeDriver) -> None:
     """It stands before and after; the thread that is let run is in the state that the driver finds."""
     pid = driver.use(family.spawn())
     stop([pid], timeout=PATIENCE)
-    driver.when("lock", lambda _: seen.append(proc.still(pid)))
+    driver.when("lock", lambda _: seen.append(proc.is_still(pid)))
     seen: list[bool] = []
     assert lock(driver, [pid], timeout=5, held=[pid]) == ()
     assert seen == [False]
-    assert proc.still(pid)
+    assert proc.is_still(pid)
     assert driver.states[pid] is LOCKED
 
 
@@ -275,7 +275,7 @@ def test_lock_of_one_that_stands_within_a_call(family: Family, driver: FakeDrive
     driver.fail("lock", pid, LockTimeout("a call is under way"), times=1)
     assert lock(driver, [pid, other], timeout=5, held=[pid, other]) == (pid,)
     assert driver.of("lock").count(pid) == 2
-    assert proc.still(pid)
+    assert proc.is_still(pid)
     assert driver.states[pid] is LOCKED
 
 
@@ -286,4 +286,4 @@ def test_lock_that_does_not_come(family: Family, driver: FakeDriver) -> None:
     driver.fail("lock", pid, LockTimeout("a call is under way"))
     with pytest.raises(LockTimeout):
         lock(driver, [pid], timeout=5, held=[pid])
-    assert proc.still(pid)
+    assert proc.is_still(pid)

@@ -68,7 +68,7 @@ class Ranks:
         return self
 
     def judged(self, driver: str = DRIVER, capability: str = "9.0") -> nccl.Sharing | None:
-        return nccl.sharing(self.found, host(driver, capability))
+        return nccl.find_sharing(self.found, host(driver, capability))
 
 
 def host(driver: str = DRIVER, capability: str = "9.0") -> Host:
@@ -237,4 +237,4 @@ def test_a_word_at_a_seam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_one_that_is_gone() -> None:
     """A process that ended meanwhile shares nothing."""
-    assert nccl.sharing([proc.Process(1 << 22, (1 << 22,), "gone", (), 1)], host()) is None
+    assert nccl.find_sharing([proc.Process(1 << 22, (1 << 22,), "gone", (), 1)], host()) is None

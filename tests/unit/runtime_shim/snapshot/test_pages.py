@@ -25,7 +25,7 @@ from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.process.ptrace.populate import Populated
-from gpusnap.runtime_shim.process.ptrace.remote_syscall import inside
+from gpusnap.runtime_shim.process.ptrace.remote_syscall import enter_thread
 from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.records.manifest_file import Draft
@@ -102,7 +102,7 @@ def suspended(chunks: Chunks, holders: list[Holder]) -> list[str]:
     digests = []
     for holder in holders:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pages, "populated", lambda *_, **__: nullcontext(Populated()))
+            patch.setattr(pages, "run_populating", lambda *_, **__: nullcontext(Populated()))
             with chunks.thread(holder.pid, holder.pid):
                 digests.append(holder.say("map"))
     stop([holder.pid for holder in holders], timeout=60)
@@ -174,11 +174,11 @@ def test_a_killed_gpusnap(way: str, holders: list[Holder], tmp_path: Path) -> No
     chunks.take(pids)
     (entry,) = journal.entries()
     assert entry.at_work
-    assert [process.pid for process in bring_back.alive(entry)] == pids
+    assert [process.pid for process in bring_back.list_alive(entry)] == pids
     assert all(bool(process.staged) == (way == "staged") for process in entry.processes)
-    assert all(map(bring_back._mapped, entry.processes))
+    assert all(map(bring_back._is_mapped, entry.processes))
     bring_back._give_back(entry, entry.processes, SMALL, {})  # the driver is not at hand here
-    assert all(map(bring_back._mapped, entry.processes))
+    assert all(map(bring_back._is_mapped, entry.processes))
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == digests
     journal.remove("c0ffee")
@@ -256,7 +256,7 @@ def test_a_blob_that_is_damaged(
     name = region.table.chunks[0].blob.partition(":")[2]
     blob = path / "gpusnap/blobs/sha256" / name
     blob.write_bytes(bytes(blob.stat().st_size))
-    monkeypatch.setattr(userfault, "why_not", lambda: "it is not there")  # else test_demand_paging.py
+    monkeypatch.setattr(userfault, "explain_missing", lambda: "it is not there")  # else test_demand_paging.py
     with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
         if way == "staged":
             filling.deliver({7: holders[0].pid})
@@ -300,7 +300,7 @@ def test_parts(holders: list[Holder]) -> None:
     """A part is read and written at its own offsets."""
     holders[0].say("map")
     found = pages._mappings(holders[0].pid)
-    region = max((m for m in found if m.plain), key=lambda m: m.size)
+    region = max((m for m in found if m.is_plain), key=lambda m: m.size)
     part = transfer.Part(holders[0].pid, region.start, region.size)
     view = memoryview(bytearray(b"gpusnap!"))
     part.write(4096, view)
@@ -313,7 +313,7 @@ def test_parts(holders: list[Holder]) -> None:
 def staged(pid: int) -> tuple[regions.Mapping, Area]:
     """The largest region of a process, which stands from now on, and a copy of it in the stage."""
     journal.write("c0ffee", "/image", {pid: ()})
-    region = max((m for m in pages._mappings(pid) if m.plain), key=lambda m: m.size)
+    region = max((m for m in pages._mappings(pid) if m.is_plain), key=lambda m: m.size)
     stop([pid], timeout=60)
     area = Stage("c0ffee").area("a", region.start, region.size)
     copies.read(pid, region.start, area.view(0, region.size))
@@ -324,12 +324,12 @@ def test_no_descriptor_is_to_be_had(holders: list[Holder], tmp_path: Path) -> No
     """A process at its limit of open files cannot be given a file: the bytes are copied."""
     pid, digest = holders[0].pid, holders[0].say("map")
     region, area = staged(pid)
-    with inside(pid) as remote:
+    with enter_thread(pid) as remote:
         remote.mmap(region.start, region.size, 3, transfer.OWN)
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
     assert transfer.give("c0ffee", {pid: [area]}) == {}
-    assert next(m for m in pages._mappings(pid) if m.start <= region.start < m.end).plain
+    assert next(m for m in pages._mappings(pid) if m.start <= region.start < m.end).is_plain
     area.close()
     go_on([pid])
     assert holders[0].say("digest") == digest
@@ -365,7 +365,7 @@ def test_what_the_driver_leaves_becomes_the_process_own(
     go_on([pid])
     assert holders[0].say("digest") == digest
     stop([pid], timeout=60)
-    with inside(pid) as remote:
+    with enter_thread(pid) as remote:
         remote.madvise(region.start, region.size, 4)  # MADV_DONTNEED
     zeros = bytearray(4096)
     copies.read(pid, region.start, zeros)
@@ -417,7 +417,7 @@ def test_what_is_freed_is_on_disk(
     holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A region that is nowhere else but in chunks stays in its process where the disk fails."""
-    monkeypatch.setattr(mount_namespace, "lasting", lambda: False)
+    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: False)
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", replace(SMALL, sync=False))
     digests = suspended(chunks, holders)
@@ -489,7 +489,7 @@ def test_what_is_staged_for_nobody(holders: list[Holder]) -> None:
     for name in ("one", "other", "busy"):
         Stage(name).area("a", 0, MIB).close()
     journal.write("other", "/image", {})
-    with journal.held("busy"):
+    with journal.hold("busy"):
         recover_checkpoint.sweep()
         assert stage.containers() == ["busy", "other"]
     journal.remove("other")
@@ -508,7 +508,7 @@ def test_a_container_of_that_id_elsewhere(holders: list[Holder], tmp_path: Path)
     chunks.take(pids)
     chunks.ready()
     chunks.commit(kept=False)
-    with journal.held(here), journal.held(there):
+    with journal.hold(here), journal.hold(there):
         assert [entry.container for entry in journal.entries()] == ["w"]
         assert journal.read(there) is None
         with Filling(str(path), made(chunks, holders[0]), SMALL, there):
@@ -537,7 +537,7 @@ def test_nothing_is_staged_where_it_would_not_last(
     holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a mount namespace of our own the bytes go to the disk before they are freed, and come from there."""
-    monkeypatch.setattr(mount_namespace, "lasting", lambda: False)
+    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: False)
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", SMALL)
     digests = suspended(chunks, holders)
@@ -589,7 +589,7 @@ def test_the_thread_is_noted(holders: list[Holder]) -> None:
     pid = holders[0].pid
     stop([pid], timeout=60)
     journal.write("c0ffee", "/image", {pid: ()})
-    with inside(pid) as remote, journal.thread("c0ffee", pid, remote.saved):
+    with enter_thread(pid) as remote, journal.keep_thread("c0ffee", pid, remote.saved):
         entry = journal.read("c0ffee")
         assert entry is not None
         assert entry.processes[0].thread == remote.saved
@@ -603,12 +603,12 @@ def test_the_thread_is_noted(holders: list[Holder]) -> None:
 def test_one_at_a_time(holders: list[Holder]) -> None:
     """Two checkpoints of one container never run at once; the lock goes with its holder."""
     with (
-        journal.held("c0ffee"),
+        journal.hold("c0ffee"),
         pytest.raises(GpusnapError, match="another gpusnap is still at work on container c0ffee"),
-        journal.held("c0ffee"),
+        journal.hold("c0ffee"),
     ):
         pass
-    with journal.held("c0ffee"):
+    with journal.hold("c0ffee"):
         pass
     assert os.listdir(journal.FOLDER) == []
 
@@ -619,7 +619,7 @@ def test_a_lent_thread_is_forgotten(holders: list[Holder]) -> None:
     path = Path(journal.FOLDER) / f"c0ffee.{pid}.thread"
     journal.write("c0ffee", "/image", {pid: ()})
     forgets: list[Callable[[], None]] = [
-        lambda: journal.given_back("c0ffee", pid),
+        lambda: journal.drop_thread("c0ffee", pid),
         lambda: journal.remove("c0ffee"),
     ]
     for forget in forgets:

@@ -32,11 +32,11 @@ def test_hold_and_freeze(cell: Cell, folder: Path) -> None:
     before, paused = cell.counts(), pause(cell)
     paused.hold(cell.pids, timeout=60)
     assert (cell.group / "cgroup.freeze").read_text().strip() == "0"
-    assert all(proc.still(pid) for pid in cell.pids)
+    assert all(proc.is_still(pid) for pid in cell.pids)
     assert sorted(paused.held) == sorted(cell.pids)
     paused.freeze()
     assert cell.frozen()
-    assert not any(proc.halted(pid) for pid in cell.pids)
+    assert not any(proc.is_halted(pid) for pid in cell.pids)
     assert cell.counts() == before
     assert list(folder.iterdir()) == []
     cell.freeze(0)
@@ -49,11 +49,11 @@ def test_kept_and_let_go(cell: Cell) -> None:
     paused.hold(timeout=60)
     paused.keep(cell.pids[:1])
     paused.freeze()
-    assert [proc.halted(pid) for pid in cell.pids] == [True, False]
+    assert [proc.is_halted(pid) for pid in cell.pids] == [True, False]
     paused.hold(timeout=60)
     paused.let_go(cell.pids[0])
     paused.freeze()
-    assert [proc.halted(pid) for pid in cell.pids] == [False, False]
+    assert [proc.is_halted(pid) for pid in cell.pids] == [False, False]
     assert cell.counts() == before
 
 
@@ -64,13 +64,13 @@ def test_stopped_by_its_user(cell: Cell, when: str) -> None:
         cell.freeze(0)
     os.kill(cell.pids[0], signal.SIGSTOP)
     if when == "before":
-        wait_for(lambda: proc.still(cell.pids[0]), "the stop")
+        wait_for(lambda: proc.is_still(cell.pids[0]), "the stop")
         cell.freeze(1)
     paused = pause(cell)
     paused.hold(timeout=60)
     assert list(paused.held) == cell.pids[1:]
     paused.freeze()
-    assert proc.halted(cell.pids[0])
+    assert proc.is_halted(cell.pids[0])
 
 
 @pytest.mark.parametrize("path", [f"/default/{ID}", f"system.slice:cri:{ID}", "/default/other", 7])
@@ -106,10 +106,10 @@ def test_one_waits_within_vfork(cell: Cell, tmp_path: Path) -> None:
         writer = pair.open()
         paused = pause(cell)
         paused.hold([*cell.pids, pair.parent], timeout=60)
-        assert all(proc.still(pid) for pid in (*cell.pids, *pair.pids))
+        assert all(proc.is_still(pid) for pid in (*cell.pids, *pair.pids))
         paused.freeze()
         assert cell.frozen()
-        paused.nobody_waits()
+        paused.check_nobody_waits()
         assert cell.counts() == before
         os.close(writer)
 
@@ -123,7 +123,7 @@ def test_one_waits_for_good(cell: Cell, tmp_path: Path) -> None:
             paused.hold(timeout=0.2)
         paused.freeze()
         with pytest.raises(GpusnapError, match=f"child {pair.child} .* is stopped"):
-            paused.nobody_waits()
+            paused.check_nobody_waits()
         paused.keep(cell.pids[:1])
         paused.hold(cell.pids[:1], timeout=0.2)
         paused.let_go(cell.pids[0])
@@ -173,13 +173,13 @@ def killed(cell: Cell, *, thawed: bool) -> Entry:
 def test_left_by_a_killed_one(cell: Cell, *, thawed: bool) -> None:
     """It is frozen again, with everything as it was."""
     before, entry = cell.counts(), killed(cell, thawed=thawed)
-    paused = paused_container.left(entry, cell.pids[:1])
+    paused = paused_container.reopen(entry, cell.pids[:1])
     assert paused is not None
     paused.hold(timeout=60)
     paused.let_go(cell.pids[0])
     paused.freeze()
     assert cell.frozen()
-    assert not any(proc.halted(pid) for pid in cell.pids)
+    assert not any(proc.is_halted(pid) for pid in cell.pids)
     assert cell.counts() == before
     assert journal.read(ID) is None
 
@@ -188,8 +188,8 @@ def test_left_and_resumed(cell: Cell) -> None:
     """Where somebody has resumed the container since, it is not paused again."""
     entry = killed(cell, thawed=False)
     cell.freeze(0)
-    assert paused_container.left(entry, cell.pids[:1]) is None
-    assert proc.halted(cell.pids[0])  # its GPU state comes first
+    assert paused_container.reopen(entry, cell.pids[:1]) is None
+    assert proc.is_halted(cell.pids[0])  # its GPU state comes first
 
 
 def test_left_under_crun(cell: Cell) -> None:
@@ -199,12 +199,12 @@ def test_left_under_crun(cell: Cell) -> None:
     paused.hold(timeout=60)
     entry = journal.read(ID)
     assert entry is not None
-    assert paused_container.left(entry, cell.pids[:1]) is None
-    assert proc.halted(cell.pids[0])  # its GPU state comes first
-    assert not proc.halted(cell.pids[1])
+    assert paused_container.reopen(entry, cell.pids[:1]) is None
+    assert proc.is_halted(cell.pids[0])  # its GPU state comes first
+    assert not proc.is_halted(cell.pids[1])
     paused.freeze()
     entry = journal.read(ID)
-    assert entry is None or paused_container.left(entry, cell.pids[:1]) is not None
+    assert entry is None or paused_container.reopen(entry, cell.pids[:1]) is not None
 
 
 @pytest.mark.parametrize("at", ["_send", "settle"])
@@ -234,7 +234,7 @@ def test_a_kept_one_that_ended(cell: Cell) -> None:
     paused.hold(timeout=60)
     paused.keep(cell.pids[:1])
     os.kill(cell.pids[0], signal.SIGKILL)
-    wait_for(lambda: not proc.running(cell.pids[0]), "its end")
+    wait_for(lambda: not proc.is_running(cell.pids[0]), "its end")
     paused.freeze()
     assert journal.read(ID) is None
 
@@ -242,14 +242,14 @@ def test_a_kept_one_that_ended(cell: Cell) -> None:
 def test_left_without_a_note(cell: Cell) -> None:
     """A container that somebody paused after gpusnap was killed is thawed for the driver, too."""
     entry = Entry(ID, "/i", (1, 1), ())
-    paused = paused_container.left(entry, cell.pids)
+    paused = paused_container.reopen(entry, cell.pids)
     assert paused is not None
     assert sorted(paused.held) == sorted(cell.pids)
 
 
 def test_not_as_we_write_it(folder: Path) -> None:
     """A note of another shape is told of, and changes nothing."""
-    journal.store(ID, journal.PAUSED, {"owner": [1, 1], "group": "/g", "stopped": [[1]]})
+    journal.write_document(ID, journal.PAUSED, {"owner": [1, 1], "group": "/g", "stopped": [[1]]})
     with pytest.raises(GpusnapError, match="is not as gpusnap writes it"):
         journal.read(ID)
 
@@ -276,7 +276,7 @@ def test_an_image_thaws_without_being_decoded(
     def decoded(*_: object) -> None:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(control_groups, "decoded", decoded)
+    monkeypatch.setattr(control_groups, "decode_messages", decoded)
     path = tmp_path / "cgroup.img"
     path.write_bytes(frozen_groups("FROZEN"))
     control_groups.thaw(str(tmp_path))

@@ -57,10 +57,10 @@ def test_crius_library(tmp_path: Path, kind: Kind, content: bytes | None, missin
         path.write_bytes(content)
     real = RealRuntime(path, kind, (1, 21))
     if not missing:
-        preflight.criu_library(real)
+        preflight.check_criu_library(real)
         return
     with pytest.raises(Refused, match=f"needs {missing} for a checkpoint"):
-        preflight.criu_library(real)
+        preflight.check_criu_library(real)
 
 
 # Sockets.
@@ -93,16 +93,16 @@ def test_sockets_that_criu_cannot_dump(program: RealRuntime, monkeypatch: pytest
     monkeypatch.setattr(sockets, "can_be_dumped", lambda name: name != "TCP")
     monkeypatch.setattr(preflight, "criu_version", lambda: "4.1.1")
     with holder() as without:
-        preflight.sockets([without], program, Connections.KEPT)
+        preflight.refuse_sockets([without], program, Connections.KEPT)
     with socket.socket() as one, holder(one) as process:
         with pytest.raises(Refused) as caught:
-            preflight.sockets([process], program, Connections.KEPT)
+            preflight.refuse_sockets([process], program, Connections.KEPT)
         said = caught.value.sentence()
         assert f"process {process.pid} (sleep) has a socket of the protocol TCP, which CRIU 4.1.1" in said
         assert "install CRIU 4.2" in said
         assert not [words for words in POISON if words in said.lower()]
         program.path.write_text("#!/bin/sh\n")
-        preflight.sockets([process], program, Connections.KEPT)
+        preflight.refuse_sockets([process], program, Connections.KEPT)
 
 
 def test_connections(program: RealRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,13 +110,13 @@ def test_connections(program: RealRuntime, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sockets, "can_be_dumped", lambda name: True)
     with socket.create_server(("127.0.0.1", 0)) as server:
         with holder(server) as listening:
-            preflight.sockets([listening], program, Connections.REFUSED)
+            preflight.refuse_sockets([listening], program, Connections.REFUSED)
         with socket.create_connection(server.getsockname()) as one, holder(one) as connected:
-            preflight.sockets([connected], program, Connections.KEPT)
-            preflight.sockets([connected], program, Connections.DROPPED)
-            preflight.sockets([process(1)], program, Connections.REFUSED)
+            preflight.refuse_sockets([connected], program, Connections.KEPT)
+            preflight.refuse_sockets([connected], program, Connections.DROPPED)
+            preflight.refuse_sockets([process(1)], program, Connections.REFUSED)
             with pytest.raises(Refused) as caught:
-                preflight.sockets([connected], program, Connections.REFUSED)
+                preflight.refuse_sockets([connected], program, Connections.REFUSED)
             peer = f"127.0.0.1:{one.getpeername()[1]}"
             assert f"has a TCP connection with {peer}, " in caught.value.sentence()
             assert "--tcp-established" in caught.value.sentence()
@@ -139,14 +139,16 @@ def test_the_program_that_saves_a_network(
     environment = {"PATH": str(tmp_path)}
     monkeypatch.setattr(find, "environment", lambda: environment)
     with refusal("CRIU saves and restores with the program ip,"):
-        preflight.network_tool(real, made)
-    preflight.network_tool(real, {"linux": {"namespaces": [{"type": "network", "path": "/run/netns/a"}]}})
-    preflight.network_tool(real, {})
+        preflight.check_network_tool(real, made)
+    preflight.check_network_tool(
+        real, {"linux": {"namespaces": [{"type": "network", "path": "/run/netns/a"}]}}
+    )
+    preflight.check_network_tool(real, {})
     (tmp_path / "ip").touch(0o755)
-    preflight.network_tool(real, made)
+    preflight.check_network_tool(real, made)
     environment["CR_IP_TOOL"] = "other-ip"
     with refusal("the program other-ip,"):
-        preflight.network_tool(real, made)
+        preflight.check_network_tool(real, made)
 
 
 def test_a_freezer_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,11 +202,11 @@ def test_paused() -> None:
 
 def test_states() -> None:
     """All have to be running; the one that is not is named, with its state."""
-    preflight.states({process(1): ProcessState.RUNNING})
-    preflight.states({})
+    preflight.check_states({process(1): ProcessState.RUNNING})
+    preflight.check_states({})
     for state in set(ProcessState) - {ProcessState.RUNNING}:
         with pytest.raises(Refused, match=rf"process 2 \(python3\) is {state.name.lower()} already"):
-            preflight.states({process(1): ProcessState.RUNNING, process(2): state})
+            preflight.check_states({process(1): ProcessState.RUNNING, process(2): state})
 
 
 def answers(*each: Mapping[proc.Process, Sequence[str]]) -> Iterator[Mapping[proc.Process, Sequence[str]]]:
@@ -218,7 +220,7 @@ def test_leftover(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_STARTING", 0.0)
     held = answers({process(7): ("/dev/nvidia0", "/dev/nvidiactl")})
     with pytest.raises(Refused, match=r"process 7 \(python3\) holds /dev/nvidia0 but") as caught:
-        preflight.leftover(lambda: next(held))
+        preflight.refuse_leftover(lambda: next(held))
     assert "spawn" in caught.value.hint
     assert "NVML" in caught.value.hint
 
@@ -227,7 +229,7 @@ def test_a_process_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is only starting CUDA looks the same for a moment, and is waited for."""
     monkeypatch.setattr(preflight, "_STARTING", 600.0)
     held = answers({process(7): ("/dev/nvidia0",)}, {process(7): ("/dev/nvidia0",)}, {})
-    preflight.leftover(lambda: next(held))
+    preflight.refuse_leftover(lambda: next(held))
     assert next(held) == {}
 
 
@@ -238,7 +240,7 @@ def test_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has one is refused by name, with what starts it without; other files are not."""
     reader, writer = os.pipe()
     try:
-        preflight.rings([process(os.getpid())])
+        preflight.refuse_rings([process(os.getpid())])
         asked = os.readlink
         monkeypatch.setattr(
             os,
@@ -246,7 +248,7 @@ def test_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda path: "anon_inode:[io_uring]" if path.endswith(f"/{reader}") else asked(path),
         )
         with pytest.raises(Refused, match=r"uses io_uring, which CRIU cannot dump") as caught:
-            preflight.rings([process(os.getpid())])
+            preflight.refuse_rings([process(os.getpid())])
         assert "USE_LIBUV=0" in caught.value.hint
     finally:
         os.close(reader)
@@ -268,20 +270,20 @@ def test_shared_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(host)
         return said
 
-    monkeypatch.setattr(preflight, "sharing", found)
+    monkeypatch.setattr(preflight, "find_sharing", found)
     with pytest.raises(Refused, match=r"process 7 \(python3\) has memory of another") as caught:
-        preflight.shared([process(7)], Nvidia(), HOST)
+        preflight.refuse_shared([process(7)], Nvidia(), HOST)
     assert caught.value.hint.startswith(
         "share it through host memory; if you know better: gpusnap checkpoint"
     )
     assert caught.value.code == "GPS-215"
-    preflight.shared([process(7)], Nvidia(allow_nccl=True), HOST)
+    preflight.refuse_shared([process(7)], Nvidia(allow_nccl=True), HOST)
     assert asked == [HOST]
 
 
 def test_nothing_shared() -> None:
     """An ordinary process is none of that."""
-    preflight.shared([process(os.getpid())], Nvidia(), HOST)
+    preflight.refuse_shared([process(os.getpid())], Nvidia(), HOST)
 
 
 # Memory.
@@ -290,24 +292,24 @@ def test_nothing_shared() -> None:
 @pytest.fixture
 def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with memory enough."""
-    monkeypatch.setattr(space, "_available", lambda: 1 << 50)
+    monkeypatch.setattr(space, "_measure_available", lambda: 1 << 50)
 
 
 def test_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPUs' bytes and what a process' heap grows by have to fit in RAM, for all processes together."""
     monkeypatch.setattr(space, "_limit", lambda _: None)
-    monkeypatch.setattr(space, "_available", lambda: 4 * GIB)
-    space.room_in_memory({1: 3 * GIB}, 1)
-    space.room_in_memory({}, 1)
+    monkeypatch.setattr(space, "_measure_available", lambda: 4 * GIB)
+    space.check_memory({1: 3 * GIB}, 1)
+    space.check_memory({}, 1)
     for too_much in ({1: 4 * GIB}, {1: 2 * GIB, 2: 2 * GIB - 1}):
         with pytest.raises(Refused, match=r"4\.\d GiB of GPU memory .* this host leaves 4\.0 GiB") as caught:
-            space.room_in_memory(too_much, 1)
+            space.check_memory(too_much, 1)
         assert caught.value.hint == "free some memory"
 
 
 def test_available() -> None:
     """This host's own figure is a number that can be true."""
-    available = space._available()
+    available = space._measure_available()
     assert available is not None
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -338,7 +340,7 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plenty: None) -> Cg
 
 def left(need: int) -> str:
     with pytest.raises(Refused) as caught:
-        space.room_in_memory({1: need}, 1)
+        space.check_memory({1: need}, 1)
     assert caught.value.hint == "raise the container's memory limit"
     return str(caught.value).partition("leaves ")[2]
 
@@ -352,7 +354,7 @@ def test_limit_of_version_2(cgroups: Cgroups) -> None:
     assert left(3 * GIB) == "2.0 GiB"
     cgroups.make("pod/c", memory__max=str(6 * GIB))
     assert left(3 * GIB) == "1.0 GiB"
-    space.room_in_memory({1: GIB // 2}, 1)
+    space.check_memory({1: GIB // 2}, 1)
 
 
 def test_what_the_kernel_can_drop(cgroups: Cgroups) -> None:
@@ -376,28 +378,28 @@ def test_limit_of_version_1(cgroups: Cgroups) -> None:
 def test_the_limit_of_what_is_staged(monkeypatch: pytest.MonkeyPatch, plenty: None) -> None:
     """What is staged counts as ours: over our own limit the kernel would kill us."""
     monkeypatch.setattr(space, "_limit", lambda pid: GIB if pid == os.getpid() else None)
-    space.room_in_memory({1: GIB // 2}, 1, Memory())
+    space.check_memory({1: GIB // 2}, 1, Memory())
     with pytest.raises(Refused, match=r"limit of gpusnap's own cgroup leaves 1\.0 GiB") as caught:
-        space.room_in_memory({1: GIB}, 1, Memory())
+        space.check_memory({1: GIB}, 1, Memory())
     assert caught.value.hint == (
         "raise the memory limit of gpusnap's own cgroup, or set memory.ceiling below it"
     )
-    space.room_in_memory({1: 8 * GIB}, 1, Memory(ceiling=GIB // 2))  # what is above it is not staged
-    space.room_in_memory({1: 8 * GIB}, 1, Memory(pages="criu"))
+    space.check_memory({1: 8 * GIB}, 1, Memory(ceiling=GIB // 2))  # what is above it is not staged
+    space.check_memory({1: 8 * GIB}, 1, Memory(pages="criu"))
 
 
 def test_room_to_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is beside CRIU's images has to fit in RAM; what is in them is CRIU's business."""
     record = a_manifest()
     monkeypatch.setattr(space, "_limit", lambda _: None)
-    monkeypatch.setattr(space, "_available", lambda: 4 * GIB)
-    space.room_to_restore(record, Memory())
+    monkeypatch.setattr(space, "_measure_available", lambda: 4 * GIB)
+    space.check_memory_to_restore(record, Memory())
     region = RegionRecord(4096, Table(3 * GIB, ()))
     process = replace(record.processes[0], regions=(region,))
-    space.room_to_restore(replace(record, processes=(process,)), Memory())
+    space.check_memory_to_restore(replace(record, processes=(process,)), Memory())
     process = replace(process, regions=(region, region))
     with pytest.raises(Refused, match=r"6\.0 GiB of GPU memory have to pass through RAM, and this host"):
-        space.room_to_restore(replace(record, processes=(process,)), Memory())
+        space.check_memory_to_restore(replace(record, processes=(process,)), Memory())
 
 
 @pytest.mark.parametrize(
@@ -415,13 +417,13 @@ def test_room_for_images(
 ) -> None:
     """The GPUs' memory, the images, and what CRIU makes of these; whoever sets a ceiling gets no more."""
     monkeypatch.setattr(space, "_limit", lambda _: ours)
-    monkeypatch.setattr(space, "_available", lambda: here)
+    monkeypatch.setattr(space, "_measure_available", lambda: here)
     process = replace(a_manifest().processes[0], regions=(RegionRecord(4096, Table(3 * GIB, ())),))
     files = (FileRecord("pages-1.img", Table(2 * GIB, ())),)
     record = replace(a_manifest(), processes=(process,), files=files)
-    assert space.room_for_images(record, Memory(ceiling=ceiling)) is fits
-    monkeypatch.setattr(mount_namespace, "lasting", lambda: False)
-    assert not space.room_for_images(record, Memory(ceiling=ceiling))
+    assert space.has_memory_for_images(record, Memory(ceiling=ceiling)) is fits
+    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: False)
+    assert not space.has_memory_for_images(record, Memory(ceiling=ceiling))
 
 
 def test_room_is_made_before_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,12 +435,12 @@ def test_room_is_made_before_it_refuses(tmp_path: Path, monkeypatch: pytest.Monk
         free[0] = 30
 
     monkeypatch.setattr(space, "_free", lambda _: free[0])
-    space.room_on_disk(str(tmp_path), 10, [], make_room)
+    space.check_disk(str(tmp_path), 10, [], make_room)
     assert asked == []
-    space.room_on_disk(str(tmp_path), 20, [], make_room)
+    space.check_disk(str(tmp_path), 20, [], make_room)
     assert asked == [20]
     with pytest.raises(Refused, match="needs up to 40 B"):
-        space.room_on_disk(str(tmp_path), 40, [], make_room)
+        space.check_disk(str(tmp_path), 40, [], make_room)
 
 
 @pytest.mark.parametrize("path", ["/../../elsewhere", "/none"])
@@ -446,7 +448,7 @@ def test_without_a_limit(cgroups: Cgroups, path: str) -> None:
     """A cgroup that we cannot see, or that has no limit, limits nothing."""
     cgroups.lie("cgroup2", {"": path})
     cgroups.make("", memory__max="max", memory__current="1")
-    space.room_in_memory({1: 100 * GIB}, 1)
+    space.check_memory({1: 100 * GIB}, 1)
 
 
 def test_our_own_limit(plenty: None) -> None:
@@ -464,9 +466,9 @@ def test_disk(tmp_path: Path) -> None:
     with Family() as family:
         found = proc.process(family.spawn())
         assert found is not None
-        space.room_on_disk(str(tmp_path), 0, [found])
+        space.check_disk(str(tmp_path), 0, [found])
         with pytest.raises(Refused, match=rf"in {tmp_path}, where .* are free") as caught:
-            space.room_on_disk(str(tmp_path), free * 2, [found])
+            space.check_disk(str(tmp_path), free * 2, [found])
         assert "make room there" in caught.value.hint
 
 
@@ -475,12 +477,12 @@ def test_disk_counts_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     free = shutil.disk_usage(tmp_path).free
     monkeypatch.setattr(proc, "memory", lambda pid: free)
     with pytest.raises(Refused):
-        space.room_on_disk(str(tmp_path), 0, [process(1), process(2)])
+        space.check_disk(str(tmp_path), 0, [process(1), process(2)])
 
 
 def test_disk_that_is_not_there(tmp_path: Path) -> None:
     """A directory that cannot be used is named, in words that Podman leaves alone."""
     with pytest.raises(Refused) as caught:
-        space.room_on_disk(str(tmp_path / "none"), 1, [])
+        space.check_disk(str(tmp_path / "none"), 1, [])
     assert str(tmp_path / "none") in str(caught.value)
     assert not [words for words in POISON if words in caught.value.sentence().lower()]

@@ -67,7 +67,7 @@ def read() -> Entry:
 def as_it_was(cell: Cell, before: list[bytes]) -> None:
     """Frozen, none stopped, nothing has run; and all runs once it is thawed."""
     assert cell.frozen()
-    assert not any(proc.halted(pid) for pid in cell.pids)
+    assert not any(proc.is_halted(pid) for pid in cell.pids)
     assert cell.counts() == before
     cell.freeze(0)
     cell.run(before)
@@ -93,7 +93,7 @@ def test_a_thread_was_held(cell: Cell) -> None:
     assert blocked(pid, pid) != mask
     recover(entry, Driver(), Memory())
     assert blocked(pid, pid) == mask
-    assert journal.noted(journal.MASKS) == ()
+    assert journal.list_noted(journal.MASKS) == ()
     as_it_was(cell, before)
 
 
@@ -131,7 +131,7 @@ def test_gpu_state_comes_back(cell: Cell, tmp_path: Path, *, thawed: bool) -> No
         entry = read()
     driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
     seen: list[bool] = []
-    driver.when("restore", lambda _: seen.append(not cell.frozen() and all(map(proc.halted, cell.pids))))
+    driver.when("restore", lambda _: seen.append(not cell.frozen() and all(map(proc.is_halted, cell.pids))))
     assert recover(entry, driver, Memory()) == f"running: {cell.pids[0]}"
     assert seen == [True]
     assert driver.states[cell.pids[0]] is ProcessState.RUNNING
@@ -150,7 +150,7 @@ def test_the_driver_fails(cell: Cell, tmp_path: Path) -> None:
     with pytest.raises(GpusnapError, match="is gone"):
         recover(entry, driver, Memory())
     assert cell.frozen()
-    assert [proc.halted(pid) for pid in cell.pids] == [True, False]
+    assert [proc.is_halted(pid) for pid in cell.pids] == [True, False]
     assert cell.counts() == before
     driver._faults.clear()
     recover(replace(read(), owner=(1, 1)), driver, Memory())

@@ -58,7 +58,7 @@ def cut_off(
     if standing:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-            wait_for(lambda pid=pid: proc.still(pid), "that it stands")  # type: ignore[misc]
+            wait_for(lambda pid=pid: proc.is_still(pid), "that it stands")  # type: ignore[misc]
     scene.runtime.knows(scene.state(status=status), [*pids, scene.family.init])
     (scene.bundle / "config.json").write_bytes(AFTER)
     (scene.folder / "pid").write_text("4194304", "ascii")
@@ -77,7 +77,7 @@ def cut_off(
         stage=Stage.GPUS,
         init=(init.pid, init.start),
     )
-    fields: dict[str, Any] = {**restore_record.changed(BEFORE, AFTER), **changed}
+    fields: dict[str, Any] = {**restore_record.describe_change(BEFORE, AFTER), **changed}
     entry = replace(entry, **fields)
     restore_record.write(entry)
     return entry
@@ -100,7 +100,7 @@ def kept(scene: Scene, said: str) -> None:
     assert scene.runtime.calls("delete") == []
     assert (scene.bundle / "config.json").read_bytes() == AFTER
     assert restore_record.entries() == ()
-    assert proc.running(scene.family.init)
+    assert proc.is_running(scene.family.init)
 
 
 ALONE = "another container of that ID runs by now, and was left alone"
@@ -124,7 +124,7 @@ def test_it_stands(scene: Scene, reached: Stage) -> None:
     restore_record.write(replace(entry, stage=reached, init=None if reached is Stage.RESTORE else entry.init))
     stood: list[bool] = []
     for pid in entry.processes:
-        scene.driver.when("state", lambda pid: stood.append(proc.stopped(pid)), pid)
+        scene.driver.when("state", lambda pid: stood.append(proc.is_stopped(pid)), pid)
     removed(scene)
     assert stood == [False, False]
     assert {*scene.driver.of("restore"), *scene.driver.of("unlock")} == set()
@@ -148,7 +148,7 @@ def test_one_has_its_state(scene: Scene) -> None:
     """Cut off in the middle of the driver's restores: half is nothing."""
     entry = cut_off(scene, RUNNING, CHECKPOINTED)
     os.kill(entry.processes[1], signal.SIGSTOP)
-    wait_for(lambda: proc.still(entry.processes[1]), "that it stands")
+    wait_for(lambda: proc.is_still(entry.processes[1]), "that it stands")
     removed(scene)
 
 
@@ -196,7 +196,7 @@ def test_one_has_ended(scene: Scene, reached: Stage, ended: int) -> None:
         scene.family.end(pid)
     left = entry.processes[ended:] or (scene.family.init,)
     kept(scene, "running: " + " ".join(map(str, left)))
-    assert all(proc.running(pid) for pid in left)
+    assert all(proc.is_running(pid) for pid in left)
 
 
 @pytest.mark.parametrize("stands", [False, True])
@@ -207,11 +207,11 @@ def test_one_is_done_with_the_gpu(scene: Scene, stands: bool) -> None:
     del scene.driver.states[first]
     if stands:
         os.kill(first, signal.SIGSTOP)
-        wait_for(lambda: proc.still(first), "that it stands")
+        wait_for(lambda: proc.is_still(first), "that it stands")
         scene.monkeypatch.setattr(scene.driver, "restore_thread", no_thread_of(first))
     kept(scene, f"running: {second}")
-    assert proc.running(first)
-    assert proc.still(first) is stands
+    assert proc.is_running(first)
+    assert proc.is_still(first) is stands
 
 
 def no_thread_of(other: int) -> Callable[[int], int]:
@@ -232,7 +232,7 @@ def test_it_stands_with_its_state(scene: Scene, quick: None, state: ProcessState
     entry = cut_off(scene, state, state, standing=True, stage=reached)
     kept(scene, "running: " + " ".join(map(str, entry.processes)))
     assert scene.all_running()
-    assert not any(proc.stopped(pid) for pid in entry.processes)
+    assert not any(proc.is_stopped(pid) for pid in entry.processes)
 
 
 def test_its_memory_was_never_checked(scene: Scene, quick: None) -> None:
@@ -248,7 +248,7 @@ def test_its_memory_was_never_checked(scene: Scene, quick: None) -> None:
     path = Path(entry.image, "gpusnap/blobs/sha256", blob.digest.partition(":")[2])
     path.write_bytes(b"as it is!")
     assert blob.digest in refused(scene)
-    assert proc.still(entry.processes[0])
+    assert proc.is_still(entry.processes[0])
     path.write_bytes(b"as it was")
     kept(scene, f"running: {entry.processes[0]}")
 
@@ -257,9 +257,9 @@ def test_it_failed(scene: Scene) -> None:
     """One that the driver has given up is not let go on, and the others are not removed for it."""
     entry = cut_off(scene, ProcessState.FAILED, RUNNING)
     os.kill(entry.processes[0], signal.SIGSTOP)
-    wait_for(lambda: proc.still(entry.processes[0]), "that it stands")
+    wait_for(lambda: proc.is_still(entry.processes[0]), "that it stands")
     kept(scene, f"running: {entry.processes[1]}")
-    assert proc.still(entry.processes[0])
+    assert proc.is_still(entry.processes[0])
 
 
 @pytest.mark.parametrize("init", [None, (1, 1)], ids=["unknown", "another"])
@@ -273,7 +273,7 @@ def test_a_later_container_stands(scene: Scene) -> None:
     """Somebody stopped a process of one that came after the restore: it is left as it is."""
     entry = cut_off(scene, RUNNING, standing=True, init=None, stage=Stage.RESTORE)
     kept(scene, ALONE)
-    assert proc.still(entry.processes[0])
+    assert proc.is_still(entry.processes[0])
 
 
 def test_the_runtime_was_not_called(scene: Scene) -> None:
@@ -292,7 +292,7 @@ def test_without_gpu_processes(scene: Scene, reached: Stage, host: str) -> None:
     said = recover_restore.recover(KEY, scene.driver if host == "GPUs" else None)
     assert said == f"running: {scene.family.init}"
     assert scene.runtime.calls("delete") == []
-    assert proc.running(scene.family.init)
+    assert proc.is_running(scene.family.init)
     assert restore_record.entries() == ()
 
 
@@ -405,7 +405,7 @@ def test_it_is_under_way(scene: Scene) -> None:
 def test_it_is_held(scene: Scene) -> None:
     """Nor one that somebody else takes away just now."""
     cut_off(scene, CHECKPOINTED, standing=True)
-    with journal.held(KEY):
+    with journal.hold(KEY):
         assert f"another gpusnap is still at work on container {ID}" in refused(scene)
     assert scene.runtime.calls("delete") == []
 
@@ -444,7 +444,7 @@ def test_a_checkpoint_meanwhile(scene: Scene) -> None:
 def test_a_restore_began_meanwhile(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at the entry and the lock: the new entry counts, and its gpusnap is there."""
     entry = cut_off(scene, CHECKPOINTED, standing=True)
-    held = journal.held
+    held = journal.hold
 
     @contextmanager
     def late(container: str) -> Iterator[None]:
@@ -452,7 +452,7 @@ def test_a_restore_began_meanwhile(scene: Scene, monkeypatch: pytest.MonkeyPatch
             restore_record.write(replace(entry, owner=entry.init or (0, 0)))
             yield
 
-    monkeypatch.setattr(journal, "held", late)
+    monkeypatch.setattr(journal, "hold", late)
     assert f"gpusnap (process {scene.family.init}) is still at work on container {ID}" in refused(scene)
     assert scene.runtime.calls("delete") == []
 
@@ -507,7 +507,7 @@ def suspended(scene: Scene) -> list[int]:
 
 def test_the_stages(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is on file before what it tells of is done; afterwards nothing is, and nobody is kept away."""
-    monkeypatch.setattr(dispatch, "opening", lambda *_, **__: nullcontext())  # it asks beside
+    monkeypatch.setattr(dispatch, "open_driver", lambda *_, **__: nullcontext())  # it asks beside
     pids = suspended(scene)
     seen: list[Restore | None] = []
     at_restore = scene.folder / "at-restore.json"
@@ -566,7 +566,7 @@ def test_the_next_checkpoint(scene: Scene, reached: Stage) -> None:
         f"gpusnap recover {ID} [GPS-022]"
     )
     assert scene.runtime.calls("delete") == []
-    assert all(proc.running(pid) for pid in entry.processes)
+    assert all(proc.is_running(pid) for pid in entry.processes)
     assert restore_record.read(KEY) is not None
 
 
@@ -581,12 +581,12 @@ def test_the_next_checkpoint_of_one_that_runs(scene: Scene, quick: None, since: 
         del scene.driver.states[first]
     elif since == "a stop":
         os.kill(first, signal.SIGSTOP)
-        wait_for(lambda: proc.still(first), "that it stands")
+        wait_for(lambda: proc.is_still(first), "that it stands")
     outcome = scene.checkpoint("--leave-running")
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr.startswith("gpusnap: note: an earlier restore was cut off; running: ")
     assert scene.runtime.calls("delete") == []
-    assert [pid for pid in (first, second) if proc.running(pid) and not proc.stopped(pid)] == (
+    assert [pid for pid in (first, second) if proc.is_running(pid) and not proc.is_stopped(pid)] == (
         [second] if since == "an end" else [first, second]
     )
     assert scene.all_running()

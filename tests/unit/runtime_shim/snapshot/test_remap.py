@@ -17,7 +17,7 @@ from fakes import FakeDriver, a_manifest, gpu, uuid
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
-from gpusnap.runtime_shim.gpu.nvidia.driver_files import File, Found, mapped
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import File, Found, describe_mapped
 from gpusnap.runtime_shim.records.manifest import DeviceNode, DriverLibrary, DriverMount, Manifest
 from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
@@ -64,7 +64,7 @@ def test_nodes_and_pairs() -> None:
     )
     assert found.expected == (Node("/dev/nvidia1", 195, 1), Node("/dev/nvidiactl", 195, 255))
     assert [node.path for node in found.edits.strange] == ["/dev/nvidia2"]
-    assert found.of([uuid(0)]) == PAIR
+    assert found.list_pairs([uuid(0)]) == PAIR
     assert not found.identity
 
 
@@ -104,7 +104,7 @@ def test_a_library_of_another_build(tmp_path: Path) -> None:
     """A process that has it mapped cannot come back, and is told so; the same build passes."""
     path = tmp_path / "libcuda.so"
     path.write_bytes(b"x" * 100)
-    here = mapped(str(path))
+    here = describe_mapped(str(path))
     config = {"mounts": [{"source": str(path), "destination": "/lib/libcuda.so.1", "options": ["bind"]}]}
     same = DriverLibrary("/lib/libcuda.so.1", here.size, here.build_id, here.mode)
     made(record(libraries=(same,)), config=config)
@@ -178,7 +178,7 @@ def test_the_image_of_dev_that_cannot_be_read(tmp_path: Path, monkeypatch: pytes
 
     found = record(dev=an_image(tmp_path, ("nvidia0", 195, 0)))
     edits = made(found)
-    monkeypatch.setattr(dev, "rewritten", fail)
+    monkeypatch.setattr(dev, "rewrite", fail)
     with pytest.raises(ImageError, match="cannot be read: Input/output error"):
         remap.image(found, str(tmp_path), edits, {})
 
@@ -193,9 +193,9 @@ def test_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     remap.settle(7, found, driver)
     assert done == [list(found.edits.changes)]
     driver.dev = (Node("/dev/nvidia0", 195, 0),)
-    monkeypatch.setattr(remap, "_hosts_dev", lambda init: True)
+    monkeypatch.setattr(remap, "_has_hosts_dev", lambda init: True)
     remap.settle(7, found, driver)
-    monkeypatch.setattr(remap, "_hosts_dev", lambda init: False)
+    monkeypatch.setattr(remap, "_has_hosts_dev", lambda init: False)
     with pytest.raises(GpusnapError, match=r"has the GPU devices /dev/nvidia0 \(195:0\) after the restore"):
         remap.settle(7, found, driver)
 

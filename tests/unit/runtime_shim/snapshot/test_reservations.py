@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records import reservations
-from gpusnap.runtime_shim.snapshot.records.reservations import claim, reserved
+from gpusnap.runtime_shim.snapshot.records.reservations import claim, read_reserved
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 # A PID that no process has: the largest there can be (include/linux/threads.h, PID_MAX_LIMIT).
@@ -87,14 +87,14 @@ def test_take_and_leave(folder: str) -> None:
         assert locked(folder)
         ours.take({A: 5, B: 0})
         assert not locked(folder)
-        assert reserved(folder) == {A: 5, B: 0}
+        assert read_reserved(folder) == {A: 5, B: 0}
         (name,) = {*os.listdir(folder)} - {"lock"}
         assert json.loads(Path(folder, name).read_text())["pid"] == os.getpid()
         assert Path(folder, name).stat().st_mode & 0o777 == 0o600
     assert os.listdir(folder) == []
     assert Path(folder).stat().st_mode & 0o777 == 0o700
     assert Path(folder).parent.stat().st_mode & 0o777 == 0o700
-    assert reserved(folder) == {}
+    assert read_reserved(folder) == {}
 
 
 def test_a_plan_that_fails(folder: str) -> None:
@@ -137,7 +137,7 @@ def test_a_race(folder: str) -> None:
     racers = [restore(folder) for _ in range(3)]
     try:
         assert sorted(said(racer) for racer in racers) == [A, B, "none"]
-        assert reserved(folder) == {A: 5, B: 5}
+        assert read_reserved(folder) == {A: 5, B: 5}
     finally:
         for racer in racers:
             racer.communicate()
@@ -154,7 +154,7 @@ def test_a_killed_restore(folder: str) -> None:
         killed.kill()
         killed.wait()
     assert len(os.listdir(folder)) == 1
-    assert reserved(folder) == {}
+    assert read_reserved(folder) == {}
     assert len(os.listdir(folder)) == 1
     with claim(folder) as ours:
         assert ours.reserved == {}
@@ -240,7 +240,7 @@ def test_what_does_not_count(folder: str, what: str) -> None:
     os.makedirs(folder, mode=0o700)
     path = Path(folder, "some.json")
     path.write_text(BROKEN[what](), "utf-8", "surrogateescape")
-    assert reserved(folder) == {}
+    assert read_reserved(folder) == {}
     assert path.exists()
     with claim(folder) as ours:
         assert ours.reserved == {}
@@ -383,11 +383,11 @@ def test_without_proc(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_show_without_a_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who only looks makes nothing, and is told where he may not look."""
-    assert reserved(folder) == {}
+    assert read_reserved(folder) == {}
     assert not os.path.exists(folder)
     monkeypatch.setattr(os, "listdir", refusing("listdir", 13))
     with pytest.raises(GpusnapError, match="cannot be read: access is refused"):
-        reserved(folder)
+        read_reserved(folder)
 
 
 def test_where() -> None:

@@ -137,7 +137,9 @@ def test_no_driver_for_no_process(scene: Scene, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_mounts_are_declared(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """CRIU is told where this host has the driver's files."""
-    monkeypatch.setattr("gpusnap.runtime_shim.runtime.criu.external_mounts.checked", lambda *mounts: None)
+    monkeypatch.setattr(
+        "gpusnap.runtime_shim.runtime.criu.external_mounts.check_mounts", lambda *mounts: None
+    )
     (pid,) = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)]
     mount = DriverMount("gpusnap-0", "/usr/bin/nvidia-smi", "/opt/nvidia-smi")
     image(scene, replace(a_manifest(pids=(pid,)), mounts=(mount,)))
@@ -209,7 +211,7 @@ def test_a_container_that_exists(scene: Scene) -> None:
     suspended(scene)
     scene.runtime.knows(scene.state(status="stopped"), [*scene.family.pids])
     assert f"there is a container {scene.state()['id']} already, and it is stopped" in refused(scene)
-    assert proc.running(scene.family.init)
+    assert proc.is_running(scene.family.init)
 
 
 def test_whether_there_is_one_is_open(scene: Scene) -> None:
@@ -224,7 +226,7 @@ def test_whether_there_is_one_is_open(scene: Scene) -> None:
     assert scene.runtime.calls("delete") == [], sentence
     assert "the state of container c0ffee cannot be read" in sentence
     assert scene.runtime.calls("delete") == []
-    assert proc.running(scene.family.init)
+    assert proc.is_running(scene.family.init)
 
 
 @pytest.mark.parametrize("whose", ["its own", "an earlier version's", "another engine's"])
@@ -522,7 +524,7 @@ def test_one_ends_as_it_goes_on(scene: Scene) -> None:
     outcome = scene.restore("--detach")
     assert outcome.code == 0
     assert f"process {first} (sleep) ended by itself as soon as it ran again" in outcome.stderr
-    assert proc.running(second)
+    assert proc.is_running(second)
 
 
 def test_its_init_ends(scene: Scene) -> None:
@@ -620,7 +622,7 @@ def coming(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
     """A checkpoint of two processes, whose memory comes while the driver restores them; their PIDs."""
     monkeypatch.setattr(restore_plan, "Filling", Coming)
     space = "gpusnap.runtime_shim.snapshot.preflight.space"
-    monkeypatch.setattr(f"{space}.room_to_restore", lambda *_: None)
+    monkeypatch.setattr(f"{space}.check_memory_to_restore", lambda *_: None)
     pids = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2)]
     record = a_manifest(pids=pids)
     region = RegionRecord(4096, Table(4096, ()))
@@ -654,7 +656,7 @@ def test_the_bytes_come_from_the_first_moment(
     scene: Scene, coming: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the driver is asked for its GPUs, and also where the restore is refused then."""
-    monkeypatch.setattr(dispatch, "opening", lambda *_, **__: nullcontext())  # it asks beside
+    monkeypatch.setattr(dispatch, "open_driver", lambda *_, **__: nullcontext())  # it asks beside
     begun: list[int] = []
     scene.driver.when("host", lambda _: begun.append(len(made)))
     assert scene.restore("--detach").code == 0
@@ -725,7 +727,7 @@ def test_what_a_killed_runtime_leaves(scene: Scene) -> None:
     scene.runtime.script("restore", f"sleep 600 </dev/null >/dev/null 2>&1 & echo $! >{left}; kill -9 $$")
     scene.runtime.script("delete", 'say "container does not exist"; exit 1')
     assert scene.restore("--detach").code == 137
-    assert not proc.running(int(left.read_text("ascii")))
+    assert not proc.is_running(int(left.read_text("ascii")))
     assert os.listdir(journal.FOLDER) == []
 
 
@@ -775,7 +777,7 @@ def test_failure_after_the_runtime(scene: Scene, name: str, detach: bool) -> Non
     (line,) = scene.runtime.calls("delete")
     assert line.endswith(" delete --force c0ffee")
     for pid in [*pids, scene.family.init]:
-        wait_for(lambda pid=pid: not proc.running(pid), f"the end of process {pid}")  # type: ignore[misc]
+        wait_for(lambda pid=pid: not proc.is_running(pid), f"the end of process {pid}")  # type: ignore[misc]
     assert (scene.image / "gpusnap" / "manifest.json").exists()
 
 

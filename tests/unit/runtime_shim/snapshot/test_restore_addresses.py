@@ -66,7 +66,7 @@ def dumped(folder: Path, *local: str, state: int = 1) -> str:
         inet.dst_addr.extend(numbers)
         files.append(pb.file_entry(type=4, id=at, isk=inet))
     folder.mkdir(exist_ok=True)
-    (folder / "files.img").write_bytes(messages.encoded(files, "files"))
+    (folder / "files.img").write_bytes(messages.encode_messages(files, "files"))
     return str(folder)
 
 
@@ -80,21 +80,23 @@ def config(path: str | None) -> dict[str, object]:
 def test_in_a_namespace(network: str) -> None:
     """What it has can be bound, what this host has cannot, and nothing of ours moves there."""
     ours = os.readlink("/proc/self/ns/net")
-    found = addresses.missing([connection(INSIDE), connection(ELSEWHERE), connection(ELSEWHERE)], network)
+    found = addresses.list_missing(
+        [connection(INSIDE), connection(ELSEWHERE), connection(ELSEWHERE)], network
+    )
     assert [each.local for each in found] == [ELSEWHERE]
-    assert [each.local for each in addresses.missing([connection(INSIDE)], "")] == [INSIDE]
+    assert [each.local for each in addresses.list_missing([connection(INSIDE)], "")] == [INSIDE]
     assert os.readlink("/proc/thread-self/ns/net") == ours
 
 
 @pytest.mark.parametrize("local", ["127.0.0.1", "::1", "fe80::1", "", "::ffff:127.0.0.1"])
 def test_not_asked(local: str) -> None:
     """What may come with the container, or is not to be told."""
-    assert addresses.missing([connection(local)], "") == ()
+    assert addresses.list_missing([connection(local)], "") == ()
 
 
 def test_a_namespace_that_is_not_there() -> None:
     """It is the runtime's to say."""
-    assert addresses.missing([connection(ELSEWHERE)], "/nowhere/net") == ()
+    assert addresses.list_missing([connection(ELSEWHERE)], "/nowhere/net") == ()
 
 
 @pytest.mark.parametrize("local", [ELSEWHERE, f"::ffff:{ELSEWHERE}"])
@@ -147,7 +149,9 @@ def test_a_restore(
         draft.prepare(record)
         draft.finish(record)
         pb = pycriu_package.load().pb
-        inventory = messages.encoded([pb.inventory_entry(img_version=2, tcp_close=closed)], "inventory")
+        inventory = messages.encode_messages(
+            [pb.inventory_entry(img_version=2, tcp_close=closed)], "inventory"
+        )
         (scene.image / "inventory.img").write_bytes(inventory if closed else INVENTORY)
         monkeypatch.setattr(restore, "find_driver", lambda: None)
         done = scene.restore("--detach", *options)

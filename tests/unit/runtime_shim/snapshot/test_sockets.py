@@ -32,7 +32,7 @@ def test_protocol() -> None:
 def test_opened(ours: proc.Process) -> None:
     """Sockets with protocol and number, and no other file."""
     with socket.socket() as one, socket.socket(socket.AF_UNIX) as other, open("/dev/null") as file:
-        found = {each.number: each.protocol for each in sockets.opened([ours])}
+        found = {each.number: each.protocol for each in sockets.iterate_open([ours])}
         assert found[one.fileno()] == "TCP"
         assert found[other.fileno()].startswith("UNIX")
         assert file.fileno() not in found
@@ -94,6 +94,6 @@ def test_can_be_dumped(
     tried: bool,
 ) -> None:
     """Refused is only what CRIU was tried with, and refused itself."""
-    monkeypatch.setattr(sockets, "restricted_by_kernel", lambda: restricted)
+    monkeypatch.setattr(sockets, "is_restricted_by_kernel", lambda: restricted)
     monkeypatch.setattr(sockets, "criu_version", lambda: version)
     assert sockets.can_be_dumped(name) is not (tried and refusing)

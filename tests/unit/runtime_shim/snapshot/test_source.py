@@ -421,7 +421,7 @@ def test_chunks_that_a_crash_left_in_a_staging(
     record, layout = made
     store = Store(tmp_path / "store").create()
     staging = store.stage()
-    staging.precious("a checkpoint")
+    staging.mark_precious("a checkpoint")
     for _, table in labelled(record):
         for chunk in table.chunks:
             staging.layout.link_blob(chunk.blob, chunk.stored, layout)

@@ -51,7 +51,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
     home = SimpleNamespace(layout=layout, place="", needed=lambda: None, commit=lambda *_, **__: None)
     monkeypatch.setattr(spill, "StoreHome", lambda *_, **__: home)
     monkeypatch.setattr(spill, "Asleep", lambda *_, **__: made)
-    monkeypatch.setattr(space, "room_on_disk", lambda *_: None)
+    monkeypatch.setattr(space, "check_disk", lambda *_: None)
     monkeypatch.setattr(tmpfs, "remove", lambda key: None)
     me = proc.process(os.getpid())
     assert me is not None

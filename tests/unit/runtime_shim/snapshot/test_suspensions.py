@@ -78,9 +78,14 @@ def test_as_it_was_written(folder: Path) -> None:
     assert sorted(suspensions.find(), key=lambda each: each.key) == sorted(
         [first, second], key=lambda each: each.key
     )
-    assert suspensions.of_container("beef") == second
-    assert suspensions.of_container("bee") is None
-    assert (first.container, first.gpu_memory, first.lives, first.at_work) == ("c0ffee", 1 << 20, True, True)
+    assert suspensions.find_by_container("beef") == second
+    assert suspensions.find_by_container("bee") is None
+    assert (first.container, first.gpu_memory, first.is_alive, first.at_work) == (
+        "c0ffee",
+        1 << 20,
+        True,
+        True,
+    )
     suspensions.drop(first.key)
     assert folder.is_dir()
     suspensions.drop(second.key)
@@ -91,7 +96,7 @@ def test_as_it_was_written(folder: Path) -> None:
 def test_a_file_of_another_version(folder: Path) -> None:
     """Is no suspended container, and said so."""
     found = suspension()
-    journal.store(found.key, journal.SUSPENDED, {"stage": "floating"})
+    journal.write_document(found.key, journal.SUSPENDED, {"stage": "floating"})
     with pytest.raises(GpusnapError, match="c0ffee is not as gpusnap writes it"):
         suspensions.read(found.key)
 
@@ -104,7 +109,7 @@ def test_sweep(folder: Path) -> None:
         journal.write(each.key, "", {os.getpid(): ()})
     sweep()
     assert list(suspensions.find()) == [lives]
-    assert journal.noted("json") == (lives.key,)
+    assert journal.list_noted("json") == (lives.key,)
 
 
 def answer(command: str, *words: str, root: str | None = None, code: int = 0) -> int | None:
@@ -129,10 +134,10 @@ def test_resume_is_refused() -> None:
             with pytest.raises(ContainerError, match="w is suspended") as caught:
                 answer("resume", "c0ffee", root=root)
             assert caught.value.hint == "gpusnap resume w"
-        with overrides.ordered("c0ffee", pages="store", asleep=True):
+        with overrides.order("c0ffee", pages="store", asleep=True):
             assert answer("resume", "c0ffee") == 0
             assert answer("pause", "c0ffee") == 0
-        with overrides.ordered("c0ffee", pages="store"), pytest.raises(ContainerError):
+        with overrides.order("c0ffee", pages="store"), pytest.raises(ContainerError):
             answer("resume", "c0ffee")
     for stage in (Stage.UNDONE, Stage.RESUMED):
         suspensions.write(replace(found, stage=stage))
@@ -191,7 +196,7 @@ def test_a_container_that_somebody_else_has_paused(monkeypatch: pytest.MonkeyPat
     begun = suspension(stage=Stage.SUSPENDING)
     seen = preflight.Seen(SimpleNamespace(), None, (), 0)  # type: ignore[arg-type]
     monkeypatch.setattr(preflight, "inspect", lambda *_: seen)
-    monkeypatch.setattr(suspend, "_begun", lambda *_: begun)
+    monkeypatch.setattr(suspend, "_make_suspension", lambda *_: begun)
     done: list[str] = []
 
     def pause() -> None:
@@ -224,8 +229,8 @@ def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatc
         return made
 
     monkeypatch.setattr(take, "job_of", paused)
-    monkeypatch.setattr(suspend, "_begun", lambda *_: begun)
-    monkeypatch.setattr(take, "_described", lambda *_: replace(begun, stage=Stage.SUSPENDED, init=GONE))
+    monkeypatch.setattr(suspend, "_make_suspension", lambda *_: begun)
+    monkeypatch.setattr(take, "_describe", lambda *_: replace(begun, stage=Stage.SUSPENDED, init=GONE))
     container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun", pid=1)
     engine = an_engine(lambda: done.append("goes on"))
     with pytest.raises(ContainerError, match="container w ended while it was suspended"):
@@ -257,7 +262,7 @@ def test_a_full_run_keeps_no_container_paused(monkeypatch: pytest.MonkeyPatch, m
     def full(key: str, kind: str, document: object) -> None:
         raise GpusnapError("no room")
 
-    monkeypatch.setattr(journal, "store", full)
+    monkeypatch.setattr(journal, "write_document", full)
     if missing:
         with pytest.raises(GpusnapError, match="no room"):
             way_back.go_on()
@@ -381,7 +386,7 @@ def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, 
     def stay(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
         stayed.append(found.name)
 
-    monkeypatch.setattr(resume, "_stay", stay)
+    monkeypatch.setattr(resume, "_stay_suspended", stay)
     with pytest.raises(type(error), match=str(error)):
         resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, list, cut_off=cut_off)
     assert stayed == ([] if cut_off else [found.name])
@@ -396,7 +401,7 @@ class Trouble:
         monkeypatch.setattr(resume, "_plan", lambda *_: (("GPU-1", "GPU-1"),))
         monkeypatch.setattr(resume, "_check_memory", lambda *_: None)
         monkeypatch.setattr(bring_back, "bring_back", lambda *_, **__: None)
-        monkeypatch.setattr(bring_back, "alive", lambda entry: (journal.Suspended(7, 8, ()),))
+        monkeypatch.setattr(bring_back, "list_alive", lambda entry: (journal.Suspended(7, 8, ()),))
 
     def at(self, module: object, name: str, error: Exception, *, after: int = 0) -> None:
         """Have a function raise the error, once it was called so often."""

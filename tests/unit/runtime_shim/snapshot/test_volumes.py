@@ -105,7 +105,7 @@ def found(old: Path) -> tuple[volumes.Opened, ...]:
     """What this process has open in the volume."""
     process = proc.process(os.getpid())
     assert process is not None
-    return volumes.opened([process], [Volume(str(old), str(old))])
+    return volumes.list_open([process], [Volume(str(old), str(old))])
 
 
 def restore(image: Path, old: Path, new: Path, *mounts: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ def test_socket_by_a_roundabout_name(new: Path, image: Path, monkeypatch: pytest
         (old / "a/b").mkdir(parents=True)
         for name in (f"{old}/a/../a/./b/one", f"{old}/../beside/inner/two"):
             stack.enter_context(socket(AF_UNIX)).bind(name)
-        volumes.take(str(image), volumes.opened([process], [Volume(str(old), str(old))]))
+        volumes.take(str(image), volumes.list_open([process], [Volume(str(old), str(old))]))
     restore(image, old, new)
     assert sorted(each.relative_to(new) for each in new.rglob("*")) == [Path("a"), Path("a/b")]
 
