@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.progress import Board, Record
 from gpusnap.runtime_shim.units import amount
 
 if TYPE_CHECKING:
-    from gpusnap.oci.registry.copy import Underway
+    from gpusnap.oci.registry.copy import TransferProgress
 
 Tick = Callable[[], None]
 
@@ -98,7 +98,7 @@ class Lines:
             self.say(": ".join(filter(None, [self._what, how_far])))
 
 
-class Nothing:
+class SilentLine:
     """With --quiet."""
 
     def stage(self, what: str) -> None:
@@ -134,7 +134,7 @@ class Progress:
         """What goes on now, and how many bytes of it are done: where it changes, something moves."""
         self.watched = False
         """Whether somebody reads the mark, also where nothing is shown."""
-        self._line: Line = Nothing() if self.quiet or sys.stderr is None else Lines()
+        self._line: Line = SilentLine() if self.quiet or sys.stderr is None else Lines()
         if self.shown:
             # Imported here: it takes 50 ms, and most commands have no terminal.
             from gpusnap.progress_bars import Bar
@@ -163,7 +163,7 @@ class Progress:
         """Say a sentence that stays."""
         self._line.say(text)
 
-    def show_transfer(self, now: Underway) -> None:
+    def show_transfer(self, now: TransferProgress) -> None:
         """For gpusnap.oci.registry.copy."""
         self.at(now.moved.bytes + now.moved.skipped_bytes, now.all_bytes)
 

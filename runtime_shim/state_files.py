@@ -7,7 +7,7 @@
 
 `write_durably` and `boot` are for files elsewhere that shall outlive the boot, with the same functions.
 
-A file names its owner by PID and start time (`owner`), so that proc.is_same tells whether that is alive. No link
+A file names its owner by PID and start time (`owner`), so proc.is_same tells whether that is alive. No link
 is followed, and a FIFO is never waited for. What may be swept the module knows whose files they are.
 """
 

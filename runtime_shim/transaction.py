@@ -99,7 +99,7 @@ class Transaction:
     def commit(self) -> None:
         """What has been done stays.
 
-        No signal says otherwise from here on (see `make_interruptible`): an engine that is told of a failure takes
+        No signal says otherwise from here on (see `make_interruptible`): an engine told of a failure takes
         a container away that was restored. Whoever can still stop half-way asks with `stop_if_asked`.
         """
         self._undo.clear()

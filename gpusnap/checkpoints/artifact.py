@@ -28,7 +28,7 @@ _CREATED = "org.opencontainers.image.created"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ArtifactParts:
     """The parts of an artifact."""
 
     root: Descriptor
@@ -92,7 +92,9 @@ class Kept:
             )
 
 
-def load(root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] | None = None) -> Kept:
+def load(
+    root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] | None = None
+) -> ArtifactParts:
     """Read an artifact and its config from a layout, manifests by `read` where that is given.
 
     Raises OciError, ManifestError, and Damaged, also for one whose config names chunks that are no layers of
@@ -101,14 +103,14 @@ def load(root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] |
     whole = artifacts.read(root, read or layout.read_blob)
     config = whole.config
     if config.media_type == EMPTY:
-        return Kept(root, whole, b"", None)
+        return ArtifactParts(root, whole, b"", None)
     if config.size > manifest.LARGEST:
         raise Damaged(
             f"the manifest {config.digest} has {config.size} bytes, and {manifest.LARGEST} are allowed",
             code="GPS-604",
         )
     data = layout.read_blob(config, limit=manifest.LARGEST)
-    found = Kept(root, whole, data, manifest_json.decode(data, f"the manifest {config.digest}"))
+    found = ArtifactParts(root, whole, data, manifest_json.decode(data, f"the manifest {config.digest}"))
     layers = {(each.digest, each.size) for each in whole.chunks}
     for chunk in descriptors(found.tables):
         if (chunk.digest, chunk.size) not in layers:
@@ -121,7 +123,7 @@ def load(root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] |
 
 
 @contextmanager
-def hold_artifact(place: locator.InStore) -> Iterator[tuple[Store, Kept]]:
+def hold_artifact(place: locator.InStore) -> Iterator[tuple[Store, ArtifactParts]]:
     """What a store has, and no gc takes while the block runs. Raises NotFound, OciError, ManifestError."""
     store = locator.open_store(place.store)
     root = place.entry().descriptor
@@ -166,7 +168,7 @@ def roots(store: Store) -> set[str]:
     return {each.descriptor.digest for each in store.entries()}
 
 
-def pages_of(found: Kept, staging: Layout, before: set[str]) -> str:
+def pages_of(found: ArtifactParts, staging: Layout, before: set[str]) -> str:
     """The digest of what a runtime has put into the index of it: memory without records; see Staging.commit.
 
     Empty where it has none, or that was there `before`.

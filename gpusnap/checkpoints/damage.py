@@ -47,7 +47,7 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifyResult:
     """What was looked at: the word for it, its blobs and their bytes, and what is damaged."""
 
     what: str

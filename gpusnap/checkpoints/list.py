@@ -23,7 +23,7 @@ Kind: TypeAlias = Literal["checkpoint", "pages", "referrer", "image", "other", "
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class NamedDigest:
     """What a store's index names: a digest, with all its names in order."""
 
     root: Descriptor
@@ -88,13 +88,13 @@ class _Looked:
     subject: str = ""
 
 
-def list_named(store: Store) -> tuple[Kept, ...]:
+def list_named(store: Store) -> tuple[NamedDigest, ...]:
     """All that the index names, each digest once. Raises LayoutError."""
     found: dict[str, list[tuple[Descriptor, str, str]]] = {}
     for entry in store.entries():
         found.setdefault(entry.descriptor.digest, []).append((entry.descriptor, entry.name, entry.created))
     return tuple(
-        Kept(
+        NamedDigest(
             entries[0][0],
             tuple(sorted(name for _, name, _ in entries if name)),
             next((created for *_, created in entries if created), ""),
@@ -186,7 +186,7 @@ def _annotations(content: bytes) -> Mapping[str, str]:
             return {}
 
 
-def _row(each: Kept, looked: _Looked, uses: Mapping[str, int]) -> Row:
+def _row(each: NamedDigest, looked: _Looked, uses: Mapping[str, int]) -> Row:
     own = sum(size for digest, size in looked.blobs.items() if uses[digest] == 1)
     found = describe(each.root.digest, each.names, looked.kind, looked.blobs, looked.annotations)
     return replace(

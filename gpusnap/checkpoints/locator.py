@@ -85,7 +85,7 @@ class InStore:
             f"{path} keeps {len(one)} checkpoints", hint=f"name one: oci:{path}:NAME", code="GPS-102"
         )
 
-    def resolve(self) -> Chosen:
+    def resolve(self) -> ResolvedName:
         """What a word means now, by its digest: a moment later it may mean another one.
 
         Raises as `entry` does.
@@ -95,7 +95,7 @@ class InStore:
         with convert_errors():
             tags = self.store.list_tagged(self.wanted) if entry.name == self.wanted else ()
             later = [each.name for each in tags if is_later(each.created, entry.created)]
-        return Chosen(replace(self, wanted=entry.descriptor.digest), entry, tuple(later))
+        return ResolvedName(replace(self, wanted=entry.descriptor.digest), entry, tuple(later))
 
     def _is_referrer(self, entry: Entry) -> bool:
         if entry.name or not is_document(entry.descriptor):
@@ -107,7 +107,7 @@ class InStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ResolvedName:
     """What a word meant in a store."""
 
     place: InStore

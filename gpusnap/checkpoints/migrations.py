@@ -33,7 +33,7 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaving:
+class OutgoingMigration:
     """A container that goes to another host."""
 
     id: str
@@ -89,7 +89,7 @@ class Leaving:
         return _path(self.digest or self.id)
 
 
-def find(digest: str) -> Leaving | None:
+def find(digest: str) -> OutgoingMigration | None:
     """The migration of a checkpoint that may run on another host. Raises GpusnapError."""
     path = _path(digest)
     try:
@@ -114,7 +114,7 @@ def host_of(digest: str) -> str:
     return found.host if found is not None else ""
 
 
-def list_outgoing() -> tuple[Leaving, ...]:
+def list_outgoing() -> tuple[OutgoingMigration, ...]:
     """All of this host, the oldest first. Raises GpusnapError for one that cannot be read."""
     found = (find(name.removesuffix(_ENDING)) for name in names(_NAME))
     return tuple(sorted((each for each in found if each is not None), key=lambda each: each.since))
@@ -187,9 +187,11 @@ def _path(key: str) -> str:
     return os.path.join(FOLDER, key.removeprefix("sha256:") + _ENDING)
 
 
-def _from_json(value: Any) -> Leaving:
+def _from_json(value: Any) -> OutgoingMigration:
     if value["version"] != _VERSION:
         raise ValueError(f"it is of version {value['version']}, and this gpusnap knows {_VERSION}")
-    known = {key.name: value[key.name] for key in fields(Leaving)}
+    known = {key.name: value[key.name] for key in fields(OutgoingMigration)}
     pid, start = known.pop("owner")
-    return Leaving(**{**known, "route": tuple(map(str, known["route"])), "owner": (int(pid), int(start))})
+    return OutgoingMigration(
+        **{**known, "route": tuple(map(str, known["route"])), "owner": (int(pid), int(start))}
+    )

@@ -53,7 +53,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedChunks:
     """What a checkpoint has together with another one."""
 
     digest: str
@@ -174,7 +174,7 @@ def statistics(record: Manifest | None) -> Statistics:
 
 def find_shared(
     own: Mapping[str, int], others: Iterable[tuple[str, tuple[str, ...], Mapping[str, int]]]
-) -> tuple[Shared, ...]:
+) -> tuple[SharedChunks, ...]:
     """What a checkpoint shares with others, the largest first; those that share nothing are left out.
 
     own: its blobs by digest, with their bytes. others: digest, names and blobs of each.
@@ -184,7 +184,7 @@ def find_shared(
     for digest, names, blobs in others:
         size = sum(own[blob] for blob in own.keys() & blobs.keys())
         if size:
-            found.append(Shared(digest, names, size, round(size / whole, 6)))
+            found.append(SharedChunks(digest, names, size, round(size / whole, 6)))
     return tuple(sorted(found, key=lambda each: (-each.size, each.digest)))
 
 

@@ -9,12 +9,12 @@ import click
 from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
-    from gpusnap.checkpoints.formats.containerd_images import Brought
-    from gpusnap.oci.registry.copy import Moved
-    from gpusnap.operations.push_pull import Pushed
+    from gpusnap.checkpoints.formats.containerd_images import ImportedImage
+    from gpusnap.oci.registry.copy import TransferTotals
+    from gpusnap.operations.push_pull import PushResult
 
 
-def document(moved: Moved) -> dict[str, object]:
+def document(moved: TransferTotals) -> dict[str, object]:
     """For JSON."""
     return {
         "blobs": moved.blobs,
@@ -25,13 +25,13 @@ def document(moved: Moved) -> dict[str, object]:
     }
 
 
-def figures(moved: Moved, verb: str = "transferred") -> str:
+def figures(moved: TransferTotals, verb: str = "transferred") -> str:
     """For people."""
     there = f"; {human(moved.skipped_bytes)} in {blobs(moved.skipped_blobs)} were already there"
     return f"{verb} {human(moved.bytes)} in {blobs(moved.blobs)}" + (there if moved.skipped_blobs else "")
 
 
-def format_written(moved: Moved) -> str:
+def format_written(moved: TransferTotals) -> str:
     """The same of a new file: all of it is there, wherever it came from."""
     size = human(moved.bytes + moved.skipped_bytes)
     return f"written: {size} in {blobs(moved.blobs + moved.skipped_blobs)}"
@@ -42,7 +42,7 @@ def blobs(count: int) -> str:
     return "1 blob" if count == 1 else f"{count} blobs"
 
 
-def print_image_notes(image: Brought | None, file: str) -> None:
+def print_image_notes(image: ImportedImage | None, file: str) -> None:
     """What a checkpoint of containerd's still needs there, or what `ctr images import` of a file will set."""
     if image is None:
         return
@@ -59,6 +59,6 @@ def print_image_notes(image: Brought | None, file: str) -> None:
         )
 
 
-def make_pushed_document(done: Pushed) -> dict[str, object]:
+def make_pushed_document(done: PushResult) -> dict[str, object]:
     """What a push has done, as JSON has it."""
     return {"reference": done.reference, "digest": done.digest} | document(done.moved)

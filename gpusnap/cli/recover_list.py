@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from types import MappingProxyType
 
-from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.engines import podman
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.operations.unknown_containers import Unknown
+from gpusnap.operations.unknown_containers import UnknownContainer
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.bring_back import list_alive
@@ -28,7 +28,7 @@ _AWAKE = "it is suspended, but Podman has it as running"
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class PendingOperation:
     """A checkpoint or restore that is under way, or was cut off; or a container that Podman does not know."""
 
     container: str
@@ -51,21 +51,21 @@ class Waiting:
 def list_waiting(
     checkpoints: Sequence[journal.Entry],
     restores: Sequence[restore_record.Restore],
-    unknown: Sequence[Unknown] = (),
+    unknown: Sequence[UnknownContainer] = (),
     moving: Sequence[Suspension] = (),
-    leaving: Sequence[Leaving] = (),
+    leaving: Sequence[OutgoingMigration] = (),
     coming: Sequence[Record] = (),
     awake: Sequence[Suspension] = (),
-) -> tuple[Waiting, ...]:
+) -> tuple[PendingOperation, ...]:
     """All of these, by container."""
     found = [
-        Waiting(e.container, "checkpoint", e.at_work, tuple(p.pid for p in list_alive(e)), e.image)
+        PendingOperation(e.container, "checkpoint", e.at_work, tuple(p.pid for p in list_alive(e)), e.image)
         for e in checkpoints
     ]
-    found += [Waiting(e.container, "restore", e.at_work, (), e.image) for e in restores]
-    found += [Waiting(e.container, "unknown", False, e.processes, "", e.why) for e in unknown]
+    found += [PendingOperation(e.container, "restore", e.at_work, (), e.image) for e in restores]
+    found += [PendingOperation(e.container, "unknown", False, e.processes, "", e.why) for e in unknown]
     found += [
-        Waiting(
+        PendingOperation(
             each.container,
             "suspend" if each.stage in THERE else "resume",
             each.at_work,
@@ -74,12 +74,16 @@ def list_waiting(
         )
         for each in moving
     ]
-    found += [Waiting(e.container, "leaving", e.at_work, (), "", _describe_leaving(e)) for e in leaving]
     found += [
-        Waiting(e.container or e.name, "coming", e.at_work, (), "", f"{e.name} comes from another host")
+        PendingOperation(e.container, "leaving", e.at_work, (), "", _describe_leaving(e)) for e in leaving
+    ]
+    found += [
+        PendingOperation(
+            e.container or e.name, "coming", e.at_work, (), "", f"{e.name} comes from another host"
+        )
         for e in coming
     ]
-    found += [Waiting(e.container, "suspended", False, (), "", _AWAKE, e.name) for e in awake]
+    found += [PendingOperation(e.container, "suspended", False, (), "", _AWAKE, e.name) for e in awake]
     return tuple(sorted(found, key=lambda each: (each.container, each.kind)))
 
 
@@ -109,7 +113,7 @@ class Names:
         return f"{name} ({container[:12]})" if name and name != container else container
 
 
-def line(each: Waiting, names: Names) -> str:
+def line(each: PendingOperation, names: Names) -> str:
     """One for people."""
     shown = names.format_name(each.container)
     if each.kind in ("unknown", "suspended"):
@@ -128,12 +132,12 @@ def line(each: Waiting, names: Names) -> str:
     return f"{shown}  {state}  image: {each.image}"
 
 
-def _describe_leaving(each: Leaving) -> str:
+def _describe_leaving(each: OutgoingMigration) -> str:
     may = f", and may run there; its checkpoint: {each.checkpoint}" if each.digest else ""
     return f"{each.name} is migrated to {each.host}{may}"
 
 
-def as_json(found: Sequence[Waiting], names: Names) -> str:
-    """A list of objects with the fields of `Waiting`."""
+def as_json(found: Sequence[PendingOperation], names: Names) -> str:
+    """A list of objects with the fields of `PendingOperation`."""
     documents = [asdict(each) | {"name": each.name or names.name(each.container)} for each in found]
     return json.dumps(documents, indent=1)

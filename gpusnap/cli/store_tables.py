@@ -10,15 +10,23 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from gpusnap.checkpoints.damage import Verified
+from gpusnap.checkpoints.damage import VerifyResult
 from gpusnap.checkpoints.labels import is_label, labels_in, written_labels
 from gpusnap.checkpoints.list import Listing
-from gpusnap.checkpoints.statistics import Comparison, Part, Shared, Span, Statistics, count_zeros, parts
+from gpusnap.checkpoints.statistics import (
+    Comparison,
+    Part,
+    SharedChunks,
+    Span,
+    Statistics,
+    count_zeros,
+    parts,
+)
 from gpusnap.cli.moved import blobs
 from gpusnap.cli.tables import make_plain, say, table
 from gpusnap.oci.store.gc import Collected
 from gpusnap.operations import diff as records
-from gpusnap.operations.open import Stored
+from gpusnap.operations.open import StoredCheckpoint
 from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest
 from gpusnap.runtime_shim.units import human
 
@@ -51,7 +59,7 @@ def shorten_digest(digest: str) -> str:
     return digest.partition(":")[2][:DIGITS]
 
 
-def print_heading(console: Console, stored: Stored) -> None:
+def print_heading(console: Console, stored: StoredCheckpoint) -> None:
     """Where an artifact is, its names, digest and parts."""
     names = ", ".join(stored.names) or "(no name)"
     artifact = stored.artifact
@@ -117,7 +125,7 @@ def _print_more(console: Console, rest: Sequence[Part]) -> None:
         say(console, f"and {len(rest)} smaller ones of {human(size)} together (see --json)")
 
 
-def print_sharing(console: Console, found: Sequence[Shared]) -> None:
+def print_sharing(console: Console, found: Sequence[SharedChunks]) -> None:
     """What a checkpoint has together with others of its store."""
     if not found:
         return
@@ -128,7 +136,7 @@ def print_sharing(console: Console, found: Sequence[Shared]) -> None:
     console.print(rows, "")
 
 
-def artifact_document(stored: Stored, found: Sequence[Shared]) -> dict[str, Any]:
+def artifact_document(stored: StoredCheckpoint, found: Sequence[SharedChunks]) -> dict[str, Any]:
     """An artifact for JSON."""
     artifact = stored.artifact
     blobs, documents = tuple(artifact.blobs()), artifact.documents
@@ -292,7 +300,7 @@ def difference_document(
 # verify, gc
 
 
-def print_verified(console: Console, found: Verified) -> None:
+def print_verified(console: Console, found: VerifyResult) -> None:
     """What was checked, and each blob that is damaged."""
     what = f"{found.what}: {human(found.size)} in {found.blobs} blobs"
     if not found.damaged:

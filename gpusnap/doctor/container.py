@@ -19,7 +19,7 @@ from gpusnap.doctor.container_checks import (
     sockets,
     volumes,
 )
-from gpusnap.doctor.container_checks.files import Opened
+from gpusnap.doctor.container_checks.files import OpenFile
 from gpusnap.doctor.container_checks.gpu_use import Use
 from gpusnap.doctor.host_checks import cdi
 from gpusnap.operations.disk_space import volume_sizes
@@ -93,7 +93,7 @@ def _list_gpu_checks(
     )
 
 
-def _list_criu_checks(of: Subject, opened: tuple[Opened, ...], used: Use) -> Iterator[Ask]:
+def _list_criu_checks(of: Subject, opened: tuple[OpenFile, ...], used: Use) -> Iterator[Ask]:
     settings, container, processes = of.settings, of.container, of.processes
     majors = nvidia_majors()[1]
 

@@ -16,7 +16,7 @@ from gpusnap.engines.podman_command import (
     PATIENCE,
     PODMAN,
     RUNTIME,
-    Done,
+    FinishedPodman,
     Question,
     ask,
     finish,
@@ -121,7 +121,7 @@ def inspect_container(wanted: str) -> Container:
     return _parse_answer(wanted, ask("container", "inspect", "--", wanted))
 
 
-def _parse_answer(wanted: str, done: Done) -> Container:
+def _parse_answer(wanted: str, done: FinishedPodman) -> Container:
     if done.code:
         if "no such container" in done.err.lower():
             hint = "podman ps --all lists them" if os.geteuid() == 0 else "root's are only seen by root"
@@ -292,7 +292,7 @@ def execute(
                 child.kill()
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(DYING)
-        done = finish(child, out, err) if child.poll() is not None else Done(0, "", "")
+        done = finish(child, out, err) if child.poll() is not None else FinishedPodman(0, "", "")
     return code, f"{done.out}\n{done.err}".replace("\0", "")
 
 

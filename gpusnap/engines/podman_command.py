@@ -32,7 +32,7 @@ _LOG_LINE = compile_later(r'^time="[^"]*" level=\w+ msg="(.*)"$')
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class FinishedPodman:
     """A Podman that has ended."""
 
     code: int
@@ -48,7 +48,7 @@ class Question:
         self._stack = ExitStack()
         self._child, self._out, self._err = self._stack.enter_context(start(words, os.environ, command))
 
-    def answer(self, seconds: float | None = None) -> Done:
+    def answer(self, seconds: float | None = None) -> FinishedPodman:
         """Wait for it, once; PATIENCE where nothing is said. Raises GpusnapError where it has not ended."""
         seconds = PATIENCE if seconds is None else seconds
         with self._stack:
@@ -74,7 +74,7 @@ class Question:
             self._child.wait(DYING)
 
 
-def ask(*words: str, command: Sequence[str] = PODMAN, seconds: float | None = None) -> Done:
+def ask(*words: str, command: Sequence[str] = PODMAN, seconds: float | None = None) -> FinishedPodman:
     return Question(*words, command=command).answer(seconds)
 
 
@@ -101,8 +101,8 @@ def start(
         yield child, out, err
 
 
-def finish(child: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> Done:
-    return Done(child.returncode, _text(out), _text(err))
+def finish(child: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> FinishedPodman:
+    return FinishedPodman(child.returncode, _text(out), _text(err))
 
 
 def _text(file: IO[bytes]) -> str:
@@ -110,7 +110,7 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def sentence(done: Done) -> str:
+def sentence(done: FinishedPodman) -> str:
     """What went wrong, in the words of who failed first: gpusnap's own, or else Podman's."""
     own = find_runtime_error(done)
     if own:
@@ -123,7 +123,7 @@ def sentence(done: Done) -> str:
     return f"Podman failed: {last}"
 
 
-def find_runtime_error(done: Done) -> str:
+def find_runtime_error(done: FinishedPodman) -> str:
     """What gpusnap-runtime said; "" where it said nothing, or Podman failed when it had done its work."""
     lines = done.err.splitlines()
     ends = [line for line in lines if line.startswith("Error: ")]

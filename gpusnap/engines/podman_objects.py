@@ -60,7 +60,7 @@ _WITH_PROCESSES = ("running", "paused", "stopping")  # libpod, define.ContainerS
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedContainer:
     """A container that has processes."""
 
     id: str
@@ -70,7 +70,7 @@ class Listed:
     paused: bool
 
 
-def with_processes() -> tuple[Listed, ...]:
+def with_processes() -> tuple[ListedContainer, ...]:
     """The containers that run, are paused or being stopped, of any runtime. Raises GpusnapError.
 
     Podman has no filter for one that is being stopped, which keeps its GPU memory until its process ends.
@@ -78,7 +78,9 @@ def with_processes() -> tuple[Listed, ...]:
     told = podman.run_query("ps", "--all", "--no-trunc", "--format", "json", wanted="its containers")
     try:
         return tuple(
-            Listed(str(each["Id"]), str(each["Names"][0]), int(each["Pid"]), each["State"] == "paused")
+            ListedContainer(
+                str(each["Id"]), str(each["Names"][0]), int(each["Pid"]), each["State"] == "paused"
+            )
             for each in parse_json(told or "[]")
             if each["State"] in _WITH_PROCESSES
         )

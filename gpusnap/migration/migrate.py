@@ -28,7 +28,7 @@ from typing import Any
 
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.list import blobs_of
-from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.engines import podman, podman_objects
 from gpusnap.migration import unfinished
 from gpusnap.migration.blobs import check_answer, serve
@@ -40,7 +40,7 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
-from gpusnap.operations.checkpointing.checkpoint import Made
+from gpusnap.operations.checkpointing.checkpoint import CheckpointResult
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim._version import __version__
@@ -55,7 +55,7 @@ _TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class MigrationRequest:
     """What shall go where, and how."""
 
     container: str
@@ -75,7 +75,7 @@ class Wish:
 
 
 @dataclass(slots=True)
-class Migrated:
+class MigrationResult:
     """What was done. Sizes are bytes, times seconds."""
 
     container: podman.Container
@@ -99,7 +99,7 @@ class Migrated:
     seconds: float = 0.0
 
 
-def migrate(wish: Wish, progress: Progress) -> Migrated:
+def migrate(wish: MigrationRequest, progress: Progress) -> MigrationResult:
     """Do it. Raises NotFound, ContainerError, Refused, LinkLost, Interrupted, GpusnapError."""
     began = time.monotonic()
     found = podman.inspect_container(wish.container)
@@ -122,14 +122,19 @@ class _Move:
     """One migration under way."""
 
     def __init__(
-        self, wish: Wish, found: podman.Container, progress: Progress, channel: Channel, link: ExitStack
+        self,
+        wish: MigrationRequest,
+        found: podman.Container,
+        progress: Progress,
+        channel: Channel,
+        link: ExitStack,
     ) -> None:
         self._wish, self._found, self._progress = wish, found, progress
         self._channel, self._link = channel, link
         self._id, self._hung_up = new_id(), False
         self._to = str(wish.route.to)
         self._tag = unfinished.ahead_name(found.name, found.id)
-        self._note = self._ahead = Leaving(
+        self._note = self._ahead = OutgoingMigration(
             id=self._id,
             container=found.id,
             name=found.name,
@@ -142,7 +147,7 @@ class _Move:
             auto_remove=found.auto_remove,
             since=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        self.done = Migrated(found, self._to)
+        self.done = MigrationResult(found, self._to)
 
     def check(self) -> None:
         """Ask whether it can go there."""
@@ -240,11 +245,11 @@ class _Move:
         else:
             self._hang_up(settled=True)
 
-    def _checkpoint(self, *, ahead: bool) -> Made:
+    def _checkpoint(self, *, ahead: bool) -> CheckpointResult:
         found = self._found
         if ahead:  # the one before, or what a killed one left
             unfinished.remove_name(Store(self._ahead.store), self._tag)
-        wish = checkpointing.Wish(
+        wish = checkpointing.CheckpointRequest(
             container=found.id,
             name=self._tag if ahead else "",
             leave_running=ahead,
@@ -253,7 +258,7 @@ class _Move:
         )
         return checkpointing.checkpoint(wish, self._progress)
 
-    def _send(self, made: Made, *, ahead: bool) -> int:
+    def _send(self, made: CheckpointResult, *, ahead: bool) -> int:
         """Have the other side fetch a checkpoint; the bytes that went there."""
         store = Store(made.store)
         with store.hold(made.digest) as root:
@@ -271,14 +276,14 @@ class _Move:
             answer = serve(self._channel, store.layout, blobs, lambda sent: self._progress.at(sent, None))
         return int(check_answer(answer, self._to)["bytes"])
 
-    def _bring_back(self, made: Made, error: BaseException) -> GpusnapError:
+    def _bring_back(self, made: CheckpointResult, error: BaseException) -> GpusnapError:
         """Have the container run here again; the error to raise."""
         found = self._restore_here(made, error)
         if isinstance(error, KeyboardInterrupt | Interrupted):
             return Interrupted(str(found), hint=found.hint, code=found.code)
         return found
 
-    def _restore_here(self, made: Made, error: BaseException) -> GpusnapError:
+    def _restore_here(self, made: CheckpointResult, error: BaseException) -> GpusnapError:
         why = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         hint, code = (error.hint, error.code) if isinstance(error, GpusnapError) else ("", "")
         name = self._found.name
@@ -310,7 +315,7 @@ class _Move:
             code=code or "GPS-824",
         )
 
-    def _settle(self, made: Made, error: BaseException) -> str:
+    def _settle(self, made: CheckpointResult, error: BaseException) -> str:
         """What has become of the container over there, asked anew: confirmed or undone."""
         self._progress.stage(f"asking {self._to} what has become of it")
         self._hang_up()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.checkpoints.names import container_name
 from gpusnap.engines import podman
 from gpusnap.migration import records
@@ -42,7 +42,7 @@ def read_route(written: tuple[str, ...]) -> Route:
         raise GpusnapError(f"the note of a migration names no host: {error}", code="GPS-005") from error
 
 
-def ask(leaving: Leaving) -> str:
+def ask(leaving: OutgoingMigration) -> str:
     """What the other host says has become of a container: confirmed or undone. Raises GpusnapError."""
     route = read_route(leaving.route)
     with connect(route) as channel, channel.keep_alive():
@@ -50,7 +50,7 @@ def ask(leaving: Leaving) -> str:
         return str(check_answer(channel.receive(), str(route.to))["state"])
 
 
-def tell_settled(leaving: Leaving) -> None:
+def tell_settled(leaving: OutgoingMigration) -> None:
     """The other host need not remember it any more; where it cannot be told, it does."""
     route = read_route(leaving.route)
     with suppress(GpusnapError), connect(route) as channel, channel.keep_alive():
@@ -58,7 +58,7 @@ def tell_settled(leaving: Leaving) -> None:
         check_answer(channel.receive(), str(route.to))
 
 
-def clear(leaving: Leaving) -> None:
+def clear(leaving: OutgoingMigration) -> None:
     """The container runs on the other host: remove what is left here. Raises GpusnapError."""
     if not leaving.keep:
         if not leaving.auto_remove:
@@ -74,7 +74,7 @@ def remove_name(store: Store, name: str) -> None:
         store.remove(store.find_exactly(name).descriptor.digest)
 
 
-def recover_leaving(leaving: Leaving) -> str:
+def recover_leaving(leaving: OutgoingMigration) -> str:
     """Bring one to its end whose gpusnap was killed; what was done. Raises GpusnapError."""
     store = Store(leaving.store)
     remove_name(store, ahead_name(leaving.name, leaving.container))
@@ -106,7 +106,7 @@ def recover_coming(record: records.Record) -> str:
     return f"the migration of {record.name} to this host was cut off; what had come is removed"
 
 
-def _remove_container(leaving: Leaving) -> None:
+def _remove_container(leaving: OutgoingMigration) -> None:
     try:
         podman.inspect_container(leaving.container)
     except NotFound:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
-from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats import containerd_images as images
 from gpusnap.checkpoints.locator import InContainerd, InFile, InLayoutFile, InRegistry, InStore
 from gpusnap.checkpoints.names import dated_name, store_name
@@ -36,29 +36,29 @@ from gpusnap.runtime_shim.errors import UsageError
 from gpusnap.user_errors import convert_errors
 
 if TYPE_CHECKING:
-    from gpusnap.oci.registry.copy import Moved
+    from gpusnap.oci.registry.copy import TransferTotals
 
 Source: TypeAlias = InStore | InFile | InRegistry | InContainerd
 Destination: TypeAlias = Source | InLayoutFile
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopyResult:
     """What was copied, and where it is now: one of reference, store, file and image says that."""
 
     digest: str
-    moved: Moved
+    moved: TransferTotals
     """Blobs that were sent or written, and such as were there."""
     reference: str = ""
     store: str = ""
     name: str = ""
     """In the store; empty where it has none there."""
     file: str = ""
-    image: images.Brought | None = None
+    image: images.ImportedImage | None = None
     """What containerd has of it, or, with `file`, what ctr will set from that."""
 
 
-def copy(what: Source, to: Destination, *, plain_http: bool = False, progress: Progress) -> Copied:
+def copy(what: Source, to: Destination, *, plain_http: bool = False, progress: Progress) -> CopyResult:
     """Copy a checkpoint, with what refers to it in its place. Raises NotFound, Damaged, GpusnapError."""
     if isinstance(to, InFile | InLayoutFile):
         push_pull.check_free(to.path)
@@ -72,9 +72,9 @@ def copy(what: Source, to: Destination, *, plain_http: bool = False, progress: P
             return _from_layout(source, to, plain_http=plain_http, progress=progress)
 
 
-def _add_name(what: InStore, to: InStore) -> Copied:
+def _add_name(what: InStore, to: InStore) -> CopyResult:
     """Another name in the same store."""
-    from gpusnap.oci.registry.copy import Moved
+    from gpusnap.oci.registry.copy import TransferTotals
 
     if not to.wanted:
         raise UsageError(
@@ -86,11 +86,11 @@ def _add_name(what: InStore, to: InStore) -> Copied:
         found = kept.load(what.entry().descriptor, store.layout)
         store.tag(digest, to.wanted)
     parts = [*found.artifact.blobs(), *found.artifact.documents]
-    moved = Moved(skipped_blobs=len(parts), skipped_bytes=found.size)
-    return Copied(digest, moved, store=store.path, name=to.wanted)
+    moved = TransferTotals(skipped_blobs=len(parts), skipped_bytes=found.size)
+    return CopyResult(digest, moved, store=store.path, name=to.wanted)
 
 
-def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progress: Progress) -> Copied:
+def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progress: Progress) -> CopyResult:
     if isinstance(to, InRegistry):
         return _relay(what, to, plain_http=plain_http, progress=progress)
     if isinstance(to, InLayoutFile):
@@ -100,16 +100,16 @@ def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progr
             name = store_name(what.reference)
             check_archive(found.parts, to.path)
             _write_layout(found.root, referrers.found, staging.layout, to, name, progress)
-        return Copied(found.root.digest, moved, file=to.path)
+        return CopyResult(found.root.digest, moved, file=to.path)
     file = to.path if isinstance(to, InFile) else ""
     place = None if isinstance(to, InFile) else to
     done = push_pull.pull(what, file=file, to=place, plain_http=plain_http, progress=progress)
-    return Copied(
+    return CopyResult(
         done.digest, done.moved, store=done.store, name=done.name, file=file, image=done.image or done.packed
     )
 
 
-def _relay(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Progress) -> Copied:
+def _relay(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Progress) -> CopyResult:
     """From one registry to another. What that has does not come here either."""
     referrers, store = Referrers(), locator.default_store()
     with open_repository(to, plain_http=plain_http, mirrors=False) as there:
@@ -129,13 +129,13 @@ def _relay(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Prog
                 also=referrers.found,
                 mount_from=[what.reference.repository] if same else [],
             )
-    return Copied(pushed.digest, pushed.moved, reference=pushed.reference)
+    return CopyResult(pushed.digest, pushed.moved, reference=pushed.reference)
 
 
-def _from_layout(source: Local, to: Destination, *, plain_http: bool, progress: Progress) -> Copied:
+def _from_layout(source: Local, to: Destination, *, plain_http: bool, progress: Progress) -> CopyResult:
     if isinstance(to, InRegistry):
         pushed = push_pull.send(source, to, plain_http, progress)
-        return Copied(pushed.digest, pushed.moved, reference=pushed.reference)
+        return CopyResult(pushed.digest, pushed.moved, reference=pushed.reference)
     found = kept.load(source.root, source.layout)
     name = _name(source, found)
     if isinstance(to, InStore):
@@ -155,13 +155,15 @@ def _from_layout(source: Local, to: Destination, *, plain_http: bool, progress: 
     return replace(_make_copied(found), file=to.path, image=packed)
 
 
-def _copy_into_store(source: Local, found: Kept, to: InStore, name: str, progress: Progress) -> Copied:
+def _copy_into_store(
+    source: Local, found: ArtifactParts, to: InStore, name: str, progress: Progress
+) -> CopyResult:
     from gpusnap.oci.registry import copy as transfer
 
     if source.staging is None:
         check_copy(found.parts, to.store.path, there=to.store.layout, what=f"the copy of {found.root.digest}")
     store, also = to.store.create(), source.referrers()
-    done = Copied(found.root.digest, _make_copied(found).moved, store=store.path, name=name)
+    done = CopyResult(found.root.digest, _make_copied(found).moved, store=store.path, name=name)
     names = [name] if name else []
     if source.staging is not None:
         progress.stage("to disk")
@@ -171,7 +173,7 @@ def _copy_into_store(source: Local, found: Kept, to: InStore, name: str, progres
     with open_staging(store, place, f"copy to {store.path}", progress) as staging:
         progress.stage(f"copy to {store.path}")
         layout = transfer.InLayout(source.layout, (found.root, *also))
-        moved = transfer.Moved()
+        moved = transfer.TransferTotals()
         for each in (found.root, *also):
             came = transfer.pull(
                 layout, each.digest, staging.layout, have=have(staging), progress=progress.show_transfer
@@ -195,15 +197,15 @@ def _write_layout(
     write_layout(to.path, (replace(root, annotations=notes), *also), layout, progress=progress.at)
 
 
-def _make_copied(found: Kept) -> Copied:
+def _make_copied(found: ArtifactParts) -> CopyResult:
     """All of it was copied."""
-    from gpusnap.oci.registry.copy import Moved
+    from gpusnap.oci.registry.copy import TransferTotals
 
     parts = [*found.artifact.blobs(), *found.artifact.documents]
-    return Copied(found.root.digest, Moved(blobs=len(parts), bytes=found.size))
+    return CopyResult(found.root.digest, TransferTotals(blobs=len(parts), bytes=found.size))
 
 
-def _name(source: Local, found: Kept) -> str:
+def _name(source: Local, found: ArtifactParts) -> str:
     """What a copy is called where nobody says so: as there, or as `gpusnap checkpoint` names it; else ""."""
     with suppress(StoreError):
         return check_name(source.name)

@@ -38,11 +38,9 @@ from gpusnap.user_errors import NoManifest, convert_errors
 if TYPE_CHECKING:
     from gpusnap.oci.registry.repository import Repository
 
-    code = "GPS-605"
-
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredCheckpoint:
     """A checkpoint that is an artifact."""
 
     root: Descriptor
@@ -63,7 +61,7 @@ class Checkpoint:
     word: str
     manifest: manifest.Manifest | None
     """None for a container without GPU state."""
-    stored: Stored | None = None
+    stored: StoredCheckpoint | None = None
     path: str = ""
     """Of an archive or a directory, where it is no artifact."""
 
@@ -176,7 +174,9 @@ def _in_store(word: str, place: InStore, stack: ExitStack) -> Checkpoint:
         layer = archive_of(root, store.read)
         return _in_image(word, blob_path(store.layout, layer.digest))
     return Checkpoint(
-        word, found.record, Stored(found.root, found.artifact, store.path, names, store.layout, store)
+        word,
+        found.record,
+        StoredCheckpoint(found.root, found.artifact, store.path, names, store.layout, store),
     )
 
 
@@ -194,7 +194,7 @@ def _in_layout(word: str, path: str, stack: ExitStack) -> Checkpoint:
         return _in_image(word, blob_path(copy, layer.digest))
     found = kept.load(place.root, place.layout)
     return Checkpoint(
-        word, found.record, Stored(place.root, found.artifact, path, (), place.layout, store=None)
+        word, found.record, StoredCheckpoint(place.root, found.artifact, path, (), place.layout, store=None)
     )
 
 
@@ -225,7 +225,9 @@ def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: 
     names = (f"{place.reference.name}:{place.reference.tag}",) if place.reference.tag else ()
     blobs = _Remote(repository, layout)
     return Checkpoint(
-        word, found.record, Stored(root, found.artifact, place.reference.name, names, blobs, store=None)
+        word,
+        found.record,
+        StoredCheckpoint(root, found.artifact, place.reference.name, names, blobs, store=None),
     )
 
 

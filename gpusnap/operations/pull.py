@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
-from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.volumes import records as volumes
 from gpusnap.oci.base.errors import BlobError, DiskFull, NotACheckpoint, OciError, StagingBusy
@@ -27,7 +27,7 @@ from gpusnap.operations.open import open_repository
 from gpusnap.progress import Progress
 
 if TYPE_CHECKING:
-    from gpusnap.oci.registry.copy import Moved
+    from gpusnap.oci.registry.copy import TransferTotals
     from gpusnap.oci.registry.repository import Repository
 
 LATEST = "latest"
@@ -49,13 +49,13 @@ def fetch(
     *,
     leave: int = 0,
     seconds: float = 0,
-    check: Callable[[Kept], object] = lambda found: None,
-    look: Callable[[Kept, Layout], object] | None = None,
-    after: Callable[[Repository, Staging, Kept], Moved] | None = None,
+    check: Callable[[ArtifactParts], object] = lambda found: None,
+    look: Callable[[ArtifactParts, Layout], object] | None = None,
+    after: Callable[[Repository, Staging, ArtifactParts], TransferTotals] | None = None,
     wanted: Callable[[Descriptor], bool] = lambda one: True,
     plain_http: bool = False,
     progress: Progress,
-) -> Iterator[tuple[Staging, Kept, Moved]]:
+) -> Iterator[tuple[Staging, ArtifactParts, TransferTotals]]:
     """A checkpoint from a registry, in a staging of the store.
 
     leave: chunks that the store lacks stay away, where they are at most so many bytes together, and would
@@ -101,7 +101,7 @@ def fetch(
         lacking = staging.layout.list_missing(each for each in found.parts if wanted(each))
         check_copy(lacking, store.path, there=store.layout, what=f"the pull of {what.reference}")
 
-        def come(which: Callable[[Descriptor], bool]) -> Moved:
+        def come(which: Callable[[Descriptor], bool]) -> TransferTotals:
             return transfer.pull(
                 repository,
                 root.digest,
@@ -147,7 +147,7 @@ class Referrers:
         self.found: tuple[Descriptor, ...] = ()
         """The manifests, once they are there."""
 
-    def __call__(self, repository: Repository, staging: Staging, of: Kept) -> Moved:
+    def __call__(self, repository: Repository, staging: Staging, of: ArtifactParts) -> TransferTotals:
         """Bring them into the staging. Raises OciError."""
         from gpusnap.oci.registry import referrers
 
@@ -160,7 +160,7 @@ class Referrers:
         return moved
 
 
-def _combine(early: Moved, moved: Moved) -> Moved:
+def _combine(early: TransferTotals, moved: TransferTotals) -> TransferTotals:
     """Both, of which the second found what the first had moved."""
     return replace(
         moved,
@@ -179,7 +179,10 @@ def _list_away(chunks: Iterable[Descriptor], staging: Staging, store: Store) -> 
 
 
 def _may_wait(
-    away: Mapping[str, int], leave: int, seconds: float, come: Callable[[Callable[[Descriptor], bool]], Moved]
+    away: Mapping[str, int],
+    leave: int,
+    seconds: float,
+    come: Callable[[Callable[[Descriptor], bool]], TransferTotals],
 ) -> bool:
     """Whether chunks (digest, bytes) can come later: they are few, and would then come in time.
 
@@ -266,7 +269,7 @@ def have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool]
     return is_there
 
 
-def _list_volume_chunks(found: Kept, layout: Layout) -> set[str]:
+def _list_volume_chunks(found: ArtifactParts, layout: Layout) -> set[str]:
     """The chunks that volumes consist of, which go into Podman's archive before anything else."""
     records = found.artifact.records
     if records is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
-from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats import containerd_images as images
 from gpusnap.checkpoints.formats import podman as convert
 from gpusnap.checkpoints.formats.annotations import annotations_of
@@ -38,7 +38,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, ManifestError, Refused, Us
 from gpusnap.user_errors import convert_errors
 
 if TYPE_CHECKING:
-    from gpusnap.oci.registry.copy import Moved
+    from gpusnap.oci.registry.copy import TransferTotals
 
 Format = Literal["oci", "cri", "podman"]
 
@@ -47,27 +47,27 @@ _MOST_SIBLINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Pushed:
+class PushResult:
     """What is in a registry now."""
 
     reference: str
     digest: str
-    moved: Moved
+    moved: TransferTotals
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PullResult:
     """What came from a registry, and where it is: in a store under a name, an archive, or containerd."""
 
     reference: str
     digest: str
-    moved: Moved
+    moved: TransferTotals
     store: str = ""
     name: str = ""
     file: str = ""
-    image: images.Brought | None = None
+    image: images.ImportedImage | None = None
     """What containerd has of it now."""
-    packed: images.Brought | None = None
+    packed: images.ImportedImage | None = None
     """What the file has for containerd: `ctr images import` sets these names."""
 
 
@@ -79,7 +79,7 @@ def push(
     format: Format = "oci",
     packing: image.Packing = "gzip",
     progress: Progress,
-) -> Pushed:
+) -> PushResult:
     """Bring a checkpoint into a registry, as an artifact or as an ordinary image for an engine.
 
     packing: of that image's layer.
@@ -89,7 +89,7 @@ def push(
         if format == "oci":
             source = stack.enter_context(open_local(what, progress))
             return send(source, to, plain_http, progress)
-        found: Kept | None = None
+        found: ArtifactParts | None = None
         if isinstance(what, locator.InStore):
             store, found = stack.enter_context(kept.hold_artifact(what))
             layout = store.layout
@@ -143,7 +143,7 @@ def pull(
     to: locator.InStore | locator.InContainerd | None = None,
     plain_http: bool = False,
     progress: Progress,
-) -> Pulled:
+) -> PullResult:
     """Bring a checkpoint out of a registry, into a store, into an archive or containerd, or two of these.
 
     Into this host's store, unless one of them is given. What a killed pull has brought is not brought again.
@@ -157,7 +157,7 @@ def pull(
     with convert_errors():
         call_it = store_name(what.reference)
         name = check_name(name) if name else call_it
-        wish = _Wish(file, call_it, to)
+        wish = _PullTarget(file, call_it, to)
         look = wish.look if file or isinstance(to, locator.InContainerd) else None
         referrers = Referrers()
         coming = fetch(
@@ -170,7 +170,7 @@ def pull(
             progress=progress,
         )
         with _name_in_errors(what), coming as (staging, found, moved):
-            done = Pulled(str(what.reference), found.root.digest, moved, file=file)
+            done = PullResult(str(what.reference), found.root.digest, moved, file=file)
             if file:
                 progress.stage("archive")
                 done = replace(done, packed=write_file(found, staging.layout, file, call_it, progress))
@@ -195,7 +195,7 @@ def _name_in_errors(what: locator.InRegistry) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _PullTarget:
     """Where a checkpoint shall go: whether it can, before all of it has come."""
 
     file: str
@@ -203,7 +203,7 @@ class _Wish:
     """What a file calls it in containerd: never what its maker says, as an import replaces images."""
     to: locator.InStore | locator.InContainerd | None
 
-    def check(self, found: Kept) -> None:
+    def check(self, found: ArtifactParts) -> None:
         """By its manifest. Raises GpusnapError."""
         if isinstance(self.to, locator.InContainerd):
             found.check_containerd()
@@ -213,7 +213,7 @@ class _Wish:
         if self.file and found.artifact.is_image:
             images.check_file(self.file)
 
-    def look(self, found: Kept, layout: Layout) -> None:
+    def look(self, found: ArtifactParts, layout: Layout) -> None:
         """By the beginning of its records. Raises GpusnapError, OciError."""
         # A large manifest of the base image is a blob of its own: where that has not come, it is seen later.
         with suppress(BlobError):
@@ -234,8 +234,8 @@ def check_free(path: str) -> None:
 
 
 def write_file(
-    found: Kept, layout: Layout, path: str, name: str, progress: Progress
-) -> images.Brought | None:
+    found: ArtifactParts, layout: Layout, path: str, name: str, progress: Progress
+) -> images.ImportedImage | None:
     """The archive that whoever made the checkpoint takes: Podman, or ctr, with what that will set by it.
 
     name: of ctr's image. Raises OciError, ImageError, UsageError.
@@ -249,7 +249,7 @@ def write_file(
 
 
 def write_archive(
-    found: Kept,
+    found: ArtifactParts,
     layout: Layout,
     path: str,
     *,
@@ -282,7 +282,7 @@ def send(
     *,
     also: Sequence[Descriptor] | None = None,
     mount_from: Sequence[str] = (),
-) -> Pushed:
+) -> PushResult:
     """Bring a checkpoint into a registry, and what refers to it, or `also` where that is given.
 
     mount_from: repositories of the same registry that have its blobs, as copy.push takes them.
@@ -312,7 +312,7 @@ def send(
             progress.stage(f"push of what refers to it to {to.reference}")
             moved = transfer.add(moved, referrers.push(more, layout, repository))
     name = f"{to.reference.name}:{tag}" if tag else str(to.reference)
-    return Pushed(name, root.digest, moved)
+    return PushResult(name, root.digest, moved)
 
 
 def _siblings(store: Store, to: Reference) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ _AT_REST = ("created", "configured", "exited", "stopped")
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class UnknownContainer:
     """A container that runs without its Podman's knowledge."""
 
     container: str
@@ -42,7 +42,7 @@ class Unknown:
     """What Podman says of it, and what ends it."""
 
 
-def list_unknown(entries: Iterable[Restore]) -> tuple[tuple[Unknown, ...], tuple[str, ...]]:
+def list_unknown(entries: Iterable[Restore]) -> tuple[tuple[UnknownContainer, ...], tuple[str, ...]]:
     """Those of which Podman says, or is certain to say, that they do not run; a line for each unanswered."""
     found, lines = [], []
     for entry in entries:
@@ -57,7 +57,7 @@ def list_unknown(entries: Iterable[Restore]) -> tuple[tuple[Unknown, ...], tuple
             continue
         if why is not None and restored_containers.is_alive(entry):
             ends = f"{_runs(entry)}, but {why}{_gone(entry)}; to end it: gpusnap recover {entry.container}"
-            found.append(Unknown(entry.container, entry.init[:1] if entry.init else (), ends))
+            found.append(UnknownContainer(entry.container, entry.init[:1] if entry.init else (), ends))
     return tuple(found), tuple(lines)
 
 

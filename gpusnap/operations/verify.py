@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from gpusnap.checkpoints.artifact import hold
 from gpusnap.checkpoints.damage import (
     Progress,
-    Verified,
+    VerifyResult,
     config_of,
     describe_damage,
     map_artifact_blobs,
@@ -24,7 +24,7 @@ from gpusnap.checkpoints.damage import (
 )
 from gpusnap.checkpoints.formats.criu_images import records_fault
 from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
-from gpusnap.checkpoints.list import Kept, list_named
+from gpusnap.checkpoints.list import NamedDigest, list_named
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import stand_in
 from gpusnap.oci.base.errors import (
@@ -40,7 +40,7 @@ from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.chunks.table import Table
-from gpusnap.oci.chunks.verify import Checked, Contents, Fault, verify
+from gpusnap.oci.chunks.verify import CheckProgress, Contents, Fault, verify
 from gpusnap.oci.layout.archive import is_layout
 from gpusnap.oci.layout.digests import digest_of, get_hex
 from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, encode_document
@@ -62,7 +62,7 @@ _CONNECTIONS = 8
 
 def verify_one(
     word: str, *, deep: bool = False, plain_http: bool = False, progress: Progress = lambda done, whole: None
-) -> Verified:
+) -> VerifyResult:
     """Check what a word stands for. deep: of a checkpoint in a registry, read all blobs.
 
     Raises NotFound, UsageError, Damaged where there is nothing to begin with, GpusnapError.
@@ -89,7 +89,7 @@ def verify_one(
                 return (in_folder if os.path.isdir(path) else in_archive)(path, progress)
 
 
-def _verify_kept(word: str, place: InStore, progress: Progress) -> Verified:
+def _verify_kept(word: str, place: InStore, progress: Progress) -> VerifyResult:
     store = open_store(place.store)
     found = place.entry().descriptor
     with ExitStack() as stack:
@@ -97,7 +97,7 @@ def _verify_kept(word: str, place: InStore, progress: Progress) -> Verified:
         return _in_layout(word, store.layout, found, progress)
 
 
-def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> Verified:
+def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> VerifyResult:
     """Check everything that a store names, each blob once. Raises Damaged for a broken index."""
     places: dict[str, list[str]] = defaultdict(list)
     with convert_errors(), tempfile.TemporaryDirectory(prefix="gpusnap-") as folder:
@@ -115,10 +115,12 @@ def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> V
     faulty = tuple(describe_damage(fault, places) for fault in faults)
     note = "" if found else f"nothing is kept in {store.path}"
     blobs, size = checked.blobs - 1, checked.size - index.size  # the index is ours alone
-    return Verified(f"oci:{store.path}", "", blobs, size, True, faulty, note)
+    return VerifyResult(f"oci:{store.path}", "", blobs, size, True, faulty, note)
 
 
-def _select_still_named(store: Store, found: Sequence[Kept], faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+def _select_still_named(
+    store: Store, found: Sequence[NamedDigest], faults: tuple[Fault, ...]
+) -> tuple[Fault, ...]:
     """The faults of what the store names yet: what was removed meanwhile, gc may have taken.
 
     A hold of each would need as many open files.
@@ -152,7 +154,7 @@ class _Joined(Layout):
         return io.FileIO(self._file) if digest == self._digest else super().open_blob(digest, size)
 
 
-def _join_all(store: Store, found: Sequence[Kept], folder: str) -> tuple[Layout, Descriptor]:
+def _join_all(store: Store, found: Sequence[NamedDigest], folder: str) -> tuple[Layout, Descriptor]:
     plain = tuple(replace(each.root, annotations={}) for each in found)
     index = encode_document(Index(plain).to_json())
     return _Joined(store.path, index, folder), Descriptor(INDEX, digest_of(index), len(index))
@@ -160,10 +162,10 @@ def _join_all(store: Store, found: Sequence[Kept], folder: str) -> tuple[Layout,
 
 def _check_all(
     layout: Layout, root: Descriptor, tables: Iterable[Table], progress: Progress
-) -> tuple[Checked, tuple[Fault, ...]]:
-    last = Checked(0, 0, 0, 0)
+) -> tuple[CheckProgress, tuple[Fault, ...]]:
+    last = CheckProgress(0, 0, 0, 0)
 
-    def tell(now: Checked) -> None:
+    def tell(now: CheckProgress) -> None:
         nonlocal last
         last = now
         progress(now.size, now.total_size)
@@ -172,12 +174,12 @@ def _check_all(
     return last, faults
 
 
-def _in_layout(word: str, layout: Layout, root: Descriptor, progress: Progress) -> Verified:
+def _in_layout(word: str, layout: Layout, root: Descriptor, progress: Progress) -> VerifyResult:
     checked, faults = _check_all(layout, root, tables_of(root, layout), progress)
     faults = faults or _check_images(root, layout)
     places = map_blobs(root, layout) if faults else {}
     faulty = tuple(describe_damage(fault, places) for fault in faults)
-    return Verified(word, root.digest, checked.blobs, checked.size, True, faulty)
+    return VerifyResult(word, root.digest, checked.blobs, checked.size, True, faulty)
 
 
 def _check_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
@@ -199,7 +201,7 @@ def _check_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
 
 def _in_registry(
     word: str, repository: Repository, place: InRegistry, deep: bool, progress: Progress
-) -> Verified:
+) -> VerifyResult:
     root, read = manifests(repository, place.reference.digest or place.reference.tag or "latest")
     faults: list[Fault] = []
     blobs: dict[str, Descriptor] = {}
@@ -227,7 +229,7 @@ def _in_registry(
         places = _map_remote_blobs(root, read, repository, layout) if faults else {}
     faulty = tuple(describe_damage(fault, places) for fault in faults)
     named = [*waiting, *blobs.values()]
-    return Verified(word, root.digest, len(named), sum(each.size for each in named), deep, faulty)
+    return VerifyResult(word, root.digest, len(named), sum(each.size for each in named), deep, faulty)
 
 
 def _ask_registry(

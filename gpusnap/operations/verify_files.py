@@ -12,7 +12,7 @@ from typing import IO, cast
 
 import zstandard
 
-from gpusnap.checkpoints.damage import Damage, Progress, Verified, describe_damage, map_manifest_chunks
+from gpusnap.checkpoints.damage import Damage, Progress, VerifyResult, describe_damage, map_manifest_chunks
 from gpusnap.checkpoints.formats.criu_images import Images
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
@@ -45,7 +45,7 @@ _IMAGES = "CRIU's images"
 _RECORDS = "Podman's records"
 
 
-def in_folder(path: str, progress: Progress) -> Verified:
+def in_folder(path: str, progress: Progress) -> VerifyResult:
     """A directory of images: its manifest, and the chunks beside it or in the store."""
     inner = path if manifest_file.is_ours(path) else os.path.join(path, "checkpoint")
     record = manifest_file.read(inner)
@@ -58,21 +58,21 @@ def in_folder(path: str, progress: Progress) -> Verified:
     return _chunks_of_folder(path, inner, record, progress)
 
 
-def _chunks_of_folder(path: str, inner: str, record: Manifest, progress: Progress) -> Verified:
+def _chunks_of_folder(path: str, inner: str, record: Manifest, progress: Progress) -> VerifyResult:
     if record.pages == "store":
         return _chunks_in_store(path, record, progress)
     return _chunks(path, record, Layout(os.path.join(inner, manifest.FOLDER)), progress)
 
 
-def _chunks_in_store(path: str, record: Manifest, progress: Progress) -> Verified:
+def _chunks_in_store(path: str, record: Manifest, progress: Progress) -> VerifyResult:
     return _chunks(path, record, open_store(default_store()).layout, progress)
 
 
-def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> Verified:
+def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> VerifyResult:
     """Chunks that a manifest names and a layout has."""
     named = descriptors(record.tables)
     if not named:
-        return Verified(path, "", 0, 0, True, (), describe_unchecked(record))
+        return VerifyResult(path, "", 0, 0, True, (), describe_unchecked(record))
     done, whole, lock = 0, sum(each.size for each in named), threading.Lock()
     faults: list[Fault] = []
     contents = Contents(record.tables)
@@ -93,10 +93,10 @@ def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> 
     run_for_each(named, check, threads=min(cores(), len(named)))
     places = map_manifest_chunks(record)
     faulty = tuple(describe_damage(fault, places) for fault in faults)
-    return Verified(path, "", len(named), whole, True, faulty, describe_unchecked(record))
+    return VerifyResult(path, "", len(named), whole, True, faulty, describe_unchecked(record))
 
 
-def _with_part(found: Verified, fault: str, part: str) -> Verified:
+def _with_part(found: VerifyResult, fault: str, part: str) -> VerifyResult:
     """What was found, and what is wrong with a part that is no chunk."""
     return replace(found, damaged=(*found.damaged, Damage("", "", 0, fault, (part,)))) if fault else found
 
@@ -107,7 +107,7 @@ def describe_unchecked(record: Manifest | None) -> str:
     return f"{images}the engine's files have no digests there; those in a store have"
 
 
-def in_archive(path: str, progress: Progress) -> Verified:
+def in_archive(path: str, progress: Progress) -> VerifyResult:
     """An archive, in one pass: that it is whole, and the chunks in it."""
     found: dict[str, tuple[int, bool]] = {}
     # By blob, size and digest of what is compressed in it.
@@ -135,7 +135,7 @@ def in_archive(path: str, progress: Progress) -> Verified:
                 progress(min(file.tell(), whole), whole)
     except ArchiveError as error:
         damage = Damage("", "", whole, str(error), ("the archive itself",))
-        return Verified(path, "", len(found), done, True, (damage,))
+        return VerifyResult(path, "", len(found), done, True, (damage,))
     if data is None and ours:
         raise manifest_file.make_missing_error(path)
     record = None
@@ -162,7 +162,7 @@ def in_archive(path: str, progress: Progress) -> Verified:
     ]
     size = sum(each.size for each in named)
     faulty = tuple(describe_damage(each, places) for each in faults)
-    found_all = Verified(path, "", len(named), size, True, faulty, describe_unchecked(record))
+    found_all = VerifyResult(path, "", len(named), size, True, faulty, describe_unchecked(record))
     return _with_part(_with_part(found_all, fault, _IMAGES), broken, _RECORDS)
 
 

@@ -121,7 +121,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSchedule:
     """A schedule of this host, as its unit files say it."""
 
     container: str
@@ -225,7 +225,7 @@ def remove(container: str, *, run: Run = ask) -> list[str]:
     return there
 
 
-def list_schedules(*, run: Run = ask) -> Iterator[Found]:
+def list_schedules(*, run: Run = ask) -> Iterator[FoundSchedule]:
     """All schedules of this host. Raises GpusnapError."""
     try:
         names = sorted(os.listdir(FOLDER))
@@ -239,7 +239,7 @@ def list_schedules(*, run: Run = ask) -> Iterator[Found]:
             continue
         timer, service = _settings(name), _settings(f"{base}.service")
         seconds = next((text for key, text in timer if key == "OnUnitActiveSec"), "").removesuffix("s")
-        yield Found(
+        yield FoundSchedule(
             unit_files.unescape(base.removeprefix(_PREFIX)),
             int(seconds) if seconds.isascii() and seconds.isdigit() else 0,
             tuple(text for key, text in service if key == "ExecStart"),

@@ -17,7 +17,7 @@ class _Stopped(Exception):
     """Another worker failed: leave, and say nothing."""
 
 
-class Shared(Iterator[T]):
+class SharedIterator(Iterator[T]):
     """An iterator that several threads may take from."""
 
     def __init__(self, items: Iterable[T]) -> None:
@@ -136,7 +136,7 @@ def run_for_each(
 
     ending: as for Crew. Raises the first error; the rest is not begun then.
     """
-    crew, shared = Crew(ending), Shared(items)
+    crew, shared = Crew(ending), SharedIterator(items)
 
     def work() -> None:
         for item in shared:

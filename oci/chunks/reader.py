@@ -34,7 +34,7 @@ import zstandard
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, binary_size, reason
 from gpusnap.oci.base.files import ask_for
-from gpusnap.oci.base.threads import Crew, Shared
+from gpusnap.oci.base.threads import Crew, SharedIterator
 from gpusnap.oci.chunks import planes
 from gpusnap.oci.chunks.buffers import Memory, Target
 from gpusnap.oci.chunks.table import CHUNK_SIZE, LARGE_CHUNK, Chunk, Table, make_table
@@ -250,7 +250,7 @@ class Reading:
 
         Raises BlobError, ChunkError, Cancelled.
         """
-        unsure = Shared(list(self._unsure))
+        unsure = SharedIterator(list(self._unsure))
         self._crew = Crew()
 
         def work() -> None:

@@ -37,7 +37,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckProgress:
     """How far a check is: blobs, and bytes that they should have."""
 
     blobs: int
@@ -120,7 +120,7 @@ def verify(
     *,
     threads: int,
     tables: Iterable[Table] = (),
-    progress: Callable[[Checked], None] | None = None,
+    progress: Callable[[CheckProgress], None] | None = None,
 ) -> tuple[Fault, ...]:
     """Read everything from `root` on, and compare it with its size and digest; () where all is right.
 
@@ -134,7 +134,7 @@ def verify(
     documents, blobs = _documents(layout, root, faults)
     contents = Contents(tables)
     read, whole = (sum(each.size for each in part) for part in (documents, (*documents, *blobs)))
-    lock, done = threading.Lock(), Checked(len(documents), read, len(documents) + len(blobs), whole)
+    lock, done = threading.Lock(), CheckProgress(len(documents), read, len(documents) + len(blobs), whole)
     if progress is not None:
         progress(done)
 
@@ -144,7 +144,7 @@ def verify(
         with lock:
             if what:
                 faults.append(Fault(blob, what))
-            done = Checked(done.blobs + 1, done.size + blob.size, done.total_blobs, done.total_size)
+            done = CheckProgress(done.blobs + 1, done.size + blob.size, done.total_blobs, done.total_size)
             if progress is not None:
                 progress(done)
 

@@ -20,7 +20,7 @@ import zstandard
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import CeilingError, ChunkError, LayoutError, binary_size
-from gpusnap.oci.base.threads import Crew, Shared
+from gpusnap.oci.base.threads import Crew, SharedIterator
 from gpusnap.oci.chunks import planes
 from gpusnap.oci.chunks.buffers import Memory, Source, is_zero
 from gpusnap.oci.chunks.index import Known, Place
@@ -202,7 +202,7 @@ class _Writing:
         self._report = progress
         self._crew = crew
         self._lock = threading.Lock()
-        self._pieces: Shared[tuple[int, int, int]]
+        self._pieces: SharedIterator[tuple[int, int, int]]
         self._given: frozenset[str] = frozenset()
         self._chunks: list[list[Chunk]] = [[] for _ in sources]
         # Content met before in this call, for regions that hold the same bytes twice.
@@ -211,7 +211,7 @@ class _Writing:
 
     def begin(self, met: Mapping[str, Chunk], pieces: Iterable[tuple[int, int, int]] | None) -> None:
         """Say what there is to do, and what need not be done."""
-        self._pieces = Shared(self._cut() if pieces is None else pieces)
+        self._pieces = SharedIterator(self._cut() if pieces is None else pieces)
         self._given = frozenset(met)
         for plain, chunk in met.items():
             self._met[plain] = _Stored(chunk.blob, chunk.stored, chunk.encoding)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, NotInRegistry
-from gpusnap.oci.base.threads import Crew, Shared
+from gpusnap.oci.base.threads import Crew, SharedIterator
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.graph import walk
 from gpusnap.oci.layout.layout import Layout, read_piece
@@ -73,7 +73,7 @@ class InLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class TransferTotals:
     """Blobs and manifests that went over the wire, and such as did not have to; sizes in bytes."""
 
     blobs: int = 0
@@ -84,24 +84,26 @@ class Moved:
     """of those skipped, the ones that the registry took over from another of its repositories"""
 
 
-def add(one: Moved, other: Moved) -> Moved:
+def add(one: TransferTotals, other: TransferTotals) -> TransferTotals:
     """What both transfers moved."""
-    return Moved(*(getattr(one, each.name) + getattr(other, each.name) for each in fields(Moved)))
+    return TransferTotals(
+        *(getattr(one, each.name) + getattr(other, each.name) for each in fields(TransferTotals))
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Underway:
+class TransferProgress:
     """How far a transfer is, of how much: what was moved, parts of blobs included."""
 
-    moved: Moved
+    moved: TransferTotals
     all_bytes: int
 
 
 class _Tally:
     """What was moved so far, for all workers; `progress` is called by one at a time."""
 
-    def __init__(self, progress: Callable[[Underway], object] | None) -> None:
-        self.moved = Moved()
+    def __init__(self, progress: Callable[[TransferProgress], object] | None) -> None:
+        self.moved = TransferTotals()
         self._progress = progress
         self._lock = threading.Lock()
         self._all_bytes = 0
@@ -144,7 +146,7 @@ class _Tally:
     def _tell(self) -> None:
         if self._progress is not None:
             now = replace(self.moved, bytes=self.moved.bytes + sum(self._parts.values()))
-            self._progress(Underway(now, self._all_bytes))
+            self._progress(TransferProgress(now, self._all_bytes))
 
 
 def push(
@@ -155,8 +157,8 @@ def push(
     tag: str = "",
     threads: int = _THREADS,
     mount_from: Sequence[str] = (),
-    progress: Callable[[Underway], object] | None = None,
-) -> Moved:
+    progress: Callable[[TransferProgress], object] | None = None,
+) -> TransferTotals:
     """Bring a manifest or an index, and all below it, into a repository, and name it there.
 
     tag: its name; without one it is found by its digest only. mount_from: repositories of the same registry
@@ -205,8 +207,8 @@ def pull(
     have: Callable[[Descriptor], bool] = lambda one: False,
     wanted: Callable[[Descriptor], bool] = lambda one: True,
     threads: int = _THREADS,
-    progress: Callable[[Underway], object] | None = None,
-) -> tuple[Descriptor, Moved]:
+    progress: Callable[[TransferProgress], object] | None = None,
+) -> tuple[Descriptor, TransferTotals]:
     """Bring what a tag or a digest stands for, and all below it, into a layout.
 
     have: asked for each manifest and blob that the layout lacks; it may put it there, and says whether it
@@ -250,7 +252,7 @@ def pull(
 def _move_all(
     blobs: Sequence[Descriptor], move: Callable[[Descriptor], None], crew: Crew, threads: int
 ) -> None:
-    shared = Shared(blobs)
+    shared = SharedIterator(blobs)
 
     def work() -> None:
         for one in shared:

@@ -152,7 +152,7 @@ class _Watched(HTTPConnection):
     def getresponse(self, *args: Any, **more: Any) -> Any:
         """Wait for the head of the answer."""
         if (watch := getattr(_current, "watch", None)) is not None:
-            watch.sent()
+            watch.note_sent()
         return super().getresponse(*args, **more)
 
 

@@ -32,7 +32,7 @@ from gpusnap.oci.layout.documents import (
 from gpusnap.oci.layout.graph import is_document
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.registry import copy as transfer
-from gpusnap.oci.registry.copy import Moved
+from gpusnap.oci.registry.copy import TransferTotals
 from gpusnap.oci.registry.repository import Repository
 from gpusnap.oci.store.referrers import DEEPEST, subject_of
 
@@ -48,13 +48,13 @@ def pull(
     layout: Layout,
     *,
     have: Callable[[Descriptor], bool] = lambda one: False,
-) -> tuple[tuple[Descriptor, ...], Moved]:
+) -> tuple[tuple[Descriptor, ...], TransferTotals]:
     """Bring what refers to a manifest, and what refers to that, into a layout; the manifests, and what came.
 
     have: as for gpusnap.oci.registry.copy.pull. Raises as that does.
     """
     found: dict[str, Descriptor] = {}
-    moved, seen = Moved(), set[tuple[str, str]]()
+    moved, seen = TransferTotals(), set[tuple[str, str]]()
     waiting = [(subject, 1)]
     for at, depth in waiting:
         for each in _list_referrers(repository, at):
@@ -76,9 +76,9 @@ def pull(
     return tuple(found.values()), moved
 
 
-def push(referrers: Iterable[Descriptor], layout: Layout, repository: Repository) -> Moved:
+def push(referrers: Iterable[Descriptor], layout: Layout, repository: Repository) -> TransferTotals:
     """Bring what refers to manifests that a repository has there, too. Raises as copy.push does."""
-    moved = Moved()
+    moved = TransferTotals()
     by_subject: dict[str, list[Descriptor]] = {}
     for each in referrers:
         moved = transfer.add(moved, transfer.push(each, layout, repository))

@@ -44,7 +44,7 @@ _HINTS = (_UPDATE, _MAP, _WAIT, FREE, _MODE, MORE, ELSEWHERE)
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
-class Wanted(Protocol):
+class WantedGpu(Protocol):
     """A GPU as the checkpoint describes it; no two of a checkpoint have the same UUID."""
 
     @property
@@ -134,7 +134,7 @@ _Misfits = Sequence[Sequence[_Misfit | None]]
 
 
 def plan_assignment(
-    wanted: Iterable[Wanted],
+    wanted: Iterable[WantedGpu],
     made_with: str,
     host: Host,
     *,
@@ -211,7 +211,7 @@ def _not_given(new: Gpu, given: Collection[str] | None, words: _Words) -> _Misfi
     return words.not_given
 
 
-def _misfit(old: Wanted, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | None:
+def _misfit(old: WantedGpu, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | None:
     """What keeps a GPU of the checkpoint from a GPU of this host, looked at alone."""
     same = old.uuid == new.uuid
     if not same and new.model != old.model:
@@ -258,7 +258,7 @@ def _names(indices: Iterable[int]) -> str:
 
 
 def _match_request(
-    theirs: Sequence[Wanted], ours: Sequence[Gpu], request: GpuMap, lenient: bool, whole: str
+    theirs: Sequence[WantedGpu], ours: Sequence[Gpu], request: GpuMap, lenient: bool, whole: str
 ) -> dict[int, int]:
     """Position in `ours` by position in `theirs`."""
     asked: dict[int, int] = {}
@@ -288,7 +288,7 @@ def _match_request(
     return asked
 
 
-def _find_meant(word: str, gpus: Sequence[Wanted] | Sequence[Gpu], whose: str) -> int | None:
+def _find_meant(word: str, gpus: Sequence[WantedGpu] | Sequence[Gpu], whose: str) -> int | None:
     found = [at for at, gpu in enumerate(gpus) if is_meant(word, gpu.index, gpu.uuid)]
     if len(found) > 1:
         raise _Impossible(
@@ -300,7 +300,7 @@ def _find_meant(word: str, gpus: Sequence[Wanted] | Sequence[Gpu], whose: str) -
 
 
 def _add_request_misfits(
-    theirs: Sequence[Wanted], ours: Sequence[Gpu], misfits: _Misfits, asked: Mapping[int, int], whole: str
+    theirs: Sequence[WantedGpu], ours: Sequence[Gpu], misfits: _Misfits, asked: Mapping[int, int], whole: str
 ) -> list[list[_Misfit | None]]:
     """The misfits with what the GPU map takes away, from the GPUs that it names and from all others."""
     owners = {new: old for old, new in asked.items()}
@@ -325,7 +325,7 @@ def _add_request_misfits(
 
 
 def _choose(
-    theirs: Sequence[Wanted],
+    theirs: Sequence[WantedGpu],
     ours: Sequence[Gpu],
     misfits: _Misfits,
     reserved: Mapping[str, int],
@@ -411,7 +411,7 @@ def _contenders(misfits: _Misfits, chosen: Sequence[int], left: int) -> tuple[li
 
 
 def _make_too_few_error(
-    theirs: Sequence[Wanted],
+    theirs: Sequence[WantedGpu],
     ours: Sequence[Gpu],
     misfits: _Misfits,
     rivals: Sequence[int],

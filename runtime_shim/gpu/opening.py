@@ -14,7 +14,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 
 
 def open_driver(driver: Driver | None, *, host: bool = False) -> AbstractContextManager[None]:
-    """Have a driver start while the block runs, if it is one that we call ourselves; see threads.run_meanwhile.
+    """Have a driver start while the block runs, if we call it ourselves; see threads.run_meanwhile.
 
     `host`: also what tells of its GPUs, NVML. To be entered after question_process.start, which is for a
     process without threads.

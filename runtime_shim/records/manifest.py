@@ -144,7 +144,7 @@ class DriverLibrary:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ChunkTotals:
     """What became of the GPUs' memory that went into chunks; bytes."""
 
     stored: int = 0
@@ -185,7 +185,7 @@ class Manifest:
     pages: str = "criu"
     nodes: tuple[DeviceNode, ...] = ()
     libraries: tuple[DriverLibrary, ...] = ()
-    written: Written = Written()
+    written: ChunkTotals = ChunkTotals()
     peak_memory: int = 0
     """Bytes of RAM that gpusnap had at most, what it staged included; 0 where that is not known."""
     dev: str = ""

@@ -22,6 +22,7 @@ from gpusnap.runtime_shim.question_process import Companion
 from gpusnap.runtime_shim.records.manifest import (
     LARGEST,
     VERSION,
+    ChunkTotals,
     DeviceNode,
     DriverLibrary,
     DriverMount,
@@ -33,7 +34,6 @@ from gpusnap.runtime_shim.records.manifest import (
     Manifest,
     NeutralisedProcess,
     RegionRecord,
-    Written,
 )
 from gpusnap.runtime_shim.transaction import Step
 
@@ -298,7 +298,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             for x in document["libraries"]
         ),
         dev=document["dev"],
-        written=Written(*(int(document["written"][key]) for key in ("bytes", "known", "zero"))),
+        written=ChunkTotals(*(int(document["written"][key]) for key in ("bytes", "known", "zero"))),
         peak_memory=int(document["peakMemory"]),
         timing=tuple(
             Step(t["step"], t["start"], t["seconds"], t.get("note", "")) for t in document["timing"]

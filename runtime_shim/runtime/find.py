@@ -4,7 +4,7 @@ Only os, stat and sys are imported at the top. The launcher (settings.h, choice.
 follows the same rules, and a test runs both on the same trees.
 
 Which one a command goes to: the runtime that made its container, unless the settings name another than crun
-and runc; else the settings' one; else the first of `list_preferred` that there is. Where one cannot be started,
+and runc; else the settings' one; else the first one that `list_preferred` has. If one cannot be started,
 the next is. Nothing that is wrong with the settings keeps a command from a real runtime: `start` says what is
 wrong, and goes on.
 """
@@ -193,7 +193,7 @@ def find_all(named: str, made_by: str, names: Sequence[str]) -> Iterator[tuple[s
     """The paths of the real runtimes to try, in order, and whether each is in the place of the `named` one.
 
     `named` is the setting `runtime`, `made_by` the container's runtime as `creator` gives it, and `names` are
-    those that `list_preferred` gives. A named one of another kind than crun and runc, such as a wrapper, comes
+    those of `list_preferred`. A named one of another kind than crun and runc, such as a wrapper, comes
     first: it may have made the container by one of them.
     """
     kind = os.path.basename(named)
@@ -263,7 +263,7 @@ def _warn(text: str, command: str) -> None:
 def find(name_or_path: str | None = None, *, root: str | None = None) -> str:
     """The path of the real runtime, as given or by name on PATH and in SYSTEM_DIRECTORIES; never ourselves.
 
-    Without a name the first that is `list_preferred` with that --root. Relative directories on PATH are passed
+    Without a name the first of `list_preferred` with that --root. Relative directories on PATH are passed
     over: this runs as root. Raises SettingsError where the one that was asked for is not there, RuntimeFailed
     where there is none at all.
     """

@@ -28,7 +28,7 @@ from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs, is_suspended, let_finish, resume
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
 from gpusnap.runtime_shim.stopping.stop import Guard, go_on, stop
 
 _SETTLING = 10.0  # seconds
@@ -43,7 +43,7 @@ def bring_back(
     pairs: Mapping[int, Pairs] = MappingProxyType({}),
     loaded: Mapping[int, Sequence[Area]] = MappingProxyType({}),
     cut_off: bool = True,
-) -> tuple[Suspended, ...]:
+) -> tuple[JournalProcess, ...]:
     """Have the GPU processes of an entry that are there run with their GPU state; these.
 
     `let_go` and `pairs` as in `gpu_state.resume`. `loaded`: files with all that the layout has of a process,
@@ -85,7 +85,7 @@ def _check_process(entry: Entry, guard: Guard, pid: int) -> None:
 
 
 def _give_back(
-    entry: Entry, processes: Sequence[Suspended], settings: Memory, loaded: Mapping[int, Sequence[Area]]
+    entry: Entry, processes: Sequence[JournalProcess], settings: Memory, loaded: Mapping[int, Sequence[Area]]
 ) -> dict[int, GpusnapError]:
     """Have the regions of suspended processes in place: from the layout, or from files of the stage.
 
@@ -120,7 +120,7 @@ def _give_back(
     return lost
 
 
-def _not_there(process: Suspended) -> GpusnapError:
+def _not_there(process: JournalProcess) -> GpusnapError:
     """The driver must not restore it: it would read zeros, or something else."""
     return GpusnapError(
         f"process {process.pid} has no longer mapped where its GPU memory was",
@@ -129,7 +129,7 @@ def _not_there(process: Suspended) -> GpusnapError:
     )
 
 
-def _list_astray(driver: Driver, running: Sequence[Suspended]) -> list[Suspended]:
+def _list_astray(driver: Driver, running: Sequence[JournalProcess]) -> list[JournalProcess]:
     """Those that somebody let go on though the driver has their GPU state: they stand again."""
     away = [p for p in running if p.regions or p.staged]
     found = [p for p in away if driver_calls.state(driver, p.pid) is ProcessState.CHECKPOINTED]
@@ -151,7 +151,7 @@ def _let_idle_go_on(entry: Entry, let_go: Callable[[int], object] | None) -> Non
             go_on([process.pid])
 
 
-def _settle(there: Sequence[Suspended]) -> None:
+def _settle(there: Sequence[JournalProcess]) -> None:
     """Wait until those that were stopped stand with all threads.
 
     gpusnap may have been killed in the middle of a call of the driver's, whose thread in the process then
@@ -164,13 +164,13 @@ def _settle(there: Sequence[Suspended]) -> None:
         time.sleep(0.01)
 
 
-def list_alive(entry: Entry) -> tuple[Suspended, ...]:
+def list_alive(entry: Entry) -> tuple[JournalProcess, ...]:
     """Those processes of an entry that are still there."""
     pidfd.remember((process.pid, process.start) for process in entry.processes)
     return tuple(process for process in entry.processes if proc.is_same(process.pid, process.start))
 
 
-def _is_mapped(process: Suspended) -> bool:
+def _is_mapped(process: JournalProcess) -> bool:
     """Whether there is memory at the addresses of all its regions: the driver's restore takes it away."""
     try:
         mapped = regions.mappings(process.pid)
@@ -197,7 +197,7 @@ def _is_covered(start: int, size: int, mapped: Sequence[regions.Mapping]) -> boo
     return at >= start + size
 
 
-def _give_thread_back(entry: Entry, process: Suspended) -> None:
+def _give_thread_back(entry: Entry, process: JournalProcess) -> None:
     if process.thread is None:
         return
     held_threads.give_registers_back(entry.key, process.pid, process.thread)

@@ -47,7 +47,7 @@ from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
 from gpusnap.runtime_shim.runtime.criu.images import control_groups, dev, digests
 from gpusnap.runtime_shim.runtime.criu.images import directory as image
 from gpusnap.runtime_shim.runtime.criu.plugins import inject
-from gpusnap.runtime_shim.runtime.criu.run import Invoked, invoke
+from gpusnap.runtime_shim.runtime.criu.run import Invocation, invoke
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.describe import describe
@@ -305,7 +305,7 @@ def _is_alive(job: Job) -> bool:
     return init is not None and proc.is_same(init.pid, init.start) and not proc.is_dying(init.pid)
 
 
-def _dump_error(job: Job, done: Invoked) -> RuntimeFailed:
+def _dump_error(job: Job, done: Invocation) -> RuntimeFailed:
     said = done.explain(os.path.join(job.call.work() or job.image_path, "dump.log"))
     return RuntimeFailed(
         f"{job.real.name} could not dump container {job.container.id}: {said}",

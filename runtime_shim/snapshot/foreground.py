@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, make_unforeseen, reason
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu import descendants, scratch_files
-from gpusnap.runtime_shim.runtime.criu.run import Invoked
+from gpusnap.runtime_shim.runtime.criu.run import Invocation
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.transaction import forward_signals, hold_signals, stop_if_asked
 
@@ -28,13 +28,13 @@ LARGEST_LOG = 256 << 20
 _INTERVAL = 0.01  # seconds between two looks at the PID file, the log, and signals
 
 
-class Beside:
+class RuntimeThread:
     """The real runtime, run by a thread of ours. `run` is told a function that takes the runtime's PID."""
 
-    def __init__(self, run: Callable[[Callable[[int], object]], Invoked], log: str) -> None:
+    def __init__(self, run: Callable[[Callable[[int], object]], Invocation], log: str) -> None:
         """`log` is the path of CRIU's."""
         self._pids: list[int] = []
-        self._ended: list[Invoked | GpusnapError] = []
+        self._ended: list[Invocation | GpusnapError] = []
         self._run, self._log = run, log
         self._thread = threading.Thread(target=self._work)
 
@@ -59,7 +59,7 @@ class Beside:
                 raise
         return self._thread.is_alive()
 
-    def stand_for(self, name: str) -> Invoked:
+    def stand_for(self, name: str) -> Invocation:
         """Only stand for it from now on: signals go to it, and it hands them to the container.
 
         Raises GpusnapError where it could not be run.
@@ -68,7 +68,7 @@ class Beside:
             self._thread.join()
         return self.result(name)
 
-    def result(self, name: str) -> Invoked:
+    def result(self, name: str) -> Invocation:
         """What it said, once it has ended. Raises GpusnapError where it could not be run."""
         if not self._ended:
             raise RuntimeFailed(f"{name} could not be run", code="GPS-003")

@@ -31,7 +31,7 @@ from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
 from gpusnap.runtime_shim.runtime.criu.images import inventory, masked_paths, pycriu_package
 from gpusnap.runtime_shim.runtime.criu.plugins import inject
-from gpusnap.runtime_shim.runtime.criu.run import Invoked, invoke, make_quiet_command
+from gpusnap.runtime_shim.runtime.criu.run import Invocation, invoke, make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import (
@@ -41,7 +41,7 @@ from gpusnap.runtime_shim.snapshot import (
     restored_processes,
 )
 from gpusnap.runtime_shim.snapshot.devices.choose import driver_for
-from gpusnap.runtime_shim.snapshot.foreground import Beside, pid_file
+from gpusnap.runtime_shim.snapshot.foreground import RuntimeThread, pid_file
 from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin
 from gpusnap.runtime_shim.snapshot.memory.source import Fetching
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
@@ -186,7 +186,7 @@ def _nothing_waits(job: Job) -> None:
         )
 
 
-def _invoke(job: Job, pid_file: str | None, started: Callable[[int], object] | None = None) -> Invoked:
+def _invoke(job: Job, pid_file: str | None, started: Callable[[int], object] | None = None) -> Invocation:
     call = replace(job.call, pid_file=job.call.pid_file or pid_file)
     if job.images != str(call.images(job.real.kind)):
         # Both runtimes would put CRIU's log beside the images, and ours go away with the view.
@@ -203,7 +203,7 @@ def _invoke(job: Job, pid_file: str | None, started: Callable[[int], object] | N
         return invoke(call, job.real, text, capture=False, started=started, environment=extra.environment)
 
 
-def _error(job: Job, done: Invoked) -> RuntimeFailed:
+def _error(job: Job, done: Invocation) -> RuntimeFailed:
     said = done.explain(job.criu_log)
     return RuntimeFailed(
         f"{job.real.name} could not restore container {job.call.container_id}: {said}",
@@ -214,7 +214,7 @@ def _error(job: Job, done: Invoked) -> RuntimeFailed:
 
 
 def _restore_container(job: Job) -> None:
-    runtime = Beside(lambda started: _invoke(job, None, started), job.criu_log)
+    runtime = RuntimeThread(lambda started: _invoke(job, None, started), job.criu_log)
     with job.transaction.step("restore"), hold_signals():
         job.save_progress(stage=Stage.RESTORE)
         runtime.wait_until_restored(None)
@@ -276,7 +276,7 @@ def _kill(job: Job) -> None:
 def _in_foreground(job: Job) -> int:
     """Without --detach the runtime stays until the container ends; the GPUs come back meanwhile."""
     with pid_file(job.call) as path:
-        runtime = Beside(lambda started: _invoke(job, path, started), job.criu_log)
+        runtime = RuntimeThread(lambda started: _invoke(job, path, started), job.criu_log)
         with job.transaction.step("restore"), hold_signals():
             job.save_progress(stage=Stage.RESTORE, pid_file=os.path.abspath(path))
             restored = runtime.wait_until_restored(path)

@@ -18,7 +18,7 @@ from typing import Any
 from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.gpu.api.driver import Host
 from gpusnap.runtime_shim.gpu.cdi import folders as cdi
-from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, find_files
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import DriverFiles, find_files
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import bundle, loopback
@@ -41,7 +41,7 @@ from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
 from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding
 from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
-from gpusnap.runtime_shim.snapshot.records.reservations import Room, claim
+from gpusnap.runtime_shim.snapshot.records.reservations import GpuClaim, claim
 from gpusnap.runtime_shim.snapshot.restore_job import Job
 
 _WRITTEN = ("restore.log", "stats-restore")
@@ -150,7 +150,9 @@ def _clear_links(job: Job) -> None:
             ) from error
 
 
-def _choose(job: Job, host: Host, room: Room, only: Collection[str] | None) -> tuple[tuple[str, str], ...]:
+def _choose(
+    job: Job, host: Host, room: GpuClaim, only: Collection[str] | None
+) -> tuple[tuple[str, str], ...]:
     """The pairs of the plan, with their room claimed until `job.room` is closed. Raises Refused."""
     request = gpu_request(job.call.gpu_map)
     chosen = choose(job.record, host, request, job.settings.gpu_map, room.reserved, given=only)
@@ -161,7 +163,7 @@ def _choose(job: Job, host: Host, room: Room, only: Collection[str] | None) -> t
     return chosen.pairs
 
 
-def _driver_files(host: Host) -> Found:
+def _driver_files(host: Host) -> DriverFiles:
     return find_files(cdi.load(report=lambda error: note(str(error), code=error.code)), host.driver_version)
 
 

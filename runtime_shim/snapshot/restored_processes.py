@@ -55,7 +55,7 @@ def drop_ended(processes: Sequence[proc.Process], gone_on: Collection[int], init
 
 
 def check_none_suspended(driver: Driver | None, processes: Iterable[proc.Process]) -> None:
-    """As `check_none_forgotten`, for a checkpoint that is said to have no GPU, and this host's driver, if any."""
+    """As `check_none_forgotten`, for a checkpoint whose manifest has no GPU; this host's driver, if any."""
     if driver is None:
         return
     try:

@@ -33,7 +33,7 @@ from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
 from gpusnap.runtime_shim.process import pidfd, proc
 
 if TYPE_CHECKING:
-    from gpusnap.runtime_shim.process.ptrace.populate import Backing, Populated
+    from gpusnap.runtime_shim.process.ptrace.populate import Backing, PopulateResult
     from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 # Seconds after which a process that does not stand is sent another SIGSTOP: a SIGCONT has undone the first.
@@ -211,8 +211,8 @@ def run_several(
 @contextmanager
 def run_populating(
     pid: int, tid: int, *, threads: int = 0, backing: Backing | None = None
-) -> Iterator[Populated]:
-    """As `run_only`, for the driver's checkpoint: the large mapping that the thread makes is populated for it.
+) -> Iterator[PopulateResult]:
+    """As `run_only`, for the driver's checkpoint: the large mapping that the thread makes is populated.
 
     With `backing`, files take the mappings' place.
 

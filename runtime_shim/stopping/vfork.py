@@ -27,14 +27,14 @@ _STANDING = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingParent:
     """A parent that waits, and the child that it waits for."""
 
     parent: int
     child: int
 
 
-def iterate_waiting(pids: Iterable[int]) -> Iterator[Waiting]:
+def iterate_waiting(pids: Iterable[int]) -> Iterator[WaitingParent]:
     """Those of these processes, which stand or are frozen, that wait for another of them.
 
     Not found are parents whose child has a memory of its own, or another parent (clone(2), CLONE_VFORK
@@ -44,7 +44,7 @@ def iterate_waiting(pids: Iterable[int]) -> Iterator[Waiting]:
     for child in sorted(among):
         parent = proc.parent(child)
         if parent in among and compare(parent, child, VM) == EQUAL and _is_asleep(parent):
-            yield Waiting(parent, child)
+            yield WaitingParent(parent, child)
 
 
 def finish(pids: Iterable[int], *, timeout: float) -> None:
@@ -61,7 +61,7 @@ def finish(pids: Iterable[int], *, timeout: float) -> None:
             _begin(each, deadline, timeout)
 
 
-def make_too_long_error(each: Waiting, timeout: float) -> GpusnapError:
+def make_too_long_error(each: WaitingParent, timeout: float) -> GpusnapError:
     """What to say where a child does not come to its program."""
     return GpusnapError(
         f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
@@ -71,7 +71,7 @@ def make_too_long_error(each: Waiting, timeout: float) -> GpusnapError:
     )
 
 
-def make_for_good_error(each: Waiting) -> GpusnapError:
+def make_for_good_error(each: WaitingParent) -> GpusnapError:
     """What to say where a parent would wait for as long as the container is paused."""
     return GpusnapError(
         f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
@@ -95,7 +95,7 @@ def _is_asleep(pid: int) -> bool:
         time.sleep(_LOOK)
 
 
-def _begin(each: Waiting, deadline: float, timeout: float) -> None:
+def _begin(each: WaitingParent, deadline: float, timeout: float) -> None:
     """Trace one child until it has begun its program; no instruction of that is run.
 
     Its signals are its own: posix_spawn has it block them, and unblock them before the program. Those that

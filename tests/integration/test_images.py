@@ -15,7 +15,7 @@ import shimhost
 from support import Container, good, podman, run, until
 
 from gpusnap.checkpoints.formats.podman import give_out, take_in
-from gpusnap.checkpoints.formats.podman_reader import Taken
+from gpusnap.checkpoints.formats.podman_reader import ArchiveContents
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.layout.blobs import FirstOf
 from gpusnap.oci.layout.documents import Descriptor, Index
@@ -55,7 +55,7 @@ def ticks_on(container: Container) -> None:
     container.goes_on()
 
 
-def parts(taken: Taken) -> Artifact:
+def parts(taken: ArchiveContents) -> Artifact:
     return Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, taken.annotations)
 
 

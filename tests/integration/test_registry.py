@@ -19,7 +19,7 @@ from gpusnap.oci.layout.graph import walk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.reference import Reference
 from gpusnap.oci.registry import upload
-from gpusnap.oci.registry.copy import Moved, pull, push
+from gpusnap.oci.registry.copy import TransferTotals, pull, push
 from gpusnap.oci.registry.credentials import Credentials, find
 from gpusnap.oci.registry.repository import Repository
 
@@ -72,12 +72,12 @@ def test_there_and_back(registry: Registry, layout: Layout, other: Layout) -> No
     root = artifact(layout)
     there = everything(layout, root)
     with repository(registry.host) as mine:
-        assert push(root, layout, mine, tag="v1") == Moved(len(there), sum(there.values()))
-        assert push(root, layout, mine, tag="v1") == Moved(0, 0, len(there), sum(there.values()))
+        assert push(root, layout, mine, tag="v1") == TransferTotals(len(there), sum(there.values()))
+        assert push(root, layout, mine, tag="v1") == TransferTotals(0, 0, len(there), sum(there.values()))
         for name in ("v1", root.digest):
             found, moved = pull(mine, name, other)
             assert everything(other, found) == there
-        assert moved == Moved(0, 0, len(there), sum(there.values()))
+        assert moved == TransferTotals(0, 0, len(there), sum(there.values()))
         with pytest.raises(NotInRegistry, match=r"team/app:v2 cannot be read: it is not there"):
             pull(mine, "v2", other)
 

@@ -127,7 +127,7 @@ def container(pid: int) -> containers.Container:
     return containers.Container(ID, pid, "paused", "/b", {})
 
 
-def pause(cell: Cell) -> frozen.Paused:
+def pause(cell: Cell) -> frozen.PausedContainer:
     """The pause that it is in."""
     found = frozen.find(container(cell.pids[0]))
     assert found is not None

@@ -28,7 +28,7 @@ import pytest
 
 from gpusnap.oci.base.threads import Crew
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
-from gpusnap.runtime_shim.gpu.api.driver import Gpu, Held, Host, Node, ProcessState
+from gpusnap.runtime_shim.gpu.api.driver import Gpu, HeldFiles, Host, Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import GpuError, IllegalState, ProcessGone
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory.maps import mappings
@@ -310,15 +310,15 @@ class FakeDriver:
         """As the protocol says, and as `list_handles`."""
         return bool(self.list_handles(pid))
 
-    def list_held(self, pid: int) -> Held:
+    def list_held(self, pid: int) -> HeldFiles:
         """As the protocol says; those of `idle` have numbers that no descriptor has."""
         invented = [(1 << 30 | at, path) for at, path in enumerate(self.idle.get(pid, ()))]
         if not self.files or not proc.is_running(pid):
-            return Held(tuple(invented), ())
+            return HeldFiles(tuple(invented), ())
         links = ((int(name), _link(f"/proc/{pid}/fd/{name}")) for name in os.listdir(f"/proc/{pid}/fd"))
         opened = sorted((number, path) for number, path in links if path in self.files)
         mapped = [(m.start, m.end, m.name) for m in mappings(pid) if m.name in self.files]
-        return Held((*invented, *opened), tuple(mapped))
+        return HeldFiles((*invented, *opened), tuple(mapped))
 
     def list_visible(self, pid: int) -> tuple[str, ...]:
         """As the protocol says: all GPUs."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpusnap.oci.chunks.table import Progress as ChunkProgress
-from gpusnap.oci.registry.copy import Moved, Underway
+from gpusnap.oci.registry.copy import TransferProgress, TransferTotals
 from gpusnap.progress import Lines, Progress, board, in_words, watch_growth
 from gpusnap.runtime_shim.progress import Board, Record, Reporter
 
@@ -83,7 +83,7 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         bar.at(5 * MIB)
         shown(bar)
         bar.stage("push")
-        bar.show_transfer(Underway(Moved(1, MIB, 1, 2 * MIB), 16 * MIB))
+        bar.show_transfer(TransferProgress(TransferTotals(1, MIB, 1, 2 * MIB), 16 * MIB))
         shown(bar)
         bar.say("SIGINT: [it] is being undone")
     text = terminal.getvalue()

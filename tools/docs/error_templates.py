@@ -7,8 +7,33 @@ import re
 
 __all__ = ["bare", "called", "field", "has_words", "pattern"]
 
-_PLAIN = ("str", "repr", "min", "max", "sorted", "shown", "next", "list", "dirname", "basename", "fromkeys")
-_CALLS = {"reason": "reason", "human": "size", "binary_size": "size", "len": "number", "host_of": "host"}
+_PLAIN = (
+    "str",
+    "repr",
+    "min",
+    "max",
+    "sorted",
+    "next",
+    "list",
+    "dirname",
+    "basename",
+    "fromkeys",
+    "make_printable",
+)
+_CALLS = {
+    "reason": "reason",
+    "human": "size",
+    "binary_size": "size",
+    "len": "number",
+    "host_of": "host",
+    "explain": "why",
+    "_join": "list",
+    "join_path": "path",
+    "join_root": "path",
+    "name_naturally": "path",
+}
+_VERB = re.compile("^(check|describe|find|format|make|name|read)_")
+"""What a function that makes a text does, which says nothing of the text."""
 
 
 def bare(template: str) -> str:
@@ -62,9 +87,11 @@ def _name(expr: ast.AST) -> str:
         case ast.Call(func=ast.Attribute(value=inner, attr="lower" | "strip" | "rstrip" | "hex" | "keys")):
             return _name(inner)
         case ast.Call(args=args):
-            name = called(expr)
-            inside = bool(args) and name in _PLAIN
-            return _name(args[0]) if inside else _CALLS.get(name, name.strip("_"))
+            function = called(expr)
+            name = function.strip("_")
+            if args and name in _PLAIN:
+                return _name(args[0])
+            return _CALLS.get(function) or _CALLS.get(name) or _VERB.sub("", name)
         case ast.Constant(value=value):
             return str(value)
     return "…"

@@ -109,7 +109,7 @@ class Image:
         return next((each for each in self.others if each.media_type == CONFIG), None)
 
 
-class Checked:
+class CheckedBlob:
     """A blob that is read in order; `check_end` says whether it was right."""
 
     def __init__(self, file: Readable, wanted: Descriptor, seen: Callable[[int], object]) -> None:
@@ -143,7 +143,7 @@ def blob_of(source: Source, wanted: Descriptor, seen: Callable[[int], object] = 
     if wanted.size > DOCUMENT_LIMIT:
         raise BlobError(f"the blob {wanted.digest} has {wanted.size} bytes, and {DOCUMENT_LIMIT} are allowed")
     with source.open(wanted) as file:
-        content = Checked(file, wanted, seen)
+        content = CheckedBlob(file, wanted, seen)
         data = b""
         while piece := content.read(wanted.size + 1 - len(data)):
             data += piece

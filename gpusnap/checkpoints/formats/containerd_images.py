@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 
 from gpusnap.checkpoints import locator
-from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats import containerd_writer
 from gpusnap.checkpoints.formats.containerd import SNAPSHOTTER, blob_of, is_checkpoint, is_name
 from gpusnap.engines.ctr import InContainerd, Target, find_digest, unpack
@@ -27,7 +27,7 @@ _SNAPSHOTTER = compile_later(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class ImportedImage:
     """What containerd has now, or will have of a file."""
 
     name: str
@@ -46,7 +46,7 @@ def check_file(path: str) -> None:
         )
 
 
-def check_names(found: Kept, blobs: Blobs, name: str) -> None:
+def check_names(found: ArtifactParts, blobs: Blobs, name: str) -> None:
     """Raise Refused where a checkpoint may not be called so: its base image is. Or OciError, ImageError."""
     _check_names(containerd_writer.origin(found, blobs), name)
 
@@ -77,7 +77,7 @@ def check_target(to: locator.InContainerd) -> None:
     )
 
 
-def check_base(found: Kept, blobs: Blobs, to: locator.InContainerd) -> None:
+def check_base(found: ArtifactParts, blobs: Blobs, to: locator.InContainerd) -> None:
     """Raise Refused where another image has the name of the base image, or the checkpoint would have it.
 
     Raises OciError, ImageError, GpusnapError.
@@ -100,7 +100,7 @@ def _check_base(of: containerd_writer.Origin, to: locator.InContainerd) -> str:
     return there
 
 
-def write(found: Kept, layout: Layout, path: str, name: str, progress: Progress) -> Brought:
+def write(found: ArtifactParts, layout: Layout, path: str, name: str, progress: Progress) -> ImportedImage:
     """Write an archive for `ctr images import`; what that sets. `name`: of the image.
 
     Raises UsageError, Refused, OciError.
@@ -110,10 +110,12 @@ def write(found: Kept, layout: Layout, path: str, name: str, progress: Progress)
     _check_names(of, name)
     with Writer(path) as writer:
         containerd_writer.give_out(found, of, layout, writer.append, name=name, progress=progress.chunks)
-    return Brought(name, of.image.base_name, of.image.base is not None)
+    return ImportedImage(name, of.image.base_name, of.image.base is not None)
 
 
-def bring(found: Kept, layout: Layout, to: locator.InContainerd, progress: Progress) -> Brought:
+def bring(
+    found: ArtifactParts, layout: Layout, to: locator.InContainerd, progress: Progress
+) -> ImportedImage:
     """Have it as an image in containerd, and its base image if that came along, ready to be used.
 
     Raises Refused where another image has the name of the base image, or one that is no checkpoint has the
@@ -129,7 +131,7 @@ def bring(found: Kept, layout: Layout, to: locator.InContainerd, progress: Progr
         target.append(tar.END)
     if base is not None:
         _unpack(to.namespace, base, of.image.notes.get(SNAPSHOTTER, ""))
-    return Brought(to.name, name, bool(there or base is not None))
+    return ImportedImage(to.name, name, bool(there or base is not None))
 
 
 def _unpack(namespace: str, base: Descriptor, snapshotter: str) -> None:

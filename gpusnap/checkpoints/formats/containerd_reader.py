@@ -18,7 +18,7 @@ from gpusnap.checkpoints.formats.annotations import CREATED, bounded, time_of
 from gpusnap.checkpoints.formats.containerd import (
     LAYOUT,
     RUNTIME,
-    Checked,
+    CheckedBlob,
     Image,
     Source,
     blob_of,
@@ -28,7 +28,7 @@ from gpusnap.checkpoints.formats.containerd import (
 )
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import IMAGE_BLOBS, IMAGE_FOLDER, PIECE
-from gpusnap.checkpoints.formats.podman_reader import Crew, Taking
+from gpusnap.checkpoints.formats.podman_reader import ArchiveReader, Crew
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.chunks.table import Progress
@@ -81,9 +81,9 @@ def take_in(
     with (
         Crew(threads or copies.cores()) as crew,
         source.open(image.criu) as file,
-        Taking(source.word, layout, crew, known, lambda: None) as taking,
+        ArchiveReader(source.word, layout, crew, known, lambda: None) as taking,
     ):
-        content = Checked(file, image.criu, seen)
+        content = CheckedBlob(file, image.criu, seen)
         written: list[float] = []
         images = taking.place_entries(_images(content, source.word, written))
         pieces = chain(_make_records_head(image, source.name, beside), images)

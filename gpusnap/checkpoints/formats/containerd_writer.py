@@ -11,10 +11,10 @@ import hashlib
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 
-from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats.containerd import (
     LAYOUT,
-    Checked,
+    CheckedBlob,
     Image,
     describe_index,
     load,
@@ -54,7 +54,7 @@ class Origin:
     """Its blobs that are in the records, by digest."""
 
 
-def origin(found: Kept, blobs: Blobs) -> Origin:
+def origin(found: ArtifactParts, blobs: Blobs) -> Origin:
     """Read the beginning of an image's records. Raises OciError, ImageError."""
     layer = found.artifact.records
     assert layer is not None
@@ -108,7 +108,7 @@ def _is_beside(one: Descriptor, beside: Mapping[str, bytes]) -> bool:
 
 
 def give_out(
-    found: Kept,
+    found: ArtifactParts,
     of: Origin,
     blobs: Blobs,
     append: Append,
@@ -160,7 +160,7 @@ def give_out(
 class _Images:
     """CRIU's images and what gpusnap has beside them, as the tar that containerd wants."""
 
-    def __init__(self, found: Kept, blobs: Blobs, threads: int, seen: Callable[[int], None]) -> None:
+    def __init__(self, found: ArtifactParts, blobs: Blobs, threads: int, seen: Callable[[int], None]) -> None:
         self._found, self._blobs, self._threads, self._seen = found, blobs, threads, seen
 
     def measure(self, media_type: str) -> Descriptor:
@@ -244,7 +244,7 @@ def _content(
     if carried.get(wanted.digest) != wanted.size:
         raise _make_missing_error(wanted)
     with blobs.open_blob(wanted.digest, wanted.size) as file:
-        content = Checked(file, wanted, lambda size: None)
+        content = CheckedBlob(file, wanted, lambda size: None)
         while piece := content.read(PIECE):
             yield piece
         content.check_end()

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable
 
 from gpusnap.checkpoints.formats.names import CONFIG, OURS
-from gpusnap.checkpoints.formats.podman_reader import Crew, Taken, Taking
+from gpusnap.checkpoints.formats.podman_reader import ArchiveContents, ArchiveReader, Crew
 from gpusnap.checkpoints.formats.podman_writer import ArchiveWriter
 from gpusnap.checkpoints.formats.whole_archive import make_whole as self_contained
 from gpusnap.oci.base.errors import reason
@@ -48,7 +48,7 @@ def take_in(
     known: Callable[[str, int], bool] | None = None,
     written: Known | None = None,
     progress: Report | None = None,
-) -> Taken:
+) -> ArchiveContents:
     """Take an archive apart, into a layout that nobody else uses meanwhile; it is not made durable.
 
     threads: for zstd, and for blobs; all cores for 0. known: whether a blob (digest, size) has been put into
@@ -71,7 +71,7 @@ def take_in(
             if progress is not None:
                 progress(Progress(size, min(file.tell(), size)))
 
-        with Taking(archive_path, staging_layout, crew, known, report, written) as taking:
+        with ArchiveReader(archive_path, staging_layout, crew, known, report, written) as taking:
             tar_of_records = taking.pack(taking.records(file))
             records = staging_layout.add_blob(tar_of_records, media_type=artifact.RECORDS)
             crew.join()

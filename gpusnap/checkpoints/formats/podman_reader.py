@@ -49,7 +49,7 @@ _LEVEL = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ArchiveContents:
     """What an archive became: blobs of the layout, but for chunks that are in a store."""
 
     config: Descriptor
@@ -105,7 +105,7 @@ class Crew:
             self._given.popleft().result()
 
 
-class Taking:
+class ArchiveReader:
     """An archive on its way into a layout; closed at the end of a `with`."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Taking:
         self._ours = False
         self._links = Links(path)
 
-    def __enter__(self) -> Taking:
+    def __enter__(self) -> ArchiveReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -157,7 +157,7 @@ class Taking:
         yield tar.END
         self._report()
 
-    def finish(self, records: Descriptor) -> Taken:
+    def finish(self, records: Descriptor) -> ArchiveContents:
         """All that the archive became; blobs that nobody names are removed."""
         if FIRST[0] not in self._dumps:
             raise ImageError(
@@ -171,7 +171,7 @@ class Taking:
 
     def finish_images(
         self, records: Descriptor, notes: Callable[[manifest.Manifest | None], Mapping[str, str]]
-    ) -> Taken:
+    ) -> ArchiveContents:
         """The same for images without an engine's configurations; `notes` are the annotations."""
         if self._ours and self._record is None:
             raise ImageError(
@@ -193,7 +193,7 @@ class Taking:
             named = ", ".join(each.name for each in self._volumes)
             annotations |= bounded({VOLUMES: named})
         own_volumes = tuple(self._volumes)
-        return Taken(self._config, records, self._rootfs, chunks, tables, annotations, own_volumes)
+        return ArchiveContents(self._config, records, self._rootfs, chunks, tables, annotations, own_volumes)
 
     def _place_entry(self, entry: Entry) -> Iterable[bytes]:
         """Put an entry where it belongs; what of it goes into the records."""

@@ -151,7 +151,7 @@ def checkpoint(
             hint="leave --name out, and give --to oci:DIR or no --to; gpusnap push takes them to a registry",
         )
 
-    wish = checkpointing.Wish(
+    wish = checkpointing.CheckpointRequest(
         container="",
         to=place,
         name=locator.parse_name(name) if name else "",
@@ -165,7 +165,7 @@ def checkpoint(
         labels=parse_labels(labels),
     )
 
-    def work(container: str) -> checkpointing.Made:
+    def work(container: str) -> checkpointing.CheckpointResult:
         with record_operation("checkpoint", container) as record, Progress() as progress:
             made = checkpointing.checkpoint(replace(wish, container=container), progress, asked)
             record.container = made.container.name
@@ -176,7 +176,7 @@ def checkpoint(
             )
         return made
 
-    def show(made: checkpointing.Made) -> None:
+    def show(made: checkpointing.CheckpointResult) -> None:
         what = f"{made.name}  {made.digest}" if made.name else made.file
         new = f" ({human(made.new)} of it new in {made.store})" if made.name else ""
         size = f"GPU memory {human(made.gpu_memory)}, checkpoint {human(made.size)}{new}"
@@ -383,7 +383,7 @@ def restore(
     )
 
 
-def _describe_way_back(wish: checkpointing.Wish, made: checkpointing.Made) -> str:
+def _describe_way_back(wish: checkpointing.CheckpointRequest, made: checkpointing.CheckpointResult) -> str:
     """What has become of the container, and the command that restores it."""
     name, auto_remove = made.container.name, made.container.auto_remove
     if made.file:
@@ -405,7 +405,7 @@ def _describe_way_back(wish: checkpointing.Wish, made: checkpointing.Made) -> st
     return f"{name} has ended{removed}; to continue it: {restore}"
 
 
-def _short_name(made: checkpointing.Made) -> str:
+def _short_name(made: checkpointing.CheckpointResult) -> str:
     """Its name without the tag, where that means this checkpoint."""
     short = base(made.name)
     with suppress(GpusnapError):
@@ -419,7 +419,7 @@ def _print(document: Mapping[str, object]) -> None:
     click.echo(json.dumps(document, indent=1))
 
 
-def _make_document(made: checkpointing.Made) -> dict[str, object]:
+def _make_document(made: checkpointing.CheckpointResult) -> dict[str, object]:
     document: dict[str, object] = {
         "container": made.container.name,
         "containerId": made.container.id,

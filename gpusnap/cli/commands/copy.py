@@ -74,7 +74,7 @@ def copy(a: str, b: str, plain_http: bool, as_json: bool) -> None:
     print_image_notes(done.image, done.file)
 
 
-def _in_store(done: copying.Copied) -> str:
+def _in_store(done: copying.CopyResult) -> str:
     """As a command line names it."""
     if done.store == locator.default_store().path:
         return done.name or done.digest

@@ -285,7 +285,7 @@ def _refuse_used() -> None:
         )
 
 
-def _format_used(found: Sequence[install_engines.Used]) -> str:
+def _format_used(found: Sequence[install_engines.ShimContainer]) -> str:
     return _join(sorted(each.name or each.id[:12] for each in found))
 
 

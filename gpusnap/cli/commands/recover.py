@@ -10,7 +10,7 @@ import click
 
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.list import listing
-from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.cli import recover_list, store_tables
 from gpusnap.cli.recover_list import Names
 from gpusnap.engines import podman
@@ -46,7 +46,7 @@ _NOTHING = "nothing to recover"
 class _Migrations:
     """Those that have not ended: from this host, and to it."""
 
-    leaving: tuple[Leaving, ...]
+    leaving: tuple[OutgoingMigration, ...]
     coming: tuple[Record, ...]
 
     def select(self, wanted: str) -> _Migrations:
@@ -125,7 +125,7 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
             raise _make_nothing_error(container)
     if only_list:
         asleep = [each for each in suspended if each.stage is Stage.SUSPENDED]
-        _list(found, cut_off, up, moving, moves, asleep if container is None else (), as_json=as_json)
+        _list(found, cut_off, up, moving, moves, asleep if container is None else None, as_json=as_json)
     elif container is not None and not found and not cut_off and not moving and not moves.ids():
         _end_unknown(container, up)
     else:

@@ -14,7 +14,7 @@ from gpusnap.progress import Progress
 from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
-    from gpusnap.migration.migrate import Migrated
+    from gpusnap.migration.migrate import MigrationResult
 
 
 @click.command()
@@ -110,7 +110,7 @@ def migrate(
 
     link.check_command_line(ssh, "--ssh")
     link.check_command_line(remote_command, "--remote-command")
-    wish = migration.Wish(
+    wish = migration.MigrationRequest(
         container=container,
         route=link.Route(to=link.destination(host), ssh=ssh, program=remote_command),
         name=name,
@@ -130,7 +130,7 @@ def migrate(
         _say(done, dry_run=dry_run)
 
 
-def _document(done: Migrated, *, dry_run: bool) -> dict[str, object]:
+def _document(done: MigrationResult, *, dry_run: bool) -> dict[str, object]:
     return {
         "container": done.container.name,
         "host": done.host,
@@ -149,7 +149,7 @@ def _document(done: Migrated, *, dry_run: bool) -> dict[str, object]:
     }
 
 
-def _say(done: Migrated, *, dry_run: bool) -> None:
+def _say(done: MigrationResult, *, dry_run: bool) -> None:
     gpus = ", ".join(f"{old} to {new}" for old, new in done.pairs) or "none"
     if dry_run:
         click.echo(f"{done.container.name} can move to {done.host}; nothing was changed")

@@ -40,7 +40,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class EarlierCheckpoint:
     """A checkpoint that was made before."""
 
     container: str
@@ -60,13 +60,13 @@ def estimate(gpu: int, resident: int, disk: float | None) -> Range:
     return Range(low, max(low, high))
 
 
-def from_earlier(gpu: int, before: Sequence[Earlier]) -> Range:
+def from_earlier(gpu: int, before: Sequence[EarlierCheckpoint]) -> Range:
     """From the seconds and bytes of earlier ones, of which there is one or more."""
     each = [_REST_FAST + max(0.0, one.seconds - _REST_FAST) * gpu / one.bytes for one in before]
     return Range(min(each) * 0.8, max(each) * 1.25)
 
 
-def list_earlier(path: str, container: str, *, patience: float = _PATIENCE) -> tuple[Earlier, ...]:
+def list_earlier(path: str, container: str, *, patience: float = _PATIENCE) -> tuple[EarlierCheckpoint, ...]:
     """Those in the store: of this container (its full ID) where there are some, else the last ones of any.
 
     At most five, and no more than can be read within `patience` seconds, the last that were kept first.
@@ -75,7 +75,7 @@ def list_earlier(path: str, container: str, *, patience: float = _PATIENCE) -> t
     if not os.path.exists(os.path.join(path, "oci-layout")):
         return ()
     store = Store(path)
-    found: list[tuple[str, Earlier]] = []
+    found: list[tuple[str, EarlierCheckpoint]] = []
     seen: set[str] = set()
     with suppress(OciError, GpusnapError):
         for entry in reversed(store.entries()):
@@ -93,17 +93,17 @@ def list_earlier(path: str, container: str, *, patience: float = _PATIENCE) -> t
     return tuple((same or latest)[:5])
 
 
-def _read_earlier(record: Manifest) -> Earlier | None:
+def _read_earlier(record: Manifest) -> EarlierCheckpoint | None:
     size = sum(gpu.memory_used for gpu in record.gpus)
     seconds = max((step.start + step.seconds for step in record.timing), default=0.0)
-    return Earlier(record.container, size, seconds) if size and seconds else None
+    return EarlierCheckpoint(record.container, size, seconds) if size and seconds else None
 
 
 def check(
     container: str,
     gpu: int,
     resident: int,
-    before: Sequence[Earlier],
+    before: Sequence[EarlierCheckpoint],
     disk: Speed | None,
     *,
     volumes: int = 0,

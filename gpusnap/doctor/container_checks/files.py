@@ -39,7 +39,7 @@ _LOCK = compile_later(r"\d+: (?:POSIX|FLOCK) +\w+ +\w+ +(\d+) ([0-9a-f]+):([0-9a
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenFile:
     """An open file of a process."""
 
     process: Process
@@ -55,12 +55,12 @@ class Opened:
         return f"process {self.process.pid} ({self.process.comm})"
 
 
-def list_open_files(processes: Iterable[Process], root: str = "/") -> tuple[Opened, ...]:
+def list_open_files(processes: Iterable[Process], root: str = "/") -> tuple[OpenFile, ...]:
     """Every open file of the processes, by process and number; what is closed meanwhile is left out.
 
     Raises Unanswered where one is of a file system that does not answer.
     """
-    found: list[Opened] = []
+    found: list[OpenFile] = []
     for process in processes:
         folder = join_root(root, f"/proc/{process.pid}/fd")
         try:
@@ -73,13 +73,13 @@ def list_open_files(processes: Iterable[Process], root: str = "/") -> tuple[Open
                 targets[f"{folder}/{name}"] = os.readlink(f"{folder}/{name}")
         for link, info in question_process.stat_files(process.pid, targets).items():
             known = None if isinstance(info, OSError) else info
-            found.append(Opened(process, int(link.rpartition("/")[2]), targets[link], known))
+            found.append(OpenFile(process, int(link.rpartition("/")[2]), targets[link], known))
     return tuple(found)
 
 
-def check_anonymous(files: Sequence[Opened]) -> Iterator[Check]:
+def check_anonymous(files: Sequence[OpenFile]) -> Iterator[Check]:
     """io_uring, perf, BPF, userfaultfd and what else CRIU does not know of the kernel's own files."""
-    found: dict[str, Opened] = {}
+    found: dict[str, OpenFile] = {}
     for each in files:
         if each.target.startswith("anon_inode:"):
             kind = each.target.removeprefix("anon_inode:").strip("[]")
@@ -102,10 +102,10 @@ def check_anonymous(files: Sequence[Opened]) -> Iterator[Check]:
 
 
 def check_character_devices(
-    files: Sequence[Opened], ours: Callable[[str, int], bool] = lambda path, major: False
+    files: Sequence[OpenFile], ours: Callable[[str, int], bool] = lambda path, major: False
 ) -> Iterator[Check]:
     """Open device files that CRIU cannot dump; `ours` (path, major) are the GPU's, which are dealt with."""
-    found: dict[str, Opened] = {}
+    found: dict[str, OpenFile] = {}
     for each in files:
         if each.info is None or not stat.S_ISCHR(each.info.st_mode):
             continue
@@ -125,7 +125,7 @@ def check_character_devices(
 
 
 def check_deleted(
-    processes: Iterable[Process], files: Sequence[Opened], limit: int, root: str = "/"
+    processes: Iterable[Process], files: Sequence[OpenFile], limit: int, root: str = "/"
 ) -> Iterator[Check]:
     """Deleted files that are open or mapped and larger than criu.ghost-limit, which CRIU then refuses."""
     sizes: dict[tuple[int, int], tuple[str, int, Process]] = {}
@@ -182,13 +182,13 @@ def _list_deleted_mappings(process: Process, root: str) -> Iterator[tuple[str, s
             yield join_root(root, f"/proc/{process.pid}/map_files/{name}"), fields[5]
 
 
-def check_watches(files: Sequence[Opened], root: str = "/") -> Iterator[Check]:
+def check_watches(files: Sequence[OpenFile], root: str = "/") -> Iterator[Check]:
     """inotify watches on files of the container's own overlay: CRIU cannot open those by their handles.
 
     It looks for them in a few folders (criu/irmap.c, /etc among them) and in those that it is told. Only
     inotify's are looked at; proc_pid_fdinfo(5).
     """
-    found: dict[int, tuple[Opened, int]] = {}
+    found: dict[int, tuple[OpenFile, int]] = {}
     tops: dict[int, int] = {}
     for each in files:
         if each.target != "anon_inode:inotify" and each.target != "anon_inode:[inotify]":
@@ -245,7 +245,7 @@ def check_shared_memory(
             return
 
 
-def check_locks(files: Sequence[Opened], root: str = "/", driver: Iterable[str] = ()) -> Iterator[Check]:
+def check_locks(files: Sequence[OpenFile], root: str = "/", driver: Iterable[str] = ()) -> Iterator[Check]:
     """File locks, with which CRIU dumps only if it is told (proc_locks(5)).
 
     `driver`: files and folders of the GPU's driver. Locks on those are its own, and it gives them up when it

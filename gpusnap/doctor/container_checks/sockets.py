@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gpusnap.doctor.base.check import Check, failure, ok, plural, warning
 from gpusnap.doctor.base.sources import join_root
-from gpusnap.doctor.container_checks.files import Opened
+from gpusnap.doctor.container_checks.files import OpenFile
 from gpusnap.runtime_shim.snapshot.preflight import sockets
 
 Ask = Callable[[str], str]
@@ -14,14 +14,14 @@ Judge = Callable[[str], bool]
 
 
 def check_protocols(
-    files: Sequence[Opened],
+    files: Sequence[OpenFile],
     *,
     root: str = "/",
     ask: Ask = sockets.protocol,
     can_be_dumped: Judge = sockets.can_be_dumped,
 ) -> Iterator[Check]:
     """Sockets of a protocol that CRIU cannot dump."""
-    found: dict[str, Opened] = {}
+    found: dict[str, OpenFile] = {}
     for each in files:
         if sockets.inode(each.target):
             name = ask(join_root(root, f"/proc/{each.process.pid}/fd/{each.number}"))
@@ -46,10 +46,10 @@ def check_protocols(
         yield ok("sockets", "no socket of a protocol that CRIU cannot dump")
 
 
-def check_connections(files: Sequence[Opened], root: str = "/", *, closed: bool = True) -> Iterator[Check]:
+def check_connections(files: Sequence[OpenFile], root: str = "/", *, closed: bool = True) -> Iterator[Check]:
     """TCP connections of the container's processes; `closed`: the setting criu.tcp-close."""
     owners = {sockets.inode(each.target): each for each in files}
-    found: dict[str, tuple[Opened, int]] = {}
+    found: dict[str, tuple[OpenFile, int]] = {}
     for pid in dict.fromkeys(each.process.pid for each in files):
         for each in sockets.connections(pid, root):
             if each.inode in owners:

@@ -46,7 +46,7 @@ _IMPORTS = 'imports = ["/etc/containerd/conf.d/*.toml"]'
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class HandlerPlan:
     """What is to be there for containerd, and what somebody has to do himself."""
 
     items: tuple[Item, ...]
@@ -55,7 +55,7 @@ class Planned:
 
 def plan_handler(
     program: str, *, version: int, root: str = "/", default: bool = False, ours: bool = False
-) -> Planned:
+) -> HandlerPlan:
     """The handler for gpusnap-runtime at `program`, the default one with `default`.
 
     `version` is containerd's first number; `ours`: its configuration is a file that an earlier call wrote.
@@ -63,7 +63,7 @@ def plan_handler(
     """
     found = None if ours else read(join_root(root, CONFIG), "containerd")
     if found is None:
-        return Planned(_make_whole(program, version, default))
+        return HandlerPlan(_make_whole(program, version, default))
     form = 2 if found.get("version") == 2 else 3 if found.get("version") == 3 else 0
     if not form:
         raise GpusnapError(
@@ -73,7 +73,7 @@ def plan_handler(
     if version >= 2 and _has_imports(found):
         handler = _handler(program, form, systemd=_uses_systemd(root))
         text = "\n".join([HEAD, f"version = {form}", *_default(form, default), *handler, ""])
-        return Planned((Item(DROP_IN, "containerd", text.encode()),))
+        return HandlerPlan((Item(DROP_IN, "containerd", text.encode()),))
     return _explain_by_hand(found, program, form, root, default)
 
 
@@ -86,7 +86,9 @@ def _make_whole(program: str, version: int, default: bool) -> tuple[Item, ...]:
     return (Item(CONFIG, "containerd", "\n".join(lines).encode()),)
 
 
-def _explain_by_hand(found: Mapping[str, Any], program: str, form: int, root: str, default: bool) -> Planned:
+def _explain_by_hand(
+    found: Mapping[str, Any], program: str, form: int, root: str, default: bool
+) -> HandlerPlan:
     handlers = _handlers(found, form)
     lines = [f"# The handler of gpusnap-runtime; it belongs at the end of {CONFIG}."]
     lines += [] if handlers else _runc(form)
@@ -104,7 +106,7 @@ def _explain_by_hand(found: Mapping[str, Any], program: str, form: int, root: st
         ]
     if default:
         notes.append(f'for the default, set default_runtime_name = "{HANDLER}" in its {_containerd(form)}')
-    return Planned((item,), tuple(notes))
+    return HandlerPlan((item,), tuple(notes))
 
 
 def files(root: str = "/") -> list[str]:

@@ -29,7 +29,7 @@ _BUNDLES = "/run/containerd/io.containerd.runtime.v2.task/*/*/options.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Used:
+class ShimContainer:
     """A container whose runtime is gpusnap-runtime."""
 
     engine: str
@@ -62,7 +62,7 @@ def containerd_version(path: str, root: str = "/") -> int:
     return 1
 
 
-def list_used() -> list[Used]:
+def list_used() -> list[ShimContainer]:
     """The containers of this host whose runtime is gpusnap-runtime, of every engine that tells.
 
     Raises GpusnapError where Podman is there and does not.
@@ -72,7 +72,7 @@ def list_used() -> list[Used]:
     return found + [each for each in _list_monitored() if each.id not in known]
 
 
-def _podman() -> Iterator[Used]:
+def _podman() -> Iterator[ShimContainer]:
     path = find().get("podman")
     if not path or not os.path.isdir(_STORAGE):
         return
@@ -86,7 +86,7 @@ def _podman() -> Iterator[Used]:
         runtime, _, rest = line.partition("\t")
         identity, _, name = rest.partition("\t")
         if os.path.basename(runtime) == _PROGRAM:
-            yield Used("podman", identity, name)
+            yield ShimContainer("podman", identity, name)
 
 
 def _ask(*argv: str) -> str:
@@ -97,7 +97,7 @@ def _ask(*argv: str) -> str:
     return done.out
 
 
-def _containerd() -> Iterator[Used]:
+def _containerd() -> Iterator[ShimContainer]:
     for path in sorted(glob.glob(_BUNDLES)):
         try:
             with open(path, "rb") as file:
@@ -105,10 +105,10 @@ def _containerd() -> Iterator[Used]:
         except OSError:
             continue  # the task has ended
         if _PROGRAM.encode() in options:
-            yield Used("containerd", os.path.basename(os.path.dirname(path)))
+            yield ShimContainer("containerd", os.path.basename(os.path.dirname(path)))
 
 
-def _list_monitored() -> Iterator[Used]:
+def _list_monitored() -> Iterator[ShimContainer]:
     """Those of CRI-O, and of Podman with another storage, by what watches each: conmon -r RUNTIME -c ID."""
     # In a chroot to a node's root, as in a pod, /proc shows the node's processes, and 1 is the node's.
     here = {_namespace("self"), _namespace("1")} - {""}
@@ -127,7 +127,7 @@ def _list_monitored() -> Iterator[Used]:
             continue
         options = dict(pairwise(words))
         if os.path.basename(options.get("-r", "")) == _PROGRAM:
-            yield Used("crio", options.get("-c", "?"))
+            yield ShimContainer("crio", options.get("-c", "?"))
 
 
 def _namespace(process: str) -> str:

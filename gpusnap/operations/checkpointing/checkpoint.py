@@ -37,7 +37,7 @@ from gpusnap.operations import disk_space, push_pull, sources
 from gpusnap.operations import open as source
 from gpusnap.operations.checkpointing import archive as archives
 from gpusnap.operations.checkpointing.failed_export import Export, explain_export_errors
-from gpusnap.operations.push_pull import Pushed
+from gpusnap.operations.push_pull import PushResult
 from gpusnap.progress import Progress, Tick, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import (
@@ -58,7 +58,7 @@ _BLOBS = ("blobs", "sha256")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class CheckpointRequest:
     """What shall be checkpointed, how, and where to; without `to`, into this host's store."""
 
     container: str
@@ -88,7 +88,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CheckpointResult:
     """A checkpoint that was made. Sizes are bytes."""
 
     container: podman.Container
@@ -103,7 +103,7 @@ class Made:
     store: str = ""
     file: str = ""
     """The archive; then the three above are empty."""
-    pushed: Pushed | None = None
+    pushed: PushResult | None = None
     pause: float | None = None
     """Seconds for which the processes were stopped, or until they had ended; None where it is not known."""
 
@@ -113,7 +113,9 @@ class Made:
         return self.container.status == "paused"
 
 
-def checkpoint(wish: Wish, progress: Progress, asked: podman.Inspection | None = None) -> Made:
+def checkpoint(
+    wish: CheckpointRequest, progress: Progress, asked: podman.Inspection | None = None
+) -> CheckpointResult:
     """Make it. Raises NotFound, ContainerError, Interrupted, GpusnapError.
 
     `asked`: what Podman was already asked about the container.
@@ -155,7 +157,7 @@ def checkpoint(wish: Wish, progress: Progress, asked: podman.Inspection | None =
             hint=f"gpusnap push {made.name} {wish.to.reference}{plain_http} goes on",
             code=said.code or "GPS-710",
         ) from error
-    return Made(
+    return CheckpointResult(
         found,
         time.monotonic() - began,
         made.gpu_memory,
@@ -176,7 +178,9 @@ def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:
         repository.has_blob(empty.digest, empty.size, pushing=True)
 
 
-def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: float) -> Made:
+def _to_store(
+    wish: CheckpointRequest, found: podman.Container, progress: Progress, began: float
+) -> CheckpointResult:
     store = wish.to.store if isinstance(wish.to, locator.InStore) else locator.default_store()
     with convert_errors():
         names = _store_names(wish, found)
@@ -220,7 +224,7 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
                 tables = [each.table for each in volumes]
                 staging.commit(root, names=names, tables=tables, completes=pages)
     parts = {each.digest: each.size for each in (*whole.artifact.blobs(), *whole.artifact.documents)}
-    return Made(
+    return CheckpointResult(
         container=found,
         seconds=time.monotonic() - began,
         gpu_memory=whole.gpu_memory,
@@ -234,7 +238,9 @@ def _to_store(wish: Wish, found: podman.Container, progress: Progress, began: fl
 
 
 @contextmanager
-def _open_staging(wish: Wish, found: podman.Container, store: Store) -> Iterator[tuple[Staging, Export]]:
+def _open_staging(
+    wish: CheckpointRequest, found: podman.Container, store: Store
+) -> Iterator[tuple[Staging, Export]]:
     """A staging with the archive in it; it stays where that is all that is left of the container."""
     staging = store.stage()
     archive = os.path.join(staging.path, ARCHIVE)
@@ -267,7 +273,9 @@ def _open_staging(wish: Wish, found: podman.Container, store: Store) -> Iterator
         staging.close(leave=export.kept)
 
 
-def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress, began: float) -> Made:
+def _to_file(
+    wish: CheckpointRequest, found: podman.Container, path: str, progress: Progress, began: float
+) -> CheckpointResult:
     path = os.path.abspath(path)
     folder, name = os.path.split(path)
     archives.check_place(path, found)
@@ -321,12 +329,12 @@ def _to_file(wish: Wish, found: podman.Container, path: str, progress: Progress,
             hint="give that file the name that you want",
             code="GPS-103",
         )
-    return Made(
+    return CheckpointResult(
         found, time.monotonic() - began, memory, size=archives.size(path), new=archives.size(path), file=path
     )
 
 
-def _run(wish: Wish, export: Export, options: list[str], tick: Tick, progress: Progress) -> None:
+def _run(wish: CheckpointRequest, export: Export, options: list[str], tick: Tick, progress: Progress) -> None:
     """Have Podman do it, and see that it is what it says."""
     words = [*options, *wish.options()]
 
@@ -408,7 +416,7 @@ def _record_of(export: Export) -> manifest.Manifest | None:
     return manifest_json.decode(data, f"{CONFIG} in what Podman exported") if data is not None else None
 
 
-def _store_names(wish: Wish, found: podman.Container) -> list[str]:
+def _store_names(wish: CheckpointRequest, found: podman.Container) -> list[str]:
     """What it is called in the store; the first name is the one to show. Raises StoreError.
 
     What goes to a registry has the usual name as well: NAME alone means the newest checkpoint of that name.

@@ -23,7 +23,7 @@ from gpusnap.user_errors import NotFound
 _STOPPED = ("exited", "stopped")
 
 
-def chosen(place: locator.InStore) -> locator.Chosen:
+def chosen(place: locator.InStore) -> locator.ResolvedName:
     """What a word means in a store; NotFound names a container that Podman can restore instead.
 
     Raises as `InStore.resolve` does.

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator, migrations
-from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.damage import map_artifact_blobs
 from gpusnap.checkpoints.formats.criu_images import Links
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
@@ -123,7 +123,7 @@ class Restored:
     """Of the checkpoint, where it was an artifact."""
     kept: str = ""
     """The name under which the store has it now, where it came from a registry."""
-    source: locator.Chosen | None = None
+    source: locator.ResolvedName | None = None
     """What it was in this host's store, where it came from there."""
 
 
@@ -145,7 +145,7 @@ def restore(wish: Wish, progress: Progress, *, asked: podman.Listing | None = No
     """
     began = time.monotonic()
     digest = kept_as = ""
-    source: locator.Chosen | None = None
+    source: locator.ResolvedName | None = None
     in_use.check_name(wish.name)
     settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman not always show why
     with convert_errors():
@@ -337,7 +337,9 @@ def _from_artifact(
             return container, found.root.digest
 
 
-def _records(wish: Wish, found: Kept, layout: Layout, folder: str, progress: Progress) -> tuple[str, Choice]:
+def _records(
+    wish: Wish, found: ArtifactParts, layout: Layout, folder: str, progress: Progress
+) -> tuple[str, Choice]:
     """The archive of a checkpoint's records for Podman, made in a folder, and which volumes it brings."""
     archive = os.path.join(folder, ARCHIVE)
     progress.stage("records")
@@ -361,7 +363,7 @@ def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[
         place,
         leave=_ON_THE_WAY,
         seconds=_SECONDS,
-        check=Kept.check_podman,
+        check=ArtifactParts.check_podman,
         plain_http=wish.plain_http,
         progress=progress,
     )
@@ -397,7 +399,7 @@ def _from_image(
         return _from_archive(wish, blob_path(staging.layout, layer.digest), progress), root.digest
 
 
-def _keep(store: Store, staging: Staging, found: Kept, name: str, before: set[str]) -> bool:
+def _keep(store: Store, staging: Staging, found: ArtifactParts, name: str, before: set[str]) -> bool:
     """Name in the store what is all there by now; whether it is. Nothing else depends on it."""
     with suppress(OciError):
         sources.take_chunks(staging, found.artifact.chunks)
@@ -467,7 +469,7 @@ def _volumes(wish: Wish, inside: Inside) -> Choice:
     return volumes.choose(inside, ignore=wish.ignore_volumes)
 
 
-def _of_damage(error: GpusnapError, found: Kept, store: Store) -> Damaged | None:
+def _of_damage(error: GpusnapError, found: ArtifactParts, store: Store) -> Damaged | None:
     """The same error, where it names a chunk that the store lacks, or has wrong: who read it was a child."""
     named = set(_DIGEST.findall(str(error)))
     for each in found.artifact.chunks:

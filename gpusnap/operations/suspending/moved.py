@@ -15,7 +15,7 @@ _OF_THE_DRIVER = ("driver checkpoint", "driver restore")
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MovedContainer:
     """A container that was taken off its GPUs, or brought back."""
 
     container: Suspension
@@ -29,7 +29,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Spilled:
+class SpilledContainer:
     """A container that was suspended already, and whose GPU memory goes to the store."""
 
     name: str

@@ -9,7 +9,7 @@ from gpusnap.engines import podman
 from gpusnap.operations.suspending import make_way, targets
 from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.commands import run_after_resume
-from gpusnap.operations.suspending.moved import Moved
+from gpusnap.operations.suspending.moved import MovedContainer
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
@@ -20,10 +20,10 @@ from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resumin
 from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep
 
 if TYPE_CHECKING:
-    from gpusnap.runtime_shim.snapshot.suspended_containers.load import Loading
+    from gpusnap.runtime_shim.snapshot.suspended_containers.load import MemoryLoad
 
 
-def resume(name: str, early: Ahead, request: GpuMap = ()) -> Moved:
+def resume(name: str, early: Ahead, request: GpuMap = ()) -> MovedContainer:
     """Resume a suspended container by its name.
 
     `early`: what was asked ahead, of this container first. Raises NotFound, Refused, GpusnapError.
@@ -40,8 +40,8 @@ def resume_this(
     driver: Driver,
     asked: podman.Inspection | None = None,
     request: GpuMap = (),
-    loading: Loading | None = None,
-) -> Moved:
+    loading: MemoryLoad | None = None,
+) -> MovedContainer:
     """Resume a container that was found. Raises Refused, GpusnapError.
 
     `asked`: what Podman tells of it. `loading`: what was spilled of it, on its way into RAM.
@@ -57,4 +57,4 @@ def resume_this(
             make_way.propose(error, found, driver, request)
             raise
     run_after_resume(found.engine, found.container, asked)
-    return Moved(done, time.monotonic() - began, steps)
+    return MovedContainer(done, time.monotonic() - began, steps)

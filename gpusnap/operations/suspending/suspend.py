@@ -8,14 +8,14 @@ from functools import partial
 from gpusnap.operations.suspending import budget, targets
 from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.commands import run_around_suspend
-from gpusnap.operations.suspending.moved import Moved
+from gpusnap.operations.suspending.moved import MovedContainer
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.snapshot.gpu_processes.choose_driver import choose_driver
 from gpusnap.runtime_shim.snapshot.suspended_containers import suspend as suspending
 from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep
 
 
-def suspend(name: str, early: Ahead) -> Moved:
+def suspend(name: str, early: Ahead) -> MovedContainer:
     """Suspend a running container by its name.
 
     `early`: what was asked ahead, of this container first. Raises NotFound, Refused, GpusnapError.
@@ -23,7 +23,7 @@ def suspend(name: str, early: Ahead) -> Moved:
     return suspend_this(targets.find_running(name, early.container), early)
 
 
-def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") -> Moved:
+def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") -> MovedContainer:
     """Suspend a container that was found. `leaving`: the key of one that is resumed next.
 
     `early`: what was asked ahead, of this container first. Raises Refused, GpusnapError.
@@ -36,4 +36,4 @@ def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") ->
     room = partial(budget.make_room, settings, leaving=leaving)
     with run_around_suspend(engine.kind, early.container):
         done, steps = suspending.suspend(container, real, settings, driver, engine, room=room)
-    return Moved(done, time.monotonic() - began, steps)
+    return MovedContainer(done, time.monotonic() - began, steps)

@@ -18,7 +18,7 @@ from gpusnap.engines import podman
 from gpusnap.oci.base.errors import OciError
 from gpusnap.operations.suspending import make_way, targets
 from gpusnap.operations.suspending.ahead import Ahead
-from gpusnap.operations.suspending.moved import Moved
+from gpusnap.operations.suspending.moved import MovedContainer
 from gpusnap.operations.suspending.resume import resume_this
 from gpusnap.operations.suspending.suspend import suspend_this
 from gpusnap.runtime_shim import settings as settings_file
@@ -31,14 +31,14 @@ from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import load
 from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resuming
-from gpusnap.runtime_shim.snapshot.suspended_containers.load import Loading
+from gpusnap.runtime_shim.snapshot.suspended_containers.load import MemoryLoad
 from gpusnap.runtime_shim.transaction import make_interruptible
 
 _Used = Mapping[int, Mapping[str, int]]
 """Bytes of GPU memory by PID and GPU UUID."""
 
 
-def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved, Moved]:
+def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[MovedContainer, MovedContainer]:
     """Suspend the one, and resume the other in its place; where that fails, the first comes back.
 
     `early`: what was asked ahead, of both in this order. Where the second would not fit even then, nothing is
@@ -115,7 +115,7 @@ def _check_order(out: str, into: str, early: Ahead) -> None:
         )
 
 
-def _begin_loading(found: Suspension, settings: Settings, used: _Used) -> Loading | None:
+def _begin_loading(found: Suspension, settings: Settings, used: _Used) -> MemoryLoad | None:
     """Begin to read what was spilled of a container; None where nothing was, or RAM is too short.
 
     What is wrong with the store the resume says.

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 
 from gpusnap.runtime_shim import deadlines, question_process
 from gpusnap.runtime_shim.gpu.api import device_files
-from gpusnap.runtime_shim.gpu.api.driver import Held
+from gpusnap.runtime_shim.gpu.api.driver import HeldFiles
 
 KFD = "/dev/kfd"
 DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
@@ -37,10 +37,10 @@ def kfd_number(node: str = KFD) -> Number | None:
     return _number(found)
 
 
-def list_held(pid: int, ours: Collection[Number]) -> Held:
+def list_held(pid: int, ours: Collection[Number]) -> HeldFiles:
     """The files with one of the device numbers `ours`, by descriptor and by address. Raises GpuError."""
     opened = tuple(sorted((number, path) for number, path, device in _iterate_opened(pid) if device in ours))
-    return Held(opened, tuple(entry for entry, device in _iterate_mapped(pid) if device in ours))
+    return HeldFiles(opened, tuple(entry for entry, device in _iterate_mapped(pid) if device in ours))
 
 
 def list_held_numbers(pid: int) -> frozenset[Number]:

@@ -17,7 +17,7 @@ from gpusnap.runtime_shim.gpu.amd.device_files import DRM_MAJOR
 from gpusnap.runtime_shim.gpu.api import device_files as handles
 from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, Plugin
 from gpusnap.runtime_shim.gpu.api.device_nodes import in_container, on_host
-from gpusnap.runtime_shim.gpu.api.driver import Held, Host, Node, ProcessState
+from gpusnap.runtime_shim.gpu.api.driver import HeldFiles, Host, Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import (
     DriverMissing,
     GpuError,
@@ -90,7 +90,7 @@ class Amd:
         """Whether the process has any such file open or mapped."""
         return bool(self.list_handles(pid))
 
-    def list_held(self, pid: int) -> Held:
+    def list_held(self, pid: int) -> HeldFiles:
         """The same files by number of the descriptor, and by address."""
         return device_files.list_held(pid, _numbers())
 

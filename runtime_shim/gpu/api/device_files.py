@@ -18,7 +18,7 @@ from contextlib import suppress
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import deadlines, question_process
 from gpusnap.runtime_shim.errors import reason
-from gpusnap.runtime_shim.gpu.api.driver import Held
+from gpusnap.runtime_shim.gpu.api.driver import HeldFiles
 from gpusnap.runtime_shim.gpu.api.errors import GpuError, PermissionRefused
 from gpusnap.runtime_shim.process import proc
 
@@ -84,12 +84,12 @@ def holds(pid: int) -> bool:
     return bool(_open_nodes(pid, majors)) or any(True for _ in _iterate_mapped_nodes(pid, majors))
 
 
-def list_held(pid: int) -> Held:
+def list_held(pid: int) -> HeldFiles:
     """The same with every descriptor (by number) and every mapping (by address) of such a file."""
     majors = nvidia_majors()[1]
     opened = sorted(_open_nodes(pid, majors).items())
     mapped = _iterate_mapped_nodes(pid, majors, every=True)
-    return Held(
+    return HeldFiles(
         tuple((number, node.path) for number, node in opened),
         tuple((*_span(addresses), node.path) for addresses, node in mapped),
     )

@@ -68,7 +68,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldFiles:
     """What a process holds of a GPU's device files, each descriptor and each mapping by itself."""
 
     descriptors: tuple[tuple[int, str], ...]
@@ -80,8 +80,10 @@ class Held:
 class Driver(Protocol):
     """A vendor's way to suspend and resume the GPU state of other processes.
 
-    Every method raises a `gpusnap.runtime_shim.gpu.api.errors.GpuError` and nothing else. Where a plugin of
-    CRIU's does the suspending, `lock`, `checkpoint`, `restore` and `unlock` are not to be called.
+    Every method raises a `gpusnap.runtime_shim.gpu.api.errors.GpuError` if the driver or the kernel refuses,
+    and another GpusnapError if gpusnap cannot ask: /proc cannot be read, or the process that asks does not
+    start, or ends. Where a plugin of CRIU's does the suspending, `lock`, `checkpoint`, `restore` and `unlock`
+    are not to be called.
     """
 
     vendor: str
@@ -112,7 +114,7 @@ class Driver(Protocol):
     def holds(self, pid: int) -> bool:
         """Whether the process has any of them: most have one open, and their mappings are not looked at."""
 
-    def list_held(self, pid: int) -> Held:
+    def list_held(self, pid: int) -> HeldFiles:
         """The same files, with the descriptors and the addresses by which the process has them."""
 
     def list_visible(self, pid: int) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.gpu.api import device_files as handles
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.device_nodes import in_container, on_host
-from gpusnap.runtime_shim.gpu.api.driver import Held, Host, Node, ProcessState
+from gpusnap.runtime_shim.gpu.api.driver import HeldFiles, Host, Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverMissing,
@@ -140,7 +140,7 @@ class Nvidia:
             return None
         except ValueError:
             raise DriverFailed(
-                f"the GPU driver says that {_name(pid)} is in state {state}, which gpusnap does not know",
+                f"the GPU driver says that {_name_pid(pid)} is in state {state}, which gpusnap does not know",
                 hint="use a gpusnap that knows this driver",
                 pid=pid,
             ) from None
@@ -167,7 +167,7 @@ class Nvidia:
         """Whether the process has any such file open or mapped."""
         return handles.holds(pid)
 
-    def list_held(self, pid: int) -> Held:
+    def list_held(self, pid: int) -> HeldFiles:
         """NVIDIA's device files by number of the descriptor, and by address."""
         return handles.list_held(pid)
 
@@ -186,7 +186,7 @@ class Nvidia:
         for minor in held:
             if minor not in gpus:
                 raise NoDevice(
-                    f"{_name(pid)} holds the device of GPU minor {minor}, which the driver does not list",
+                    f"{_name_pid(pid)} holds the device of GPU minor {minor}, which the driver does not list",
                     hint=NoDevice.advice,
                     pid=pid,
                 )
@@ -262,7 +262,9 @@ class Nvidia:
         if result == CUDA_SUCCESS:
             return
         name = self._cuda().error_name(result)
-        error = cuda_error(result, f"{verb} {_name(pid)}", pid=pid, name=name, because=because, hints=hints)
+        error = cuda_error(
+            result, f"{verb} {_name_pid(pid)}", pid=pid, name=name, because=because, hints=hints
+        )
         # The driver may notice before the kernel shows it. Its other answers are of living processes.
         patience = _DYING if isinstance(error, _VAGUE) and not at_once else 0
         if handles.has_ended(pid, within=patience):
@@ -330,7 +332,7 @@ def _without_visible_devices() -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = narrowed
 
 
-def _name(pid: int) -> str:
+def _name_pid(pid: int) -> str:
     return f"process {pid} ({handles.comm(pid)})"
 
 

@@ -100,7 +100,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DriverFiles:
     """What there is of the driver on this host."""
 
     version: str
@@ -110,7 +110,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class MappedFile:
     """A file that a process has mapped, as CRIU will know it again."""
 
     path: str
@@ -132,7 +132,9 @@ def replace_version(path: str, old: str, new: str) -> str:
     return re.sub(rf"(?<![0-9])(?<![0-9]\.){re.escape(old)}(?![0-9]|\.[0-9])", new, path)
 
 
-def find_files(specs: Iterable[Spec], version: str, *, asked: Iterable[str] = (), root: str = "/") -> Found:
+def find_files(
+    specs: Iterable[Spec], version: str, *, asked: Iterable[str] = (), root: str = "/"
+) -> DriverFiles:
     """The driver's files here, from CDI specs, the loader's cache and the driver's folders, in that order.
 
     `version` is the driver's; `asked` are paths of which it must be known whether they exist. Everything is
@@ -144,11 +146,11 @@ def find_files(specs: Iterable[Spec], version: str, *, asked: Iterable[str] = ()
     for folder in dict.fromkeys((*folders, *_folders(version))):
         files += _iterate_regular(_list_folder(folder, root), 2, root)
     present = {path for path in asked if is_driver_file(path) and os.path.exists(_join_root(root, path))}
-    return Found(version, tuple(files), frozenset(present | {each.path for each in files}))
+    return DriverFiles(version, tuple(files), frozenset(present | {each.path for each in files}))
 
 
 def find_counterpart(
-    source: str, old: str, new: str, known: Found, *, among: Iterable[str] = ()
+    source: str, old: str, new: str, known: DriverFiles, *, among: Iterable[str] = ()
 ) -> str | None:
     """The file of this host to mount instead of `source`, one of driver version `old`; None: there is none.
 
@@ -197,14 +199,14 @@ def build_id(path: str) -> str:
         return _note(file.read(1 << 20)).hex()
 
 
-def describe_mapped(path: str, file: str = "") -> Mapped:
+def describe_mapped(path: str, file: str = "") -> MappedFile:
     """What CRIU will hold `path` against; read from `file` where this process knows it by another name.
 
     Raises OSError.
     """
     status = os.stat(file or path)
     build = build_id(file or path) if stat.S_ISREG(status.st_mode) else ""
-    return Mapped(path, status.st_size, build, status.st_mode)
+    return MappedFile(path, status.st_size, build, status.st_mode)
 
 
 def explain_difference(path_here: str, size: int, build_id: str, *, mode: int | None = None) -> str:
@@ -255,7 +257,7 @@ def _matches(file: File, wanted: str, new: str, bits: int) -> bool:
     return folder in (os.path.basename(os.path.dirname(path)) for path in (file.path, file.real))
 
 
-def _find_own_version(wanted: str, bits: int, known: Found) -> str | None:
+def _find_own_version(wanted: str, bits: int, known: DriverFiles) -> str | None:
     """The one library with the same name and first number: libnvidia-egl-gbm.so.1.1.2 for ….so.1.1.1."""
     own = _NUMBERED.fullmatch(os.path.basename(wanted))
     if not own or not own["major"]:

@@ -8,7 +8,7 @@
 
 A driver that copies GPU memory into such a file instead of private memory leaves nothing to be copied out of
 the process, and a file with the bytes can be mapped into a process instead of copying them in. The bytes
-outlive a gpusnap that is killed (but not a mount namespace that ends with it: mount_namespace.is_lasting), and
+outlive a gpusnap that is killed (not a mount namespace that ends with it: mount_namespace.is_lasting), and
 are never there twice. Nothing is written to a disk: a tmpfs lies in RAM, gone with the next boot, as the
 processes are. Its mount option noswap keeps it out of swap (Linux 6.4 and later; see `can_be_swapped`).
 """

@@ -24,7 +24,7 @@ _FIXED = 0x10  # asm-generic/mman-common.h, MAP_FIXED
 
 
 @dataclass(frozen=True, slots=True)
-class Neutralised:
+class NeutraliseResult:
     """What was replaced in a process."""
 
     descriptors: tuple[tuple[int, str], ...]
@@ -39,7 +39,7 @@ def neutralise(
     ranges: Iterable[tuple[int, int]],
     *,
     lent: Callable[[Saved], AbstractContextManager[None]],
-) -> Neutralised:
+) -> NeutraliseResult:
     """Put /dev/null behind descriptors of a stopped process, and nothing behind its mappings of files.
 
     `ranges` of (start, end), each a whole mapping. A descriptor stays open across exec, or is closed by it,
@@ -60,7 +60,7 @@ def neutralise(
         for mapping in gone:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED
             remote.mmap(mapping.start, mapping.size, 0, flags)  # PROT_NONE
-    return Neutralised(led, gone)
+    return NeutraliseResult(led, gone)
 
 
 def _descriptors(remote: Remote, pid: int, closing: dict[int, bool]) -> None:

@@ -38,7 +38,7 @@ _HUGEPAGE = 14  # asm-generic/mman-common.h, MADV_HUGEPAGE
 _ENOUGH = 0.9
 
 
-class Populated:
+class PopulateResult:
     """What was done for a thread; complete once the block has ended."""
 
     def __init__(self) -> None:
@@ -69,13 +69,13 @@ class Backing:
 @contextmanager
 def populate_mappings(
     pid: int, tid: int, *, threads: int = 0, large: int = LARGE, backing: Backing | None = None
-) -> Iterator[Populated]:
+) -> Iterator[PopulateResult]:
     """Let one thread of a stopped process run while the block does, its large mappings populated for it.
 
     The pages are touched in so many threads, all cores' for 0. Raises OSError where the thread cannot be
     traced, or does not stop at the end.
     """
-    done = Populated()
+    done = PopulateResult()
     with Tracer(pid, [tid], watch=_Watch(done, threads, large, backing)) as tracer:
         done.tracer = tracer
         yield done
@@ -87,7 +87,7 @@ def populate_mappings(
 class _Watch:
     """`tracer.CallWatch`: the thread's system calls, whose stops are an entry and an exit in turn."""
 
-    def __init__(self, done: Populated, threads: int, large: int, backing: Backing | None) -> None:
+    def __init__(self, done: PopulateResult, threads: int, large: int, backing: Backing | None) -> None:
         self.done, self.threads, self.large, self.backing = done, threads, large, backing
         self._inside = False
         self._flags: int | None = None  # of the large mmap that it is in

@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 
 
 @dataclass(frozen=True, slots=True)
-class Invoked:
+class Invocation:
     """A call of the real runtime that has ended."""
 
     code: int
@@ -47,7 +47,7 @@ def invoke(
     capture: bool,
     started: Callable[[int], object] | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
-) -> Invoked:
+) -> Invocation:
     """Run the real runtime with a CRIU configuration, and with a log of its own in place of the caller's.
 
     `capture` and `started` as in `child_process.run`; without capture, why the runtime failed is only in that
@@ -71,7 +71,7 @@ def invoke(
     if done.code == 0:
         for warning in runtime_warnings(said):
             note(warning)
-    return Invoked(done.code, said, done.err)
+    return Invocation(done.code, said, done.err)
 
 
 def _read(log: IO[str]) -> str:

@@ -26,7 +26,7 @@ from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change, plan_changes
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, Node
-from gpusnap.runtime_shim.gpu.nvidia.driver_files import Found, explain_difference, find_counterpart
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import DriverFiles, explain_difference, find_counterpart
 from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest
 from gpusnap.runtime_shim.runtime import bundle
 from gpusnap.runtime_shim.runtime.criu.images import dev
@@ -69,7 +69,7 @@ def make(
     pairs: Sequence[tuple[str, str]],
     config: Mapping[str, Any],
     *,
-    known: Callable[[], Found],
+    known: Callable[[], DriverFiles],
     keep_names: bool,
 ) -> Remap:
     """What a restore of `record` with these pairs changes; `config` is the bundle's, as it came.
@@ -91,7 +91,7 @@ def make(
         for mount in bundle.binds(config)
         if isinstance(source := mount.get("source"), str)
     }
-    moved = _Moved(record, host, pairs, here, known, list(bound.values()))
+    moved = _HostPaths(record, host, pairs, here, known, list(bound.values()))
     at = _mounted_nodes(old, found, here)
     sources = {where: at.get(where) or moved.source(source) for where, source in bound.items()}
     mounts = tuple(replace(m, source=at.get(m.destination) or moved.source(m.source)) for m in record.mounts)
@@ -109,14 +109,14 @@ def make(
 
 
 @dataclass(slots=True)
-class _Moved:
+class _HostPaths:
     """Where this host has what a mount shows: a GPU's node, its folder in /proc, or a file of the driver."""
 
     record: Manifest
     host: Host
     pairs: Sequence[tuple[str, str]]
     here: Sequence[Node]
-    known: Callable[[], Found]
+    known: Callable[[], DriverFiles]
     among: Sequence[str]
     """The sources of all bind mounts in config.json."""
     libraries: bool = False

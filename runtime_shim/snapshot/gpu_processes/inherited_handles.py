@@ -26,12 +26,12 @@ from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, reason
-from gpusnap.runtime_shim.gpu.api.driver import Driver, Held
+from gpusnap.runtime_shim.gpu.api.driver import Driver, HeldFiles
 from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.kcmp import EQUAL, FILE, FILES, VM, compare
-from gpusnap.runtime_shim.process.ptrace.neutralise import Neutralised, neutralise
+from gpusnap.runtime_shim.process.ptrace.neutralise import NeutraliseResult, neutralise
 from gpusnap.runtime_shim.records.manifest import NeutralisedProcess
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import idle_holders, users
@@ -40,11 +40,11 @@ from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
+class ClearedProcess:
     """A process whose inherited GPU files have been replaced."""
 
     process: proc.Process
-    done: Neutralised
+    done: NeutraliseResult
 
 
 def find_strangers(
@@ -73,7 +73,7 @@ def clear(
     *,
     timeout: float,
     held: Collection[int] = (),
-) -> tuple[Cleared, ...]:
+) -> tuple[ClearedProcess, ...]:
     """Replace what processes inherited from those in `gpu`, which stand still and have their files open yet.
 
     `processes` gives the container's, each time anew: a child may have children of its own until it stands.
@@ -102,10 +102,10 @@ def clear(
         heirs = [pid for pid in found if proc.is_running(pid) and not source.list_own(pid, everyone)]
         outcome = run_at_once(partial(_clear, driver, key), heirs)
         outcome.raise_first()
-    return tuple(Cleared(found[pid], each) for pid, each in sorted(outcome.results.items()) if each)
+    return tuple(ClearedProcess(found[pid], each) for pid, each in sorted(outcome.results.items()) if each)
 
 
-def say(cleared: Iterable[Cleared]) -> None:
+def say(cleared: Iterable[ClearedProcess]) -> None:
     """Tell stderr whose files were replaced."""
     pids = [each.process.pid for each in cleared]
     if pids:
@@ -119,7 +119,7 @@ def say(cleared: Iterable[Cleared]) -> None:
         )
 
 
-def records(cleared: Iterable[Cleared], init: int) -> tuple[NeutralisedProcess, ...]:
+def records(cleared: Iterable[ClearedProcess], init: int) -> tuple[NeutralisedProcess, ...]:
     """What the manifest says of those that are still there."""
     there = [each for each in cleared if proc.is_same(each.process.pid, each.process.start)]
     inner = containers.inner_pids(init, [each.process for each in there])
@@ -135,7 +135,7 @@ def records(cleared: Iterable[Cleared], init: int) -> tuple[NeutralisedProcess, 
     )
 
 
-def _clear(driver: Driver, key: str, pid: int) -> Neutralised | None:
+def _clear(driver: Driver, key: str, pid: int) -> NeutraliseResult | None:
     """One process that stands; None where it has ended. The calling thread is the tracer."""
     held = driver.list_held(pid)
     numbers = [number for number, _ in held.descriptors]
@@ -158,7 +158,7 @@ class _Source:
 
     def __init__(self, driver: Driver, gpu: Collection[int]) -> None:
         self._driver, self._gpu = driver, frozenset(gpu)
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldFiles] = {}
 
     def find_heirs(
         self, processes: Iterable[proc.Process], everyone: Collection[int], held: Collection[int]
@@ -191,7 +191,7 @@ class _Source:
         theirs = sorted(self._list_held(ancestor).descriptors, key=lambda each: each[0] != number)
         return any(_is_same_file(ancestor, each, pid, number) for each, _ in theirs)
 
-    def _list_held(self, pid: int) -> Held:
+    def _list_held(self, pid: int) -> HeldFiles:
         if pid not in self._held:
             self._held[pid] = self._driver.list_held(pid)
         return self._held[pid]

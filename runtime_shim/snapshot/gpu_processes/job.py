@@ -49,7 +49,7 @@ class Job:
     pages: Pages
     records: dict[int, Record] = field(default_factory=dict)
     """By PID, of every process that has been, or is being, suspended."""
-    cleared: tuple[inherited_handles.Cleared, ...] = ()
+    cleared: tuple[inherited_handles.ClearedProcess, ...] = ()
     """Processes that held GPU files which they had inherited."""
     mounts: tuple[manifest.DriverMount, ...] = ()
     masters: bool = False
@@ -64,7 +64,7 @@ class Job:
     """As of the last dump: afterwards the container, and its PID namespace, may be gone."""
     suspended: bool = False
     """Whether processes may stand, or wait for their memory."""
-    paused: paused_container.Paused | None = None
+    paused: paused_container.PausedContainer | None = None
     """Where somebody has paused the container."""
     stuck: GpusnapError | None = None
     """What kept us from ending our own pause."""
@@ -72,7 +72,7 @@ class Job:
     """Who keeps the suspended processes stopped."""
     dumping: int | None = None
     """When CRIU began to write (st_mtime_ns); an earlier checkpoint in the same place is no more since."""
-    earlier: image.Earlier = field(default_factory=dict)
+    earlier: image.EarlierImages = field(default_factory=dict)
     """That one's images."""
     asleep: Suspension | None = None
     """Where the container is suspended, and stays so: its GPU state is where the journal says."""

@@ -37,7 +37,7 @@ from gpusnap.runtime_shim.stopping import vfork
 from gpusnap.runtime_shim.stopping.stop import go_on, settle, stand
 
 
-class Paused:
+class PausedContainer:
     """A container in a frozen cgroup, and which of its processes we have stopped."""
 
     def __init__(
@@ -136,16 +136,16 @@ class Paused:
         journal.note_pause(self._container, pause)
 
 
-def find(container: containers.Container, runtime: str = "") -> Paused | None:
+def find(container: containers.Container, runtime: str = "") -> PausedContainer | None:
     """The pause that a container is in; None where it is not frozen, or not by a cgroup of its own.
 
     `runtime`: the kind of the real one.
     """
     group = containers.find_freezer(container)
-    return Paused(container.key, group, runtime=runtime) if group is not None else None
+    return PausedContainer(container.key, group, runtime=runtime) if group is not None else None
 
 
-def reopen(entry: Entry, pids: Iterable[int]) -> Paused | None:
+def reopen(entry: Entry, pids: Iterable[int]) -> PausedContainer | None:
     """The pause in which to put right what a killed gpusnap left; None where the container is to run.
 
     `pids` are those of its processes that are there. What was frozen is, and what we had thawed: whoever
@@ -158,11 +158,11 @@ def reopen(entry: Entry, pids: Iterable[int]) -> Paused | None:
     if pause is None:
         groups = (containers.frozen_group(pid, entry.container) for pid in alive)
         group = next((group for group in groups if group is not None), None)
-        return Paused(entry.key, group, alive) if group is not None else None
+        return PausedContainer(entry.key, group, alive) if group is not None else None
     stopped = {pid: start for pid, start in pause.stopped if proc.is_same(pid, start)}
     ours = pause.thawed and pause.runtime != "crun"
     if not cgroup_freezer.is_gone(pause.group) and (ours or cgroup_freezer.is_frozen(pause.group)):
-        return Paused(entry.key, pause.group, stopped | alive, runtime=pause.runtime)
+        return PausedContainer(entry.key, pause.group, stopped | alive, runtime=pause.runtime)
     go_on(pid for pid in stopped if pid not in alive)
     return None
 

@@ -33,10 +33,10 @@ from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory.maps import Region
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
-from gpusnap.runtime_shim.process.ptrace.populate import Backing, Populated
+from gpusnap.runtime_shim.process.ptrace.populate import Backing, PopulateResult
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, enter_thread
 from gpusnap.runtime_shim.progress import reporter
-from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord, Written
+from gpusnap.runtime_shim.records.manifest import ChunkTotals, FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import transfer
@@ -69,7 +69,7 @@ class _Process:
 
     before: tuple[regions.Mapping, ...] = ()
     """Its mappings before the driver's checkpoint."""
-    populated: Populated = field(default_factory=Populated)
+    populated: PopulateResult = field(default_factory=PopulateResult)
     held: tuple[_Held, ...] | None = None
     """None before `take`."""
     freed: bool = False
@@ -116,7 +116,7 @@ class Chunks(Pages):
         self._home.begin()
 
     @contextlib.contextmanager
-    def thread(self, pid: int, tid: int) -> Iterator[Populated]:
+    def thread(self, pid: int, tid: int) -> Iterator[PopulateResult]:
         """Let the driver's thread run for its checkpoint, its large mappings files if they can be."""
         process = self._processes[pid] = _Process(_mappings(pid))
         lent = partial(journal.keep_thread, self._key, pid)
@@ -191,11 +191,11 @@ class Chunks(Pages):
     def note(self, pids: Sequence[int]) -> None:
         """Journal where the regions of processes are: in the layout, in the stage, or in themselves."""
         layout: dict[int, tuple[RegionRecord, ...]] = dict.fromkeys(pids, ())
-        staged: dict[int, tuple[journal.Staged, ...]] = {}
+        staged: dict[int, tuple[journal.StagedRegion, ...]] = {}
         for pid, process in self._processes.items():
             held = process.held or ()
             staged[pid] = tuple(
-                journal.Staged(each.area.path, each.region.start, each.region.size)
+                journal.StagedRegion(each.area.path, each.region.start, each.region.size)
                 for each in held
                 if each.area is not None
             )
@@ -390,7 +390,7 @@ class Chunks(Pages):
             )
         for (_, each), table in zip(into, tables, strict=True):
             each.table = table
-        ahead = self._early.counted(tables) if self._early is not None else Written()
+        ahead = self._early.counted(tables) if self._early is not None else ChunkTotals()
         self._progress = Progress(
             before.total + last[0].total,
             before.done + last[0].done,
@@ -399,7 +399,7 @@ class Chunks(Pages):
             before.written + last[0].written + ahead.stored,
         )
         now = self._progress
-        self.written = Written(now.written, now.known, now.zero)
+        self.written = ChunkTotals(now.written, now.known, now.zero)
 
     def _free(self, pid: int) -> None:
         """In a thread of its own for each process, which is the tracer."""

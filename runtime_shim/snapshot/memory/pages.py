@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord, Written
+from gpusnap.runtime_shim.records.manifest import ChunkTotals, FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import run_populating
 
 if TYPE_CHECKING:
-    from gpusnap.runtime_shim.process.ptrace.populate import Populated
+    from gpusnap.runtime_shim.process.ptrace.populate import PopulateResult
 
 
 class Pages:
@@ -28,14 +28,14 @@ class Pages:
         """`container`: its key. `threads` that populate a large mapping, all cores' for 0."""
         self.place = image_path
         """The folder that it goes to in the end."""
-        self.written = Written()
+        self.written = ChunkTotals()
         """What was written beside CRIU's images."""
         self._container, self._threads = container, threads
 
     def prepare(self) -> None:
         """A checkpoint begins, and nothing has been changed yet. Raises Refused."""
 
-    def thread(self, pid: int, tid: int) -> AbstractContextManager[Populated]:
+    def thread(self, pid: int, tid: int) -> AbstractContextManager[PopulateResult]:
         """Let the driver's thread run while the block has the driver checkpoint the process, which stands."""
         return run_populating(pid, tid, threads=self._threads)
 

@@ -21,7 +21,7 @@ from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
-from gpusnap.runtime_shim.records.manifest import Written
+from gpusnap.runtime_shim.records.manifest import ChunkTotals
 from gpusnap.runtime_shim.settings import Memory
 
 # The driver copies in a thread of its own, and all cores' hashing would take its memory from it.
@@ -80,12 +80,12 @@ class Early:
             with self._lock:
                 self._chunks |= {chunk.plain: chunk for chunk in table.chunks}
 
-    def counted(self, tables: Iterable[Table]) -> Written:
+    def counted(self, tables: Iterable[Table]) -> ChunkTotals:
         """Of the chunks that were written ahead and are in these tables: what is new, and what was linked."""
         used = {c.blob: c for table in tables for c in table.chunks if c.plain in self._chunks}
         new = sum(chunk.stored for blob, chunk in used.items() if blob in self._new)
         linked = sum(chunk.size for blob, chunk in used.items() if blob not in self._new)
-        return Written(new, linked)
+        return ChunkTotals(new, linked)
 
     def _wrote(self, blob: str) -> None:
         self._new.add(blob)

@@ -290,7 +290,7 @@ def refuse_sockets(processes: Sequence[proc.Process], real: RealRuntime, connect
         _refuse_unconnected(found)
 
 
-def _refuse_unconnected(found: Sequence[open_sockets.Opened]) -> None:
+def _refuse_unconnected(found: Sequence[open_sockets.OpenSocket]) -> None:
     holders = {each.inode: each.process for each in found}
     for pid in {proc.namespace(process.pid, "net"): process.pid for process in holders.values()}.values():
         for each in open_sockets.connections(pid):

@@ -45,7 +45,7 @@ _CURES = dict.fromkeys(_TRIED, "start the program without MPTCP (Go: GODEBUG=mul
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenSocket:
     """A socket that a process has open."""
 
     process: proc.Process
@@ -83,12 +83,12 @@ def protocol(link: str) -> str:
         return ""
 
 
-def iterate_open(processes: Iterable[proc.Process]) -> Iterator[Opened]:
+def iterate_open(processes: Iterable[proc.Process]) -> Iterator[OpenSocket]:
     """Every socket of the processes; what is closed meanwhile is left out."""
     for process in processes:
         for link, target in proc.open_files(process.pid):
             if found := inode(target):
-                yield Opened(process, int(os.path.basename(link)), found, protocol(link))
+                yield OpenSocket(process, int(os.path.basename(link)), found, protocol(link))
 
 
 def connections(pid: int, root: str = "/") -> Iterator[Connection]:

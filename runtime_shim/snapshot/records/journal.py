@@ -71,7 +71,7 @@ _APART = (RESTORED, SUSPENDED)
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedRegion:
     """A region whose bytes are in a file of memory.stage."""
 
     path: str
@@ -82,7 +82,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspended:
+class JournalProcess:
     """A process whose regions may have been freed."""
 
     pid: int
@@ -91,7 +91,7 @@ class Suspended:
     regions: tuple[RegionRecord, ...]
     thread: Saved | None = None
     """A thread of it that was lent to us."""
-    staged: tuple[Staged, ...] = ()
+    staged: tuple[StagedRegion, ...] = ()
     """Those of its regions that need not come from the layout."""
     idle: bool = False
     """It never had GPU state, and only stands still."""
@@ -126,7 +126,7 @@ class Entry:
     """The image directory; empty where only the pause is to be put right."""
     owner: tuple[int, int]
     """PID and start time of the gpusnap that wrote it."""
-    processes: tuple[Suspended, ...]
+    processes: tuple[JournalProcess, ...]
     layout: str = ""
     """Where its chunks are."""
     paused: Pause | None = None
@@ -148,7 +148,7 @@ def write(
     image: str,
     regions: Mapping[int, tuple[RegionRecord, ...]],
     *,
-    staged: Mapping[int, Sequence[Staged]] = MappingProxyType({}),
+    staged: Mapping[int, Sequence[StagedRegion]] = MappingProxyType({}),
     layout: str = "",
 ) -> None:
     """Write the entry of a container, by its key, in place of an earlier one.
@@ -331,7 +331,7 @@ def read_unsynced(key: str) -> str | None:
 
 
 def load(key: str, kind: str) -> Any:
-    """What `write_document` wrote; None where it wrote nothing. Raises GpusnapError where it cannot be read."""
+    """What `write_document` wrote; None if it wrote nothing. Raises GpusnapError if it cannot be read."""
     return _read(_path(key, kind)) if container_key.is_key(key) else None
 
 
@@ -389,11 +389,11 @@ def identity(value: Any) -> tuple[int, int]:
     return int(value[0]), int(value[1])
 
 
-def _parse_suspended(key: str, document: Any) -> Suspended:
+def _parse_suspended(key: str, document: Any) -> JournalProcess:
     pid = int(document["pid"])
     regions = tuple(RegionRecord(int(each["start"]), from_json(each)) for each in document["regions"])
-    staged = tuple(Staged(str(path), int(start), int(size)) for path, start, size in document["staged"])
-    return Suspended(pid, int(document["start"]), regions, _read_saved(key, pid), staged)
+    staged = tuple(StagedRegion(str(path), int(start), int(size)) for path, start, size in document["staged"])
+    return JournalProcess(pid, int(document["start"]), regions, _read_saved(key, pid), staged)
 
 
 def _read_saved(key: str, pid: int) -> Saved | None:
@@ -401,12 +401,12 @@ def _read_saved(key: str, pid: int) -> Saved | None:
     return Saved(int(lent["tid"]), bytes.fromhex(lent["registers"]), int(lent["mask"])) if lent else None
 
 
-def _iterate_idle(key: str) -> Iterator[Suspended]:
+def _iterate_idle(key: str) -> Iterator[JournalProcess]:
     name = re.compile(rf"{re.escape(key)}\.(\d+)\.idle", re.ASCII)
     for pid in sorted(int(found[1]) for each in os.listdir(FOLDER) if (found := name.fullmatch(each))):
         document = _read(_path(key, f"{pid}.idle"))
         if document is not None:  # else it goes on since
-            yield Suspended(pid, int(document["start"]), (), _read_saved(key, pid), idle=True)
+            yield JournalProcess(pid, int(document["start"]), (), _read_saved(key, pid), idle=True)
 
 
 def _path(key: str, kind: str) -> str:

@@ -60,7 +60,7 @@ class _Entry:
         return proc.is_same(self.pid, self.start)
 
 
-class Room:
+class GpuClaim:
     """Our claim, see `claim`."""
 
     def __init__(self, folder: str, lock: contextlib.ExitStack) -> None:
@@ -90,7 +90,7 @@ class Room:
 
 
 @contextmanager
-def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[Room]:
+def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[GpuClaim]:
     """Keep other restores from choosing GPUs until `take`, and from choosing ours until the block is left.
 
     Raises GpusnapError where `folder` cannot be used, or others hold its lock for more than `patience`
@@ -112,7 +112,7 @@ def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[Room]
             )
         )
         try:
-            room = Room(folder, lock)
+            room = GpuClaim(folder, lock)
         except OSError as error:
             raise _make_unusable_error(folder, error) from error
         try:

@@ -51,7 +51,7 @@ class Volume:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenVolumeFile:
     """A file of a volume that a process has open or mapped, or a directory above one."""
 
     volume: str
@@ -90,14 +90,14 @@ def _is_of_pod(destination: str, source: str) -> bool:
     return os.path.normpath(destination) == "/dev/shm" and bool(_SHM.fullmatch(source))
 
 
-def list_open(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> tuple[Opened, ...]:
+def list_open(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> tuple[OpenVolumeFile, ...]:
     """What processes have open or mapped in volumes, each file once, after the directories above it.
 
     A deleted file is CRIU's to carry, but wants its directory. Raises Refused for one that has another name
     left, by which CRIU would look for it in the new volume; Unanswered where something else is mounted there
     that does not answer.
     """
-    found: dict[tuple[str, str], Opened] = {}
+    found: dict[tuple[str, str], OpenVolumeFile] = {}
     for process in processes if volumes else ():
         for key, each in question_process.ask(
             process.pid, "its files in volumes", _list_open_by, process, tuple(volumes)
@@ -107,9 +107,9 @@ def list_open(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> t
     return tuple(sorted(known, key=lambda each: (each.volume, each.path.split("/"))))
 
 
-def _list_open_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tuple[str, str], Opened]:
+def _list_open_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tuple[str, str], OpenVolumeFile]:
     """By volume and path below it."""
-    found: dict[tuple[str, str], Opened] = {}
+    found: dict[tuple[str, str], OpenVolumeFile] = {}
     mounts = {mount.destination for mount in proc.mounts(process.pid)}
     for link, target in _links(process.pid):
         volume, path = _place(target, mounts, volumes)
@@ -118,7 +118,7 @@ def _list_open_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tupl
         with suppress(OSError):  # it has been closed, or the process has ended
             info = os.stat(link)
             if not _is_deleted(process.pid, target, info):
-                found.setdefault((volume, path), Opened(volume, path, link, process, info))
+                found.setdefault((volume, path), OpenVolumeFile(volume, path, link, process, info))
             elif info.st_nlink and stat.S_ISREG(info.st_mode):
                 raise _make_renamed_error(process, target)
         _add_directories(found, process, volume, path)
@@ -177,16 +177,16 @@ def _make_renamed_error(process: proc.Process, target: str) -> Refused:
 
 
 def _add_directories(
-    found: dict[tuple[str, str], Opened], process: proc.Process, volume: str, path: str
+    found: dict[tuple[str, str], OpenVolumeFile], process: proc.Process, volume: str, path: str
 ) -> None:
     while path := os.path.dirname(path):
         if (volume, path) in found:
             return
         with suppress(OSError), directory(process.pid, f"{volume}/{path}") as folder:
-            found[volume, path] = Opened(volume, path, "", process, os.fstat(folder))
+            found[volume, path] = OpenVolumeFile(volume, path, "", process, os.fstat(folder))
 
 
-def check(found: Iterable[Opened], limit: int) -> None:
+def check(found: Iterable[OpenVolumeFile], limit: int) -> None:
     """Refuse a file that takes more than `limit` bytes. Raises Refused."""
     large = max(found, key=lambda each: each.size, default=None)
     if large is not None and large.size > limit:
@@ -200,7 +200,7 @@ def check(found: Iterable[Opened], limit: int) -> None:
         )
 
 
-def take(image_path: str, found: Sequence[Opened]) -> None:
+def take(image_path: str, found: Sequence[OpenVolumeFile]) -> None:
     """Copy the files into the image directory; nothing is there without any. Raises ImageError."""
     path = os.path.join(image_path, IMAGE)
     try:
@@ -231,7 +231,7 @@ def put_back(image_path: str, config: Mapping[str, Any]) -> None:
     volume_image.put_back(image_path, {each.destination: each.source for each in find(config)}, mounted)
 
 
-def _entry(each: Opened) -> Entry:
+def _entry(each: OpenVolumeFile) -> Entry:
     kind, size, extents = KINDS[stat.S_IFMT(each.info.st_mode)], 0, tuple[tuple[int, int], ...]()
     if kind == FILE:
         size, extents = question_process.ask(each.process.pid, each.link, _measure, each)
@@ -240,14 +240,14 @@ def _entry(each: Opened) -> Entry:
     return Entry(each.volume, each.path, kind, mode, info.st_uid, info.st_gid, size, extents)
 
 
-def _measure(each: Opened) -> tuple[int, tuple[tuple[int, int], ...]]:
+def _measure(each: OpenVolumeFile) -> tuple[int, tuple[tuple[int, int], ...]]:
     """Size and extents of a file."""
     with _open_file(each) as file:
         size = os.fstat(file.fileno()).st_size
         return size, tuple(_extents(file.fileno(), size))
 
 
-def _open_file(each: Opened) -> FileIO:
+def _open_file(each: OpenVolumeFile) -> FileIO:
     """The file itself, whatever its name is now. Raises OSError where the process has opened another."""
     file = FileIO(os.open(each.link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     if not os.path.samestat(os.fstat(file.fileno()), each.info):
@@ -269,7 +269,7 @@ def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
         at = end
 
 
-def _copy_out(each: Opened, entry: Entry, image: int) -> None:
+def _copy_out(each: OpenVolumeFile, entry: Entry, image: int) -> None:
     if not entry.extents:
         return
     for offset, length in entry.extents:
@@ -285,7 +285,7 @@ def _copy_out(each: Opened, entry: Entry, image: int) -> None:
             at += len(piece)
 
 
-def _piece(each: Opened, offset: int, size: int) -> bytes:
+def _piece(each: OpenVolumeFile, offset: int, size: int) -> bytes:
     with _open_file(each) as file:
         return os.pread(file.fileno(), size, offset)
 

@@ -36,7 +36,7 @@ from gpusnap.runtime_shim.snapshot.records.journal import Entry
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 
 
-def begin(found: Suspension, settings: Memory, *, beside: int) -> Loading | None:
+def begin(found: Suspension, settings: Memory, *, beside: int) -> MemoryLoad | None:
     """Begin to read what was spilled of a suspended container; None where nothing was.
 
     `beside`: bytes of RAM that something else takes meanwhile. Raises Refused where there is no room for
@@ -50,10 +50,10 @@ def begin(found: Suspension, settings: Memory, *, beside: int) -> Loading | None
     space.check_memory(spilled | {0: beside}, os.getpid(), settings)
     if settings.ceiling:
         return None  # it is for what is held in RAM at once; the resume keeps to it
-    return Loading(entry, settings)
+    return MemoryLoad(entry, settings)
 
 
-class Loading:
+class MemoryLoad:
     """The bytes of an entry on their way into files. It starts when it is made; `close` ends it."""
 
     def __init__(self, entry: Entry, settings: Memory) -> None:

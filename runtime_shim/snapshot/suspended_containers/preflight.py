@@ -15,7 +15,7 @@ from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class InitialState:
     """A container and its host, as they were before anything was done."""
 
     host: Host
@@ -27,7 +27,7 @@ class Seen:
     """Bytes of GPU memory that its processes used."""
 
 
-def inspect(container: containers.Container, driver: Driver, name: str) -> Seen:
+def inspect(container: containers.Container, driver: Driver, name: str) -> InitialState:
     """Look at a container that is to be suspended. `name`: as its engine calls it.
 
     Raises Refused where that is not possible, GpusnapError.
@@ -67,7 +67,7 @@ def inspect(container: containers.Container, driver: Driver, name: str) -> Seen:
             code="GPS-206",
         )
     used = driver.memory_used(pids)
-    return Seen(host, init, nodes, sum(sum(of.values()) for of in used.values()))
+    return InitialState(host, init, nodes, sum(sum(of.values()) for of in used.values()))
 
 
 def check_place() -> None:

@@ -34,14 +34,14 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs
 from gpusnap.runtime_shim.snapshot.memory import kept, transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-from gpusnap.runtime_shim.snapshot.records.reservations import Room, claim
+from gpusnap.runtime_shim.snapshot.records.reservations import GpuClaim, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import sweep
 from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
 from gpusnap.runtime_shim.transaction import Step, Transaction, hold_signals, make_interruptible, name_recover
 
 if TYPE_CHECKING:
-    from gpusnap.runtime_shim.snapshot.suspended_containers.load import Loading
+    from gpusnap.runtime_shim.snapshot.suspended_containers.load import MemoryLoad
 
 Loaded = Mapping[int, Sequence[Area]]
 """Files with what was spilled of processes, by PID."""
@@ -65,7 +65,7 @@ def resume(
     engine: Engine,
     *,
     request: GpuMap = (),
-    loading: Loading | None = None,
+    loading: MemoryLoad | None = None,
 ) -> tuple[Suspension, Sequence[Step]]:
     """Resume a suspended container; what was on file of it, and how long each step took.
 
@@ -161,7 +161,7 @@ def check(
     return chosen.pairs
 
 
-def _plan(found: Suspension, host: Host, request: GpuMap, room: Room) -> tuple[tuple[str, str], ...]:
+def _plan(found: Suspension, host: Host, request: GpuMap, room: GpuClaim) -> tuple[tuple[str, str], ...]:
     """As `check`, with their room claimed. Raises Refused."""
     pairs = check(found, host, request, room.reserved)
     new = dict(pairs)

@@ -61,7 +61,7 @@ def suspend(
             device_access.check(container.pid, engine.name, seen.nodes, allow)
             room(seen.memory)
         begun = _make_suspension(container, real, engine, seen.init)
-        way_back = _WayBack(container, begun, engine)
+        way_back = _Undo(container, begun, engine)
         transaction.undo("forgetting the suspend", way_back.forget)
         suspensions.write(begun)
         transaction.undo("letting the container go on", way_back.go_on)
@@ -89,7 +89,7 @@ def _make_suspension(
     )
 
 
-class _WayBack:
+class _Undo:
     """What undoes a suspend, around what `take` does and undoes."""
 
     def __init__(self, container: containers.Container, begun: Suspension, engine: Engine) -> None:

@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
-from gpusnap.runtime_shim.snapshot.suspended_containers.preflight import Seen
+from gpusnap.runtime_shim.snapshot.suspended_containers.preflight import InitialState
 from gpusnap.runtime_shim.transaction import Transaction, hold_signals
 
 
@@ -29,7 +29,7 @@ def job_of(
     settings: Settings,
     driver: Driver,
     transaction: Transaction,
-    seen: Seen,
+    seen: InitialState,
 ) -> Job:
     """The work on a container that stays, and of which nothing is written to a disk."""
     call = CheckpointCall(

@@ -30,7 +30,7 @@ from gpusnap.operations.open import load_manifest
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
 from gpusnap.runtime_shim.records import manifest, manifest_json
-from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest, NeutralisedProcess, Written
+from gpusnap.runtime_shim.records.manifest import ChunkTotals, GpuProcess, Manifest, NeutralisedProcess
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.setting_keys import TABLE
 from gpusnap.runtime_shim.settings import Settings, load
@@ -111,7 +111,9 @@ def test_inspect(tmp_path: Path, gpusnap: Run) -> None:
 def test_inspect_of_chunks(tmp_path: Path, gpusnap: Run) -> None:
     """What was written, what a step has to say, and how long the processes were stopped."""
     steps = (Step("driver checkpoint", 0.0, 1.0, "process 7: no file for it"), Step("sync", 1.0, 0.5))
-    record = replace(a_manifest(), pages="chunks", written=Written(3 << 20, 2 << 30, 1 << 20), timing=steps)
+    record = replace(
+        a_manifest(), pages="chunks", written=ChunkTotals(3 << 20, 2 << 30, 1 << 20), timing=steps
+    )
     code, out, _ = gpusnap("inspect", str(archive(tmp_path, record)))
     assert code == 0
     assert "3.0 MiB written in chunks, 2.0 GiB known from before, 1.0 MiB zero" in out

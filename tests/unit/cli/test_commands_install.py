@@ -18,7 +18,7 @@ from gpusnap.engines.install import installer, record
 from gpusnap.engines.install import launcher as install_runtime
 from gpusnap.engines.install import permissions as install_trust
 from gpusnap.engines.install import references as install_mentions
-from gpusnap.engines.install.detect import Used
+from gpusnap.engines.install.detect import ShimContainer
 from gpusnap.runtime_shim.errors import GpusnapError
 
 PODMAN = "/etc/containers/containers.conf.d/90-gpusnap.conf"
@@ -209,7 +209,7 @@ def test_a_launcher_in_use(tree: Path, wheel: Path, monkeypatch: pytest.MonkeyPa
     plain = record.load
     monkeypatch.setattr(record, "load", lambda root: plain(str(tree)))
     monkeypatch.setattr(install_mentions, "lines", lambda *_: [])
-    monkeypatch.setattr(install_engines, "list_used", lambda: [Used("crio", "0123", "server")])
+    monkeypatch.setattr(install_engines, "list_used", lambda: [ShimContainer("crio", "0123", "server")])
     parts, notes = commands_install._parts(plan, "/")
     assert "runtime" not in parts
     assert [note.partition(" stays")[0] for note in notes] == [install_runtime.ENTRY, LAUNCHER]
@@ -273,8 +273,8 @@ def test_containers_that_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(installer, "uninstall", taken)
     monkeypatch.setattr(record, "load", lambda root: record.Record())
-    one = Used("podman", "0123", "server")
-    many = [one, *(Used("containerd", f"task{number}") for number in range(6))]
+    one = ShimContainer("podman", "0123", "server")
+    many = [one, *(ShimContainer("containerd", f"task{number}") for number in range(6))]
     for found, names in (([one], "of Podman .*: server$"), (many, "of Podman and containerd .* and 2 more$")):
         monkeypatch.setattr(install_engines, "list_used", lambda found=found: found)
         done = CliRunner().invoke(uninstall, [], standalone_mode=False)
@@ -295,7 +295,7 @@ def test_a_dry_run_of_what_would_be_refused(monkeypatch: pytest.MonkeyPatch, jso
     monkeypatch.setattr(installer, "uninstall", lambda **given: [installer.Change("removed", PODMAN)])
     monkeypatch.setattr(record, "load", lambda root: record.Record())
     monkeypatch.setattr(install_mentions, "lines", lambda *_: [])
-    monkeypatch.setattr(install_engines, "list_used", lambda: [Used("podman", "0123", "server")])
+    monkeypatch.setattr(install_engines, "list_used", lambda: [ShimContainer("podman", "0123", "server")])
     words = ["--dry-run", *(["--json"] if json_ else [])]
     done = CliRunner().invoke(uninstall, words, standalone_mode=False)
     said = "containers of Podman have gpusnap-runtime as their runtime: server; remove them first"

@@ -127,7 +127,7 @@ class TestSeveral:
 
     @pytest.fixture(autouse=True)
     def work(self, monkeypatch: pytest.MonkeyPatch, fake: FakePodman) -> None:
-        def checkpoint(wish: checkpointing.Wish, *_: object) -> checkpointing.Made:
+        def checkpoint(wish: checkpointing.CheckpointRequest, *_: object) -> checkpointing.CheckpointResult:
             name = wish.container
             if name == "bad":
                 raise GpusnapError("it is bad", hint="make it good", code="GPS-215")
@@ -138,7 +138,9 @@ class TestSeveral:
             if name == "key":
                 signal.raise_signal(signal.SIGINT)
             found = podman.inspect_container("w")
-            return checkpointing.Made(found, 1.0, 0, 10, 5, name=f"{name}:1", digest="sha256:x", store="/s")
+            return checkpointing.CheckpointResult(
+                found, 1.0, 0, 10, 5, name=f"{name}:1", digest="sha256:x", store="/s"
+            )
 
         monkeypatch.setattr(checkpointing, "checkpoint", checkpoint)
 

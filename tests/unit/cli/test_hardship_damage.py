@@ -30,7 +30,7 @@ from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.registry import copy as transfer
-from gpusnap.oci.registry.copy import Moved
+from gpusnap.oci.registry.copy import TransferTotals
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.settings import Settings
@@ -230,7 +230,7 @@ def test_ten_checkpoints(store: Store, registry: FakeRegistry, monkeypatch: pyte
     """Of memory that changes by 5 % between them: 1.6 times as large as one, and a push sends what is new."""
     monkeypatch.setattr(artifact_module, "LARGEST_DOCUMENT", 1 << 20)
     region, chunk = noise(3200, 0), 32 * CHUNK
-    share, sizes, blobs, moved = len(region) // 20, [], dict[str, int](), Moved()
+    share, sizes, blobs, moved = len(region) // 20, [], dict[str, int](), TransferTotals()
     for number in range(10):
         # In one piece, and not where a chunk begins.
         at = 1234 + number * share

@@ -11,7 +11,7 @@ from gpusnap.cli.recover_list import Names, as_json, line, list_waiting
 from gpusnap.engines import podman
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.restore_record import Restore
 
@@ -25,7 +25,7 @@ def test_waiting() -> None:
     with Family() as family:
         process = proc.process(family.init)
         assert process is not None
-        alive, dead = Suspended(process.pid, process.start, ()), Suspended(process.pid, 1, ())
+        alive, dead = JournalProcess(process.pid, process.start, ()), JournalProcess(process.pid, 1, ())
         at_work = (process.pid, process.start)
         gone = (process.pid, process.start + 1)
         found = list_waiting(

@@ -49,8 +49,8 @@ def has(
     fake.has(status=status, Config={"Annotations": annotations, "Labels": labels})
 
 
-def made(**more: bool) -> checkpointing.Made:
-    return checkpointing.checkpoint(checkpointing.Wish(container="w", **more), QUIET)  # type: ignore[arg-type]
+def made(**more: bool) -> checkpointing.CheckpointResult:
+    return checkpointing.checkpoint(checkpointing.CheckpointRequest(container="w", **more), QUIET)  # type: ignore[arg-type]
 
 
 def order(fake: FakePodman) -> list[str]:

@@ -12,7 +12,7 @@ from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive, keep
 
 from gpusnap.checkpoints import migrations
-from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.engines import podman
 from gpusnap.migration import unfinished
 from gpusnap.oci.store.store import Store
@@ -25,14 +25,14 @@ class Cut(BaseException):
 
 
 @pytest.fixture
-def leaving(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Leaving:
+def leaving(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OutgoingMigration:
     """One whose container has ended here, with its checkpoint in the store, and its note."""
     (tmp_path / "state").mkdir()
     monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "state" / "migrations"))
     fake = FakePodman(tmp_path / "podman", monkeypatch)
     fake.has(status="exited")
     digest = keep(host_store, an_archive(tmp_path), ["w:20261122-100000"])
-    found = Leaving(
+    found = OutgoingMigration(
         id="0" * 32,
         container=ID,
         name="w",
@@ -49,7 +49,7 @@ def leaving(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return found
 
 
-def test_its_note(leaving: Leaving) -> None:
+def test_its_note(leaving: OutgoingMigration) -> None:
     """It is read as it was written; another checkpoint has none."""
     (found,) = migrations.list_outgoing()
     assert replace(found, owner=(0, 0), boot="") == leaving
@@ -62,7 +62,7 @@ def test_its_note(leaving: Leaving) -> None:
     assert "gpusnap restore --not-migrated w:20261122-100000" in raised.value.hint
 
 
-def test_its_gpusnap_lives(leaving: Leaving) -> None:
+def test_its_gpusnap_lives(leaving: OutgoingMigration) -> None:
     """Then nobody else may touch it; a process of another boot is another one."""
     path = Path(migrations.FOLDER, leaving.digest.removeprefix("sha256:") + ".leaving")
     value = json.loads(path.read_text())
@@ -76,7 +76,7 @@ def test_its_gpusnap_lives(leaving: Leaving) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"version": 2}', "{}"])
-def test_a_note_that_is_not_understood(leaving: Leaving, content: str) -> None:
+def test_a_note_that_is_not_understood(leaving: OutgoingMigration, content: str) -> None:
     """The checkpoint is not restored."""
     path = Path(migrations.FOLDER, leaving.digest.removeprefix("sha256:") + ".leaving")
     path.write_text(content)
@@ -86,7 +86,7 @@ def test_a_note_that_is_not_understood(leaving: Leaving, content: str) -> None:
 
 @pytest.mark.parametrize("at", ["before podman", "after podman", "after the store", "never"])
 def test_killed_while_it_is_removed(
-    leaving: Leaving, host_store: Store, monkeypatch: pytest.MonkeyPatch, at: str
+    leaving: OutgoingMigration, host_store: Store, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """While the checkpoint is here, so is the note; whoever is next removes the rest."""
     monkeypatch.setattr(unfinished, "ask", lambda leaving: "confirmed")
@@ -99,16 +99,16 @@ def test_killed_while_it_is_removed(
         if at == "after podman":
             raise Cut
 
-    real = Leaving.remove
+    real = OutgoingMigration.remove
 
-    def remove_note(note: Leaving) -> None:
+    def remove_note(note: OutgoingMigration) -> None:
         if at == "after the store":
             raise Cut
         real(note)
 
     with monkeypatch.context() as patched:
         patched.setattr(podman, "remove", remove)
-        patched.setattr(Leaving, "remove", remove_note)
+        patched.setattr(OutgoingMigration, "remove", remove_note)
         if at == "never":
             assert "w was migrated to gpu2" in unfinished.recover_leaving(leaving)
         else:
@@ -124,7 +124,9 @@ def test_killed_while_it_is_removed(
     assert host_store.entries() == ()
 
 
-def test_it_does_not_run_there(leaving: Leaving, host_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_does_not_run_there(
+    leaving: OutgoingMigration, host_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then it may be restored here: its checkpoint stays, and the note goes."""
     monkeypatch.setattr(unfinished, "ask", lambda leaving: "undone")
     said = unfinished.recover_leaving(leaving)
@@ -133,7 +135,9 @@ def test_it_does_not_run_there(leaving: Leaving, host_store: Store, monkeypatch:
     assert [each.name for each in host_store.entries()] == ["w:20261122-100000"]
 
 
-def test_it_is_to_be_kept(leaving: Leaving, host_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_to_be_kept(
+    leaving: OutgoingMigration, host_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """--keep: the ended container and its checkpoint stay."""
     monkeypatch.setattr(unfinished, "ask", lambda leaving: "confirmed")
     monkeypatch.setattr(podman, "remove", lambda container: pytest.fail("removed"))
@@ -143,10 +147,12 @@ def test_it_is_to_be_kept(leaving: Leaving, host_store: Store, monkeypatch: pyte
     assert migrations.list_outgoing() == ()
 
 
-def test_nobody_answers(leaving: Leaving, host_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_answers(
+    leaving: OutgoingMigration, host_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is changed."""
 
-    def ask(leaving: Leaving) -> str:
+    def ask(leaving: OutgoingMigration) -> str:
         raise GpusnapError("gpu2 cannot be reached")
 
     monkeypatch.setattr(unfinished, "ask", ask)
@@ -155,14 +161,14 @@ def test_nobody_answers(leaving: Leaving, host_store: Store, monkeypatch: pytest
     assert len(migrations.list_outgoing()) == len(host_store.entries()) == 1
 
 
-def test_a_checkpoint_that_was_removed(leaving: Leaving, host_store: Store) -> None:
+def test_a_checkpoint_that_was_removed(leaving: OutgoingMigration, host_store: Store) -> None:
     """Nothing can be restored twice any more, and nobody need be asked."""
     host_store.remove(leaving.digest)
     assert "is not there any more" in unfinished.recover_leaving(leaving)
     assert migrations.list_outgoing() == ()
 
 
-def test_one_that_was_sent_ahead(leaving: Leaving, host_store: Store) -> None:
+def test_one_that_was_sent_ahead(leaving: OutgoingMigration, host_store: Store) -> None:
     """Its checkpoint goes; the container was never stopped."""
     leaving.remove()
     host_store.tag("w:20261122-100000", "w:migrating")

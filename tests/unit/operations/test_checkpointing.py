@@ -28,7 +28,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space
 from gpusnap.operations.checkpointing import archive
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
-from gpusnap.operations.checkpointing.checkpoint import Made, Wish
+from gpusnap.operations.checkpointing.checkpoint import CheckpointRequest, CheckpointResult
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, SettingsError
@@ -70,8 +70,8 @@ def pages(fake: FakePodman, store: Store, tmp_path: Path) -> FakePodman:
     return fake
 
 
-def made(**more: object) -> Made:
-    return checkpointing.checkpoint(Wish(container="w", **more), Progress(shown=False))  # type: ignore[arg-type]
+def made(**more: object) -> CheckpointResult:
+    return checkpointing.checkpoint(CheckpointRequest(container="w", **more), Progress(shown=False))  # type: ignore[arg-type]
 
 
 def test_pages_in_the_store(pages: FakePodman, store: Store) -> None:

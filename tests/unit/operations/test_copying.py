@@ -25,7 +25,7 @@ from gpusnap.oci.layout.partial_blob import Incoming
 from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space
-from gpusnap.operations.copy import Copied, Destination, Source, copy
+from gpusnap.operations.copy import CopyResult, Destination, Source, copy
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
 from gpusnap.runtime_shim.units import human
@@ -58,7 +58,7 @@ def at(registry: FakeRegistry, rest: str = "team/app:v1") -> InRegistry:
     return locator.parse_registry(f"http://{registry.host}/{rest}")
 
 
-def copied(what: Source, to: Destination) -> Copied:
+def copied(what: Source, to: Destination) -> CopyResult:
     return copy(what, to, progress=QUIET)
 
 

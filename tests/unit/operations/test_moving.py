@@ -22,7 +22,7 @@ from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.reference import Reference, parse
 from gpusnap.oci.registry import copy as transfer
-from gpusnap.oci.registry.copy import Moved
+from gpusnap.oci.registry.copy import TransferTotals
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import pull as pulling
 from gpusnap.operations import push_pull
@@ -248,7 +248,7 @@ def test_a_slow_network(
     now = 0.0
     real = transfer.pull
 
-    def pull(*words: object, **more: object) -> tuple[Descriptor, Moved]:
+    def pull(*words: object, **more: object) -> tuple[Descriptor, TransferTotals]:
         nonlocal now
         root, moved = real(*words, **more)  # type: ignore[arg-type]
         now += moved.bytes / speed

@@ -335,6 +335,25 @@ def test_the_command(
     assert recover() == ("", "nothing to recover\n")
 
 
+def test_the_list_of_one_container(
+    scene: Scene, podman: Podman, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is in the store is listed for all containers, not for one."""
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    asked: list[object] = []
+
+    def tell(store: object) -> bool:
+        asked.append(store)
+        return False
+
+    monkeypatch.setattr(recover_commands, "_tell_memory", tell)
+    came_up(scene, podman.has("exited"))
+    cli.command.main(["recover", "--list", ID], standalone_mode=False)
+    assert asked == []
+    cli.command.main(["recover", "--list"], standalone_mode=False)
+    assert len(asked) == 1
+
+
 def test_cut_off_at_its_end(
     scene: Scene, podman: Podman, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -136,7 +136,7 @@ def test_nothing_fails_it(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("broken")
 
-    for place in (host, "checks"), (module, "versions"), (podman, "container"), (module, "ask"):
+    for place in (host, "checks"), (module, "versions"), (podman, "inspect_container"), (module, "ask"):
         monkeypatch.setattr(*place, fail)
     code, out, _ = gpusnap("report", "w:1", "-o", "-")
     assert code == 0

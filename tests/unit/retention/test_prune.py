@@ -14,7 +14,7 @@ from oci_checkpoints import begin, end, stagings
 
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.labels import as_annotations
-from gpusnap.checkpoints.migrations import Leaving
+from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.checkpoints.names import dated_name
 from gpusnap.oci.layout.documents import Descriptor, Manifest, empty_descriptor
 from gpusnap.oci.layout.layout import Layout
@@ -453,7 +453,7 @@ def test_a_migration_that_has_not_ended(
     """Its checkpoint may be all that there is of the container: no rule removes it."""
     monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "migrations"))
     digests = [made(store, "a", day, f"a:{TIME % day}") for day in (1, 2, 3)]
-    leaving = Leaving(
+    leaving = OutgoingMigration(
         id="0" * 32,
         container="1" * 64,
         name="a",

@@ -256,7 +256,7 @@ PLACES: dict[str, tuple[object, str, Callable[[], object]]] = {
     "amd": (os, "stat", lambda: amd_files.list_held_numbers(ME)),
     "amd-dev": (os.path, "islink", lambda: amd_files.numbers_in_dev(ME)),
     "gpu-nodes": (device_nodes, "_devices", lambda: device_nodes.in_container(ME, ())),
-    "mounts": (bind_mounted_nodes, "_opened", lambda: bind_mounted_nodes.device_nodes(ME)),
+    "mounts": (bind_mounted_nodes, "_open", lambda: bind_mounted_nodes.device_nodes(ME)),
     "host-dev": (os, "stat", lambda: remap._has_hosts_dev(ME)),
     "driver-mounts": (os.path, "samefile", lambda: external_mounts.list_undeclared(ME, {})),
     "libnccl": (nccl, "_mentions", lambda: nccl._is_old_rank(ME)),

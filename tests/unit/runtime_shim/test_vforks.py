@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.stopping import vfork
 from gpusnap.runtime_shim.stopping.stop import go_on, stand, stop
-from gpusnap.runtime_shim.stopping.vfork import Waiting, finish, iterate_waiting
+from gpusnap.runtime_shim.stopping.vfork import WaitingParent, finish, iterate_waiting
 
 
 @pytest.fixture(params=["/bin/cat"])
@@ -39,7 +39,7 @@ def halt(pair: Pair) -> None:
 
 def test_waiting(pair: Pair) -> None:
     """The two are found where both are among those asked about, until the program has begun."""
-    assert list(iterate_waiting(pair.pids)) == [Waiting(pair.parent, pair.child)]
+    assert list(iterate_waiting(pair.pids)) == [WaitingParent(pair.parent, pair.child)]
     assert list(iterate_waiting([pair.parent])) == list(iterate_waiting([pair.child])) == []
     writer = pair.open()
     wait_for(lambda: proc.comm(pair.child) == "cat", "the program")
@@ -205,14 +205,14 @@ def test_killed_meanwhile(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_child_that_waits_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one of a chain comes first."""
-    left = [Waiting(1, 2), Waiting(2, 3)]
+    left = [WaitingParent(1, 2), WaitingParent(2, 3)]
     begun = []
 
-    def begin(each: Waiting, *_: float) -> None:
+    def begin(each: WaitingParent, *_: float) -> None:
         begun.append(each)
         left.remove(each)
 
     monkeypatch.setattr(vfork, "_begin", begin)
     monkeypatch.setattr(vfork, "iterate_waiting", lambda _: iter(left))
     finish([1, 2, 3], timeout=1)
-    assert begun == [Waiting(2, 3), Waiting(1, 2)]
+    assert begun == [WaitingParent(2, 3), WaitingParent(1, 2)]

@@ -20,7 +20,7 @@ from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import diff as records
 from gpusnap.operations import processes as process_images
-from gpusnap.operations.open import Checkpoint, Stored, get_manifest, open_checkpoint
+from gpusnap.operations.open import Checkpoint, StoredCheckpoint, get_manifest, open_checkpoint
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.records.manifest_json import encode
 
@@ -130,7 +130,7 @@ def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
     store_tables.print_difference(show.output(), found, differences, (_title(one), _title(other)))
 
 
-def _find_shared(stored: Stored) -> tuple[statistics.Shared, ...]:
+def _find_shared(stored: StoredCheckpoint) -> tuple[statistics.SharedChunks, ...]:
     if stored.store is None:
         return ()
     artifact = stored.artifact

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import click
 
-from gpusnap.checkpoints.damage import Verified
+from gpusnap.checkpoints.damage import VerifyResult
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_store, parse_name
 from gpusnap.cli import store_tables
@@ -53,7 +53,7 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
     """
     if everything == bool(what) and not (everything and all(word.startswith("oci:") for word in what)):
         raise click.UsageError("give one or more of WHAT, or --all")
-    found: list[Verified] = []
+    found: list[VerifyResult] = []
     failures: list[GpusnapError] = []
     with Progress() as progress:
         for word in what or ("",):

@@ -11,7 +11,7 @@ import click
 
 from gpusnap.cli.completion import complete_container, complete_suspended
 from gpusnap.cli.options.several import run_each
-from gpusnap.operations.suspending.moved import Moved, Spilled
+from gpusnap.operations.suspending.moved import MovedContainer, SpilledContainer
 from gpusnap.privileges import require_root
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.runtime_shim.units import human
@@ -62,7 +62,7 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
         raise UsageError("--wait goes with --spill")
     from gpusnap.operations.suspending.ahead import start_ahead
 
-    def work(name: str) -> Moved | Spilled:
+    def work(name: str) -> MovedContainer | SpilledContainer:
         with start_ahead(name) as early:
             from gpusnap.operations.suspending import suspend as suspending
             from gpusnap.operations.suspending import targets
@@ -76,12 +76,12 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
 
             if not wait:
                 spilling.spill_behind(name, early.container)
-                return moved if moved is not None else Spilled(name, None)
+                return moved if moved is not None else SpilledContainer(name, None)
             size = spilling.spill(name, early.container)
-            return moved if moved is not None else Spilled(name, size)
+            return moved if moved is not None else SpilledContainer(name, size)
 
-    def show(done: Moved | Spilled) -> None:
-        if isinstance(done, Spilled):
+    def show(done: MovedContainer | SpilledContainer) -> None:
+        if isinstance(done, SpilledContainer):
             how = "is in the store already"
             if done.size is None:
                 how = "is moving to the store"
@@ -93,8 +93,8 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
         more = "" if not spill else ", in the store" if wait else ", moving to the store"
         click.echo(f"{done.container.name}  suspended: GPU memory {size}{more}, {done.seconds:.1f} s")
 
-    def document(done: Moved | Spilled) -> dict[str, object]:
-        if isinstance(done, Moved):
+    def document(done: MovedContainer | SpilledContainer) -> dict[str, object]:
+        if isinstance(done, MovedContainer):
             return _document(done)
         return {"container": done.name} | ({} if done.size is None else {"spilled": done.size})
 
@@ -145,13 +145,13 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
         _resume_processes(pids)
         return
 
-    def work(name: str) -> Moved:
+    def work(name: str) -> MovedContainer:
         with start_ahead(name, seconds=_NAMING) as early:
             from gpusnap.operations.suspending.resume import resume as resume_container
 
             return resume_container(name, early, _request(gpu_map))
 
-    def show(done: Moved) -> None:
+    def show(done: MovedContainer) -> None:
         moved = [(old, new) for old, new in done.container.pairs if old != new]
         where = "".join(f", {old} is on {new} now" for old, new in moved)
         click.echo(f"{done.container.name}  resumed{where}, {done.seconds:.1f} s")
@@ -215,7 +215,7 @@ def _is_suspended(name: str) -> bool:
         return targets.is_suspended(name, asked)
 
 
-def _document(done: Moved) -> dict[str, object]:
+def _document(done: MovedContainer) -> dict[str, object]:
     return {
         "container": done.container.name,
         "containerId": done.container.container,

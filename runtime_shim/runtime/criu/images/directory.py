@@ -12,7 +12,7 @@ from gpusnap.oci.base.files import open_below, sync_folder
 from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.runtime.criu.images.check import is_image
 
-Earlier: TypeAlias = Mapping[str, tuple[int, ...]]
+EarlierImages: TypeAlias = Mapping[str, tuple[int, ...]]
 """Images by name, and what tells each from what is written in its place."""
 
 # What crun and runc write beside CRIU's *.img.
@@ -45,7 +45,7 @@ def clean(image_path: str, *, since: int) -> None:
         ) from error
 
 
-def note_earlier(image_path: str) -> Earlier:
+def note_earlier(image_path: str) -> EarlierImages:
     """CRIU's images that are there before a dump. Raises ImageError."""
     try:
         return {
@@ -59,7 +59,7 @@ def note_earlier(image_path: str) -> Earlier:
         ) from error
 
 
-def drop_earlier(image_path: str, there: Earlier) -> None:
+def drop_earlier(image_path: str, there: EarlierImages) -> None:
     """After a dump, remove those images that it did not write anew. Raises ImageError.
 
     Podman dumps a container that is left running into the same directory each time, and what CRIU does not

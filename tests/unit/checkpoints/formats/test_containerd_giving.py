@@ -14,7 +14,7 @@ import zstandard
 from containerd_layouts import BASE, IMAGE, Made, a_checkpoint, files_of, packed
 
 from gpusnap.checkpoints import artifact as kept
-from gpusnap.checkpoints.artifact import Kept
+from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats import containerd_writer
 from gpusnap.checkpoints.formats.containerd_archive import Archive
 from gpusnap.checkpoints.formats.containerd_reader import take_in
@@ -35,12 +35,12 @@ def layout(tmp_path: Path) -> Layout:
     return Layout(tmp_path / "layout").create()
 
 
-def kept_of(made: Made, folder: Path, layout: Layout) -> Kept:
+def kept_of(made: Made, folder: Path, layout: Layout) -> ArtifactParts:
     with Archive(made.written(folder / "cp.tar")) as source:
         return kept.load(artifact.write(layout, take_in(source, layout)), layout)
 
 
-def given(found: Kept, layout: Layout, progress: Callable[[Progress], None] | None = None) -> bytes:
+def given(found: ArtifactParts, layout: Layout, progress: Callable[[Progress], None] | None = None) -> bytes:
     out: list[bytes] = []
     of = origin(found, layout)
     give_out(found, of, layout, out.append, name=IMAGE, progress=progress)
@@ -107,7 +107,7 @@ def test_links(tmp_path: Path, layout: Layout) -> None:
         assert (member.islnk(), member.linkname) == (True, "core-1.img")
 
 
-def with_records(found: Kept, layout: Layout, data: bytes) -> Kept:
+def with_records(found: ArtifactParts, layout: Layout, data: bytes) -> ArtifactParts:
     blob = layout.add_blob(as_file(compress([data])), media_type=artifact.IMAGE)
     return replace(found, artifact=replace(found.artifact, records=blob))
 
@@ -131,7 +131,7 @@ def test_a_missing_layer(tmp_path: Path, layout: Layout) -> None:
         given(replace(found, artifact=replace(found.artifact, carried=())), layout)
 
 
-def files_of_records(found: Kept, layout: Layout) -> dict[str, bytes | tarfile.TarInfo]:
+def files_of_records(found: ArtifactParts, layout: Layout) -> dict[str, bytes | tarfile.TarInfo]:
     assert found.artifact.records is not None
     data = layout.read_blob(found.artifact.records)
     return {**files_of(zstandard.ZstdDecompressor().decompressobj().decompress(data))}

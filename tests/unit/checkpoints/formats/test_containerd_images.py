@@ -15,7 +15,7 @@ from kept_checkpoints import an_archive
 
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.containerd import REF_NAME
-from gpusnap.checkpoints.formats.containerd_images import Brought
+from gpusnap.checkpoints.formats.containerd_images import ImportedImage
 from gpusnap.checkpoints.locator import InContainerd, InFile, InRegistry, InStore
 from gpusnap.cli.commands.push_pull import pull
 from gpusnap.oci.layout.digests import digest_of
@@ -67,7 +67,7 @@ def test_there_and_back(
     again = push_pull.push(InFile(archive), at(registry), progress=QUIET)
     assert (again.digest, again.moved.blobs) == (pushed.digest, 0)
     pulled = push_pull.pull(at(registry), to=InContainerd("x", "y:z"), progress=QUIET)
-    assert (pulled.digest, pulled.image, pulled.name) == (pushed.digest, Brought("y:z", BASE, True), "")
+    assert (pulled.digest, pulled.image, pulled.name) == (pushed.digest, ImportedImage("y:z", BASE, True), "")
     files = files_of(ctr.imported.read_bytes())
     assert b'"io.containerd.image.name":"y:z"' in files["index.json"]
     base = made.member("image.manifest")["digest"]
@@ -202,7 +202,9 @@ def test_without_the_base_image(registry: FakeRegistry, ctr: FakeCtr, tmp_path: 
     made = a_checkpoint(tmp_path, base=False)
     push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
     for there in (False, True):
-        assert push_pull.pull(at(registry), to=THERE, progress=QUIET).image == Brought(IMAGE, BASE, there)
+        assert push_pull.pull(at(registry), to=THERE, progress=QUIET).image == ImportedImage(
+            IMAGE, BASE, there
+        )
         ctr.lists(BASE, digest_of(b"any"), "a/b")
     assert not [call for call in ctr.calls() if "unpack " in call.replace("--no-unpack", "")]
 

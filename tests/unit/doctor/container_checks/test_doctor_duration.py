@@ -12,7 +12,7 @@ from fakes import ID, a_manifest
 
 from gpusnap.doctor.base.free_space import Speed
 from gpusnap.doctor.container_checks import duration
-from gpusnap.doctor.container_checks.duration import Earlier
+from gpusnap.doctor.container_checks.duration import EarlierCheckpoint
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.transaction import Step
 
@@ -34,7 +34,9 @@ def test_a_slow_disk_is_slower() -> None:
 
 def test_from_earlier() -> None:
     """Twice the bytes take about twice the time; the range has both of two."""
-    found = duration.from_earlier(2 * GIB, [Earlier("a", GIB, 4.5), Earlier("b", GIB, 2.5)])
+    found = duration.from_earlier(
+        2 * GIB, [EarlierCheckpoint("a", GIB, 4.5), EarlierCheckpoint("b", GIB, 2.5)]
+    )
     assert found.low == pytest.approx((0.5 + 4) * 0.8)
     assert found.high == pytest.approx((0.5 + 8) * 1.25)
 
@@ -47,7 +49,7 @@ def test_earlier(tmp_path: Path) -> None:
     record = replace(a_manifest(), timing=(Step("a", 0.0, 1.0), Step("b", 1.0, 2.5)))
     for name, container in (("one", ID), ("two", "another")):
         keep(store, bytearray(8192), names=(name,), record=replace(record, container=container))
-    assert duration.list_earlier(path, ID) == (Earlier(ID, 3 << 20, 3.5),)
+    assert duration.list_earlier(path, ID) == (EarlierCheckpoint(ID, 3 << 20, 3.5),)
     assert len(duration.list_earlier(path, "a third")) == 2
     assert duration.list_earlier(path, ID, patience=-1.0) == ()
 
@@ -55,15 +57,19 @@ def test_earlier(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "disk", "said"),
     [
-        ([Earlier(ID, GIB, 3.0)], None, "its own earlier checkpoints in the store (1)"),
-        ([Earlier("other", GIB, 3.0)], None, "other containers' earlier checkpoints"),
-        ([Earlier(ID, GIB >> 4, 9.0), Earlier(ID, GIB, 3.0)], None, "earlier checkpoints in the store (1)"),
-        ([Earlier(ID, GIB >> 4, 9.0)], None, "a disk that was not measured"),
+        ([EarlierCheckpoint(ID, GIB, 3.0)], None, "its own earlier checkpoints in the store (1)"),
+        ([EarlierCheckpoint("other", GIB, 3.0)], None, "other containers' earlier checkpoints"),
+        (
+            [EarlierCheckpoint(ID, GIB >> 4, 9.0), EarlierCheckpoint(ID, GIB, 3.0)],
+            None,
+            "earlier checkpoints in the store (1)",
+        ),
+        ([EarlierCheckpoint(ID, GIB >> 4, 9.0)], None, "a disk that was not measured"),
         ([], Speed(GIB, GIB), "the 1.0 GiB/s that the disk writes"),
         ([], None, "a disk that was not measured"),
     ],
 )
-def test_check(before: list[Earlier], disk: Speed | None, said: str) -> None:
+def test_check(before: list[EarlierCheckpoint], disk: Speed | None, said: str) -> None:
     """A range, called an estimate, with what it rests on."""
     verdict, found = only(duration.check(ID, GIB, 0, before, disk))
     assert verdict == "ok"

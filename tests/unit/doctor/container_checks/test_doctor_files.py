@@ -14,7 +14,7 @@ import pytest
 from doctor_trees import a_process, only, tree
 
 from gpusnap.doctor.container_checks import files
-from gpusnap.doctor.container_checks.files import Opened
+from gpusnap.doctor.container_checks.files import OpenFile
 from gpusnap.runtime_shim.process import proc
 
 KIB = 1 << 10
@@ -32,8 +32,8 @@ def here() -> proc.Process:
     return found
 
 
-def recorded(target: str, number: int = 3) -> Opened:
-    return Opened(a_process(), number, target, None)
+def recorded(target: str, number: int = 3) -> OpenFile:
+    return OpenFile(a_process(), number, target, None)
 
 
 def test_opened(stack: ExitStack, tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_character_devices(stack: ExitStack) -> None:
     """/dev/null and terminals are dumped, the GPU's are dealt with, others fail."""
     null = stack.enter_context(open("/dev/null"))
     info = os.stat(null.fileno())
-    assert [*files.check_character_devices([Opened(a_process(), 3, "/dev/null", info)])] == []
+    assert [*files.check_character_devices([OpenFile(a_process(), 3, "/dev/null", info)])] == []
     fuse = os.stat_result((0o20666, *info[1:10]), {"st_rdev": os.makedev(10, 229)})
-    strange = [Opened(a_process(), 4, "/dev/fuse", fuse)]
+    strange = [OpenFile(a_process(), 4, "/dev/fuse", fuse)]
     verdict, found = only(files.check_character_devices(strange))
     assert (verdict, found.facts["path"]) == ("failure", "/dev/fuse")
     assert [*files.check_character_devices(strange, lambda path, major: major == 10)] == []
@@ -170,7 +170,7 @@ def test_locks_of_the_driver(stack: ExitStack, tmp_path: Path) -> None:
 def test_recorded_locks(tmp_path: Path) -> None:
     """Leases and waiting ones are passed over."""
     info = os.stat_result((0o100644, 9, os.makedev(8, 1), 1, 0, 0, 0, 0, 0, 0))
-    opened = [Opened(a_process(), 3, "/x", info)]
+    opened = [OpenFile(a_process(), 3, "/x", info)]
     held = "1: POSIX  ADVISORY  WRITE 7 08:01:9 0 EOF\n"
     other = "1: -> FLOCK  ADVISORY  WRITE 7 08:01:9 0 EOF\n2: LEASE  ACTIVE    READ 7 08:01:9 0 EOF\n"
     assert only(files.check_locks(opened, tree(tmp_path / "a", {"/proc/locks": held})))[0] == "warning"

@@ -10,10 +10,10 @@ import pytest
 from doctor_trees import a_process, only, tree
 
 from gpusnap.doctor.container_checks import files, sockets
-from gpusnap.doctor.container_checks.files import Opened
+from gpusnap.doctor.container_checks.files import OpenFile
 from gpusnap.runtime_shim.process import proc
 
-SOCKET = Opened(a_process(), 3, "socket:[77]", None)
+SOCKET = OpenFile(a_process(), 3, "socket:[77]", None)
 
 
 @pytest.mark.parametrize(

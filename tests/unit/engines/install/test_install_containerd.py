@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpusnap.engines.install.containerd import CONFIG, DROP_IN, FRAGMENT, Planned, files, plan_handler
+from gpusnap.engines.install.containerd import CONFIG, DROP_IN, FRAGMENT, HandlerPlan, files, plan_handler
 from gpusnap.runtime_shim.errors import GpusnapError
 
 PROGRAM = "/usr/local/bin/gpusnap-runtime"
@@ -28,7 +28,7 @@ version = 2
 IMPORTING = 'version = {0}\nimports = ["/etc/containerd/conf.d/*.toml"]\n'
 
 
-def plan(root: Path, config: str | None, version: int, **more: Any) -> Planned:
+def plan(root: Path, config: str | None, version: int, **more: Any) -> HandlerPlan:
     if config is not None:
         (root / CONFIG[1:]).parent.mkdir(parents=True, exist_ok=True)
         (root / CONFIG[1:]).write_text(config)

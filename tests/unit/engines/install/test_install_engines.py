@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpusnap.engines.install import detect as install_engines
-from gpusnap.engines.install.detect import Used, containerd_version, find, list_used
+from gpusnap.engines.install.detect import ShimContainer, containerd_version, find, list_used
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import find as locate
 
@@ -68,16 +68,18 @@ def test_podmans_containers(nothing: Path) -> None:
         'printf "crun\\taaa\\tone\\ngpusnap-runtime\\tbbb\\ttwo\\n"; '
         'printf "/opt/gpusnap-runtime\\tccc\\tthree\\n"; exit 125;; esac',
     )
-    assert list_used() == [Used("podman", "bbb", "two"), Used("podman", "ccc", "three")]
+    assert list_used() == [ShimContainer("podman", "bbb", "two"), ShimContainer("podman", "ccc", "three")]
 
 
 def test_each_once(nothing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that Podman tells of and conmon watches, and one that only conmon does."""
     program(nothing / "podman", 'printf "gpusnap-runtime\\tbbb\\ttwo\\n"')
     monkeypatch.setattr(
-        install_engines, "_list_monitored", lambda: [Used("crio", "bbb"), Used("crio", "ddd")]
+        install_engines,
+        "_list_monitored",
+        lambda: [ShimContainer("crio", "bbb"), ShimContainer("crio", "ddd")],
     )
-    assert list_used() == [Used("podman", "bbb", "two"), Used("crio", "ddd")]
+    assert list_used() == [ShimContainer("podman", "bbb", "two"), ShimContainer("crio", "ddd")]
 
 
 def test_podman_that_does_not_tell(nothing: Path) -> None:
@@ -91,7 +93,7 @@ def test_containerds_tasks(nothing: Path, tmp_path: Path) -> None:
         bundle = tmp_path / "tasks/k8s.io" / name
         bundle.mkdir(parents=True)
         (bundle / "options.json").write_text(options)
-    assert list_used() == [Used("containerd", "a")]
+    assert list_used() == [ShimContainer("containerd", "a")]
 
 
 def test_monitors_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +109,7 @@ def test_monitors_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (tmp_path / process / "cmdline").write_bytes("\0".join(words).encode() + b"\0")
     (tmp_path / "1/cmdline").write_text("init")
     (tmp_path / "79").mkdir()
-    assert list(install_engines._list_monitored()) == [Used("crio", "id-77")]
+    assert list(install_engines._list_monitored()) == [ShimContainer("crio", "id-77")]
 
 
 def test_monitors(tmp_path: Path) -> None:
@@ -120,7 +122,7 @@ def test_monitors(tmp_path: Path) -> None:
         try:
             # The kernel shows a command line a moment after it lets the parent of a new program go on.
             deadline = time.monotonic() + 10
-            wanted = Used("crio", "the-id")
+            wanted = ShimContainer("crio", "the-id")
             while wanted not in list(install_engines._list_monitored()):
                 assert time.monotonic() < deadline
         finally:

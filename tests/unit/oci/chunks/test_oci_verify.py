@@ -17,7 +17,7 @@ from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks import verify as verification
 from gpusnap.oci.chunks.artifact import Artifact, chunk_layers
 from gpusnap.oci.chunks.table import Chunk, Table
-from gpusnap.oci.chunks.verify import Checked, Fault, verify
+from gpusnap.oci.chunks.verify import CheckProgress, Fault, verify
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import (
     INDEX,
@@ -44,13 +44,13 @@ def faults(layout: Layout, root: Descriptor) -> dict[str, str]:
 
 def test_all_right(layout: Layout) -> None:
     """Nothing is found where nothing is wrong, and the progress ends with everything."""
-    seen: list[Checked] = []
+    seen: list[CheckProgress] = []
     root = put(layout, *CONTENTS)
     assert verify(layout, root, threads=3, progress=seen.append) == ()
     assert [each.blobs for each in seen] == [1, 2, 3, 4, 5]
     total = root.size + sum(map(len, CONTENTS)) + 2
-    assert seen[0] == Checked(1, root.size, 5, total)
-    assert seen[-1] == Checked(5, total, 5, total)
+    assert seen[0] == CheckProgress(1, root.size, 5, total)
+    assert seen[-1] == CheckProgress(5, total, 5, total)
 
 
 @pytest.mark.parametrize("at", range(3))

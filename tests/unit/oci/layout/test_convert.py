@@ -17,7 +17,7 @@ from oci_regions import load
 from gpusnap.checkpoints.formats import names as members
 from gpusnap.checkpoints.formats import podman_reader
 from gpusnap.checkpoints.formats.podman import give_out, take_in
-from gpusnap.checkpoints.formats.podman_reader import Taken
+from gpusnap.checkpoints.formats.podman_reader import ArchiveContents
 from gpusnap.oci.base import files as files_module
 from gpusnap.oci.base.errors import ArchiveError, BlobError, DiskFull
 from gpusnap.oci.chunks import artifact
@@ -51,7 +51,7 @@ def names(layout: Layout) -> set[str]:
     return {"sha256:" + each for each in os.listdir(Path(layout.path, "blobs", "sha256"))}
 
 
-def whole(taken: Taken) -> Artifact:
+def whole(taken: ArchiveContents) -> Artifact:
     return Artifact(taken.config, taken.records, taken.rootfs, taken.chunks, taken.annotations)
 
 

@@ -22,7 +22,7 @@ from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, Manifest, enc
 from gpusnap.oci.layout.graph import walk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.registry import upload
-from gpusnap.oci.registry.copy import Moved, Underway, pull, push
+from gpusnap.oci.registry.copy import TransferProgress, TransferTotals, pull, push
 from gpusnap.oci.registry.credentials import Credentials
 
 ROOT = Path(__file__).parents[4]
@@ -74,12 +74,12 @@ def test_there_and_back(registry: FakeRegistry, layout: Layout, other: Layout, m
     root = artifact(layout) if make is artifact else index(layout)
     there = everything(layout, root)
     moved = push(root, layout, registry.repository(), tag="v1")
-    assert moved == Moved(len(there), sum(there.values()))
+    assert moved == TransferTotals(len(there), sum(there.values()))
     for name in ("v1", root.digest):
         found, moved = pull(registry.repository(), name, other)
         assert (found.digest, found.size, found.media_type) == (root.digest, root.size, root.media_type)
         assert everything(other, found) == there
-    assert moved == Moved(0, 0, len(there), sum(there.values()))
+    assert moved == TransferTotals(0, 0, len(there), sum(there.values()))
     assert {name for name, _ in registry.manifests} == {"team/app"}
     assert set(blobs(Path(other.path))) == {digest.removeprefix("sha256:") for digest in there}
 
@@ -90,17 +90,17 @@ def test_a_second_push_sends_nothing(registry: FakeRegistry, layout: Layout) -> 
     first = push(root, layout, registry.repository(), tag="v1")
     registry.seen.clear()
     second = push(root, layout, registry.repository(), tag="v1")
-    assert second == Moved(0, 0, first.blobs, first.bytes)
+    assert second == TransferTotals(0, 0, first.blobs, first.bytes)
     assert {each.method for each in registry.seen} == {"HEAD"}
     third = push(root, layout, registry.repository(), tag="v2")
-    assert third == Moved(1, root.size, first.blobs - 1, first.bytes - root.size)
+    assert third == TransferTotals(1, root.size, first.blobs - 1, first.bytes - root.size)
 
 
 def test_only_what_is_new_is_sent(registry: FakeRegistry, layout: Layout) -> None:
     """Another artifact that shares a blob sends the others."""
     push(artifact(layout, 1, sizes=[70_000, 10]), layout, registry.repository(), tag="v1")
     root = artifact(layout, 2, sizes=[70_000, 10])
-    assert push(root, layout, registry.repository(), tag="v2") == Moved(2, 10 + root.size, 1, 70_000)
+    assert push(root, layout, registry.repository(), tag="v2") == TransferTotals(2, 10 + root.size, 1, 70_000)
 
 
 def test_without_a_tag(registry: FakeRegistry, layout: Layout) -> None:
@@ -125,7 +125,7 @@ def test_mounted(registry: FakeRegistry, layout: Layout) -> None:
     first = push(root, layout, registry.repository("other/app"), tag="v1")
     moved = push(root, layout, registry.repository(), tag="v1", mount_from=["other/app"])
     count = first.blobs - 1
-    assert moved == Moved(1, root.size, count, first.bytes - root.size, mounted=count)
+    assert moved == TransferTotals(1, root.size, count, first.bytes - root.size, mounted=count)
 
 
 def test_a_registry_that_wants_tokens(registry: FakeRegistry, layout: Layout, other: Layout) -> None:
@@ -264,20 +264,20 @@ def test_a_tag_that_is_not_there(registry: FakeRegistry, other: Layout) -> None:
 
 def test_progress(registry: FakeRegistry, layout: Layout, other: Layout) -> None:
     """It ends with what was moved, is told by one thread at a time, and its error ends the transfer."""
-    root, calls, inside = artifact(layout), list[Underway](), threading.Lock()
+    root, calls, inside = artifact(layout), list[TransferProgress](), threading.Lock()
 
-    def tell(underway: Underway) -> None:
+    def tell(underway: TransferProgress) -> None:
         assert inside.acquire(blocking=False)
         calls.append(underway)
         inside.release()
 
     moved = push(root, layout, registry.repository(), tag="v1", progress=tell)
-    assert calls[-1] == Underway(moved, moved.bytes)
+    assert calls[-1] == TransferProgress(moved, moved.bytes)
     calls.clear()
     _, moved = pull(registry.repository(), "v1", other, progress=tell)
-    assert calls[-1] == Underway(moved, moved.bytes)
+    assert calls[-1] == TransferProgress(moved, moved.bytes)
 
-    def fail(underway: Underway) -> None:
+    def fail(underway: TransferProgress) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

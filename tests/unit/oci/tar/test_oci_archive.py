@@ -445,7 +445,7 @@ def test_disk_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    where, name = {"write": (archive_module, "all_written"), "name": (os, "link")}.get(step, (os, step))
+    where, name = {"write": (archive_module, "write_all"), "name": (os, "link")}.get(step, (os, step))
     monkeypatch.setattr(where, name, full)
     with (
         pytest.raises(DiskFull, match=rf"{tmp_path} is full: the archive out\.tar"),

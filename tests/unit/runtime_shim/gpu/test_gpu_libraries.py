@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from gpusnap.runtime_shim.gpu.cdi.spec import Device, Edits, Mount, Spec
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import (
+    DriverFiles,
     File,
-    Found,
     build_id,
     describe_mapped,
     explain_difference,
@@ -121,7 +121,7 @@ def test_the_drivers(path: str) -> None:
 def test_not_the_drivers(path: str) -> None:
     """No other file, nor one by way of another folder."""
     assert not is_driver_file(path)
-    known = Found(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"),), frozenset({path}))
+    known = DriverFiles(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"),), frozenset({path}))
     assert find_counterpart(path, OLD, NEW, known) is None
 
 
@@ -161,7 +161,7 @@ def a_file(path: str, *, real: str = "", bits: int = 64, rank: int = 0) -> File:
 def test_the_same_file_is_here() -> None:
     """What this host has stays as it is."""
     source = f"{LIB}/libcuda.so.{OLD}"
-    known = Found(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"),), frozenset({source, "/proc/driver/nvidia"}))
+    known = DriverFiles(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"),), frozenset({source, "/proc/driver/nvidia"}))
     assert find_counterpart(source, OLD, NEW, known) == source
     assert find_counterpart("/proc/driver/nvidia", OLD, NEW, known) == "/proc/driver/nvidia"
 
@@ -196,8 +196,8 @@ def test_another_version(source: str, here: str) -> None:
             "/usr/bin/nvidia-debugdump",
         )
     )
-    assert find_counterpart(source, OLD, NEW, Found(NEW, noise)) is None
-    assert find_counterpart(source, OLD, NEW, Found(NEW, (*noise, a_file(here, rank=2)))) == here
+    assert find_counterpart(source, OLD, NEW, DriverFiles(NEW, noise)) is None
+    assert find_counterpart(source, OLD, NEW, DriverFiles(NEW, (*noise, a_file(here, rank=2)))) == here
 
 
 def test_who_is_asked_first() -> None:
@@ -210,7 +210,7 @@ def test_who_is_asked_first() -> None:
     ]
     chosen = []
     while listed:
-        chosen.append(find_counterpart(f"{LIB}/libcuda.so.{OLD}", OLD, NEW, Found(NEW, tuple(listed))))
+        chosen.append(find_counterpart(f"{LIB}/libcuda.so.{OLD}", OLD, NEW, DriverFiles(NEW, tuple(listed))))
         listed.remove(next(each for each in listed if each.path == chosen[-1]))
     folders = ["/opt/b", "/opt/a", LIB, "/usr/lib64"]
     assert chosen == [f"{folder}/libcuda.so.{NEW}" for folder in folders]
@@ -220,13 +220,13 @@ def test_a_link_is_followed() -> None:
     """What is mounted is the file itself, whichever of its names was asked for."""
     link = a_file(f"{LIB}/libcuda.so.1", real=f"{LIB}/nvidia/current/libcuda.so.{NEW}", rank=1)
     for name in ("libcuda.so.1", f"libcuda.so.{OLD}"):
-        assert find_counterpart(f"/usr/lib64/{name}", OLD, NEW, Found(NEW, (link,))) == link.real
+        assert find_counterpart(f"/usr/lib64/{name}", OLD, NEW, DriverFiles(NEW, (link,))) == link.real
 
 
 def test_what_another_driver_left() -> None:
     """A libcuda.so.1 that is not of this host's driver's version is not taken: a compatibility package's."""
     compat = a_file("/usr/local/cuda/compat/libcuda.so.1", real="/usr/local/cuda/compat/libcuda.so.590.1.1")
-    assert find_counterpart(f"{LIB}/libcuda.so.1", OLD, NEW, Found(NEW, (compat,))) is None
+    assert find_counterpart(f"{LIB}/libcuda.so.1", OLD, NEW, DriverFiles(NEW, (compat,))) is None
 
 
 @pytest.mark.parametrize(
@@ -243,22 +243,22 @@ def test_what_another_driver_left() -> None:
 def test_width(source: str, among: tuple[str, ...], bits: int) -> None:
     """A 32-bit library never stands in for a 64-bit one, nor the other way round."""
     both = {each: a_file(f"/opt/{each}/libcuda.so.{NEW}", bits=each) for each in (32, 64)}
-    known = Found(NEW, tuple(both.values()))
+    known = DriverFiles(NEW, tuple(both.values()))
     assert find_counterpart(source, OLD, NEW, known, among=among) == both[bits].path
-    other = Found(NEW, (both[96 - bits],))
+    other = DriverFiles(NEW, (both[96 - bits],))
     assert find_counterpart(source, OLD, NEW, other, among=among) is None
 
 
 def test_a_folder_that_only_cdi_knows() -> None:
     """Where this host's own CDI spec mounts the very same path of its version, the folder may be any."""
-    known = Found(NEW, (a_file(f"/opt/nv/libcuda.so.{NEW}"),))
+    known = DriverFiles(NEW, (a_file(f"/opt/nv/libcuda.so.{NEW}"),))
     assert find_counterpart(f"/opt/nv/libcuda.so.{OLD}", OLD, NEW, known) == f"/opt/nv/libcuda.so.{NEW}"
     assert find_counterpart(f"/opt/xx/libcuda.so.{OLD}", OLD, NEW, known) is None
 
 
 def test_two_of_their_own_version() -> None:
     """Of two that fit equally none is guessed."""
-    known = Found(NEW, tuple(a_file(f"{LIB}/libnvidia-egl-gbm.so.1.1.{at}") for at in (2, 3)))
+    known = DriverFiles(NEW, tuple(a_file(f"{LIB}/libnvidia-egl-gbm.so.1.1.{at}") for at in (2, 3)))
     assert find_counterpart(f"{LIB}/libnvidia-egl-gbm.so.1.1.1", OLD, NEW, known) is None
 
 
@@ -284,7 +284,7 @@ PARTS = st.sampled_from(
 @given(st.lists(PARTS, max_size=7), PARTS, st.text(max_size=9))
 def test_nothing_but_the_hosts_files(parts: list[str], old: str, new: str) -> None:
     """Whatever an archive asks for, what comes back is listed by this host."""
-    known = Found(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"), a_file("/usr/bin/nvidia-smi", bits=0)))
+    known = DriverFiles(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"), a_file("/usr/bin/nvidia-smi", bits=0)))
     for version in (old, OLD):
         chosen = find_counterpart("/" + "/".join(parts), version, new, known)
         assert chosen in (None, *(file.real for file in known.files))
@@ -302,7 +302,7 @@ def test_counterpart_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("stat", "open", "listdir", "readlink", "lstat"):
         monkeypatch.setattr(os, name, touched)
-    known = Found(NEW, (a_file(f"/usr/lib64/libcuda.so.{NEW}"),))
+    known = DriverFiles(NEW, (a_file(f"/usr/lib64/libcuda.so.{NEW}"),))
     assert find_counterpart(f"{LIB}/libcuda.so.{OLD}", OLD, NEW, known) == f"/usr/lib64/libcuda.so.{NEW}"
 
 
@@ -350,7 +350,7 @@ class Host:
         (self.root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
         (self.root / path[1:]).symlink_to(target)
 
-    def found(self, *mounts: str, kind: str = "nvidia.com/gpu", asked: tuple[str, ...] = ()) -> Found:
+    def found(self, *mounts: str, kind: str = "nvidia.com/gpu", asked: tuple[str, ...] = ()) -> DriverFiles:
         edits = Edits(mounts=tuple(Mount(path, path, "", ()) for path in mounts))
         spec = Spec("/etc/cdi/x.yaml", "0.5.0", kind, (Device("0", edits),), Edits())
         return find_files([spec], NEW, asked=asked, root=str(self.root))

@@ -83,7 +83,7 @@ def test_nothing_to_do(target: Target) -> None:
     """No descriptor is opened for nothing."""
     target.stop()
     before = os.listdir(f"/proc/{target.pid}/fd")
-    assert neutralise(target.pid, [], [], lent=unrecorded) == handles.Neutralised((), ())
+    assert neutralise(target.pid, [], [], lent=unrecorded) == handles.NeutraliseResult((), ())
     assert os.listdir(f"/proc/{target.pid}/fd") == before
     assert target.well()
 

@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.process.ptrace import arch as machine
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace import populate
 from gpusnap.runtime_shim.process.ptrace.arch import X86_64
-from gpusnap.runtime_shim.process.ptrace.populate import Populated, populate_mappings
+from gpusnap.runtime_shim.process.ptrace.populate import PopulateResult, populate_mappings
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 SIZE = 64 * MIB
@@ -69,7 +69,7 @@ def resident(target: Target, address: int) -> int:
     return int(smaps(target.pid, address)["Rss"][0]) << 10
 
 
-def check(target: Target, done: Populated, count: int) -> None:
+def check(target: Target, done: PopulateResult, count: int) -> None:
     """What was done, and that the process stands and is well afterwards."""
     assert (done.mappings, done.size) == (count, count * SIZE)
     assert proc.is_still(target.pid)

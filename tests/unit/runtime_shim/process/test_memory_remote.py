@@ -484,8 +484,8 @@ import sys
 from dataclasses import replace
 from gpusnap.runtime_shim.process.ptrace.arch import X86_64
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote
-from gpusnap.runtime_shim.process.ptrace.tracee import held
-with held(int(sys.argv[1]), int(sys.argv[2])) as tracee:
+from gpusnap.runtime_shim.process.ptrace.tracee import hold
+with hold(int(sys.argv[1]), int(sys.argv[2])) as tracee:
     there = Remote(tracee, replace(X86_64, calls={**X86_64.calls, "pause": 34}))
     print(there.saved.registers.hex(), there.saved.mask, flush=True)
     there.call("pause")

@@ -142,13 +142,13 @@ import sys
 from gpusnap.runtime_shim.shim import overrides as orders
 from gpusnap.runtime_shim.settings import Settings
 orders.FOLDER = sys.argv[1]
-print(orders.applied(Settings(), sys.argv[2]).memory.pages, flush=True)
+print(orders.apply_orders(Settings(), sys.argv[2]).memory.pages, flush=True)
 """
 _ORDERING = """\
 import sys
 from gpusnap.runtime_shim.shim import overrides as orders
 orders.FOLDER = sys.argv[1]
-with orders.ordered(sys.argv[2], pages="store"):
+with orders.order(sys.argv[2], pages="store"):
     print("ordered", flush=True)
     sys.stdin.read()
 """

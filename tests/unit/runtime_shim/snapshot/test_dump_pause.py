@@ -23,7 +23,7 @@ from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause
 from gpusnap.runtime_shim.stopping import vfork
 from gpusnap.runtime_shim.stopping.stop import stop
-from gpusnap.runtime_shim.stopping.vfork import Waiting
+from gpusnap.runtime_shim.stopping.vfork import WaitingParent
 
 __all__ = ["cell", "folder"]
 
@@ -53,10 +53,10 @@ def waits(monkeypatch: pytest.MonkeyPatch, times: float, look: Callable[[], None
     """The first so many looks find one that waits."""
     looks = iter(range(1_000_000))
 
-    def waiting(pids: Iterable[int]) -> Iterator[Waiting]:
+    def waiting(pids: Iterable[int]) -> Iterator[WaitingParent]:
         look()
         if next(looks) < times:
-            yield Waiting(*sorted(pids))
+            yield WaitingParent(*sorted(pids))
 
     monkeypatch.setattr(vfork, "iterate_waiting", waiting)
 

@@ -16,9 +16,9 @@ from fakes import wait_for
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, RuntimeFailed
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime.criu import descendants
-from gpusnap.runtime_shim.runtime.criu.run import Invoked
+from gpusnap.runtime_shim.runtime.criu.run import Invocation
 from gpusnap.runtime_shim.snapshot import foreground
-from gpusnap.runtime_shim.snapshot.foreground import Beside
+from gpusnap.runtime_shim.snapshot.foreground import RuntimeThread
 from gpusnap.runtime_shim.transaction import hold_signals, make_interruptible
 
 # A runtime with a child, and a grandchild in a session of its own.
@@ -26,11 +26,11 @@ TREE = 'echo $$ >>"$0"; sh -c "$1" "$0" & wait'
 CHILD = 'echo $$ >>"$0"; setsid sleep 600 & echo $! >>"$0"; wait'
 
 
-def running(file: Path) -> Callable[[Callable[[int], object]], Invoked]:
-    def run(started: Callable[[int], object]) -> Invoked:
+def running(file: Path) -> Callable[[Callable[[int], object]], Invocation]:
+    def run(started: Callable[[int], object]) -> Invocation:
         with subprocess.Popen(["sh", "-c", TREE, str(file), CHILD]) as process:
             started(process.pid)
-            return Invoked(process.wait(), "", "")
+            return Invocation(process.wait(), "", "")
 
     return run
 
@@ -69,7 +69,7 @@ def test_a_failure_ctrl_c_or_sigterm_runs_them_backwards(
     sender = threading.Thread(target=send)
     sender.start()
     with make_interruptible(), hold_signals(), pytest.raises(Interrupted, match=number.name):
-        Beside(running(file), str(tmp_path / "restore.log")).wait_until_restored(None)
+        RuntimeThread(running(file), str(tmp_path / "restore.log")).wait_until_restored(None)
     sender.join()
     ended(file, bystander)
 
@@ -90,7 +90,7 @@ def test_a_log_without_end(
     grower = threading.Thread(target=grow)
     grower.start()
     with pytest.raises(RuntimeFailed, match="had grown beyond 1 MiB") as caught:
-        Beside(running(file), str(log)).wait_until_restored(None)
+        RuntimeThread(running(file), str(log)).wait_until_restored(None)
     grower.join()
     assert "gpusnap verify" in caught.value.hint
     ended(file, bystander)
@@ -98,7 +98,7 @@ def test_a_log_without_end(
 
 def test_one_that_ends(tmp_path: Path) -> None:
     """Then it says how."""
-    beside = Beside(lambda started: Invoked(3, "log", ""), str(tmp_path / "restore.log"))
+    beside = RuntimeThread(lambda started: Invocation(3, "log", ""), str(tmp_path / "restore.log"))
     assert not beside.wait_until_restored(None)
     assert beside.result("crun").code == 3
 
@@ -106,10 +106,10 @@ def test_one_that_ends(tmp_path: Path) -> None:
 def test_an_error_of_another_kind(tmp_path: Path) -> None:
     """What nobody foresaw is raised where the runtime is waited for, as a sentence."""
 
-    def fail(started: Callable[[int], object]) -> Invoked:
+    def fail(started: Callable[[int], object]) -> Invocation:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    beside = Beside(fail, str(tmp_path / "restore.log"))
+    beside = RuntimeThread(fail, str(tmp_path / "restore.log"))
     assert not beside.wait_until_restored(None)
     with pytest.raises(GpusnapError, match="Input/output error"):
         beside.result("crun")

@@ -17,7 +17,7 @@ from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed
 from gpusnap.runtime_shim.process import kcmp, proc
 from gpusnap.runtime_shim.process.memory.maps import Mapping
-from gpusnap.runtime_shim.process.ptrace.neutralise import Neutralised
+from gpusnap.runtime_shim.process.ptrace.neutralise import NeutraliseResult
 from gpusnap.runtime_shim.process.ptrace.tracee import Tracee
 from gpusnap.runtime_shim.records.manifest_file import read
 from gpusnap.runtime_shim.settings import Memory
@@ -61,7 +61,7 @@ def files(pid: int) -> list[str]:
     return [path for _, path in held.descriptors] + [path for *_, path in held.mappings]
 
 
-def clear(tree: Tree, driver: FakeDriver) -> tuple[inherited_handles.Cleared, ...]:
+def clear(tree: Tree, driver: FakeDriver) -> tuple[inherited_handles.ClearedProcess, ...]:
     """As a checkpoint has it done: the GPU process stands, and is let go on afterwards."""
     stop([tree.pid], timeout=DEADLINE)
     try:
@@ -230,7 +230,7 @@ def test_one_that_cannot_be_traced(tree: Tree, driver: FakeDriver, monkeypatch: 
     """One sentence; nothing is replaced, all go on, and the journal is empty."""
     pid = tree.child()
 
-    def traced(*_: object, **__: object) -> Neutralised:
+    def traced(*_: object, **__: object) -> NeutraliseResult:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(inherited_handles, "neutralise", traced)
@@ -246,7 +246,7 @@ def test_one_that_ends(tree: Tree, driver: FakeDriver, monkeypatch: pytest.Monke
     """A child that is killed while its files are being replaced is no failure, and not reported."""
     pid = tree.child()
 
-    def ended(pid: int, *_: object, **__: object) -> Neutralised:
+    def ended(pid: int, *_: object, **__: object) -> NeutraliseResult:
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not proc.is_running(pid), "its end")
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
@@ -270,11 +270,11 @@ def test_a_machine_without_kcmp(tree: Tree, driver: FakeDriver, monkeypatch: pyt
 # What is said of it.
 
 
-def cleared(pid: int, *sizes: int) -> inherited_handles.Cleared:
+def cleared(pid: int, *sizes: int) -> inherited_handles.ClearedProcess:
     found = proc.process(pid)
     assert found is not None
     mapped = tuple(Mapping(0, size, "rw-s", 0, "00:06", 7, "/dev/nvidiactl") for size in sizes)
-    return inherited_handles.Cleared(found, Neutralised(((4, "/dev/nvidia0"),), mapped))
+    return inherited_handles.ClearedProcess(found, NeutraliseResult(((4, "/dev/nvidia0"),), mapped))
 
 
 def test_records(tree: Tree) -> None:

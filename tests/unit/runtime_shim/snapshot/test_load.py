@@ -22,10 +22,10 @@ from gpusnap.runtime_shim.records.manifest import RegionRecord
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.records.journal import Entry, Suspended
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import load, spilled
-from gpusnap.runtime_shim.snapshot.suspended_containers.load import Loading
+from gpusnap.runtime_shim.snapshot.suspended_containers.load import MemoryLoad
 
 KEY = "aaaa0001@123456789abc"
 FOUND = Suspension(KEY, "llama", "podman", "", Stage.SUSPENDED, (1, 1), (os.getpid(), 1), "", "crun")
@@ -59,7 +59,7 @@ def entry(tmp_path: Path, content: list[bytearray]) -> Entry:
     layout = Layout(tmp_path / "layout").create()
     tables = oci_regions.save(layout, *content)
     regions = tuple(RegionRecord(START + at * 4 * SIZE, table) for at, table in enumerate(tables))
-    return Entry(KEY, "", (1, 1), (Suspended(7, 1, regions),), layout=str(layout.path))
+    return Entry(KEY, "", (1, 1), (JournalProcess(7, 1, regions),), layout=str(layout.path))
 
 
 def names(stage: Path) -> list[str]:
@@ -69,7 +69,7 @@ def names(stage: Path) -> list[str]:
 
 def test_all_of_it(stage: Path, entry: Entry, content: list[bytearray]) -> None:
     """In files for the addresses of the regions, which are gone afterwards."""
-    loading = Loading(entry, Memory())
+    loading = MemoryLoad(entry, Memory())
     found = loading.areas()
     assert [(area.address, area.size) for area in found[7]] == [(START, SIZE), (START + 4 * SIZE, SIZE)]
     assert [bytes(area.view(0, SIZE)) for area in found[7]] == [bytes(each) for each in content]
@@ -82,7 +82,7 @@ def test_all_of_it(stage: Path, entry: Entry, content: list[bytearray]) -> None:
 
 def test_they_are_in_nobodys_way(stage: Path, entry: Entry) -> None:
     """Whoever has the container's lock may stage something, and remove all of it."""
-    loading = Loading(entry, Memory())
+    loading = MemoryLoad(entry, Memory())
     area = tmpfs.Stage(KEY).area(f"7-{START:x}", START, SIZE)
     area.write(0, memoryview(b"another's"))
     found = loading.areas()
@@ -90,7 +90,7 @@ def test_they_are_in_nobodys_way(stage: Path, entry: Entry) -> None:
     loading.close()
     assert names(stage) == [f"7-{START:x}"]
     area.close()
-    loading = Loading(entry, Memory())
+    loading = MemoryLoad(entry, Memory())
     tmpfs.remove(KEY)
     found = loading.areas()
     assert len(found[7]) == 2
@@ -103,7 +103,7 @@ def test_damage(stage: Path, entry: Entry) -> None:
     blob.chmod(0o600)
     data = blob.read_bytes()
     blob.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    loading = Loading(entry, Memory())
+    loading = MemoryLoad(entry, Memory())
     assert loading.areas() == {}
     loading.close()
     assert names(stage) == []
@@ -116,7 +116,7 @@ def test_a_full_stage(stage: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, "No space left on device", area.path)
 
     monkeypatch.setattr(Area, "populate", fail)
-    loading = Loading(entry, Memory())
+    loading = MemoryLoad(entry, Memory())
     assert loading.areas() == {}
     loading.close()
     assert names(stage) == []
@@ -130,7 +130,7 @@ def test_a_failure_at_the_beginning(stage: Path, entry: Entry, monkeypatch: pyte
 
     monkeypatch.setattr(load, "Reading", fail)
     with pytest.raises(OSError, match="Too many open files"):
-        Loading(entry, Memory())
+        MemoryLoad(entry, Memory())
     assert names(stage) == []
 
 
@@ -162,7 +162,7 @@ def test_when(stage: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(Refused, match="of GPU memory have to move to RAM"):
         load.begin(FOUND, Memory(), beside=3 * SIZE + 1)
     assert load.begin(FOUND, Memory(ceiling=1 << 30), beside=0) is None
-    there[0] = Entry(KEY, "", (1, 1), (Suspended(7, 1, ()),))
+    there[0] = Entry(KEY, "", (1, 1), (JournalProcess(7, 1, ()),))
     assert load.begin(FOUND, Memory(), beside=0) is None
     there[0] = None
     assert load.begin(FOUND, Memory(), beside=0) is None

@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
-from gpusnap.runtime_shim.process.ptrace.populate import Populated
+from gpusnap.runtime_shim.process.ptrace.populate import PopulateResult
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import enter_thread
 from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.manifest import Manifest
@@ -102,7 +102,7 @@ def suspended(chunks: Chunks, holders: list[Holder]) -> list[str]:
     digests = []
     for holder in holders:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pages, "run_populating", lambda *_, **__: nullcontext(Populated()))
+            patch.setattr(pages, "run_populating", lambda *_, **__: nullcontext(PopulateResult()))
             with chunks.thread(holder.pid, holder.pid):
                 digests.append(holder.say("map"))
     stop([holder.pid for holder in holders], timeout=60)

@@ -23,7 +23,7 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.gpu_processes import paused_container
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.records.journal import Entry, Pause, Suspended
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess, Pause
 from gpusnap.runtime_shim.snapshot.recover_checkpoint import recover
 from gpusnap.runtime_shim.stopping.stop import stop
 
@@ -48,7 +48,7 @@ class Driver(FakeDriver):
         return max(map(int, os.listdir(f"/proc/{pid}/task")))
 
 
-def killed(cell: Cell, image: str = "") -> tuple[paused_container.Paused, Entry]:
+def killed(cell: Cell, image: str = "") -> tuple[paused_container.PausedContainer, Entry]:
     """Held and thawed, as a gpusnap leaves it; with an image, when the first process' GPU state was away."""
     paused = pause(cell)
     paused.hold(cell.pids, timeout=60)
@@ -166,7 +166,7 @@ def test_dumped(tmp_path: Path) -> None:
     (image / "inventory.img").touch()
     gone = proc.process(os.getpid())
     assert gone is not None
-    entry = Entry(ID, str(image), (1, 1), (Suspended(gone.pid, gone.start + 1, ()),))
+    entry = Entry(ID, str(image), (1, 1), (JournalProcess(gone.pid, gone.start + 1, ()),))
     journal.write(ID, str(image), {gone.pid: ()})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "read", lambda _: entry)
@@ -185,7 +185,7 @@ def test_the_disk_failed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (image / "pages-1.img").write_bytes(b"memory")
     gone = proc.process(os.getpid())
     assert gone is not None
-    entry = Entry(ID, str(image), (1, 1), (Suspended(gone.pid, gone.start + 1, ()),))
+    entry = Entry(ID, str(image), (1, 1), (JournalProcess(gone.pid, gone.start + 1, ()),))
     journal.write(ID, str(image), {gone.pid: ()})
     real, failed = os.fsync, list[str]()
 

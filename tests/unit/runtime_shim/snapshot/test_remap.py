@@ -17,7 +17,7 @@ from fakes import FakeDriver, a_manifest, gpu, uuid
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
-from gpusnap.runtime_shim.gpu.nvidia.driver_files import File, Found, describe_mapped
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import DriverFiles, File, describe_mapped
 from gpusnap.runtime_shim.records.manifest import DeviceNode, DriverLibrary, DriverMount, Manifest
 from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
@@ -26,7 +26,7 @@ from gpusnap.runtime_shim.snapshot.devices.remap import Remap
 OLD, NEW = "580.159.04", "580.200.01"
 LIBRARY = "/usr/lib/x86_64-linux-gnu/libcuda.so."
 PAIR = ((uuid(0), uuid(1)),)
-NOTHING = Found(NEW, ())
+NOTHING = DriverFiles(NEW, ())
 
 
 def record(**changed: Any) -> Manifest:
@@ -39,7 +39,7 @@ def made(
     pairs: Sequence[tuple[str, str]] = PAIR,
     binds: Sequence[str] = (),
     config: Mapping[str, Any] | None = None,
-    known: Found = NOTHING,
+    known: DriverFiles = NOTHING,
     keep_names: bool = False,
 ) -> Remap:
     """On a host with GPU 1 (and GPU 2) and driver NEW."""
@@ -91,7 +91,7 @@ def test_libraries_of_another_version(tmp_path: Path) -> None:
     """A file of the driver that is not here is taken from this host's; one that nobody has stays."""
     real = tmp_path / "libcuda.so"
     real.touch()
-    known = Found(NEW, (File(LIBRARY + NEW, LIBRARY + NEW, 64, 0),), frozenset({LIBRARY + NEW}))
+    known = DriverFiles(NEW, (File(LIBRARY + NEW, LIBRARY + NEW, 64, 0),), frozenset({LIBRARY + NEW}))
     found = made(record(), binds=[LIBRARY + OLD, "/usr/bin/nvidia-never"], known=known)
     assert found.edits.sources == {
         LIBRARY + OLD: LIBRARY + NEW,

@@ -16,7 +16,7 @@ from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-from gpusnap.runtime_shim.snapshot.records.journal import Staged
+from gpusnap.runtime_shim.snapshot.records.journal import StagedRegion
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import spill
 
@@ -57,7 +57,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
     assert me is not None
     asleep = Suspension(KEY, "w", "podman", "", Stage.SUSPENDED, (1, 1), (me.pid, me.start), "", "crun")
     suspensions.write(asleep)
-    journal.write(KEY, "", {me.pid: ()}, staged={me.pid: [Staged("/run/a", 0, 4096)]})
+    journal.write(KEY, "", {me.pid: ()}, staged={me.pid: [StagedRegion("/run/a", 0, 4096)]})
     return made
 
 

@@ -160,9 +160,9 @@ def an_engine(go_on: Callable[[], object], pause: Callable[[], object] = lambda:
     return Engine("podman", "w", "", pause, go_on, list)
 
 
-def back(found: Suspension, go_on: Callable[[], object]) -> suspend._WayBack:
+def back(found: Suspension, go_on: Callable[[], object]) -> suspend._Undo:
     container: Any = SimpleNamespace(key=found.key)
-    return suspend._WayBack(container, found, an_engine(go_on))
+    return suspend._Undo(container, found, an_engine(go_on))
 
 
 def job(found: Suspension, *, suspended: bool = False) -> Any:
@@ -194,7 +194,7 @@ def test_an_engine_that_does_not_let_it_go_on(monkeypatch: pytest.MonkeyPatch, s
 def test_a_container_that_somebody_else_has_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between our look and our pause: it stays so, and nothing of the suspend is left."""
     begun = suspension(stage=Stage.SUSPENDING)
-    seen = preflight.Seen(SimpleNamespace(), None, (), 0)  # type: ignore[arg-type]
+    seen = preflight.InitialState(SimpleNamespace(), None, (), 0)  # type: ignore[arg-type]
     monkeypatch.setattr(preflight, "inspect", lambda *_: seen)
     monkeypatch.setattr(suspend, "_make_suspension", lambda *_: begun)
     done: list[str] = []
@@ -217,9 +217,9 @@ def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatc
     done: list[str] = []
     for name in ("_look", "thaw", "suspend_all"):
         monkeypatch.setattr(take, name, lambda *_: 0)
-    seen = preflight.Seen(SimpleNamespace(), None, (), 0)  # type: ignore[arg-type]
+    seen = preflight.InitialState(SimpleNamespace(), None, (), 0)  # type: ignore[arg-type]
     monkeypatch.setattr(preflight, "inspect", lambda *_: seen)
-    monkeypatch.setattr(suspend._WayBack, "forget", lambda _: None)
+    monkeypatch.setattr(suspend._Undo, "forget", lambda _: None)
     frozen: Any = SimpleNamespace(freeze=lambda: done.append("frozen"))
     job_of = take.job_of
 
@@ -401,7 +401,7 @@ class Trouble:
         monkeypatch.setattr(resume, "_plan", lambda *_: (("GPU-1", "GPU-1"),))
         monkeypatch.setattr(resume, "_check_memory", lambda *_: None)
         monkeypatch.setattr(bring_back, "bring_back", lambda *_, **__: None)
-        monkeypatch.setattr(bring_back, "list_alive", lambda entry: (journal.Suspended(7, 8, ()),))
+        monkeypatch.setattr(bring_back, "list_alive", lambda entry: (journal.JournalProcess(7, 8, ()),))
 
     def at(self, module: object, name: str, error: Exception, *, after: int = 0) -> None:
         """Have a function raise the error, once it was called so often."""
@@ -439,7 +439,7 @@ ALL_ERRORS = pytest.mark.parametrize(
 @ALL_ERRORS
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(journal, "read"), (bring_back, "bring_back"), (paused_container, "left")],
+    [(journal, "read"), (bring_back, "bring_back"), (paused_container, "reopen")],
 )
 def test_a_resume_that_does_not_stay_suspended(
     trouble: Trouble, monkeypatch: pytest.MonkeyPatch, module: object, name: str, error: Exception

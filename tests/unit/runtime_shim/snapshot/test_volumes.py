@@ -101,7 +101,7 @@ def seen(old: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
         yield stack
 
 
-def found(old: Path) -> tuple[volumes.Opened, ...]:
+def found(old: Path) -> tuple[volumes.OpenVolumeFile, ...]:
     """What this process has open in the volume."""
     process = proc.process(os.getpid())
     assert process is not None
