@@ -30,16 +30,16 @@ def room_in_memory(
     """
     need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
     free = _available()
-    _fits(need, "have to move to", "this host", None if free is None else max(0, free - reserved))
-    _fits(need, "have to move to", "the container's memory limit", _limit(init))
-    _fits_us(need, "have to move to", settings)
+    _fits(need, "must move to", "this host", None if free is None else max(0, free - reserved))
+    _fits(need, "must move to", "the container's memory limit", _limit(init))
+    _fits_us(need, "must move to", settings)
 
 
 def room_to_restore(record: Manifest, settings: Memory) -> None:
     """The memory that is not in CRIU's images has to fit beside what runs on this host."""
     need = _beside_images(record)
-    _fits(need, "have to pass through", "this host", _available())
-    _fits_us(need, "have to pass through", settings)
+    _fits(need, "must pass through", "this host", _available())
+    _fits_us(need, "must pass through", settings)
 
 
 def room_for_images(record: Manifest, settings: Memory) -> bool:
@@ -70,7 +70,7 @@ def _fits_us(need: int, how: str, settings: Memory | None) -> None:
 def _fits(need: int, how: str, where: str, free: int | None, *, hint: str = "") -> None:
     if free is not None and need > free:
         raise Refused(
-            f"{human(need)} of GPU memory {how} RAM, and {where} leaves {human(free)}",
+            f"{human(need)} of GPU memory {how} RAM, but {where} leaves only {human(free)}",
             hint=hint or ("free some memory" if where == "this host" else f"raise {where}"),
             code="GPS-216",
         )
@@ -106,7 +106,7 @@ def _fits_there(folder: str, need: int) -> None:
     free = _free(folder)
     if need > free:
         raise Refused(
-            f"the checkpoint needs up to {human(need)} in {folder}, where {human(free)} are free",
+            f"the checkpoint needs up to {human(need)} in {folder}, but only {human(free)} is free",
             hint=MAKE_ROOM,
             code="GPS-007",
         )
