@@ -122,7 +122,9 @@ def every() -> tuple[Record, ...]:
 def check_id(value: object) -> str:
     """The ID of a migration. Raises GpusnapError for what is none."""
     if not isinstance(value, str) or not _ID.fullmatch(value):
-        raise GpusnapError("the other host sent no migration's ID", hint="update both hosts", code="GPS-821")
+        raise GpusnapError(
+            "the other host sent no migration ID", hint="update gpusnap on both hosts", code="GPS-821"
+        )
     return value
 
 
@@ -198,7 +200,7 @@ def _locked(migration: str) -> Iterator[None]:
         busy=lambda: _busy(migration),
         failed=lambda error: GpusnapError(
             f"{migrations.FOLDER} cannot be written: {reason(error)}",
-            hint="make room there, and see that the file system can be written to",
+            hint="free some space there, and check that the file system is writable",
             code="GPS-007",
         ),
     ):
@@ -259,12 +261,12 @@ def _podman_of(migration: str) -> bool:
 
 
 def _given_up() -> Refused:
-    return Refused("the other host has given up this migration", hint="migrate it again", code="GPS-823")
+    return Refused("the other host has aborted this migration", hint="migrate it again", code="GPS-823")
 
 
 def _busy(migration: str) -> GpusnapError:
     return GpusnapError(
         f"the migration {migration[:8]} is still being undone after {PATIENCE:g} s",
-        hint="see there what podman ps --all says",
+        hint="check podman ps --all there",
         code="GPS-823",
     )

@@ -67,8 +67,8 @@ def planned(
     form = 2 if found.get("version") == 2 else 3 if found.get("version") == 3 else 0
     if not form:
         raise GpusnapError(
-            f"{CONFIG} is of version {found.get('version', 1)}, which gpusnap cannot add to",
-            hint="bring it to version 2 with `containerd config migrate`, or leave --containerd out",
+            f"{CONFIG} has version {found.get('version', 1)}, which gpusnap cannot extend",
+            hint="convert it to version 2 with `containerd config migrate`, or omit --containerd",
         )
     if version >= 2 and _imports(found):
         handler = _handler(program, form, systemd=_systemd(root))
@@ -88,22 +88,28 @@ def _whole(program: str, version: int, default: bool) -> tuple[Item, ...]:
 
 def _by_hand(found: Mapping[str, Any], program: str, form: int, root: str, default: bool) -> Planned:
     handlers = _handlers(found, form)
-    lines = [f"# The handler of gpusnap-runtime; it belongs at the end of {CONFIG}."]
+    lines = [f"# The handler of gpusnap-runtime; append it to {CONFIG}."]
     lines += [] if handlers else _runc(form)
     text = "\n".join([*lines, *_handler(program, form, systemd=_systemd(root)), ""])
     item = Item(FRAGMENT, "containerd", text.encode())
     named = _program(handlers.get(HANDLER))
     if named == program:
-        notes = [f"{CONFIG} has the handler {HANDLER} already"]
+        notes = [f"{CONFIG} already has the handler {HANDLER}"]
     elif named is not None:
-        notes = [f"{CONFIG} has a handler {HANDLER} for {named or 'runc'}: replace it by that of {FRAGMENT}"]
+        notes = [
+            (f"{CONFIG} has a handler {HANDLER} for {named or 'runc'}: replace it with the one in {FRAGMENT}")
+        ]
     else:
         notes = [
-            f"{CONFIG} is yours and stays as it is; add the handler to it, and restart containerd: "
-            f"cat {under(root, FRAGMENT)} >>{under(root, CONFIG)}"
+            (
+                f"gpusnap install does not change your {CONFIG}; add the handler to it, and restart "
+                f"containerd: cat {under(root, FRAGMENT)} >>{under(root, CONFIG)}"
+            )
         ]
     if default:
-        notes.append(f'for the default, set default_runtime_name = "{HANDLER}" in its {_containerd(form)}')
+        notes.append(
+            f'to make it the default, set default_runtime_name = "{HANDLER}" in its {_containerd(form)}'
+        )
     return Planned((item,), tuple(notes))
 
 
