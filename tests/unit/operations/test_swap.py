@@ -125,7 +125,7 @@ def test_a_file_that_cannot_be_read(swap: Swap, monkeypatch: pytest.MonkeyPatch)
     """Takes no error's place, and keeps nobody from coming back."""
 
     def unreadable(_: str) -> None:
-        raise GpusnapError("what is on file is not as gpusnap writes it")
+        raise GpusnapError("the record was not written by this version of gpusnap")
 
     swap.fails("in", GpusnapError("the driver said no"))
     monkeypatch.setattr(suspensions, "read", unreadable)

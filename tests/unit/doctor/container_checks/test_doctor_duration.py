@@ -58,9 +58,9 @@ def test_earlier(tmp_path: Path) -> None:
         ([Earlier(ID, GIB, 3.0)], None, "its own earlier checkpoints in the store (1)"),
         ([Earlier("other", GIB, 3.0)], None, "other containers' earlier checkpoints"),
         ([Earlier(ID, GIB >> 4, 9.0), Earlier(ID, GIB, 3.0)], None, "earlier checkpoints in the store (1)"),
-        ([Earlier(ID, GIB >> 4, 9.0)], None, "a disk that was not measured"),
-        ([], Speed(GIB, GIB), "the 1.0 GiB/s that the disk writes"),
-        ([], None, "a disk that was not measured"),
+        ([Earlier(ID, GIB >> 4, 9.0)], None, "an unmeasured disk"),
+        ([], Speed(GIB, GIB), "the disk's write rate, 1.0 GiB/s"),
+        ([], None, "an unmeasured disk"),
     ],
 )
 def test_check(before: list[Earlier], disk: Speed | None, said: str) -> None:
