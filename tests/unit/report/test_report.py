@@ -50,7 +50,7 @@ def planted(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         f'pull-from = ["https://me:{SECRETS["url"]}@r.example/a"]\ntoken = "{SECRETS["settings"]}"\n'
     )
     monkeypatch.setattr(module, "SETTINGS_FILE", str(settings))
-    monkeypatch.setattr(host, "checks", lambda: (ok("kernel", "Linux, all present; contents"),))
+    monkeypatch.setattr(host, "checks", lambda: (ok("kernel", "Linux, all there"),))
     userdata = tmp_path / "userdata"
     userdata.mkdir()
     (userdata / "dump.log").write_text(f"(00.1) Error (criu/x.c:1): --api-key={SECRETS['log']}\n" * 300)

@@ -48,7 +48,7 @@ def test_kinds(kind: type[errors.OciError], expected: type[GpusnapError]) -> Non
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        ("r:1 does not speak TLS: plain HTTP has to be requested explicitly", "--plain-http"),
+        ("r:1 does not speak TLS; plain HTTP has to be requested explicitly", "give --plain-http"),
         ("the certificate of r:1 is not trusted (x): add its CA to the system's certificates", ""),
         ("r:1 speaks TLS, but was asked over plain HTTP; r:1/x cannot be read", "omit --plain-http"),
         ("r: the host name is unknown; r/x cannot be read (2 attempts)", "check the name of the registry"),

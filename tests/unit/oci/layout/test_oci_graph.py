@@ -93,7 +93,7 @@ BROKEN: list[tuple[Callable[[Documents], Descriptor], str]] = [
     (lambda documents: documents.add(INDEXES[0], {"manifests": {}}), "manifests of .* are not a list"),
     (
         lambda documents: documents.add(INDEXES[1], {"manifests": [3]}),
-        "manifests of .*, 0, is not JSON: object",
+        "manifests of .*, 0, is not a JSON object",
     ),
     (lambda documents: documents.manifest(LAYER | {"size": -1}), "size of .* is invalid"),
     (lambda documents: documents.manifest(LAYER, LAYER | {"digest": "../x"}), "digest of the layers .*, 1,"),

@@ -141,7 +141,7 @@ def test_a_body_that_nobody_takes(server: Callable[[Serve], str]) -> None:
     size = 64 << 20
     pool = make_pool(limits=LIMITS)
     body = (bytes(1 << 20) for _ in range(size >> 20))
-    with pytest.raises(Broken, match="were transferred"):
+    with pytest.raises(Broken, match=r"(was|were) transferred"):
         exchange(pool, "PUT", server(serve), {"Content-Length": str(size)}, body)
     pool.clear()
 

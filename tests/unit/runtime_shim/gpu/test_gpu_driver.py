@@ -289,7 +289,7 @@ def test_a_process_that_ends(fake: Fake, child: subprocess.Popen[bytes], step: s
     assert (caught.value.code_name, caught.value.pid) == ("CUDA_ERROR_UNKNOWN", child.pid)
     assert type(caught.value.__cause__) is DriverFailed
     fake.calls.clear()
-    with pytest.raises(ProcessGone, match=f"process {child.pid} has ended"):
+    with pytest.raises(ProcessGone, match=f"process {child.pid} has exited"):
         STEPS[step](Nvidia(), child.pid)
     assert fake.calls == []
 

@@ -190,7 +190,7 @@ def test_leave_running_with_two_failures(scene: Scene, monkeypatch: pytest.Monke
     [
         (
             RuntimeError("can't start new thread"),
-            "no thread could be started: can't start new thread;",
+            "a thread cannot be started: can't start new thread;",
         ),
         (OSError(errno.EIO, os.strerror(errno.EIO), "/proc/self/x"), "/proc/self/x: Input/output error"),
     ],

@@ -128,7 +128,7 @@ def test_taken_and_given_back(way: str, holders: list[Holder], tmp_path: Path) -
     before = [resident(pid) for pid in pids]
     chunks.take(pids)
     chunks.take(pids)
-    assert (chunks.records() is None) == (way == "staged"), "the saved GPU memory is not in the layout yet"
+    assert (chunks.records() is None) == (way == "staged"), "what is staged is not in the layout yet"
     chunks.ready()
     records = chunks.records()
     assert records is not None
