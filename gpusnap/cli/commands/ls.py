@@ -141,7 +141,7 @@ def _place(word: str | None) -> InStore | InRegistry | str:
         return place
     raise UsageError(
         f"{word[:120]!r} is neither a store nor a repository",
-        hint="write a store as oci:DIR, a repository as HOST/REPOSITORY; gpusnap inspect shows a "
+        hint="a store is named oci:DIR, a repository HOST/REPOSITORY; gpusnap inspect shows a "
         "single checkpoint",
         code="GPS-102",
     )

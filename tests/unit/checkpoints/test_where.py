@@ -83,7 +83,7 @@ def test_a_name_that_looks_like_a_reference() -> None:
         ("fifo", UsageError, "fifo is a FIFO, not a file"),
         ("oci-archive:fifo", UsageError, "fifo is a FIFO, not a file"),
         ("/dev/zero", UsageError, "/dev/zero is a device, not a file"),
-        ("two words", UsageError, "'two words' is no checkpoint"),
+        ("two words", UsageError, "'two words' is not a checkpoint"),
         ("http://nohost/x", UsageError, "names no registry"),
         ("registry.example/W:v1", UsageError, "is not a valid repository name: use"),
     ],

@@ -283,7 +283,7 @@ def test_ls_with_broken_settings(
     path.write_text(f"runtme = 'crun'\n[store]\npath = '{kept.store.path}'\n")
     code, out, err = gpusnap("ls", "-q")
     assert (code, out) == (0, right)
-    meant = "did you mean runtime? See docs/settings.md for all"
+    meant = "did you mean runtime? See docs/settings.md for all settings"
     assert err == f"warning: unknown setting runtme in {path}; {meant} [GPS-111]\n"
     assert gpusnap("ls", "-q", "w:1")[:2] == (0, f"{kept.first.digest}\n")
     path.write_text(f"[store]\npth = '{kept.store.path}'\n")
@@ -321,7 +321,7 @@ def test_what_is_no_store(gpusnap: Run, kept: Kept, command: str, word: str) -> 
     """Exit code 2, and how a store is named."""
     code, out, err = gpusnap(command, word)
     assert (code, out) == (exit_codes.USAGE, "")
-    assert "write a store as oci:DIR" in err
+    assert "a store is named oci:DIR" in err
 
 
 def test_ls_of_a_damaged_checkpoint(gpusnap: Run, kept: Kept) -> None:
@@ -688,7 +688,7 @@ def test_a_file_and_a_name(gpusnap: Run, kept: Kept, tmp_path: Path, monkeypatch
     code, _, err = gpusnap("inspect", "w")
     assert code == exit_codes.USAGE
     assert err == (
-        f"w is ambiguous: it may be the file ./w, or w:2 in {kept.store.path}; write ./w or "
+        f"gpusnap: w is ambiguous: it may be the file ./w, or w:2 in {kept.store.path}; write ./w or "
         f"oci:{kept.store.path}:w [GPS-102]\n"
     )
     assert json_of(gpusnap, "inspect", kept.of("w"))["artifact"]["digest"] == kept.second.digest

@@ -325,7 +325,7 @@ def test_we_fail_and_it_runs_on(pages: FakePodman, store: Store, monkeypatch: py
     monkeypatch.setattr(kept, "forget_pages_of", forget)
     with pytest.raises(GpusnapError, match=r"^the disk is full$") as raised:
         made(leave_running=True)
-    assert raised.value.hint.endswith("; w runs on")
+    assert raised.value.hint.endswith("; w continues to run")
     ((container, since, before),) = forgotten
     assert (container, before) == (ID, set())
     assert since <= datetime.now(UTC)

@@ -83,7 +83,7 @@ def test_its_volumes(
     """They are its own: nothing is said of them, unless another container runs with one."""
     with volumes.settled(volumes.in_place(Choice(Inside(("data",)), True, {"data": tuple(users.split())}))):
         pass
-    assert ("data  (also used by other)" in capsys.readouterr().err) is bool(users)
+    assert ("data (also used by other)" in capsys.readouterr().err) is bool(users)
 
 
 def test_volumes_as_they_are(fake: FakePodman, archive: str) -> None:

@@ -66,7 +66,7 @@ def test_records_of_podman(images: Path, name: str, text: bytes) -> None:
     (images / name).write_bytes(text)
     (found,) = verify_one(str(packed(images))).damaged
     assert found.belongs_to == ("Podman's records",)
-    assert found.what.startswith(f"{name} is not JSON")
+    assert found.what.startswith((f"{name} is not JSON", f"{name} is not a JSON object"))
 
 
 def test_a_note_on_digests(images: Path) -> None:

@@ -124,7 +124,7 @@ def test_another_manifest(made: Made) -> None:
     """An image of one platform is no index."""
     manifest = made.member("image.manifest")
     root = Descriptor(str(manifest["mediaType"]), str(manifest["digest"]), 1)
-    with pytest.raises(ImageError, match=r"not a containerd checkpoint, but a .*manifest"):
+    with pytest.raises(ImageError, match=r"not a containerd checkpoint, but of type .*manifest"):
         load(root, lambda one: b"", lambda one: True, "w")
 
 
