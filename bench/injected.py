@@ -181,7 +181,7 @@ class Checkpoints:
     def _recover(self) -> str:
         """Have `gpusnap recover` put it right; where an fsync failed, do what its message says."""
         done = limited([COMMAND, "recover"])
-        if done.code and "did not come to disk" in done.err:
+        if done.code and "were not flushed to disk" in done.err:
             folder = self.image / "gpusnap"
             (folder / "manifest.pending").rename(folder / "manifest.json")
             good(limited([COMMAND, "recover"]))

@@ -208,7 +208,7 @@ class Bench:
         """What `gpusnap recover` says; it may be told to wait."""
         done = limited([COMMAND, "recover"])
         end = time.monotonic() + _ENDING
-        while done.code and "at work" in done.err and time.monotonic() < end:
+        while done.code and "working on" in done.err and time.monotonic() < end:
             time.sleep(0.5)
             done = limited([COMMAND, "recover"])
         if done.code:

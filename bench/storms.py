@@ -163,7 +163,7 @@ def storm(
 def _was_helped(image: Path) -> bool:
     """Whether threads had to be let run for the driver to get on."""
     with suppress(OSError):
-        return "threads were let run" in (image / "gpusnap/manifest.json").read_text()
+        return "threads were resumed" in (image / "gpusnap/manifest.json").read_text()
     return False
 
 

@@ -21,7 +21,7 @@ def require_root(command: str) -> None:
     """Raise GpusnapError where a command that only root can do anything with is not root's."""
     if not is_root():
         raise GpusnapError(
-            f"gpusnap {command} was not run as root, and the containers that can be checkpointed are root's",
+            f"gpusnap {command} was not run as root, but only containers of root can be checkpointed",
             hint=_HINT,
             code=_CODE,
         )

@@ -27,7 +27,7 @@ EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
 # What the steps of gpusnap-runtime are for who waits; those that are not here are short.
 _CHECKPOINT = {
-    "inspect": "looking at its processes",
+    "inspect": "inspecting its processes",
     "hold": "stopping its processes",
     "lock": "waiting for its GPU work",
     "driver checkpoint": "GPU memory to RAM",

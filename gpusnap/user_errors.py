@@ -39,17 +39,17 @@ class Killed(GpusnapError):
 
 # From the most specific to the base: the first that fits counts.
 _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
-    (errors.NotThere, NotFound, "gpusnap ls shows what there is"),
-    (errors.Ambiguous, GpusnapError, "give the whole name or digest; gpusnap ls lists them"),
+    (errors.NotThere, NotFound, "gpusnap ls lists the checkpoints"),
+    (errors.Ambiguous, GpusnapError, "give the full name or digest; gpusnap ls lists them"),
     (errors.StoreBusy, GpusnapError, ""),
     (errors.StoreError, GpusnapError, ""),
-    (errors.NotInRegistry, NotFound, "check the name, the tag, and who may see it"),
-    (errors.Unauthorized, GpusnapError, "log in with podman login, or look into the auth file"),
-    (errors.NotARegistry, GpusnapError, "check host and port, and whether a proxy answers there"),
+    (errors.NotInRegistry, NotFound, "check the name, the tag, and your access rights"),
+    (errors.Unauthorized, GpusnapError, "log in with podman login, or check the auth file"),
+    (errors.NotARegistry, GpusnapError, "check host and port, and whether a proxy responds there"),
     (errors.RegistryError, GpusnapError, ""),
     (errors.DiskFull, GpusnapError, MAKE_ROOM),
     (errors.DiskError, GpusnapError, ""),
-    (errors.BlobError, Damaged, "gpusnap verify finds all that is damaged"),
+    (errors.BlobError, Damaged, "gpusnap verify lists all damage"),
     (errors.NotACheckpoint, GpusnapError, ""),
     (errors.LayoutError, Damaged, ""),
     (errors.ChunkError, Damaged, ""),
@@ -63,22 +63,22 @@ _NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
 
 # By the engine that restores an image.
 _OF_IMAGES = {
-    "podman": "podman container restore IMAGE does, once podman pull has brought it; so does gpusnap restore",
-    "cri": "name it as the image of a container in a new pod",
+    "podman": "run podman pull, then podman container restore IMAGE; or gpusnap restore",
+    "cri": "use it as the image of a container in a new pod",
 }
 
 # Another attempt does not help there.
 _TLS = (
-    ("does not speak TLS", "--plain-http does, or http:// before the reference"),
-    ("speaks TLS", "leave out --plain-http, and http:// before the reference"),
+    ("does not speak TLS", "give --plain-http, or http:// before the reference"),
+    ("speaks TLS", "omit --plain-http, and http:// before the reference"),
     ("is not trusted", ""),
 )
 # By the cause, for a registry that cannot be reached.
 _CAUSES = (
-    ("the host name is not known", "check the name of the registry, and this host's DNS"),
-    ("the DNS server does not answer", "check this host's network and /etc/resolv.conf"),
-    ("nobody listens there", "see that the registry runs, and that host and port are right"),
-    ("it did not answer in", "see that the registry runs, and that no firewall is in between"),
+    ("the host name is unknown", "check the name of the registry, and this host's DNS"),
+    ("the DNS server does not respond", "check this host's network and /etc/resolv.conf"),
+    ("nothing listens there", "check that the registry is running, and that host and port are right"),
+    ("it did not respond in", "check that the registry is running, and that no firewall is in between"),
 )
 _AGAIN = "run the same command again later; a transfer continues where it stopped"
 

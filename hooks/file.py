@@ -18,7 +18,7 @@ def read_file(path: str, limit: int, *, folder: int | None = None) -> bytes:
     try:
         with os.fdopen(os.open(path, flags, dir_fd=folder), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise HookError(f"{path} is no regular file", code="GPS-908")
+                raise HookError(f"{path} is not a regular file", code="GPS-908")
             data = file.read(limit + 1)
     except FileNotFoundError:
         raise

@@ -92,7 +92,8 @@ def install(directory: str, made: Mapping[str, bytes], *, force: bool = False) -
         before = _content(path)
         if before is not None and not force and not _is_ours(name, before):
             raise HookError(
-                f"{path} is not as gpusnap writes it", hint="look at it, and give --force to replace it"
+                f"{path} already exists, and differs from what gpusnap would write",
+                hint="inspect it, and give --force to replace it",
             )
         plan.append((path, before, data))
     try:

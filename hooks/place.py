@@ -26,7 +26,7 @@ _DEPTH = 8
 def check_id(container: object) -> str:
     """The ID of a container, which is safe as a file's name. Raises HookError for any other."""
     if not isinstance(container, str) or not _ID.fullmatch(container):
-        raise HookError(f"{str(container)[:80]!r} is no container ID", code="GPS-908")
+        raise HookError(f"{str(container)[:80]!r} is not a container ID", code="GPS-908")
     return container
 
 

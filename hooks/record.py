@@ -104,7 +104,7 @@ def read(container: str) -> Record | None:
         raise HookError(f"{what} cannot be read: {reason(error)}", code="GPS-908") from error
     schema.check(document, "gpus", what)
     if document["container"] != container:
-        raise HookError(f"{what} is of container {document['container']}", code="GPS-908")
+        raise HookError(f"{what} belongs to container {document['container']}", code="GPS-908")
     return Record(
         container=container,
         created=document["created"],

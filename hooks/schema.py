@@ -19,5 +19,5 @@ def check(document: dict[str, Any], name: str, what: str) -> None:
     if error is not None:
         place = "/".join(map(str, error.absolute_path)) or "the top level"
         raise HookError(
-            f"{what} is not as the specification says: at {place}, {error.message[:200]}", code="GPS-908"
+            f"{what} does not follow the specification: at {place}, {error.message[:200]}", code="GPS-908"
         )

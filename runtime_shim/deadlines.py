@@ -83,7 +83,7 @@ def ask(question: Callable[[], T], what: str, *, within: float = PATIENCE) -> T:
         answer = thread.ask(question, within)
     except Empty:
         thread.end()
-        raise TimeoutError(errno.ETIMEDOUT, f"the kernel did not answer within {within:g} s", what) from None
+        raise TimeoutError(errno.ETIMEDOUT, f"the kernel did not respond within {within:g} s", what) from None
     except BaseException:  # a signal's
         thread.end()
         raise

@@ -50,7 +50,7 @@ class GpusnapError(Exception):
         return with_code(_reword(f"{text}; {printable(self.hint)}" if self.hint else text), self.code)
 
 
-MAKE_ROOM = "make room there; in a store, gpusnap prune --gc and gpusnap rm --gc do"
+MAKE_ROOM = "free some space there; in a store, use gpusnap prune --gc or gpusnap rm --gc"
 """The hint for a disk that is full, or would be."""
 
 
@@ -73,7 +73,7 @@ class AlreadyPaused(ContainerError):
 
     def __init__(self, container: str) -> None:
         super().__init__(
-            f"the container {container} was paused by somebody else",
+            f"the container {container} was paused by another process",
             hint="unpause it, then suspend it",
             code="GPS-203",
         )
@@ -170,8 +170,8 @@ def make_unforeseen(error: Exception) -> GpusnapError:
     if isinstance(error, ImportError) or is_of_no_module(error):
         # Nobody can tell then whether a container has GPU state, which a plain checkpoint would lose.
         return GpusnapError(
-            f"a part of gpusnap is missing, so nothing is checkpointed or restored: {error}",
-            hint="install gpusnap anew; gpusnap doctor tells whether all of it is there",
+            f"a module of gpusnap is missing, so nothing is checkpointed or restored: {error}",
+            hint="reinstall gpusnap; gpusnap doctor checks the installation",
             code="GPS-002",
         )
     if isinstance(error, RuntimeError) and is_of_no_thread(error):
@@ -179,9 +179,7 @@ def make_unforeseen(error: Exception) -> GpusnapError:
     if isinstance(error, OSError) and _is_of_an_import(error):
         return own_file_unreadable(str(error.filename or "a Python module"), error)
     if isinstance(error, MemoryError):
-        return GpusnapError(
-            "this host has no memory left for gpusnap", hint="free some memory, and try again"
-        )
+        return GpusnapError("this host has no memory left for gpusnap", hint="free some memory and try again")
     if isinstance(error, OSError):
         said = (f"{error.filename}: " if error.filename else "") + reason(error)
     else:
@@ -191,7 +189,9 @@ def make_unforeseen(error: Exception) -> GpusnapError:
         trace = trace.tb_next
     if trace is not None:
         said += f" ({os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno})"
-    return GpusnapError(said, hint="this should have been said better: tell us", code="GPS-001")
+    return GpusnapError(
+        said, hint="internal error: please report it, with the output of gpusnap report", code="GPS-001"
+    )
 
 
 def _is_of_an_import(error: OSError) -> bool:
@@ -205,8 +205,8 @@ def _is_of_an_import(error: OSError) -> bool:
 def own_file_unreadable(path: str, error: OSError) -> GpusnapError:
     """A file of the installed gpusnap, or of a module that it imports, that cannot be read."""
     return GpusnapError(
-        f"gpusnap cannot read a file of its own, {path}: {reason(error)}",
-        hint="try again; else look for I/O errors in the kernel log (dmesg), and install gpusnap anew",
+        f"gpusnap cannot read its own file {path}: {reason(error)}",
+        hint="try again, or look for I/O errors in the kernel log (dmesg), and reinstall gpusnap",
         code="GPS-002",
     )
 
@@ -219,7 +219,7 @@ def is_of_no_thread(error: RuntimeError) -> bool:
 def no_thread(error: RuntimeError) -> GpusnapError:
     """A thread that Python could not start."""
     return GpusnapError(
-        f"no thread could be started: {error}",
+        f"a thread cannot be started: {error}",
         hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
         code="GPS-003",
     )
@@ -237,6 +237,6 @@ def printable(text: str) -> str:
 def make_other_namespace_error(path: str) -> GpusnapError:
     """What to say of a file that names processes by PIDs of another PID namespace."""
     return GpusnapError(
-        f"{path} was written in another PID namespace, whose processes cannot be told from here",
+        f"{path} was written in another PID namespace, whose process IDs are unknown here",
         hint="run gpusnap on the host itself, not in a container or toolbox that has the host's /run",
     )

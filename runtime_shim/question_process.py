@@ -294,7 +294,7 @@ def ask(
         except _Ended as error:  # killed for memory, or by somebody
             worker.leave()
             if not first:
-                raise _was_ended(f"looked at {what}") from error
+                raise _was_ended(f"inspected {what}") from error
         except BaseException:  # a signal's
             worker.leave()
             raise
@@ -351,15 +351,16 @@ def _unanswered(pid: int, what: str, within: float) -> Unanswered:
     except OSError:
         name = ""
     return Unanswered(
-        f"process {pid} ({name}) cannot be looked at: {what}: the kernel did not answer within {within:g} s",
-        hint="it has a file, a mount or memory of a file system that does not answer: end it, or see to that",
+        f"process {pid} ({name}) cannot be inspected: {what}: the kernel did not respond within {within:g} s",
+        hint="it uses a file, a mount or memory of a file system that does not respond: end the "
+        "process, or fix that file system",
     )
 
 
 def _was_ended(doing: str) -> GpusnapError:
     return GpusnapError(
-        f"a child process of gpusnap that {doing} was ended",
-        hint="look for who kills processes in the kernel log (dmesg), and try again",
+        f"a child process of gpusnap that {doing} was killed",
+        hint="check the kernel log (dmesg) for what kills processes, then try again",
         code="GPS-003",
     )
 
@@ -393,9 +394,9 @@ def _take() -> _Worker:
             except OSError as error:
                 if first and _State.forker is not None and not _State.forker.in_step:
                     continue  # with another one
-                why = "it did not begin in time" if isinstance(error, TimeoutError) else reason(error)
+                why = "it did not start in time" if isinstance(error, TimeoutError) else reason(error)
                 raise GpusnapError(
-                    f"no child process could be started: {why}",
+                    f"a child process could not be started: {why}",
                     hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
                     code="GPS-003",
                 ) from error

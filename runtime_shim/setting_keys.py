@@ -46,7 +46,7 @@ def _parse_boolean(text: str) -> bool | str:
 def _make_whole_check(low: int, high: int) -> Callable[[Any], int]:
     def check(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError(f"a whole number from {low} to {high}")
+            raise ValueError(f"an integer from {low} to {high}")
         return value
 
     return check
@@ -103,7 +103,7 @@ def _path(value: Any) -> str:
 def _folder(value: Any) -> str:
     path = _path(value)
     if not path or "\0" in path:
-        raise ValueError("the absolute path of a folder")
+        raise ValueError("the absolute path of a directory")
     return path
 
 
@@ -137,7 +137,7 @@ def _repositories(value: Any) -> tuple[str, ...]:
     from gpusnap.oci.base.errors import RegistryError
     from gpusnap.oci.layout.reference import parse_plain
 
-    wanted = 'a list of repositories such as "registry.example/team/app", or http:// and one without TLS'
+    wanted = 'a list of repositories such as "registry.example/team/app", or with http:// for one without TLS'
     try:
         found = _lines(value)
         references = [parse_plain(text)[0] for text in found]

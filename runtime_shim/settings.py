@@ -39,15 +39,15 @@ class Nvidia:
     """[nvidia]: how processes are suspended."""
 
     lock_timeout: float = 10.0
-    """Seconds that a process may take to finish the GPU work it has under way, or within vfork."""
+    """Seconds that a process may take to finish its current GPU work, or within vfork."""
     allow_nccl: bool = False
     """Checkpoint processes that may share GPU memory through NCCL, which the driver cannot restore."""
     driver: str = "native"
     """Who suspends the processes. native: gpusnap, by the driver's API. criu-plugin: CRIU's CUDA plugin."""
     libdir: str = ""
-    """Folder that has cuda_plugin.so; empty: where packages put it."""
+    """Directory of cuda_plugin.so; empty: where packages install it."""
     cuda_checkpoint: str = ""
-    """NVIDIA's program that CRIU's CUDA plugin runs; empty: the one on PATH."""
+    """NVIDIA's program that CRIU's CUDA plugin runs; empty: the one in PATH."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class Amd:
     """[amd]: CRIU's plugin for AMD's GPUs, see criu-amdgpu-plugin(1)."""
 
     libdir: str = ""
-    """Folder that has amdgpu_plugin.so; empty: where packages put it."""
+    """Directory of amdgpu_plugin.so; empty: where packages install it."""
     skip_checks: tuple[str, ...] = ()
-    """What the plugin shall not compare before it restores onto another GPU."""
+    """Properties that the plugin does not compare before it restores onto another GPU."""
     buffer: int = 0
-    """Bytes of RAM that the plugin may take for copying GPU memory; 0: as much as the largest buffer has."""
+    """Bytes of RAM that the plugin may take for copying GPU memory; 0: the size of the largest buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,18 @@ class Criu:
     link_remap: bool = True
     """CRIU's link-remap: deleted files that are still linked elsewhere, such as POSIX semaphores."""
     ghost_limit: int = 300 << 20
-    """Bytes of a deleted but open file that CRIU will carry along, and of one in a pod's emptyDir or
-    /dev/shm that gpusnap will; PyTorch keeps shared memory so."""
+    """Largest deleted but open file, in bytes, that CRIU includes, and that gpusnap includes from a pod's
+    emptyDir or /dev/shm; PyTorch uses such files for shared memory."""
     timeout: int = 60
     """Seconds that CRIU may take to stop the container's tasks."""
     skip_in_flight: bool = True
     """Leave out TCP connections that the container has not accepted yet; CRIU refuses them otherwise."""
     tcp_close: bool = True
-    """Without --tcp-established, let open TCP connections come back closed; they are refused otherwise."""
+    """Without --tcp-established, close open TCP connections at a restore; otherwise they are refused."""
     manage_cgroups: str = ""
-    """How CRIU treats cgroups: ignore, soft, full, strict; empty leaves the runtime's choice."""
+    """How CRIU treats cgroups: ignore, soft, full, strict; empty: the runtime's default."""
     libdir: str = ""
-    """Folder of CRIU's plugins."""
+    """Directory of CRIU's plugins."""
     action_script: str = ""
     """A script that CRIU runs at each of its stages."""
     external: tuple[str, ...] = ()
@@ -94,26 +94,26 @@ class Memory:
     """[memory]: how the GPUs' memory travels."""
 
     pages: str = "chunks"
-    """Where the GPUs' memory goes. chunks: beside CRIU's images, in many threads, as chunks of an OCI layout.
-    store: in this host's store instead, CRIU's pages as well. criu: in CRIU's own images."""
+    """Where GPU memory is written. chunks: next to CRIU's images, in several threads, as chunks of an OCI
+    layout. store: to this host's store instead, with CRIU's pages. criu: to CRIU's own images."""
     chunk_size: int = 8 << 20
     """Bytes of a chunk."""
     level: int = 1
     """zstd's level for chunks, 1 to 19; 0 does not compress."""
     ceiling: int = 0
-    """Bytes of RAM that gpusnap may hold, what it stages included. 0: it stages what the driver would have
-    put into the process, and holds at most a quarter of what is available for chunks under way."""
+    """Bytes of RAM that gpusnap may use, including the memory that it stages. 0: it stages what the driver
+    would have put into the process, and uses at most a quarter of the available RAM for chunks."""
     threads: int = 0
     """Threads that copy, compress and check; 0: one for each core. At most 4 of them fill memory while CRIU
     restores."""
     demand_paging: bool = True
-    """Let the driver begin to restore while memory still comes, where the kernel can have it wait."""
+    """Let the driver start restoring before all memory has been read, if the kernel supports it."""
     sync: bool = True
-    """Have the checkpoint on disk before it is called whole; a crash of the host may cost it otherwise."""
+    """Flush the checkpoint to disk before it is reported as complete; otherwise a host crash may lose it."""
     keep: bool = True
-    """Keep the chunks of a container that runs on after its checkpoint, for its next one."""
+    """Keep the chunks of a container that continues after its checkpoint, for its next one."""
     keep_folder: str = "/var/lib/gpusnap/kept"
-    """Where they are kept; on the file system of the checkpoints' images, or nothing is kept."""
+    """Where they are kept; must be on the same file system as the checkpoints' images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,10 @@ class Store:
     """[store]: where checkpoints are kept as OCI artifacts."""
 
     path: str = "/var/lib/gpusnap"
-    """Folder of this host's store."""
+    """Directory of this host's store."""
     pull_from: tuple[str, ...] = ()
     """Repositories that a restore may fetch missing chunks from, in this order: host[:port]/name, with
-    http:// before it where TLS is not wanted."""
+    http:// before it for a registry without TLS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ class Suspend:
     ram: int = 0
     """Bytes of RAM for the GPU memory of all suspended containers together; 0: as much as is available."""
     over: str = "refuse"
-    """What is done where that is not enough. refuse: the suspend is refused. spill: what was suspended first
-    is written to the store."""
+    """What to do if that is not enough. refuse: refuse the suspend. spill: write the GPU memory that was
+    suspended first to the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +143,10 @@ class Registry:
     """[registry]: how slow a registry may be, before a connection to it is given up and made anew."""
 
     timeout: float = 60.0
-    """Seconds that a registry may be silent or too slow, and may take to begin an answer; to the end of an
-    upload, 180 at least."""
+    """Seconds that a registry may be silent or too slow, and may take to start a response; at least 180 at
+    the end of an upload."""
     minimum_speed: int = 1024
-    """Bytes per second that have to come through on average, over registry.timeout; 0: one byte is enough."""
+    """Minimum average transfer rate in bytes per second, over registry.timeout; 0: one byte is enough."""
 
     @property
     def limits(self) -> Limits:
@@ -161,9 +161,9 @@ class Metrics:
     """[metrics]: what the command gpusnap records of its checkpoints and restores."""
 
     textfile: str = ""
-    """Folder for gpusnap.prom, which node_exporter's textfile collector reads; empty: none is written."""
+    """Directory for gpusnap.prom, read by node_exporter's textfile collector; empty: not written."""
     journal: bool = False
-    """Write a line of JSON for each into the system's log."""
+    """Write a line of JSON for each to the system's log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +174,13 @@ class Settings:
     """The real runtime, a name or an absolute path; empty: the one that created the container, else crun
     before runc, and under containerd and CRI-O runc before crun."""
     retries: int = 3
-    """How often a dump is tried again when a process began to use a GPU meanwhile."""
+    """How often a dump is retried if a process started to use a GPU in the meantime."""
     gpu_map: GpuMap = ()
-    """Which of this host's GPUs take which of a checkpoint's place; the rest is fitted around it."""
+    """Which of this host's GPUs replace which GPUs of a checkpoint; the others are assigned automatically."""
     keep_names: bool = False
-    """Let device nodes keep their old names after a restore onto other GPUs, beside the new ones."""
+    """Keep the old names of device nodes after a restore onto other GPUs, in addition to the new ones."""
     hooks: tuple[str, ...] = ("update-ldcache", "create-symlinks")
-    """NVIDIA's createContainer hooks to run again where a restore brings other driver libraries."""
+    """NVIDIA's createContainer hooks to run again if a restore uses other driver libraries."""
     nvidia: Nvidia = field(default_factory=Nvidia)
     amd: Amd = field(default_factory=Amd)
     memory: Memory = field(default_factory=Memory)
@@ -198,8 +198,8 @@ def load(path: str = SETTINGS_FILE) -> Settings:
     if data is not None and locate.parse_setting(data, path) != settings.runtime:
         # What stops and removes containers reads no TOML; see locate.written.
         raise SettingsError(
-            f"runtime in {path} is written in a way that only checkpoint and restore would understand",
-            hint='write it on one line, before all others: runtime = "NAME"',
+            f"runtime in {path} is written in a form that only checkpoint and restore understand",
+            hint='write it on one line, before all other settings: runtime = "NAME"',
         )
     return settings
 
@@ -273,7 +273,7 @@ def apply_annotations(settings: Settings, annotations: Mapping[str, str]) -> Set
     for name in own:
         if name in TABLE and not TABLE[name].annotation:
             raise SettingsError(
-                f"the annotation {ANNOTATION_PREFIX}{name} is not taken from a container",
+                f"the annotation {ANNOTATION_PREFIX}{name} cannot be set by a container",
                 hint=f"set {name} in {SETTINGS_FILE}",
             )
     return _apply(settings, own, "an annotation", prefix=ANNOTATION_PREFIX)
@@ -285,15 +285,17 @@ _ALL = f"the settings are {', '.join(sorted(TABLE))}"
 def _make_unknown_error(name: str, where: str) -> SettingsError:
     table, _, rest = name.partition(".")
     if rest in TABLE and any(key.startswith(f"{table}.") for key in TABLE):
-        hint = f"it stands below [{table}], and so belongs to that: write {rest} above the first [...]"
+        hint = (
+            f"it is below [{table}], and therefore belongs to that table: write {rest} above the first [...]"
+        )
     elif (meant := _find_misspelt_below(name)) is not None:
         hint = (
-            f"did you mean {meant}? It stands below [{table}], and so belongs to that: "
-            f"write {meant} above the first [...]"
+            f"did you mean {meant}? It is below [{table}], and therefore belongs to that table: write "
+            f"{meant} above the first [...]"
         )
     else:
         near = _list_near(name.removeprefix(ANNOTATION_PREFIX))
-        hint = f"did you mean {near[0]}? docs/settings.md lists all" if near else _ALL
+        hint = f"did you mean {near[0]}? See docs/settings.md for all settings" if near else _ALL
     return SettingsError(f"unknown setting {name} in {where}", hint=hint)
 
 

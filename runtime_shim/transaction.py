@@ -174,7 +174,7 @@ class _Signals:
 
 def _make_interrupted(number: int) -> Interrupted:
     return Interrupted(
-        f"stopped by {signal.Signals(number).name}", hint="the container was left as it was found"
+        f"stopped by {signal.Signals(number).name}", hint="the container was left in its original state"
     )
 
 

@@ -45,7 +45,7 @@ shift $((OPTIND - 1))
 snapshot=$1 SERVICE=$2
 shift 2
 [ "$(id -u)" -eq 0 ] || die "the restored container is root's; run it with sudo"
-! podman container exists "$SERVICE" || die "there is a container $SERVICE already; give each job a name"
+! podman container exists "$SERVICE" || die "the container $SERVICE already exists; give each job its own name"
 
 trap 'podman rm --force --time 0 "$SERVICE" >/dev/null 2>&1 || true' EXIT
 trap 'exit 130' INT

@@ -63,7 +63,7 @@ class ArtifactParts:
         self.check_whole()
         if self.artifact.is_image:
             raise Refused(
-                f"{self.root.digest} is a checkpoint of containerd's, which Podman cannot restore",
+                f"{self.root.digest} is a containerd checkpoint, which Podman cannot restore",
                 hint="on a host with containerd: gpusnap pull REF --to containerd:IMAGE, then ctr container "
                 "restore --live NAME IMAGE",
                 code="GPS-607",
@@ -74,7 +74,7 @@ class ArtifactParts:
         self.check_whole()
         if not self.artifact.is_image:
             raise Refused(
-                f"{self.root.digest} is no checkpoint of containerd's, but one of Podman's or Kubernetes', "
+                f"{self.root.digest} is not a containerd checkpoint, but one of Podman's or Kubernetes', "
                 "which ctr cannot restore",
                 hint="gpusnap restore REF has Podman restore it",
                 code="GPS-607",
@@ -85,7 +85,7 @@ class ArtifactParts:
         if self.artifact.records is None:
             whose = self.record.container[:12] if self.record is not None else ""
             raise Refused(
-                f"{self.root.digest} has only the memory of a checkpoint, whose records are in the archive "
+                f"{self.root.digest} has only the memory of a checkpoint; its records are in the archive "
                 "that Podman exported, or in Podman's storage",
                 hint=f"run podman container restore --import ARCHIVE, or podman container restore {whose}",
                 code="GPS-608",
@@ -106,7 +106,8 @@ def load(
         return ArtifactParts(root, whole, b"", None)
     if config.size > manifest.LARGEST:
         raise Damaged(
-            f"the manifest {config.digest} has {config.size} bytes, and {manifest.LARGEST} are allowed",
+            f"the manifest {config.digest} has {config.size} bytes, but at most {manifest.LARGEST} are "
+            "allowed",
             code="GPS-604",
         )
     data = layout.read_blob(config, limit=manifest.LARGEST)
@@ -115,9 +116,9 @@ def load(
     for chunk in descriptors(found.tables):
         if (chunk.digest, chunk.size) not in layers:
             raise Damaged(
-                f"{root.digest} names the chunk {chunk.digest} of {chunk.size} bytes in its manifest, and "
+                f"{root.digest} names the chunk {chunk.digest} of {chunk.size} bytes in its manifest, but "
                 "not among its layers",
-                hint="take another copy of it, from where it was made",
+                hint="get another copy from where it was made",
             )
     return found
 

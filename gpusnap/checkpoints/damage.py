@@ -27,7 +27,7 @@ Progress = Callable[[int, int], object]
 _WHAT = {
     artifacts.CONFIG: "gpusnap's manifest",
     artifacts.RECORDS: "the records: CRIU's images, and the engine's files",
-    artifacts.IMAGE: "the records: CRIU's images, and what containerd keeps with them",
+    artifacts.IMAGE: "the records: CRIU's images, and containerd's files",
     artifacts.ROOTFS: "the rootfs diff",
     artifacts.BLOB: "containerd's image: the files that changed, or the base image",
 }
@@ -74,12 +74,12 @@ def describe_damage(fault: Fault, places: Mapping[str, Sequence[str]]) -> Damage
 def _describe_by_type(blob: Descriptor) -> str:
     """What a blob is by its descriptor alone."""
     if is_document(blob):
-        return "the list of what the checkpoint consists of"
+        return "the list of the checkpoint's parts"
     if blob.media_type in MEDIA_TYPES.values():
         notes = blob.annotations
         at = f" of {notes[artifacts.CHUNK_REGION][:80]}" if artifacts.CHUNK_REGION in notes else ""
         return f"a chunk{at}"
-    return _WHAT.get(blob.media_type, "no part that gpusnap knows")
+    return _WHAT.get(blob.media_type, "a part that gpusnap does not know")
 
 
 def map_blobs(root: Descriptor, layout: Layout) -> dict[str, list[str]]:

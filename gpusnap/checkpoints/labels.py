@@ -24,19 +24,19 @@ def parse_labels(words: Iterable[str]) -> dict[str, str]:
         key, _, value = word.partition("=")
         if not _KEY.fullmatch(key):
             raise UsageError(
-                f"{word[:80]!r} is no label: its key has letters and digits, with . _ / - between them, up "
-                "to 63 in all",
+                f"{word[:80]!r} is not a valid label: a key consists of up to 63 letters and digits, with "
+                ". _ / - between them",
                 hint="write it as KEY=VALUE",
             )
         if len(value) > _LONGEST or not value.isprintable():
             raise UsageError(
-                f"the value of the label {key} is no printable text of up to {_LONGEST} characters",
+                f"the value of the label {key} must be printable text of at most {_LONGEST} characters",
                 hint="write it as KEY=VALUE",
             )
         if found.setdefault(key, value) != value:
             raise UsageError(f"the label {key} is given twice, with different values", hint="give it once")
     if len(found) > _MOST:
-        raise UsageError(f"{len(found)} labels are given, and {_MOST} are allowed", hint="give fewer")
+        raise UsageError(f"{len(found)} labels are given, but at most {_MOST} are allowed", hint="give fewer")
     return found
 
 

@@ -72,7 +72,7 @@ class InStore:
                 except NotThere as error:
                     if is_default(path):
                         raise
-                    hint = f"gpusnap ls oci:{path} shows what there is"
+                    hint = f"gpusnap ls oci:{path} lists the checkpoints"
                     raise NotFound(str(error), hint=hint, code=error.code) from error
             entries = self.store.entries()
             # What refers to another one, such as its signature, is not what is meant.
@@ -80,7 +80,7 @@ class InStore:
             if len(one) == 1:
                 return next(iter(one.values()))
         if not entries:
-            raise NotFound(f"nothing is kept in {path}", code="GPS-701")
+            raise NotFound(f"{path} contains no checkpoint", code="GPS-701")
         raise UsageError(
             f"{path} keeps {len(one)} checkpoints", hint=f"name one: oci:{path}:NAME", code="GPS-102"
         )
@@ -193,8 +193,8 @@ def in_file(path: str) -> InFile:
         ) from error
     if kind := no_file(status):
         raise UsageError(
-            f"{path} is {kind}, and no file",
-            hint="a checkpoint is read from a file: write it to one first",
+            f"{path} is {kind}, not a file",
+            hint="checkpoints are read from regular files: write it to one first",
             code="GPS-102",
         )
     return InFile(path)
@@ -214,7 +214,7 @@ def in_containerd(word: str) -> InContainerd | None:
         namespace = os.environ.get("CONTAINERD_NAMESPACE") or "default"
     if not _IMAGE.fullmatch(name) or not _NAMESPACE.fullmatch(namespace):
         raise UsageError(
-            f"{word[:120]!r} names no image in containerd",
+            f"{word[:120]!r} does not name an image in containerd",
             hint="write it as containerd:NAMESPACE/IMAGE, such as containerd:default/w:v1",
             code="GPS-102",
         )
@@ -235,7 +235,7 @@ def parse_name_or_digest(word: str) -> str:
             check_name(word)
         except StoreError as error:
             raise UsageError(
-                f"{word[:120]!r} is no checkpoint: it is {_WHAT}", hint=_hint(), code="GPS-102"
+                f"{word[:120]!r} is not a checkpoint: it is {_WHAT}", hint=_hint(), code="GPS-102"
             ) from error
     return word
 
@@ -256,8 +256,8 @@ def destination(word: str) -> Place:
     _check_not_containerd(word)
     if word.startswith(_LAYOUT_FILE):
         raise UsageError(
-            f"{word[:120]!r} is an image layout in a file, which only gpusnap copy writes",
-            hint="write the checkpoint to the store first, and then gpusnap copy NAME oci-archive:FILE",
+            f"{word[:120]!r} is an image layout in a file; only gpusnap copy writes those",
+            hint="write the checkpoint to the store first, then run gpusnap copy NAME oci-archive:FILE",
             code="GPS-102",
         )
     if word.startswith(_STORE):
@@ -267,7 +267,7 @@ def destination(word: str) -> Place:
     found = registry_or_none(word)
     if found is None:
         raise UsageError(
-            f"{word[:120]!r} is no destination for a checkpoint: write oci:DIR[:NAME], a file "
+            f"{word[:120]!r} is not a valid destination for a checkpoint: write oci:DIR[:NAME], a file "
             "such as ./w.tar, or a reference in a registry such as registry.example/w:v1",
             hint="for a name in this host's store, use --name instead of --to",
             code="GPS-102",
@@ -319,7 +319,7 @@ def open_store(store: Store, *, write: bool = False) -> Store:
     check_access(layout)
     if not os.path.exists(layout):
         raise NotFound(
-            f"{store.path} is no store, or has no checkpoint yet",
+            f"{store.path} is not a store, or has no checkpoint yet",
             hint="gpusnap checkpoint CONTAINER makes one in this host's store",
         )
     with convert_errors():
@@ -335,14 +335,14 @@ _WHAT = "neither a file, nor a name in a store or a registry, nor a digest"
 
 
 def _hint() -> str:
-    return "see gpusnap ls, or gpusnap --help for what a checkpoint is named by"
+    return "run gpusnap ls, or see gpusnap --help for how to name a checkpoint"
 
 
 def _check_not_containerd(word: str) -> None:
     if word.startswith(_CONTAINERD):
         raise UsageError(
-            f"{word[:120]!r} is an image in containerd, which only gpusnap push and gpusnap pull --to know",
-            hint="ctr container checkpoint and ctr container restore make and restore it",
+            f"{word[:120]!r} is an image in containerd; only gpusnap push and gpusnap pull --to handle those",
+            hint="use ctr container checkpoint and ctr container restore",
             code="GPS-102",
         )
 
@@ -351,7 +351,9 @@ def _in_folder(word: str, *, new: bool = False) -> InStore:
     path, _, wanted = word.removeprefix(_STORE).partition(":")
     if not path:
         raise UsageError(
-            f"{word[:120]!r} names no folder", hint="a store is named oci:DIR or oci:DIR:NAME", code="GPS-102"
+            f"{word[:120]!r} does not name a directory",
+            hint="a store is named oci:DIR or oci:DIR:NAME",
+            code="GPS-102",
         )
     if new and wanted:
         parse_name(wanted)
@@ -396,7 +398,8 @@ def _check_no_name(word: str) -> None:
         return
     path = place.store.path
     raise UsageError(
-        f"{word} may stand for the file ./{word}, or for {found.name or found.descriptor.digest} in {path}",
+        f"{word} is ambiguous: it may be the file ./{word}, or {found.name or found.descriptor.digest} in "
+        f"{path}",
         hint=f"write ./{word} or oci:{path}:{word}",
         code="GPS-102",
     )

@@ -81,7 +81,7 @@ class OutgoingMigration:
         except OSError as error:
             raise GpusnapError(
                 f"{self._path()} cannot be removed: {reason(error)}",
-                hint="see that the file system can be written to, then run gpusnap recover",
+                hint="make sure that the file system is writable, then run gpusnap recover",
                 code="GPS-005",
             ) from error
 
@@ -99,8 +99,9 @@ def find(digest: str) -> OutgoingMigration | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise GpusnapError(
-            f"{path} cannot be read, so it is not known whether the container runs on another host: {why}",
-            hint="if you see that it runs nowhere else, remove that file",
+            f"{path} cannot be read, so gpusnap cannot determine whether the container runs on another "
+            f"host: {why}",
+            hint="if the container runs nowhere else, remove that file",
             code="GPS-823",
         ) from error
 
@@ -133,9 +134,10 @@ def check(digest: str) -> None:
         )
     raise Refused(
         f"{found.name} may run on {found.host}: its migration with the checkpoint {found.checkpoint} was "
-        "cut off, and it is not known how far it came",
-        hint=f"gpusnap recover asks {found.host}; if that cannot be asked, and you have seen there that "
-        f"{found.there} does not run, gpusnap restore --not-migrated {found.checkpoint} continues it here",
+        "interrupted at an unknown step",
+        hint=f"run gpusnap recover, which asks {found.host}; if that host cannot be reached and you "
+        f"have verified that {found.there} does not run there, gpusnap restore --not-migrated "
+        f"{found.checkpoint} continues it here",
         code="GPS-823",
     )
 
@@ -167,7 +169,7 @@ def write(path: str, value: object) -> None:
     except OSError as error:
         raise GpusnapError(
             f"{FOLDER} cannot be written: {reason(error)}",
-            hint="make room there, and see that the file system can be written to",
+            hint="free some space there, and make sure that the file system is writable",
             code="GPS-007",
         ) from error
 
@@ -189,7 +191,7 @@ def _path(key: str) -> str:
 
 def _from_json(value: Any) -> OutgoingMigration:
     if value["version"] != _VERSION:
-        raise ValueError(f"it is of version {value['version']}, and this gpusnap knows {_VERSION}")
+        raise ValueError(f"it has version {value['version']}, but this gpusnap supports only {_VERSION}")
     known = {key.name: value[key.name] for key in fields(OutgoingMigration)}
     pid, start = known.pop("owner")
     return OutgoingMigration(

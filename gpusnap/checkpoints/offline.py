@@ -31,7 +31,7 @@ def stand_in(place: InRegistry, error: RegistryError) -> InStore | None:
     if found is not None:
         newer = "" if place.reference.digest else "; the registry may have a newer one"
         print(
-            f"note: {error}; taken instead: {found.wanted} of this host's store {found.store.path}{newer}",
+            f"note: {error}; using {found.wanted} from this host's store {found.store.path} instead{newer}",
             file=sys.stderr,
         )
     return found
@@ -42,7 +42,7 @@ def raise_named(place: InRegistry, error: RegistryError) -> None:
     found = copy_of(place)
     if found is not None:
         said = failure(error)
-        copy = f"this host's store has one of that name: oci:{found.store.path}:{found.wanted}"
+        copy = f"this host's store has one with that name: oci:{found.store.path}:{found.wanted}"
         hint = f"{said.hint}; {copy}" if said.hint else copy
         raise type(said)(str(said), hint=hint, code=said.code) from error
 

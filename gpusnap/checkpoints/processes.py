@@ -128,7 +128,7 @@ def read(images: Mapping[str, bytes], where: str) -> tuple[Process, ...]:
         threads = 0
         for entry in _decode_image(images, name, "pstree"):
             if entry.pid in found:
-                raise Damage(f"has process {entry.pid} twice")
+                raise Damage(f"lists process {entry.pid} twice")
             threads += len(entry.threads)
             if threads > _MOST:
                 raise Damage(f"has more than {_MOST} threads")
@@ -156,7 +156,7 @@ def read(images: Mapping[str, bytes], where: str) -> tuple[Process, ...]:
     return tuple(_in_order(processes))
 
 
-_HINT = "take another copy of the checkpoint"
+_HINT = "use another copy of the checkpoint"
 
 
 def arguments(images: Mapping[str, bytes]) -> dict[int, Place]:
@@ -215,7 +215,7 @@ def _list_open_files(
     sockets: list[Socket] = []
     for each in descriptors:
         if len(found) + len(sockets) >= most:
-            raise Damage(f"has descriptors beyond the {_MOST} that all processes together may have here")
+            raise Damage(f"has descriptors beyond the limit of {_MOST} for all processes together")
         file = files.get(each.id)
         socket = _socket(each.fd, file) if file is not None else None
         if socket is not None:

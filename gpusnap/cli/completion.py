@@ -74,7 +74,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 @click.argument("shell", type=click.Choice(SHELLS), metavar="|".join(SHELLS))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script that has a shell complete gpusnap's command lines.
+    """Print the shell completion script for gpusnap.
 
     \b
     bash: gpusnap completion bash > /usr/share/bash-completion/completions/gpusnap

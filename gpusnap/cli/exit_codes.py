@@ -15,12 +15,12 @@ DAMAGED = 4
 INTERRUPTED = 130
 
 MEANINGS: Mapping[int, str] = {
-    DONE: "It is done.",
-    FAILED: "It could not be done; one sentence on stderr says why.",
-    USAGE: "The command line is wrong.",
+    DONE: "Success.",
+    FAILED: "The command failed; a message on stderr gives the reason.",
+    USAGE: "The command line is invalid.",
     NOT_FOUND: "There is no such container, checkpoint, store, file or reference.",
-    DAMAGED: "What was found is damaged: cut short, or not what its digests say.",
-    INTERRUPTED: "It was interrupted, by Ctrl-C or a signal, and has undone what it had begun.",
+    DAMAGED: "What was found is damaged: truncated, or it does not match its digests.",
+    INTERRUPTED: "The command was interrupted by Ctrl-C or a signal, and undid what it had started.",
 }
 
 # From the most specific to the base: the first that fits counts.

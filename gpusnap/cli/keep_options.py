@@ -27,20 +27,21 @@ def keep_options(command: _Command) -> _Command:
     """Give a command all of them; it takes them as **keep."""
     options = [click.option("--keep-last", type=_COUNT, metavar="N", help="Keep the last N checkpoints.")]
     for name, period in _PERIODS.items():
-        text = f"Keep the newest of each of the last N {period}."
+        text = f"Keep the newest checkpoint of each of the last N {period}."
         options.append(click.option(f"--keep-{name}", type=_COUNT, metavar="N", help=text))
     options += [
         click.option(
             "--keep-within",
             callback=duration,
             metavar="DURATION",
-            help="Keep all that are at most so much older than the newest, such as 90s, 30m, 12h, 7d, 2w.",
+            help="Keep all checkpoints at most this much older than the newest, such as 90s, 30m, 12h, "
+            "7d, 2w.",
         ),
         click.option(
             "--keep-label",
             multiple=True,
             metavar="KEY[=VALUE]",
-            help="Keep all with this label; may be repeated.",
+            help="Keep all checkpoints with this label; may be repeated.",
         ),
     ]
     for option in reversed(options):

@@ -76,7 +76,7 @@ def main() -> int:
         error.show()
         return error.exit_code
     except click.Abort:
-        return _report_error(Interrupted("it was interrupted", hint="the same command can be run again"))
+        return _report_error(Interrupted("interrupted", hint="you can run the same command again"))
     except GpusnapError as error:
         return _report_error(error)
     except OciError as error:
@@ -113,7 +113,7 @@ def _report_error(error: GpusnapError) -> int:
 
 @click.group(cls=Group, modules=MODULES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="gpusnap")
-@click.option("--debug", is_flag=True, help="Print each program that is run, and tracebacks of errors.")
+@click.option("--debug", is_flag=True, help="Print each program that is run, and the tracebacks of errors.")
 def command(debug: bool) -> None:
     """Checkpoint and restore containers that use GPUs.
 

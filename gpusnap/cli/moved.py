@@ -49,13 +49,13 @@ def print_image_notes(image: ImportedImage | None, file: str) -> None:
     if file:
         names = [image.name, *([image.base] if image.base_there else [])]
         click.echo(
-            f"note: ctr images import of {file} sets the image{'s' * (len(names) > 1)} "
-            f"{' and '.join(names)}, in the place of any that is called so",
+            f"note: ctr images import of {file} creates the image{'s' * (len(names) > 1)} "
+            f"{' and '.join(names)}, and replaces any existing image of that name",
             err=True,
         )
     elif not image.base_there:
         click.echo(
-            f"note: to restore it, containerd needs the image {image.base}, which is not in it", err=True
+            f"note: to restore it, containerd needs the image {image.base}, which is not included", err=True
         )
 
 

@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import THERE, Suspension
 _ID = compile_later(r"[0-9a-f]{64}", re.ASCII)
 # Seconds for Podman to tell names. It may wait for a lock that somebody has who was cut off.
 _PATIENCE = 3.0
-_AWAKE = "it is suspended, but Podman has it as running"
+_AWAKE = "it is suspended, but Podman lists it as running"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +119,22 @@ def line(each: PendingOperation, names: Names) -> str:
     if each.kind in ("unknown", "suspended"):
         return f"{shown}  {each.why}"
     if each.kind in ("leaving", "coming"):
-        how = "gpusnap is at work on it" if each.at_work else "that was cut off"
+        how = "gpusnap is working on it" if each.at_work else "that was interrupted"
         return f"{shown}  {each.why}: {how}"
     if each.at_work:
-        state = "gpusnap is at work on it"
+        state = "gpusnap is working on it"
     elif each.kind in ("suspend", "resume"):
-        return f"{shown}  its {each.kind} was cut off"
+        return f"{shown}  its {each.kind} was interrupted"
     elif each.kind == "restore":
-        state = "its restore was cut off"
+        state = "its restore was interrupted"
     else:
-        state = "its checkpoint was cut off; processes: " + (" ".join(map(str, each.processes)) or "none")
+        state = "its checkpoint was interrupted; processes: " + (" ".join(map(str, each.processes)) or "none")
     return f"{shown}  {state}  image: {each.image}"
 
 
 def _describe_leaving(each: OutgoingMigration) -> str:
     may = f", and may run there; its checkpoint: {each.checkpoint}" if each.digest else ""
-    return f"{each.name} is migrated to {each.host}{may}"
+    return f"{each.name} is being migrated to {each.host}{may}"
 
 
 def as_json(found: Sequence[PendingOperation], names: Names) -> str:

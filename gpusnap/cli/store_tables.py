@@ -73,7 +73,7 @@ def print_heading(console: Console, stored: StoredCheckpoint) -> None:
         carried = sum(each.size for each in artifact.carried)
         say(console, f"containerd's blobs: {human(carried)} in {len(artifact.carried)}")
     if artifact.records is None:
-        say(console, "records: none, this is the memory of a checkpoint in an archive of Podman")
+        say(console, "records: none; this is the memory of a checkpoint in a Podman archive")
     if artifact.chunks:
         chunks = sum(each.size for each in artifact.chunks)
         say(console, f"chunks: {human(chunks)} in {len(artifact.chunks)} blobs")
@@ -189,7 +189,7 @@ def _spans(console: Console, found: Comparison) -> None:
     rows.add_row("all", f"{len(found.parts)}", *_sizes(found.total))
     console.print(rows)
     if len(different) > _MOST_LINES:
-        say(console, f"and {len(different) - _MOST_LINES} more that differ less (see --json)")
+        say(console, f"and {len(different) - _MOST_LINES} more with smaller differences (see --json)")
     new = f"{human(found.new.size)} in {found.new.blobs} blobs" if found.new.blobs else "nothing"
     say(console, f"B has {new} that A does not have")
     say(console, "")
@@ -304,7 +304,7 @@ def print_verified(console: Console, found: VerifyResult) -> None:
     """What was checked, and each blob that is damaged."""
     what = f"{found.what}: {human(found.size)} in {found.blobs} blobs"
     if not found.damaged:
-        done = "no damage" if found.read else "all there; their content was not read (see --deep)"
+        done = "no damage" if found.read else "all present; contents not read (see --deep)"
         say(console, f"{what}: {done}" if found.blobs else f"{found.what}: nothing to check")
     for each in found.damaged:
         name = each.digest or found.what
@@ -323,7 +323,7 @@ def print_collected(console: Console, path: str, found: Collected, *, dry_run: b
     say(console, f"{removed} {blobs(found.blobs)}, {human(found.size)}, from {path}")
     if found.stagings:
         writers = "a dead writer" if len(found.stagings) == 1 else f"{len(found.stagings)} dead writers"
-        say(console, f"{removed} what {writers} had left")
+        say(console, f"{removed} left behind by {writers}")
     for each in found.spared:
         say(console, f"left {each.path}: {each.why}")
     verb = "is" if found.live_blobs == 1 else "are"
@@ -341,7 +341,7 @@ def explain_pages_only(found: Listing, *, needed: Collection[str] = ()) -> str:
         return ""
     what = "entry without a name is" if len(left) == 1 else "entries without a name are"
     return (
-        f"{len(left)} {what} memory of a checkpoint whose records only Podman or an archive has, or that was "
-        f"cut off: {human(sum(row.own for row in left))}; gpusnap ls --filter kind=pages shows them, and "
-        "gpusnap rm --gc DIGEST frees one that no container or archive needs"
+        f"{len(left)} {what} memory of a checkpoint whose records only Podman or an archive has, or that "
+        f"was interrupted: {human(sum(row.own for row in left))}; gpusnap ls --filter kind=pages lists "
+        "them, and gpusnap rm --gc DIGEST removes one that no container or archive needs"
     )

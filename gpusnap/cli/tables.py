@@ -130,7 +130,7 @@ def print_manifest(console: Console, record: Manifest) -> None:
         console.print(make_plain(f"GPU state: in CRIU's images, by its plugin {record.plugin}"), "", sep="\n")
     if record.pages == "chunks":
         written = record.written
-        said = f"{human(written.stored)} written in chunks, {human(written.known)} known from before"
+        said = f"{human(written.stored)} written in chunks, {human(written.known)} already known"
         console.print(
             make_plain(f"GPU memory: {said}, {human(written.zero)} zero"), "", sep="\n", highlight=False
         )
@@ -184,7 +184,7 @@ def print_plan(console: Console, record: Manifest, host: Host, chosen: Plan) -> 
         rows.title = None
         for verdict in (v for v in chosen.verdicts if v.wanted == gpu.uuid):
             target = here[verdict.gpu]
-            said = verdict.reason or ("fits, and takes another one" if verdict.gpu in taken else "fits")
+            said = verdict.reason or ("fits, but is taken by another one" if verdict.gpu in taken else "fits")
             if pairs.get(gpu.uuid) == verdict.gpu:
                 said = "chosen"
             free = human(max(0, target.memory_total - target.memory_used))

@@ -116,7 +116,7 @@ def run_around_checkpoint(
             undo(found, CHECKPOINT, progress)
         raise
     if ran and leave_running:
-        run_after(found, CHECKPOINT, progress, done="the checkpoint is made")
+        run_after(found, CHECKPOINT, progress, done="the checkpoint is complete")
 
 
 def _run(found: podman.Container, event: str, progress: Progress) -> None:
@@ -161,8 +161,8 @@ def _words(found: podman.Container, event: str) -> list[str]:
         words = None
     if not isinstance(words, list) or not words or not all(isinstance(each, str) for each in words):
         raise SettingsError(
-            f"{name} of the container {found.name} is {text[:80]!r}; it must be a line for sh, or a JSON "
-            "list of words",
+            f"{name} of the container {found.name} is {text[:80]!r}; it must be a shell command line, or "
+            "a JSON list of strings",
             hint='write it as curl -X POST localhost:8000/sleep, or as ["/app/sleep", "now"]',
         )
     return words
@@ -178,6 +178,7 @@ def _timeout(found: podman.Container) -> float:
         if 0.1 <= (seconds := float(text)) <= 3600:
             return seconds
     raise SettingsError(
-        f"{name} of the container {found.name} is {text[:40]!r}; it must be seconds, from 0.1 to 3600",
-        hint="create the container anew with another value",
+        f"{name} of the container {found.name} is {text[:40]!r}; it must be a number of seconds from 0.1 "
+        "to 3600",
+        hint="create the container again with another value",
     )

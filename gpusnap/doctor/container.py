@@ -44,13 +44,13 @@ def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
         found.append(ok("GPU processes", "this host has no GPU driver, so no process has GPU state"))
     elif (asleep := suspensions.find_by_container(of.container.id)) is not None:
         says = f"the container is suspended, and {human(asleep.gpu_memory)} of GPU memory in RAM or the store"
-        found.append(ok("GPU processes", f"{says}; a checkpoint takes it from there, and asks no GPU"))
+        found.append(ok("GPU processes", f"{says}; a checkpoint copies it from there, without the GPU"))
     elif of.container.status == "paused":
         says = (
-            "the container is paused, and its processes do not answer the GPU's driver; a checkpoint thaws "
-            "it for that, doctor does not"
+            "the container is paused, so its processes do not respond to the GPU's driver; a checkpoint "
+            "thaws it for that, doctor does not"
         )
-        found.append(warning("GPU processes", says, "resume it, and run gpusnap doctor again"))
+        found.append(warning("GPU processes", says, "resume it, then run gpusnap doctor again"))
     else:
         try:
             driver = choose_driver(driver, of.container, of.settings)
@@ -126,9 +126,9 @@ def _sessions(of: Subject) -> Iterator[Check]:
     facts = {"processes": [{"pid": each.pid, "command": each.comm} for each in found]}
     if found:
         names = ", ".join(f"{each.pid} ({each.comm})" for each in found)
-        says = f"exec started in the container: process {names}; a checkpoint leaves it out"
+        says = f"exec started a process in the container: {names}; a checkpoint does not include it"
         yield warning(
-            "exec sessions", says, "start from the container's own command what has to be in it", **facts
+            "exec sessions", says, "start what must be included from the container's own command", **facts
         )
     else:
         yield ok("exec sessions", "all processes descend from the container's init", **facts)

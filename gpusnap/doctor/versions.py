@@ -82,7 +82,7 @@ def _program(name: str, word: str, find: Find, run: Run) -> Part:
     # A development version of CRIU tells its commit on a second line.
     found = numbers_in(done.out) if done is not None and done.code == 0 else ()
     if not found:
-        return Part(name, path=path, fault=f"{word} --version does not tell")
+        return Part(name, path=path, fault=f"{word} --version does not report it")
     return Part(name, ".".join(map(str, found)), path)
 
 
@@ -112,7 +112,7 @@ def _runtime(path: str) -> Part:
         return Part(name, path=path, fault=str(error))
     match = re.search(r"version (\S+)", real.line)
     if match is None:
-        return Part(name, path=path, fault=f"{name} --version does not tell")
+        return Part(name, path=path, fault=f"{name} --version does not report it")
     return Part(name, match[1][:64], path, "" if real.has_criu else "built without CRIU")
 
 
@@ -126,7 +126,7 @@ def _pycriu() -> Part:
         "pycriu",
         str(getattr(package, "__version__", "")),
         os.path.dirname(package.__file__ or ""),
-        "" if found.accelerated else "protobuf decodes in Python, which is slow",
+        "" if found.accelerated else "protobuf uses its Python implementation, which is slow",
     )
 
 

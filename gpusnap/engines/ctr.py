@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DIGEST = compile_later(r"sha256:[0-9a-f]{64}", re.ASCII)
 _LONGEST = 64 << 10
-_HINT = "see that containerd runs, that its socket is in CONTAINERD_ADDRESS, and that you may use it"
+_HINT = "check that containerd is running, that CONTAINERD_ADDRESS names its socket, and that you may use it"
 
 
 class InContainerd:
@@ -74,8 +74,8 @@ class _Output:
         data = self._child.stdout.read(size)
         if not data and size and self._child.wait():
             raise GpusnapError(
-                f"containerd does not give {self._what}: {_read_last_line(self._err)}",
-                hint=f"{self._look} shows which images are whole",
+                f"containerd cannot export {self._what}: {_read_last_line(self._err)}",
+                hint=f"{self._look} shows which images are complete",
                 code="GPS-903",
             )
         return data
@@ -112,7 +112,7 @@ class Target:
         except OSError as error:
             self._child.wait()
             raise GpusnapError(
-                f"containerd does not take the image: {_read_last_line(self._err)}", code="GPS-903"
+                f"containerd rejected the image: {_read_last_line(self._err)}", code="GPS-903"
             ) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -131,12 +131,10 @@ class Target:
             self._child.stdin.close()
         except OSError as error:
             raise GpusnapError(
-                f"containerd does not take the image: {_read_last_line(self._err)}", code="GPS-903"
+                f"containerd rejected the image: {_read_last_line(self._err)}", code="GPS-903"
             ) from error
         if self._child.wait():
-            raise GpusnapError(
-                f"containerd does not take the image: {_read_last_line(self._err)}", code="GPS-903"
-            )
+            raise GpusnapError(f"containerd rejected the image: {_read_last_line(self._err)}", code="GPS-903")
 
 
 def find_digest(namespace: str, name: str) -> str:
@@ -204,7 +202,7 @@ def _start(
         except OSError as error:
             raise GpusnapError(
                 f"ctr cannot be run: {reason(error)}",
-                hint="install containerd, and see that PATH has its ctr",
+                hint="install containerd, and check that ctr is in PATH",
                 code="GPS-901",
             ) from error
         try:
@@ -227,4 +225,4 @@ def _read_last_line(err: IO[bytes]) -> str:
     """The end of what ctr said."""
     err.seek(max(0, err.seek(0, os.SEEK_END) - _LONGEST))
     lines = [line.strip() for line in err.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("ctr: ") if lines else "it says nothing of it"
+    return lines[-1].removeprefix("ctr: ") if lines else "it reported no reason"

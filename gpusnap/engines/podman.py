@@ -124,15 +124,17 @@ def inspect_container(wanted: str) -> Container:
 def _parse_answer(wanted: str, done: FinishedPodman) -> Container:
     if done.code:
         if "no such container" in done.err.lower():
-            hint = "podman ps --all lists them" if os.geteuid() == 0 else "root's are only seen by root"
+            hint = (
+                "podman ps --all lists them" if os.geteuid() == 0 else "only root sees the containers of root"
+            )
             raise NotFound(f"there is no container {wanted}", hint=hint)
-        raise GpusnapError(f"Podman does not tell of the container {wanted}: {sentence(done)}")
+        raise GpusnapError(f"Podman cannot inspect the container {wanted}: {sentence(done)}")
     try:
         (found,) = parse_json(done.out)
         return _container(found)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise GpusnapError(
-            f"what Podman says of the container {wanted} is not understood: {error!r}"
+            f"Podman's output for the container {wanted} cannot be parsed: {error!r}"
         ) from error
 
 
@@ -210,7 +212,7 @@ class Listing:
         question, self._question = self._question, None
         done = question.answer()
         if done.code:
-            raise GpusnapError(f"Podman does not list its containers: {sentence(done)}")
+            raise GpusnapError(f"Podman cannot list its containers: {sentence(done)}")
         return set(done.out.split())
 
 
@@ -218,7 +220,7 @@ def names(*, seconds: float) -> dict[str, str]:
     """The names of all containers, by ID. Raises GpusnapError where Podman has not answered by then."""
     done = ask("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Names}}", seconds=seconds)
     if done.code:
-        raise GpusnapError(f"Podman does not list its containers: {sentence(done)}")
+        raise GpusnapError(f"Podman cannot list its containers: {sentence(done)}")
     lines = (line.split() for line in done.out.splitlines())
     return {words[0]: words[1] for words in lines if len(words) > 1}
 
@@ -238,7 +240,7 @@ def status(container_id: str, *, command: Sequence[str], seconds: float) -> str:
     found = _inspect_field(container_id, "{{.State.Status}}", command=command, seconds=seconds)
     if found == "":
         raise GpusnapError(
-            f"Podman says nothing of the container {container_id}", hint="see what podman ps --all says"
+            f"Podman reports nothing about the container {container_id}", hint="run podman ps --all"
         )
     return found or ""
 
@@ -258,14 +260,14 @@ def _inspect_field(wanted: str, what: str, *, command: Sequence[str], seconds: f
         return done.out.strip()
     if "no such container" in done.err.lower():
         return None
-    raise GpusnapError(f"Podman does not tell of the container {wanted}: {sentence(done)}")
+    raise GpusnapError(f"Podman cannot inspect the container {wanted}: {sentence(done)}")
 
 
 def run_query(*words: str, wanted: str) -> str:
     """What a command of Podman's prints that only asks, or is done at once. Raises GpusnapError."""
     done = ask(*words)
     if done.code:
-        raise GpusnapError(f"Podman does not tell {wanted}: {sentence(done)}")
+        raise GpusnapError(f"Podman does not report {wanted}: {sentence(done)}")
     return done.out
 
 
@@ -309,7 +311,9 @@ def exists(kind: str, wanted: str) -> bool:
     """
     done = ask(kind, "exists", wanted)
     if done.code not in (0, 1):
-        raise GpusnapError(f"Podman does not tell whether there is a {kind} {wanted[:80]}: {sentence(done)}")
+        raise GpusnapError(
+            f"Podman cannot determine whether there is a {kind} {wanted[:80]}: {sentence(done)}"
+        )
     return done.code == 0
 
 
@@ -356,14 +360,14 @@ def clean_up(found: Container) -> None:
     Until then it takes the container for one that runs, and restores it not (libpod, container_api.go).
     """
     if found.status == _NOT_CLEANED_UP:
-        run_query("container", "cleanup", found.id, wanted=f"that it has cleaned up after {found.name}")
+        run_query("container", "cleanup", found.id, wanted=f"the clean-up of {found.name}")
 
 
 def check(found: Container, *, asleep: bool = False) -> None:
     """Raise ContainerError where gpusnap cannot checkpoint it as it is. `asleep`: it is suspended."""
     if found.status == "paused" and not asleep:
         raise ContainerError(
-            f"the container {found.name} is paused, and Podman checkpoints none that is",
+            f"the container {found.name} is paused, and Podman does not checkpoint paused containers",
             hint=f"podman unpause {found.name}",
             code="GPS-203",
         )
@@ -371,9 +375,9 @@ def check(found: Container, *, asleep: bool = False) -> None:
         raise not_running(found)
     if not is_ours(found.runtime):
         raise ContainerError(
-            f"the container {found.name} runs under {found.runtime}, which knows no GPUs",
-            hint=f"podman container checkpoint {found.name} does where it uses no GPU; one that does has to "
-            f"be removed and run anew, by podman --runtime {RUNTIME} run with the same options",
+            f"the container {found.name} uses the runtime {found.runtime}, which does not support GPUs",
+            hint=f"if it uses no GPU, run podman container checkpoint {found.name}; otherwise remove "
+            f"it and run it again with podman --runtime {RUNTIME} run and the same options",
             code="GPS-202",
         )
 
@@ -382,7 +386,7 @@ def not_running(found: Container) -> ContainerError:
     """The error for one that does not run: of one that a checkpoint ended, podman start loses the memory."""
     if found.checkpointed:
         return ContainerError(
-            f"the container {found.name} is not running: a checkpoint ended it",
+            f"the container {found.name} is not running: a checkpoint stopped it",
             hint=f"{to_restore(found)} restores it; podman start would lose its memory",
             code="GPS-201",
         )

@@ -57,8 +57,8 @@ class Question:
             except subprocess.TimeoutExpired:
                 self._kill()
                 raise GpusnapError(
-                    f"Podman has not answered within {seconds:g} s",
-                    hint="another podman command may be at work on the container: wait for it",
+                    f"Podman did not respond within {seconds:g} s",
+                    hint="another podman command may be working on the container: wait for it",
                 ) from None
             return finish(self._child, self._out, self._err)
 
@@ -95,7 +95,7 @@ def start(
         except OSError as error:
             raise GpusnapError(
                 f"podman cannot be run: {reason(error)}",
-                hint="install Podman, and see that PATH has it",
+                hint="install Podman, and check that it is in PATH",
                 code="GPS-901",
             ) from error
         yield child, out, err

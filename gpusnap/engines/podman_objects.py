@@ -18,7 +18,7 @@ def volumes() -> set[str]:
 def users_of(volume: str) -> tuple[str, ...]:
     """The running containers that have a volume. Raises GpusnapError."""
     words = ("ps", "--filter", f"volume={volume}", "--format", "{{.Names}}")
-    return tuple(podman.run_query(*words, wanted=f"who has the volume {volume}").split())
+    return tuple(podman.run_query(*words, wanted=f"who uses the volume {volume}").split())
 
 
 def remove_volume(name: str) -> None:
@@ -51,7 +51,7 @@ def list_running() -> tuple[tuple[str, ...], tuple[str, ...]]:
         found = parse_json(podman.run_query(*words, wanted="its containers") or "[]")
         names = [str(each["Names"][0]) for each in found if not each.get("IsInfra")]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise GpusnapError(f"what Podman says of its containers is not understood: {error!r}") from error
+        raise GpusnapError(f"Podman's list of containers cannot be parsed: {error!r}") from error
     mine = {name for name in names if podman.is_ours(podman.inspect_container(name).runtime)}
     return tuple(each for each in names if each in mine), tuple(each for each in names if each not in mine)
 
@@ -85,7 +85,7 @@ def with_processes() -> tuple[ListedContainer, ...]:
             if each["State"] in _WITH_PROCESSES
         )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise GpusnapError(f"what Podman says of its containers is not understood: {error!r}") from error
+        raise GpusnapError(f"Podman's list of containers cannot be parsed: {error!r}") from error
 
 
 def check_options(found: Container, *, force: bool = False) -> None:
@@ -99,16 +99,16 @@ def check_options(found: Container, *, force: bool = False) -> None:
     others = [each for each in found.dependencies if each != infra]
     if others:
         raise ContainerError(
-            f"the container {found.name} depends on the container {others[0][:12]}, and Podman exports no "
-            "checkpoint of such a container",
-            hint="run both in a pod (podman pod create), in place of --network, --pid or --ipc "
-            "container:NAME and of --requires",
+            f"the container {found.name} depends on the container {others[0][:12]}, and Podman cannot "
+            "export the checkpoint of such a container",
+            hint="run both in a pod (podman pod create) instead of --network, --pid or --ipc "
+            "container:NAME and --requires",
             code="GPS-204",
         )
     for each in found.unrestored:
         if each.fatal and not force:
             raise ContainerError(
                 f"the container {found.name} has {each.what}, and Podman cannot restore such a container",
-                hint=f"{each.todo}; --force makes the checkpoint all the same",
+                hint=f"{each.todo}; or give --force to make the checkpoint anyway",
                 code="GPS-205",
             )

@@ -113,9 +113,9 @@ def _work(
     if done.code:
         if done.code < 0 and not relay.passed:
             raise Killed(
-                f"podman {words[0]} {words[1]} was killed by {signal.Signals(-done.code).name}, and what it "
-                "had begun may go on",
-                hint="run gpusnap recover, which says what has become of it, then try again",
+                f"podman {words[0]} {words[1]} was killed by {signal.Signals(-done.code).name}, and what "
+                "it started may still be running",
+                hint="run gpusnap recover, which reports the state of the container, then try again",
                 code="GPS-902",
             )
         if relay.passed:
@@ -123,7 +123,7 @@ def _work(
             raise Interrupted(said or f"podman {words[0]} {words[1]} was interrupted", code=code)
         if not find_runtime_error(done) and _KILLED.search(done.err):
             raise GpusnapError(
-                f"{RUNTIME}, which Podman runs for the {words[1]}, was killed or ended without a message",
+                f"{RUNTIME}, which Podman runs for the {words[1]}, was killed or exited without a message",
                 hint="run gpusnap recover, then try again",
                 code="GPS-902",
             )
@@ -131,7 +131,7 @@ def _work(
         if not code and _OTHER_POD.search(said):
             raise GpusnapError(
                 said,
-                hint="make a pod that shares it (podman pod create --share …), and name that with --pod POD",
+                hint="create a pod that shares it (podman pod create --share …), and name it with --pod POD",
                 code="GPS-522",
             )
         raise GpusnapError(said, code=code)
@@ -176,8 +176,8 @@ def _decide_signal(command: str, relay: _Relay) -> str:
     """What is done of a signal."""
     name = signal.Signals(relay.came[0]).name
     if relay.passed:
-        return f"{name}: what the {command} has done is being undone"
-    return f"{name}: the container has ended; what Podman exports of it is written to the end first"
+        return f"{name}: undoing the {command}"
+    return f"{name}: the container has stopped; completing Podman's export first"
 
 
 @contextmanager

@@ -8,55 +8,54 @@ CODES = (
     ErrorCode(
         "GPS-901",
         "engine-not-run",
-        "Podman, or containerd's client ctr, cannot be started or does not reach its service.",
-        "Install it, and see that PATH has it. For containerd: see that it runs, that `CONTAINERD_ADDRESS` "
-        "names its socket, and that you may use it (root).",
+        "Podman, or containerd's client ctr, cannot be started or cannot reach its service.",
+        "Install it, and check that it is in PATH. For containerd: check that it is running, that "
+        "`CONTAINERD_ADDRESS` names its socket, and that you may use it (root).",
     ),
     ErrorCode(
         "GPS-902",
         "podman-killed",
-        "Podman, or the gpusnap-runtime that it had started, was killed at work, for example for want of "
-        "memory. The runtime may continue and complete what it began.",
-        "Run `gpusnap recover`, which says what has become of the container, and try again. `dmesg` says "
-        "whether the kernel killed it for want of memory.",
+        "Podman, or the gpusnap-runtime that it started, was killed while it was working, for example "
+        "because the host ran out of memory. The runtime may continue and complete the operation.",
+        "Run `gpusnap recover`, which reports the state of the container and try again. `dmesg` shows "
+        "whether the kernel killed it for lack of memory.",
     ),
     ErrorCode(
         "GPS-903",
         "containerd-failed",
-        "containerd does not give or take the image of a checkpoint. Its own words are at the end of the "
-        "message.",
-        "`ctr images check` shows which images are whole. See that containerd runs, and its log "
-        "(`journalctl -u containerd`).",
+        "containerd cannot export or import the image of a checkpoint. Its own message is at the end.",
+        "`ctr images check` shows which images are complete. Check that containerd is running, and its "
+        "log (`journalctl -u containerd`).",
     ),
     ErrorCode(
         "GPS-904",
         "containerd-name",
-        "The checkpoint, or its base image, would get a name in containerd that another image has.",
+        "The checkpoint, or its base image, would get a name that another image in containerd already has.",
         "Give the checkpoint another name (`--to containerd:IMAGE`), or rename or remove the other image "
         "with `ctr images tag` and `ctr images rm`.",
     ),
     ErrorCode(
         "GPS-906",
         "containerd-without-memory",
-        "A checkpoint of containerd's has CRIU's images only if it was made with `--task`. If containerd "
-        "has an earlier checkpoint of the same container, it leaves them out or mixes them.",
-        "Remove the earlier checkpoint (`ctr images rm --sync`), and make it again with `ctr container "
+        "A containerd checkpoint contains CRIU's images only if it was made with `--task`. If containerd "
+        "has an earlier checkpoint of the same container, it omits or mixes them.",
+        "Remove the earlier checkpoint (`ctr images rm --sync`), and make a new one with `ctr container "
         "checkpoint --task`.",
     ),
     ErrorCode(
         "GPS-907",
         "podman-export",
-        "Podman's archive of the checkpoint is not whole. The container continues, or can be restored from "
-        "Podman's own storage.",
-        "If the container has ended: `podman container restore NAME`. Then try again; if it comes again, "
-        "report it with the versions of Podman and gpusnap.",
+        "Podman's archive of the checkpoint is incomplete. The container continues, or can be restored "
+        "from Podman's own storage.",
+        "If the container has stopped: `podman container restore NAME`. Then try again; if the error "
+        "persists, report it with the versions of Podman and gpusnap.",
     ),
     ErrorCode(
         "GPS-908",
         "hook",
-        "An OCI hook of gpusnap got something that is not as the specification says, or could not keep its "
-        "record. The container starts or ends all the same, without what the hook does: finding GPUs, and "
-        "telling CRIU of its configuration.",
+        "A gpusnap OCI hook received input that does not follow the specification, or could not save its "
+        "record. The container starts or stops anyway, without the hook's work: finding GPUs, and passing "
+        "CRIU its configuration.",
         "Correct what the message names, and start the container again. See docs/hooks.md.",
     ),
 )

@@ -52,7 +52,7 @@ def filter_lines(rows: Sequence[Row], words: Sequence[str], now: datetime | None
         key, equals, value = word.partition("=")
         if not equals or key not in KEYS:
             raise UsageError(
-                f"{word[:80]!r} is no filter", hint=f"write KEY=VALUE; the keys are {', '.join(KEYS)}"
+                f"{word[:80]!r} is not a filter", hint=f"write KEY=VALUE; the keys are {', '.join(KEYS)}"
             )
         tests.setdefault(key, []).append(_test(key, value, found, now or datetime.now(UTC)))
     return tuple(line for line in found if all(any(test(line) for test in some) for some in tests.values()))
@@ -94,9 +94,7 @@ def _test(key: str, value: str, found: Sequence[Line], now: datetime) -> Callabl
 
 def _check_choice(key: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
-        raise UsageError(
-            f"the filter {key}={value[:80]} is not known", hint=f"{key}= takes {', '.join(known)}"
-        )
+        raise UsageError(f"unknown filter {key}={value[:80]}", hint=f"{key}= takes {', '.join(known)}")
     return value
 
 
@@ -121,7 +119,7 @@ def _time(key: str, value: str, found: Sequence[Line], now: datetime) -> datetim
     made = moment(value) if not same else None
     if made is None:
         raise UsageError(
-            f"the filter {key}={value[:80]} names no checkpoint in the list, and no time",
-            hint="write a name or a digest, a time such as 2026-11-22, or how long ago, such as 24h or 7d",
+            f"the filter {key}={value[:80]} is neither a checkpoint in the list nor a time",
+            hint="write a name or a digest, a time such as 2026-11-22, or an age such as 24h or 7d",
         )
     return made

@@ -55,7 +55,7 @@ def template_of(
     if not [_name(match[1], fields) for match in _FIELD.finditer(body)]:
         raise UsageError(
             f"--format {text[:80]!r} has no field",
-            hint=f"write it as '{example}', with table before it for a heading, or json",
+            hint=f"write it as '{example}', with table in front for a heading, or json",
         )
 
     def made(found: Sequence[_Row]) -> list[str]:
@@ -85,7 +85,7 @@ def _name(word: str, fields: Mapping[str, object]) -> str:
     if not word.startswith(".") or name not in fields:
         near = difflib.get_close_matches(name, fields, n=1)
         raise UsageError(
-            f"--format knows no field {{{{{word[:40]}}}}}",
+            f"--format has no field {{{{{word[:40]}}}}}",
             hint=(f"did you mean {{{{.{near[0]}}}}}? " if near else "")
             + f"the fields are {', '.join(fields)}",
         )

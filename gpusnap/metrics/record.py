@@ -89,7 +89,7 @@ def _record(
             what = "textfile" if tell is _tell_textfile else "journal"
             said = GpusnapError(
                 f"metrics.{what}: this {operation} is not recorded: {failure}",
-                hint="see that it can be written, or take the setting out",
+                hint="check that it can be written, or remove the setting",
             )
             note(said.sentence())
 

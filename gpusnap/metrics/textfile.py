@@ -24,21 +24,21 @@ _LARGEST = 4 << 20
 _MOST_CONTAINERS = 256
 
 METRICS: Mapping[str, tuple[str, str]] = {
-    "gpusnap_checkpoints_total": ("counter", "Checkpoints that gpusnap has made."),
-    "gpusnap_restores_total": ("counter", "Restores that gpusnap has done."),
+    "gpusnap_checkpoints_total": ("counter", "Checkpoints made by gpusnap."),
+    "gpusnap_restores_total": ("counter", "Restores done by gpusnap."),
     "gpusnap_failures_total": ("counter", "Checkpoints and restores that failed, by error code."),
     "gpusnap_checkpoint_written_bytes_total": (
         "counter",
-        "Bytes that checkpoints added on disk.",
+        "Bytes added on disk by checkpoints.",
     ),
     "gpusnap_checkpoint_seconds": ("gauge", "Duration of the last checkpoint."),
     "gpusnap_checkpoint_pause_seconds": ("gauge", "How long the last checkpoint stopped the processes."),
     "gpusnap_checkpoint_size_bytes": ("gauge", "Size of the last checkpoint."),
-    "gpusnap_checkpoint_new_bytes": ("gauge", "Bytes that the last checkpoint added."),
+    "gpusnap_checkpoint_new_bytes": ("gauge", "Bytes added by the last checkpoint."),
     "gpusnap_checkpoint_gpu_memory_bytes": ("gauge", "GPU memory in the last checkpoint."),
-    "gpusnap_last_checkpoint_timestamp_seconds": ("gauge", "When the last checkpoint was made."),
-    "gpusnap_last_restore_timestamp_seconds": ("gauge", "When the last restore was done."),
-    "gpusnap_last_failure_timestamp_seconds": ("gauge", "When a checkpoint or restore last failed."),
+    "gpusnap_last_checkpoint_timestamp_seconds": ("gauge", "Time of the last checkpoint."),
+    "gpusnap_last_restore_timestamp_seconds": ("gauge", "Time of the last restore."),
+    "gpusnap_last_failure_timestamp_seconds": ("gauge", "Time of the last failed checkpoint or restore."),
     "gpusnap_restore_seconds": ("gauge", "Duration of the last restore."),
 }
 """Type and help of each metric, by its name."""

@@ -70,7 +70,7 @@ class Remote:
             # Each one before has a deadline of its own.
             self._turns.wait_for(lambda: self._broken or self._answered == turn)
             if self._broken:
-                raise BlobError(f"{digest} did not come, since the link broke")
+                raise BlobError(f"{digest} was not received, because the connection broke")
         broken = True
         try:
             frame = self._channel.receive()
@@ -116,7 +116,9 @@ def serve(
             return frame
         digest = str(frame["want"])
         if digest not in allowed:
-            channel.send({"error": f"the blob {digest[:80]} is not of the checkpoint that is being sent"})
+            channel.send(
+                {"error": f"the blob {digest[:80]} does not belong to the checkpoint that is being sent"}
+            )
             continue
         try:
             file = layout.open_blob(digest)
@@ -138,7 +140,7 @@ def check_answer(frame: dict[str, Any], who: str) -> dict[str, Any]:
         raise decode_error(frame, who)
     if not isinstance(frame.get("ok"), dict):
         raise GpusnapError(
-            f"{who} sent an answer that is not understood", hint="update both hosts", code="GPS-821"
+            f"{who} sent an unknown response", hint="update gpusnap on both hosts", code="GPS-821"
         )
     found: dict[str, Any] = frame["ok"]
     return found

@@ -82,9 +82,9 @@ class Channel:
                 found += self._read(200, patience=1.0)  # the rest of the line
             text = printable(found.decode(errors="replace").strip())[:200]
             raise LinkLost(
-                f"{self.who} did not answer as gpusnap does, but said: {text}",
-                hint="see that both hosts have the same version of gpusnap, and that the shell there prints "
-                "nothing when it starts",
+                f"{self.who} did not respond as gpusnap does, but with: {text}",
+                hint="check that both hosts have the same version of gpusnap, and that the shell there "
+                "prints nothing when it starts",
                 code="GPS-821",
             )
 
@@ -98,17 +98,17 @@ class Channel:
             try:
                 frame = parse_json(self._read_all(length))
             except (ValueError, RecursionError):
-                raise self._make_broken_error("a frame that is no JSON") from None
+                raise self._make_broken_error("a frame that is not JSON") from None
             if not isinstance(frame, dict) or not _is_size(frame.get("payload", 0)):
-                raise self._make_broken_error("a frame that is no object, or with a payload of no size")
+                raise self._make_broken_error("a frame that is not an object, or whose payload has no size")
             if _ALIVE not in frame:
                 return frame
             if frame[_ALIVE] != mark:
                 limit, mark = time.monotonic() + self.patience, frame[_ALIVE]
             elif time.monotonic() > limit:
                 raise LinkLost(
-                    f"{self.who} has got no further for {self.patience:g} s{_format_mark(mark)}",
-                    hint="see what it waits for; --patience gives it more time",
+                    f"{self.who} has made no progress for {self.patience:g} s{_format_mark(mark)}",
+                    hint="check what it waits for; --patience gives it more time",
                 )
 
     def payload(self, size: int) -> Iterator[bytes]:
@@ -156,11 +156,11 @@ class Channel:
 
     def _read(self, most: int, *, patience: float | None = None) -> bytes:
         if not select.select([self._reading], [], [], patience or self._silence)[0]:
-            raise LinkLost(f"{self.who} has said nothing for {self._silence:g} s", hint=_AGAIN)
+            raise LinkLost(f"{self.who} has sent nothing for {self._silence:g} s", hint=_AGAIN)
         try:
             data = os.read(self._reading, most)
         except OSError as error:
-            raise LinkLost(f"{self.who} cannot be read from: {reason(error)}", hint=_AGAIN) from error
+            raise LinkLost(f"cannot read from {self.who}: {reason(error)}", hint=_AGAIN) from error
         if not data:
             raise LinkLost(f"the connection to {self.who} ended", hint=_AGAIN)
         return data
@@ -170,7 +170,7 @@ class Channel:
         end = time.monotonic() + self._silence
         while view:
             if not select.select([], [self._writing], [], max(0.0, end - time.monotonic()))[1]:
-                raise LinkLost(f"{self.who} has taken nothing for {self._silence:g} s", hint=_AGAIN)
+                raise LinkLost(f"{self.who} has received nothing for {self._silence:g} s", hint=_AGAIN)
             try:
                 sent = os.write(self._writing, view[:_PIECE])
             except BlockingIOError:
@@ -193,7 +193,7 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
 
 
-_AGAIN = "see that both hosts and the network are up, then run the same command again; what came stays there"
+_AGAIN = "check both hosts and the network, then run the same command again; what was sent stays there"
 
 
 def error_frame(error: GpusnapError) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def destination(text: str) -> Destination:
     found = _DESTINATION.fullmatch(text)
     if found is None or (found["port"] and not 0 < int(found["port"]) < 1 << 16):
         raise UsageError(
-            f"{text[:120]!r} is no other host",
+            f"{text[:120]!r} is not a valid host",
             hint="write ssh://HOST, or ssh://USER@HOST:PORT",
             code="GPS-102",
         )
@@ -145,7 +145,7 @@ def _make_unreachable_error(route: Route, error: LinkLost, lines: list[str]) -> 
     if "not found" in last or "sudo:" in last:
         return GpusnapError(
             f"gpusnap does not run on {route.to}: {last}",
-            hint="install gpusnap there; --remote-command says how it is run, such as 'sudo -n gpusnap'",
+            hint="install gpusnap there; --remote-command sets how to run it, such as 'sudo -n gpusnap'",
             code="GPS-820",
         )
     if last.startswith("gpusnap: "):
@@ -158,14 +158,17 @@ def _make_unreachable_error(route: Route, error: LinkLost, lines: list[str]) -> 
 _HINTS = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its host key is not the one that ssh knows: find out why, before ssh-keygen -R removes the old one",
+        (
+            "its host key is not the one that ssh knows: find out why before you remove the old one with "
+            "ssh-keygen -R"
+        ),
     ),
-    ("Host key verification failed", "log in once by hand as the same user, so that ssh knows its host key"),
-    ("Permission denied", "see that the user may log in there; --ssh 'ssh -i KEY' names a key"),
-    ("Connection refused", "see that sshd runs there, and on which port: ssh://HOST:PORT"),
-    ("Could not resolve hostname", "see that the name is right, and that this host can resolve it"),
+    ("Host key verification failed", "log in manually once as the same user, so that ssh knows its host key"),
+    ("Permission denied", "check that the user may log in there; --ssh 'ssh -i KEY' names a key"),
+    ("Connection refused", "check that sshd is running there, and its port: ssh://HOST:PORT"),
+    ("Could not resolve hostname", "check the name, and that this host can resolve it"),
 )
-_TRY = "see that `ssh HOST gpusnap version` works as the same user"
+_TRY = "check that `ssh HOST gpusnap version` works as the same user"
 
 
 def check_command_line(text: str, option: str) -> None:
@@ -173,6 +176,6 @@ def check_command_line(text: str, option: str) -> None:
     try:
         found = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"{option} {text[:80]!r} is no command line: {error}") from error
+        raise UsageError(f"{option} {text[:80]!r} is not a valid command line: {error}") from error
     if not found:
-        raise UsageError(f"{option} is empty", hint="leave it out, or name a program")
+        raise UsageError(f"{option} is empty", hint="omit it, or name a program")

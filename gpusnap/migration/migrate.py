@@ -235,9 +235,9 @@ class _Move:
             unfinished.clear(self._note)
         except GpusnapError as error:
             raise GpusnapError(
-                f"{self._found.name} was migrated to {self._to} and runs there, but what is left of it here "
+                f"{self._found.name} was migrated to {self._to} and runs there, but its remains here "
                 f"cannot be removed: {error}",
-                hint="gpusnap recover tries that again",
+                hint="run gpusnap recover to try again",
                 code="GPS-824",
             ) from error
         if self._hung_up:
@@ -284,7 +284,7 @@ class _Move:
         return found
 
     def _restore_here(self, made: CheckpointResult, error: BaseException) -> GpusnapError:
-        why = "it was interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
         hint, code = (error.hint, error.code) if isinstance(error, GpusnapError) else ("", "")
         name = self._found.name
         self._progress.stage(f"restore of {name} on this host")
@@ -304,20 +304,20 @@ class _Move:
                 )
             return GpusnapError(
                 f"{name} was not migrated to {self._to} ({why}), and cannot be restored here: {failed}",
-                hint=f"gpusnap restore {made.name} continues it here; its checkpoint is whole",
+                hint=f"gpusnap restore {made.name} continues it here; its checkpoint is complete",
                 code="GPS-824",
             )
         with suppress(OciError):  # where that fails, it stays, and `gpusnap ls` shows it
             Store(made.store).remove(made.digest)
         return GpusnapError(
             f"{name} was not migrated, and runs on this host again: {why}",
-            hint=hint or "run the same command again; what went to the other host stays there",
+            hint=hint or "run the same command again; what was sent stays on the other host",
             code=code or "GPS-824",
         )
 
     def _settle(self, made: CheckpointResult, error: BaseException) -> str:
         """What has become of the container over there, asked anew: confirmed or undone."""
-        self._progress.stage(f"asking {self._to} what has become of it")
+        self._progress.stage(f"asking {self._to} about the container")
         self._hang_up()
         last: BaseException = error
         for _ in range(_TRIES):
@@ -326,10 +326,11 @@ class _Move:
             except (GpusnapError, KeyboardInterrupt) as failed:
                 last = failed
         raise GpusnapError(
-            f"the link to {self._to} broke while it restored {self._found.name}, and it cannot be asked "
-            f"whether the container runs there: {last}; here it stays stopped",
-            hint=f"gpusnap recover asks {self._to} again; if you see there with podman ps that "
-            f"{self._note.there} does not run, gpusnap restore --not-migrated {made.name} continues it here",
+            f"the connection to {self._to} broke while it restored {self._found.name}, and it is unknown "
+            f"whether the container runs there: {last}; on this host it stays stopped",
+            hint=f"run gpusnap recover, which asks {self._to} again; if podman ps there shows that "
+            f"{self._note.there} does not run, gpusnap restore --not-migrated {made.name} "
+            "continues it here",
             code="GPS-823",
         ) from last
 

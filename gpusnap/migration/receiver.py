@@ -109,8 +109,8 @@ class _Receiver:
                 records.forget(records.check_id(frame["migration"]))
                 return {}
         raise GpusnapError(
-            f"{str(frame.get('ask'))[:40]!r} is no request that gpusnap {__version__} knows",
-            hint="update both hosts",
+            f"{str(frame.get('ask'))[:40]!r} is not a request that gpusnap {__version__} supports",
+            hint="update gpusnap on both hosts",
             code="GPS-821",
         )
 
@@ -120,13 +120,13 @@ class _Receiver:
         theirs, ours = _release(str(frame["version"])), _release(__version__)
         if frame["protocol"] != VERSION or theirs > ours:
             raise Refused(
-                f"gpusnap {__version__} runs there, and gpusnap {str(frame['version'])[:40]} here",
+                f"gpusnap {__version__} runs there, but gpusnap {str(frame['version'])[:40]} here",
                 hint="update gpusnap on the other host",
                 code="GPS-822",
             )
         if frame["machine"] != platform.machine():
             raise Refused(
-                f"that host is {platform.machine()}, and this one {str(frame['machine'])[:40]}",
+                f"that host is {platform.machine()}, but this one is {str(frame['machine'])[:40]}",
                 hint="migrate to a host of the same architecture",
                 code="GPS-822",
             )
@@ -184,7 +184,9 @@ class _Receiver:
     def _restore(self, frame: Mapping[str, Any]) -> dict[str, Any]:
         name, digest = str(frame["name"]), str(frame["digest"])
         if self._record is None:
-            raise GpusnapError("no checkpoint has come", hint="update both hosts", code="GPS-821")
+            raise GpusnapError(
+                "no checkpoint was received", hint="update gpusnap on both hosts", code="GPS-821"
+            )
         place = locator.InStore(locator.default_store(), digest)
         wish = restoring.Wish(
             what=place,
@@ -210,7 +212,9 @@ class _Receiver:
     def _confirm(self) -> dict[str, Any]:
         record = self._record
         if record is None or record.state != "running":
-            raise GpusnapError("there is no container to confirm", hint="update both hosts", code="GPS-821")
+            raise GpusnapError(
+                "there is no container to confirm", hint="update gpusnap on both hosts", code="GPS-821"
+            )
         records.remove_ahead(record.ahead)
         records.Record(self._id, "confirmed", record.name).write()
         self._record = None
@@ -244,7 +248,7 @@ def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
     name, image, needs = str(frame["name"]), str(frame["image"]), int(frame["needs"])
     if podman.full_id(name, seconds=60):
         raise Refused(
-            f"Podman has a container {name} there",
+            f"Podman already has a container {name} there",
             hint="remove it there, or give the new one another name with --name",
             code="GPS-822",
         )
@@ -252,7 +256,8 @@ def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
     free = free_bytes(store.path)
     if needs > free:
         raise Refused(
-            f"the checkpoint needs up to {human(needs)} in {store.path} there, where {human(free)} are free",
+            f"the checkpoint needs up to {human(needs)} in {store.path} there, but only {human(free)} is "
+            "free",
             hint=MAKE_ROOM,
             code="GPS-007",
         )
@@ -262,8 +267,8 @@ def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
             podman.run_query("pull", "--quiet", image, wanted=f"the image {image}")
         except GpusnapError as error:
             raise Refused(
-                f"Podman does not have the image {image} there, and cannot pull it: {error}",
-                hint=f"podman save {image} | ssh HOST podman load brings it there",
+                f"Podman there does not have the image {image}, and cannot pull it: {error}",
+                hint=f"run podman save {image} | ssh HOST podman load",
                 code="GPS-822",
             ) from error
         there = True
@@ -280,7 +285,7 @@ def _rough_plan(gpus: list[GpuRecord], frame: Mapping[str, Any]) -> Plan:
     driver = next((each for each in find_drivers() if each.vendor == vendor), None)
     if driver is None:
         raise Refused(
-            f"that host has no driver for GPUs of {vendor}",
+            f"that host has no driver for {vendor} GPUs",
             hint="migrate to a host with such GPUs",
             code="GPS-401",
         )
@@ -300,7 +305,7 @@ def _exact_plan(digest: str, gpu_map: str) -> Plan | None:
     driver = next((each for each in find_drivers() if each.vendor == record.host.vendor), None)
     if driver is None:
         raise Refused(
-            f"that host has no driver for GPUs of {record.host.vendor}",
+            f"that host has no driver for {record.host.vendor} GPUs",
             hint="migrate to a host with such GPUs",
             code="GPS-401",
         )

@@ -122,7 +122,9 @@ def list_records() -> tuple[Record, ...]:
 def check_id(value: object) -> str:
     """The ID of a migration. Raises GpusnapError for what is none."""
     if not isinstance(value, str) or not _ID.fullmatch(value):
-        raise GpusnapError("the other host sent no migration's ID", hint="update both hosts", code="GPS-821")
+        raise GpusnapError(
+            "the other host sent no migration ID", hint="update gpusnap on both hosts", code="GPS-821"
+        )
     return value
 
 
@@ -200,7 +202,7 @@ def _hold_lock(migration: str) -> Iterator[None]:
         busy=lambda: _make_busy_error(migration),
         failed=lambda error: GpusnapError(
             f"{migrations.FOLDER} cannot be written: {reason(error)}",
-            hint="make room there, and see that the file system can be written to",
+            hint="free some space there, and check that the file system is writable",
             code="GPS-007",
         ),
     ):
@@ -261,12 +263,12 @@ def _podman_of(migration: str) -> bool:
 
 
 def _make_given_up_error() -> Refused:
-    return Refused("the other host has given up this migration", hint="migrate it again", code="GPS-823")
+    return Refused("the other host has aborted this migration", hint="migrate it again", code="GPS-823")
 
 
 def _make_busy_error(migration: str) -> GpusnapError:
     return GpusnapError(
         f"the migration {migration[:8]} is still being undone after {PATIENCE:g} s",
-        hint="see there what podman ps --all says",
+        hint="check podman ps --all there",
         code="GPS-823",
     )

@@ -39,7 +39,7 @@ def read_route(written: tuple[str, ...]) -> Route:
         host, user, port, ssh, program = written
         return Route(to=Destination(host, user, int(port)), ssh=ssh, program=program)
     except ValueError as error:
-        raise GpusnapError(f"the note of a migration names no host: {error}", code="GPS-005") from error
+        raise GpusnapError(f"the migration record names no host: {error}", code="GPS-005") from error
 
 
 def ask(leaving: OutgoingMigration) -> str:
@@ -86,9 +86,7 @@ def recover_leaving(leaving: OutgoingMigration) -> str:
         )
     if not _is_kept(store, leaving.digest):
         leaving.remove()
-        return (
-            f"the checkpoint {leaving.checkpoint}, of the migration to {leaving.host}, is not there any more"
-        )
+        return f"the checkpoint {leaving.checkpoint}, of the migration to {leaving.host}, no longer exists"
     state = ask(leaving)
     if state == "confirmed":
         clear(leaving)
@@ -103,7 +101,7 @@ def recover_leaving(leaving: OutgoingMigration) -> str:
 def recover_coming(record: records.Record) -> str:
     """Take back what a killed receiver left on this host; what was done. Raises GpusnapError."""
     records.settle(record.id)
-    return f"the migration of {record.name} to this host was cut off; what had come is removed"
+    return f"the migration of {record.name} to this host was interrupted; what had been received is removed"
 
 
 def _remove_container(leaving: OutgoingMigration) -> None:

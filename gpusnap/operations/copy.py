@@ -78,7 +78,8 @@ def _add_name(what: InStore, to: InStore) -> CopyResult:
 
     if not to.wanted:
         raise UsageError(
-            f"{to.store.path} is the store that the checkpoint is in", hint="name the copy: oci:DIR:NAME"
+            f"{to.store.path} is the store that the checkpoint is already in",
+            hint="name the copy: oci:DIR:NAME",
         )
     digest = what.entry().descriptor.digest
     with convert_errors():

@@ -41,24 +41,24 @@ def check(
     in_volumes = sum(volume_sizes(found.volumes).values()) if volumes else 0
     in_records = files(found, rootfs=rootfs) + in_volumes + _RECORDS
     need = memory(found, gpus=gpus) + in_records * (2 if twice else 1)
-    less = f", {human(in_volumes)} of it for volumes, which --ignore-volumes leaves out" if in_volumes else ""
+    less = f", {human(in_volumes)} of it for volumes, which --ignore-volumes excludes" if in_volumes else ""
     own = os.path.dirname(found.checkpoint_path) or folder
     if in_volumes and os.path.isdir(own):
         if os.stat(own).st_dev == os.stat(_find_existing(folder)).st_dev:
             need += in_volumes
         elif in_volumes > (free := free_bytes(own)):
             raise Refused(
-                f"Podman needs up to {human(in_volumes)} in {own} to copy the volumes of {found.name}, where "
-                f"{human(free)} are free",
-                hint="make room there, or give --ignore-volumes to leave the volumes out",
+                f"Podman needs up to {human(in_volumes)} in {own} to copy the volumes of {found.name}, "
+                f"but only {human(free)} is free",
+                hint="free some space there, or give --ignore-volumes to exclude the volumes",
                 code="GPS-007",
             )
     if need > (free := free_bytes(folder)):
         if not gpus:  # what the runtime would refuse next: CRIU's images are there twice for a moment
             need = max(need, 2 * memory(found, gpus=False)) + measure_gpu_memory(found)
         raise Refused(
-            f"the checkpoint of {found.name} needs up to {human(need)} in {folder}{less}, where "
-            f"{human(free)} are free",
+            f"the checkpoint of {found.name} needs up to {human(need)} in {folder}{less}, but only "
+            f"{human(free)} is free",
             hint=MAKE_ROOM,
             code="GPS-007",
         )
@@ -80,7 +80,7 @@ def check_copy(blobs: Iterable[Descriptor], folder: str, *, there: Layout | None
     need = sum(sizes.values())
     if need > (free := free_bytes(folder)):
         raise Refused(
-            f"{what} needs {human(need)} in {folder}, where {human(free)} are free",
+            f"{what} needs {human(need)} in {folder}, but only {human(free)} is free",
             hint=MAKE_ROOM,
             code="GPS-007",
         )

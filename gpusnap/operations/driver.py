@@ -16,7 +16,7 @@ def needed_driver(vendor: str = "") -> Driver:
         raise GpusnapError(
             "this host has no GPU driver that gpusnap knows: no /dev/nvidia*, no /proc/driver/nvidia, no "
             "/dev/kfd",
-            hint="load the driver, and see that nvidia-smi or rocminfo lists the GPUs",
+            hint="load the driver, and check that nvidia-smi or rocminfo lists the GPUs",
             code="GPS-301",
         )
     return driver

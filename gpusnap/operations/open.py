@@ -103,7 +103,7 @@ def get_manifest(checkpoint: Checkpoint) -> manifest.Manifest:
     if checkpoint.stored is not None:
         raise NoManifest(
             f"{checkpoint.word} is the checkpoint of a container without GPU state",
-            hint="gpusnap inspect shows what there is",
+            hint="gpusnap inspect shows its contents",
         )
     if os.path.isdir(checkpoint.path):
         return load_manifest(checkpoint.path)
@@ -158,7 +158,7 @@ def _in_file(path: str) -> manifest.Manifest | None:
 def _no_manifest(path: str) -> NoManifest:
     return NoManifest(
         f"{path} holds no {CONFIG}",
-        hint="it is the checkpoint of a container without a GPU, or not gpusnap's, or was cut short",
+        hint="it is the checkpoint of a container without a GPU, was not made by gpusnap, or is truncated",
     )
 
 

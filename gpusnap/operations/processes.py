@@ -41,8 +41,8 @@ def read(checkpoint: Checkpoint) -> tuple[Process, ...]:
             total += size
             if size > _LARGEST or total > _ALL or len(images) >= _MOST_IMAGES:
                 raise ImageError(
-                    f"CRIU's image {name} in {checkpoint.word} has {size} bytes, and {len(images)} before it "
-                    f"{total - size}: too many to look at here",
+                    f"CRIU's image {name} in {checkpoint.word} has {size} bytes, and the {len(images)} "
+                    f"before it {total - size}: too much to show here",
                     hint="gpusnap inspect without --processes shows the rest",
                 )
             images[name] = _read_all(content, size)
@@ -67,8 +67,8 @@ def _images(checkpoint: Checkpoint) -> Iterator[tuple[str, int, Readable]]:
         records = checkpoint.stored.artifact.records
         if records is None:
             raise ImageError(
-                f"{checkpoint.word} is the memory of a checkpoint alone, without CRIU's images",
-                hint="its records are in an archive of Podman: inspect that",
+                f"{checkpoint.word} is only the memory of a checkpoint, without CRIU's images",
+                hint="its records are in a Podman archive: inspect that",
             )
         with checkpoint.stored.blobs.open_blob(records.digest, records.size) as file:
             yield from _in_archive(file, f"{checkpoint.word}: {records.digest}")
@@ -96,7 +96,8 @@ def _in_folder(path: str) -> Iterator[tuple[str, int, Readable]]:
                 file, size = open_below(top, name)
             except ValueError as error:
                 raise ImageError(
-                    f"CRIU's image {name} in {top} is no regular file", hint="do not use it: no dump has such"
+                    f"CRIU's image {name} in {top} is not a regular file",
+                    hint="do not use it: no dump contains such a file",
                 ) from error
             with io.BufferedReader(file, _PIECE) as reader:
                 yield name, size, reader

@@ -124,14 +124,14 @@ def _check_format(
     """Raise Refused where no image of that format can be made."""
     if isinstance(what, locator.InContainerd) or (source is not None and source.kind == "containerd"):
         raise Refused(
-            f"no image for {format} can be made of a checkpoint of containerd's",
+            f"a containerd checkpoint cannot be converted to an image for {format}",
             hint="push it without --format, for containerd on another host",
             code="GPS-607",
         )
     if source is not None and source.kind == "image":
         raise Refused(
-            f"{source.layout.path} has a checkpoint that is an image for an engine already",
-            hint="push it without --format, as it is",
+            f"{source.layout.path} already contains a checkpoint as an image for an engine",
+            hint="push it as it is, without --format",
             code="GPS-606",
         )
 
@@ -228,7 +228,7 @@ def check_free(path: str) -> None:
     if os.path.lexists(path):
         raise GpusnapError(
             f"{path} exists already",
-            hint="gpusnap overwrites no file: remove it, or give another name",
+            hint="gpusnap does not overwrite files: remove it, or give another name",
             code="GPS-103",
         )
 
@@ -294,7 +294,7 @@ def send(
     tag = "" if to.reference.digest else to.reference.tag or LATEST
     if to.reference.digest not in ("", root.digest):
         raise UsageError(
-            f"{to.reference} names another digest than that of the checkpoint, {root.digest}",
+            f"{to.reference} names another digest than the checkpoint's, {root.digest}",
             hint="push it to a tag",
             code="GPS-102",
         )
@@ -309,7 +309,7 @@ def send(
             progress=progress.show_transfer,
         )
         if more := source.referrers() if also is None else also:
-            progress.stage(f"push of what refers to it to {to.reference}")
+            progress.stage(f"push of its referrers to {to.reference}")
             moved = transfer.add(moved, referrers.push(more, layout, repository))
     name = f"{to.reference.name}:{tag}" if tag else str(to.reference)
     return PushResult(name, root.digest, moved)

@@ -52,7 +52,8 @@ def list_unknown(entries: Iterable[Restore]) -> tuple[tuple[UnknownContainer, ..
             why = _explain_unknown(entry)
         except GpusnapError as error:
             lines.append(
-                f"{entry.container}  {_runs(entry)}; whether Podman knows is open: {error.sentence()}"
+                f"{entry.container}  {_runs(entry)}; cannot determine whether Podman knows it: "
+                f"{error.sentence()}"
             )
             continue
         if why is not None and restored_containers.is_alive(entry):
@@ -81,7 +82,7 @@ def choose_id(wanted: str, ids: Sequence[str]) -> str:
     except GpusnapError as error:
         if found and len(wanted) < _SURE:
             raise GpusnapError(
-                f"whether a container has the name {wanted} is open: {error}",
+                f"cannot determine whether a container has the name {wanted}: {error}",
                 hint=f"give the ID: {found[0]}",
                 code=error.code,
             ) from error
@@ -106,10 +107,10 @@ def _explain_unknown(entry: Restore) -> str | None:
     except GpusnapError:
         if entry.told:
             raise
-        return "gpusnap-runtime was killed before it could tell Podman"
+        return "gpusnap-runtime was killed before it could report it to Podman"
     if not status:
         return "Podman knows no such container"
-    return f"Podman has it as {status}" if status in _AT_REST else None
+    return f"Podman lists it as {status}" if status in _AT_REST else None
 
 
 def _gone(entry: Restore) -> str:
@@ -122,7 +123,10 @@ def _gone(entry: Restore) -> str:
             return ""
     except OSError:
         return ""
-    return "; Podman has removed its checkpoint, so ending it loses its work unless that is kept elsewhere"
+    return (
+        "; Podman has removed its checkpoint, so ending the container loses its work unless "
+        "another copy exists"
+    )
 
 
 def _runs(entry: Restore) -> str:

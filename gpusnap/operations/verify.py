@@ -113,7 +113,7 @@ def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> V
             for digest, where in map_blobs(each.root, store.layout).items():
                 places[digest] += [f"{name}: {one}" for one in where]
     faulty = tuple(describe_damage(fault, places) for fault in faults)
-    note = "" if found else f"nothing is kept in {store.path}"
+    note = "" if found else f"{store.path} contains no checkpoint"
     blobs, size = checked.blobs - 1, checked.size - index.size  # the index is ours alone
     return VerifyResult(f"oci:{store.path}", "", blobs, size, True, faulty, note)
 

@@ -104,7 +104,7 @@ def _with_part(found: VerifyResult, fault: str, part: str) -> VerifyResult:
 def describe_unchecked(record: Manifest | None) -> str:
     """What such a checkpoint has no digests of."""
     images = "" if record is not None and record.images else "CRIU's images and "
-    return f"{images}the engine's files have no digests there; those in a store have"
+    return f"{images}the engine's files have no digests there; only those in a store have"
 
 
 def in_archive(path: str, progress: Progress) -> VerifyResult:
@@ -156,7 +156,7 @@ def in_archive(path: str, progress: Progress) -> VerifyResult:
     ]
     # What no table names (the layout's own manifest) is checked all the same.
     faults += [
-        Fault(Descriptor(OCTETS, digest, size), "holds something else")
+        Fault(Descriptor(OCTETS, digest, size), "does not match its digest")
         for digest, (size, right) in found.items()
         if not right
     ]
@@ -169,23 +169,23 @@ def in_archive(path: str, progress: Progress) -> VerifyResult:
 def _explain_no_json(entry: Entry) -> str:
     """Why Podman could not read a record of its own; empty where it is a JSON object."""
     if entry.content is None or entry.info.size > LARGEST_DUMP:
-        return f"{entry.name} is no record of Podman's"
+        return f"{entry.name} is not one of Podman's records"
     try:
         if isinstance(parse_json(entry.content.read()), dict):
             return ""
     except ValueError as error:
-        return f"{entry.name} is no JSON: {error}"
-    return f"{entry.name} is no JSON object"
+        return f"{entry.name} is not JSON: {error}"
+    return f"{entry.name} is not a JSON object"
 
 
 def _document(entry: Entry, limit: int, path: str) -> bytes:
     """The manifest of an archive, or the index beside it. Raises ManifestError, as a restore does."""
     where = f"{path}: {entry.name}"
     if entry.content is None:
-        raise manifest_file.make_unreadable_error(where, ValueError("it is no plain file"))
+        raise manifest_file.make_unreadable_error(where, ValueError("it is not a regular file"))
     if entry.info.size > limit:
         raise manifest_file.make_unreadable_error(
-            where, ValueError(f"it has {entry.info.size} bytes, and {limit} are allowed")
+            where, ValueError(f"it has {entry.info.size} bytes, but at most {limit} are allowed")
         )
     return entry.content.read()
 
@@ -195,10 +195,10 @@ def _explain(wanted: Descriptor, found: tuple[int, bool] | None) -> str:
         return "missing"
     size, right = found
     if size < wanted.size:
-        return f"cut short: has {size} of {wanted.size} bytes"
+        return f"truncated: has {size} of {wanted.size} bytes"
     if size > wanted.size:
         return f"has {size} bytes instead of {wanted.size}"
-    return "" if right else "holds something else"
+    return "" if right else "does not match its digest"
 
 
 def _lies(record: Manifest, plain: Mapping[str, tuple[int, str]]) -> dict[str, str]:

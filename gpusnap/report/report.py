@@ -58,7 +58,7 @@ def report(what: InStore | None, *, container: str = "", without: str = "") -> s
     if container:
         parts += [("container", lambda: _container(container)), ("logs of CRIU", lambda: _logs(container))]
     parts.append(("journal", _journal))
-    lines = [f"gpusnap report, {now}", "Look through it before you show it to others.", ""]
+    lines = [f"gpusnap report, {now}", "Review it before you share it.", ""]
     for title, lines_of in parts:
         lines += [f"== {title} ==", *_collect_lines(lines_of), ""]
     secrets = known_secrets(auth_files=auth_files())
@@ -73,7 +73,7 @@ def _collect_lines(lines_of: Callable[[], Iterator[str]]) -> list[str]:
     try:
         found.extend(lines_of())
     except Exception as error:  # a host on which something does not work is what reports are of
-        found.append(f"cannot be had: {type(error).__name__}: {error}")
+        found.append(f"not available: {type(error).__name__}: {error}")
     return found
 
 
@@ -85,7 +85,7 @@ def _versions() -> Iterator[str]:
 def _settings() -> Iterator[str]:
     found = text("/", SETTINGS_FILE)
     if found is None:
-        yield f"{SETTINGS_FILE} is not there, or not for us to read"
+        yield f"{SETTINGS_FILE} does not exist, or cannot be read"
         return
     yield from (line for line in found.splitlines() if line.strip() and not line.lstrip().startswith("#"))
 
@@ -187,7 +187,7 @@ def _journal() -> Iterator[str]:
         ["journalctl", "--no-pager", "--quiet", "--boot", f"--lines={_LINES}", *_JOURNAL], seconds=_DEADLINE
     )
     if done is None or done.code:
-        yield "journalctl cannot be run, or has none"
+        yield "journalctl cannot be run, or has no messages"
         return
     # Podman says much that is not about checkpoints.
     wanted = re.compile(r"gpusnap|checkpoint|restore|criu", re.I)

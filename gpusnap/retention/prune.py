@@ -92,7 +92,7 @@ def plan_prune(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> 
             if row.fault:
                 protected[row.digest] = (_NOT_WHOLE, *protected[row.digest])
             elif time is None:
-                uncounted[row.digest] = ("age not known",)
+                uncounted[row.digest] = ("age unknown",)
             elif time > latest:
                 uncounted[row.digest] = ("dated in the future",)
             elif not protected[row.digest]:

@@ -89,11 +89,11 @@ def decide(found: Sequence[Candidate], rules: Rules) -> dict[str, tuple[str, ...
 def parse_duration(text: str) -> timedelta:
     """A duration such as 30m, 12h, 7d or 1d12h: seconds, minutes, hours, days, weeks. Raises ValueError."""
     if not _DURATION.fullmatch(text):
-        raise ValueError(f"{text[:40]!r} is no duration: write it as 90s, 30m, 12h, 7d, 2w or 1d12h")
+        raise ValueError(f"{text[:40]!r} is not a duration: write it as 90s, 30m, 12h, 7d, 2w or 1d12h")
     numbers = re.findall(r"([0-9]+)([smhdw])", text)
     found = timedelta(seconds=sum(int(count) * _UNITS[unit] for count, unit in numbers))
     if not timedelta() < found <= _LONGEST:
-        raise ValueError(f"{text[:40]!r} is no duration: it must be more than 0, and at most 100 years")
+        raise ValueError(f"{text[:40]!r} is not a duration: it must be more than 0, and at most 100 years")
     return found
 
 

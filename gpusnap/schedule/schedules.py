@@ -66,7 +66,7 @@ class Schedule:
         try:
             return {f"{self.name}.service": self._service(), f"{self.name}.timer": self._timer()}
         except ValueError as error:
-            raise UsageError(f"no unit of systemd can be made: {error}") from error
+            raise UsageError(f"no systemd unit can be made: {error}") from error
 
     def check(self) -> None:
         """Raise UsageError where systemd could not have it."""
@@ -76,10 +76,10 @@ class Schedule:
             )
         if not _NAME.fullmatch(self.container):
             raise UsageError(
-                f"{self.container[:80]!r} is no name of a container", hint="podman ps lists them"
+                f"{self.container[:80]!r} is not a valid container name", hint="podman ps lists them"
             )
         if len(self.name) > _LONGEST:
-            raise UsageError(f"{self.container[:80]!r} is too long a name for a unit of systemd")
+            raise UsageError(f"{self.container[:80]!r} is too long for the name of a systemd unit")
         self.files()
 
     def _service(self) -> str:
@@ -155,7 +155,7 @@ def write(schedule: Schedule, *, run: Run = ask) -> list[str]:
             _take_back(schedule, files, run)
         elif _restore(schedule, before, run) and isinstance(error, GpusnapError):
             raise type(error)(
-                f"{error}; the schedule is as it was before", hint=error.hint, code=error.code
+                f"{error}; the schedule is unchanged", hint=error.hint, code=error.code
             ) from error
         raise
     return [*files]
@@ -275,8 +275,8 @@ def _result(run: Run, service: str) -> str:
 def _check_systemd() -> None:
     if not os.path.isdir(_RUNNING):
         raise GpusnapError(
-            "systemd does not run this host, so there is nothing to start a timer",
-            hint="--dry-run prints the units; another scheduler may run the commands in them",
+            "systemd is not running on this host, so nothing can start a timer",
+            hint="use --dry-run to print the units; another scheduler may run their commands",
         )
 
 
@@ -284,7 +284,7 @@ def _systemctl(run: Run, *words: str) -> None:
     done = run(["systemctl", *words])
     if done is not None and done.code == 0:
         return
-    said = "it cannot be run, or does not answer" if done is None else _last_line(done)
+    said = "it cannot be run, or does not respond" if done is None else _last_line(done)
     raise GpusnapError(
         f"{shlex.join(['systemctl', *words])} failed: {said}", hint="run it as root", code="GPS-005"
     )

@@ -49,4 +49,4 @@ def _word(text: str) -> str:
 
 def _check(text: str) -> None:
     if any(ord(each) < 0x20 or ord(each) == 0x7F for each in text):
-        raise ValueError(f"{text[:80]!r} has control characters, which no unit file takes")
+        raise ValueError(f"{text[:80]!r} has control characters, which unit files do not allow")

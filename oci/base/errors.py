@@ -176,12 +176,12 @@ _REWORDED = {
     errno.ENOENT: "it does not exist",
     errno.EACCES: "access is refused",
     errno.EPERM: "it is not allowed",
-    errno.ELOOP: "it is a link, which is not followed",
+    errno.ELOOP: "it is a symbolic link, which is not followed",
 }
 _NO_ROOM = {
     errno.ENOSPC: "is full",
     errno.EDQUOT: "is full to its quota",
-    errno.EFBIG: "takes no file that large",
+    errno.EFBIG: "does not allow files of that size",
 }
 
 

@@ -107,7 +107,7 @@ def open_regular(name: str, folder: int) -> tuple[io.FileIO, int]:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no plain file")
+            raise ValueError("it is not a regular file")
         return io.FileIO(descriptor, "rb"), status.st_size
     except BaseException:
         os.close(descriptor)
@@ -131,13 +131,13 @@ def read_regular(name: str, folder: int, *, limit: int) -> bytes:
     file, size = open_regular(name, folder)
     with file:
         if size > limit:
-            raise ValueError(f"it has {size} bytes, and {limit} are allowed")
+            raise ValueError(f"it has {size} bytes, but at most {limit} are allowed")
         pieces = []
         while limit >= 0 and (piece := file.read(limit + 1)):
             pieces.append(piece)
             limit -= len(piece)
         if limit < 0:
-            raise ValueError("it grows while it is read")
+            raise ValueError("it grows while it is being read")
         return b"".join(pieces)
 
 
@@ -298,7 +298,7 @@ def _check_file(status: os.stat_result) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if kind := no_file(status):
-        raise OSError(f"it is {kind}, and no file")
+        raise OSError(f"it is {kind}, not a file")
 
 
 def _mode(path: str, *, follow: bool) -> int | None:

@@ -30,12 +30,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         # In one pass: to count each name among all takes hours for some MiB of names.
         last = {name: at for at, (name, _) in enumerate(pairs)}
         twice = next(name for at, (name, _) in enumerate(pairs) if last[name] != at)
-        raise ValueError(f"an object has the name {twice[:80]!r} twice")
+        raise ValueError(f"an object has the member {twice[:80]!r} twice")
     return found
 
 
 def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _parse_float(word: str) -> float:

@@ -32,7 +32,8 @@ def lock_exclusively(path: str, *, patience: float, what: str) -> Iterator[None]
             left = deadline - time.monotonic()
             if left <= 0:
                 raise StoreBusy(
-                    f"{what} waited {patience:g} s for {path}, which another process has; try again later"
+                    f"{what} waited {patience:g} s for {path}, which another process has locked; try "
+                    "again later"
                 )
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -171,12 +171,12 @@ def read(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact:
             raise _describe_other_artifact(root, manifest)
         if PARTS in manifest.annotations:
             raise LayoutError(
-                f"{root.digest} is one of {manifest.annotations[PARTS][:20]} manifests of a checkpoint; take "
-                "the index that names them all"
+                f"{root.digest} is one of {manifest.annotations[PARTS][:20]} manifests of a checkpoint; "
+                "use the index that lists them all"
             )
         return _assemble(root, manifest, (), manifest.annotations, (root,))
     if root.media_type != INDEX:
-        raise NotACheckpoint(f"{root.digest} is no checkpoint of gpusnap, but a {root.media_type}")
+        raise NotACheckpoint(f"{root.digest} is not a gpusnap checkpoint, but of type {root.media_type}")
     return _read_index(root, read)
 
 
@@ -184,10 +184,10 @@ def _read_index(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifa
     what = f"the index {root.digest}"
     index = Index.from_json(parse_document(read(root), what))
     if index.artifact_type not in ("", CHECKPOINT):
-        raise NotACheckpoint(f"{root.digest} is no checkpoint of gpusnap, but a {index.artifact_type}")
+        raise NotACheckpoint(f"{root.digest} is not a gpusnap checkpoint, but of type {index.artifact_type}")
     named = _drop_repeated(each for each in index.manifests if each.media_type == MANIFEST)
     if len(named) > MOST_MANIFESTS:
-        raise LayoutError(f"{what} names {len(named)} manifests, and {MOST_MANIFESTS} are allowed")
+        raise LayoutError(f"{what} lists {len(named)} manifests, but at most {MOST_MANIFESTS} are allowed")
     main: list[tuple[Descriptor, Manifest]] = []
     more: list[tuple[Descriptor, Manifest]] = []
     for each in named:
@@ -196,18 +196,16 @@ def _read_index(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifa
             main.append((each, manifest))
         elif manifest.artifact_type == CHUNKS:
             if manifest.config.media_type != EMPTY:
-                raise LayoutError(f"{what} has chunks in {each.digest}, which has a config of its own")
+                raise LayoutError(f"{what} has chunks in {each.digest}, which has its own config")
             more.append((each, manifest))
     if not main and not more and index.artifact_type != CHECKPOINT:
-        raise NotACheckpoint(f"{root.digest} is no checkpoint of gpusnap, but an index of something else")
+        raise NotACheckpoint(f"{root.digest} is not a gpusnap checkpoint, but another kind of index")
     if len(main) != 1:
-        raise LayoutError(f"{what} has {len(main) or 'no'} manifests of a checkpoint, and one is needed")
+        raise LayoutError(f"{what} has {len(main) or 'no'} manifests of a checkpoint instead of one")
     count = str(len(main) + len(more))
     for said in (index.annotations.get(PARTS, count), main[0][1].annotations.get(PARTS, count)):
         if said != count:
-            raise LayoutError(
-                f"{what} has {count} manifests of the {said[:20]} that the checkpoint consists of"
-            )
+            raise LayoutError(f"{what} has {count} of the {said[:20]} manifests of the checkpoint")
     documents = (root, main[0][0], *(each for each, _ in more))
     notes = {key: value for key, value in index.annotations.items() if key != PARTS}
     return _assemble(root, main[0][1], [manifest for _, manifest in more], notes, documents)
@@ -226,7 +224,7 @@ def _assemble(
         layer for part in (main, *more) for layer in part.layers if layer.media_type in known
     )
     if main.config.media_type not in (CONFIG, EMPTY):
-        raise LayoutError(f"{what} has a config of an unknown kind, {main.config.media_type}")
+        raise LayoutError(f"{what} has a config of an unknown type, {main.config.media_type}")
     if any(each.media_type in (*TITLES, BLOB) for part in more for each in part.layers):
         raise LayoutError(f"{what} has records or a rootfs in a manifest of chunks")
 
@@ -234,7 +232,7 @@ def _assemble(
         found = [each for each in layers if each.media_type in media_types]
         if len(found) > 1:
             kind = found[-1].media_type
-            raise LayoutError(f"{what} has {len(found)} layers of the kind {kind}, and one is allowed")
+            raise LayoutError(f"{what} has {len(found)} layers of type {kind}, but only one is allowed")
         return found[0] if found else None
 
     records, rootfs = single(*_OF_RECORDS), single(ROOTFS)
@@ -263,7 +261,7 @@ def _describe_other_artifact(root: Descriptor, manifest: Manifest) -> NotACheckp
     engine = engine_of(manifest)
     if engine is None:
         kind = manifest.artifact_type or manifest.config.media_type
-        return NotACheckpoint(f"{root.digest} is no checkpoint of gpusnap, but a {kind}")
+        return NotACheckpoint(f"{root.digest} is not a gpusnap checkpoint, but of type {kind}")
     whose = "Podman" if engine == "podman" else "Kubernetes"
     return EngineImage(
         f"{root.digest} is a checkpoint as an image, which {whose} restores",
@@ -279,8 +277,8 @@ def _drop_repeated(named: Iterable[Descriptor]) -> tuple[Descriptor, ...]:
         first = found.setdefault(each.digest, each)
         if (first.size, first.media_type) != (each.size, each.media_type):
             raise LayoutError(
-                f"the blob {each.digest} is named as a {first.media_type} of {first.size} bytes, and as a "
-                f"{each.media_type} of {each.size} bytes"
+                f"the blob {each.digest} is listed as a {first.media_type} of {first.size} bytes, and as "
+                f"a {each.media_type} of {each.size} bytes"
             )
     return tuple(found.values())
 

@@ -86,7 +86,7 @@ class Buffer:
     def __init__(self, memory: bytearray | memoryview | mmap.mmap) -> None:
         self._view = memoryview(memory).cast("B")
         if self._view.readonly:
-            raise TypeError("a Buffer is of writable memory")
+            raise TypeError("a Buffer requires writable memory")
 
     @property
     def size(self) -> int:
@@ -154,7 +154,7 @@ def is_zero(view: memoryview) -> bool:
 def _copy(into: memoryview, data: memoryview) -> None:
     if into.nbytes != data.nbytes:
         raise OciError(
-            f"{data.nbytes} bytes do not fit the {into.nbytes} bytes that are left of a region",
+            f"{data.nbytes} bytes do not fit into the remaining {into.nbytes} bytes of a region",
             code="GPS-601",
         )
     if data.nbytes:

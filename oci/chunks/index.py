@@ -175,7 +175,7 @@ def _parse_places(value: object) -> dict[str, Place]:
         case {"version": 3, "layouts": list(layouts), "chunks": dict(rows)} if len(rows) <= MOST_ENTRIES:
             return {PREFIX + str(plain): _place(row, layouts) for plain, row in rows.items()}
         case _:
-            raise ValueError("it is no index of known chunks")
+            raise ValueError("it is not an index of known chunks")
 
 
 def _place(row: object, layouts: list[object]) -> Place:
@@ -192,4 +192,4 @@ def _place(row: object, layouts: list[object]) -> Place:
             if isinstance(layout, str) and layout.startswith("/") and "\0" not in layout:
                 get_hex(PREFIX + blob)
                 return Place(PREFIX + blob, stored, encoding, layout, inode, modified)
-    raise ValueError("an entry of it is broken")
+    raise ValueError("it has a damaged entry")

@@ -81,10 +81,10 @@ def decode(
     """
     head = bytes(packed[:HEAD])
     if size_of(head) != plain.nbytes:
-        raise ChunkError(f"it does not say that it holds {plain.nbytes} bytes in planes")
+        raise ChunkError(f"it is not declared to contain {plain.nbytes} bytes in planes")
     width = _HEADER.unpack(head)[2]
     if plain.nbytes % width:
-        raise ChunkError(f"{plain.nbytes} bytes are no numbers of {width}")
+        raise ChunkError(f"{plain.nbytes} bytes are not numbers of {width}")
     count = plain.nbytes // width
     begin = HEAD + (width - 1) * count
     if packed.nbytes < begin:

@@ -243,7 +243,7 @@ class Reading:
         """Return when all targets are filled, for whoever has given them already."""
         self._crew.join()
         if self._left:
-            raise Cancelled("the reading was ended before all chunks were there")
+            raise Cancelled("the read was cancelled before all chunks were read")
 
     def verify(self, *, threads: int = 0) -> None:
         """After `wait`: check what `later` has left, in so many threads, those of the reading for 0.
@@ -291,7 +291,9 @@ class Reading:
         need = slot + beside
         if ceiling < need:
             allowed, needed = binary_size(ceiling), binary_size(need)
-            raise CeilingError(f"{allowed} of memory do not hold the largest chunk, which needs {needed}")
+            raise CeilingError(
+                f"{allowed} of memory is not enough for the largest chunk, which needs {needed}"
+            )
         if parts == 0:
             return 0, 0
         workers = max(1, min(threads, parts, ceiling // need if need else parts))
@@ -461,7 +463,7 @@ def _fetch(
     except (zstandard.ZstdError, ChunkError) as error:
         _check_blob(chunk, blob)
         raise ChunkError(
-            f"the blob {chunk.blob} of the chunk at {chunk.offset} is no {chunk.encoding}: {error}"
+            f"the blob {chunk.blob} of the chunk at {chunk.offset} is not valid {chunk.encoding}: {error}"
         ) from error
     if count != chunk.size or (not later and digest_of(into) != chunk.plain):
         _check_blob(chunk, blob)
@@ -471,9 +473,9 @@ def _fetch(
 def _check_blob(chunk: Chunk, blob: memoryview) -> None:
     """Raise BlobError where that is not the whole blob of a chunk."""
     if digest_of(blob) != chunk.blob:
-        raise BlobError(f"the blob {chunk.blob} holds something else than its digest says")
+        raise BlobError(f"the blob {chunk.blob} does not match its digest")
 
 
 def _wrong(chunk: Chunk) -> ChunkError:
     """The blob of a chunk is right, and does not hold it."""
-    return ChunkError(f"the blob {chunk.blob} does not hold the chunk at {chunk.offset}, {chunk.plain}")
+    return ChunkError(f"the blob {chunk.blob} does not contain the chunk at {chunk.offset}, {chunk.plain}")

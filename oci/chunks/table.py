@@ -92,9 +92,9 @@ class Progress:
 def make_table(size: int, chunks: Sequence[Chunk]) -> Table:
     """A table whose every number was checked. Raises ChunkError, which names the chunk."""
     if not 0 <= size <= LARGEST_REGION:
-        raise ChunkError(f"a region of {size} bytes cannot be")
+        raise ChunkError(f"a region cannot have {size} bytes")
     if len(chunks) > MOST_CHUNKS:
-        raise ChunkError(f"a region of {len(chunks)} chunks is more than the {MOST_CHUNKS} allowed")
+        raise ChunkError(f"a region of {len(chunks)} chunks exceeds the limit of {MOST_CHUNKS}")
     end = 0
     for at, chunk in enumerate(chunks):
         fault = _fault(chunk, end, size)
@@ -112,7 +112,7 @@ def to_json(table: Table) -> dict[str, object]:
 def from_json(value: object) -> Table:
     """A checked table. Raises ChunkError."""
     if not isinstance(value, dict) or value.get("digest") != "sha256":
-        raise ChunkError("a table of chunks is no JSON object with sha256 digests")
+        raise ChunkError("a table of chunks must be a JSON object with sha256 digests")
     size, rows = value.get("size"), value.get("chunks")
     if type(size) is not int or not isinstance(rows, list) or len(rows) > MOST_CHUNKS:
         raise ChunkError(f"a table of chunks needs a size, and a list of at most {MOST_CHUNKS} chunks")
@@ -131,11 +131,11 @@ def descriptors(tables: Sequence[Table]) -> tuple[Descriptor, ...]:
 def _fault(chunk: Chunk, begin: int, end: int) -> str:
     """What is wrong with a chunk that lies somewhere from `begin` to `end`."""
     if chunk.offset < begin:
-        return "begins before the one before it ends"
+        return "begins before the previous one ends"
     if not 0 < chunk.size <= LARGEST_CHUNK:
         return f"has a size of {chunk.size} bytes"
     if chunk.offset + chunk.size > end:
-        return f"reaches over the end of its region of {end} bytes"
+        return f"extends beyond the end of its region of {end} bytes"
     # A chunk that would get larger is stored plain.
     if not 0 < chunk.stored <= chunk.size:
         return f"of {chunk.size} bytes has a blob of {chunk.stored} bytes"
@@ -143,7 +143,7 @@ def _fault(chunk: Chunk, begin: int, end: int) -> str:
         get_hex(chunk.plain)
         get_hex(chunk.blob)
     except DigestError as error:
-        return f"has a digest that is none: {error}"
+        return f"has an invalid digest: {error}"
     if chunk.encoding == "plain":
         same = chunk.plain == chunk.blob and chunk.stored == chunk.size
         return "" if same else "is stored plain, but its blob has another size or digest"
@@ -170,4 +170,4 @@ def _chunk(at: int, row: object) -> Chunk:
         case [int(offset), int(size), str(plain), int(stored), str(blob), "planes"]:
             return Chunk(offset, size, PREFIX + plain, PREFIX + blob, stored, "planes")
         case _:
-            raise ChunkError(f"chunk {at} is not written as a chunk is")
+            raise ChunkError(f"chunk {at} has an invalid format")

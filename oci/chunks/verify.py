@@ -90,7 +90,7 @@ class Contents:
                     if at < size or f"sha256:{hashed.hexdigest()}" != digest:
                         return not_held(digest, size)
         except zstandard.ZstdError as error:
-            return f"is no zstd: {error}"
+            return f"is not valid zstd: {error}"
         except BlobError as error:
             return f"cannot be read: {error}"
         except OSError as error:
@@ -111,7 +111,7 @@ class Contents:
 
 def not_held(plain: str, size: int) -> str:
     """What is wrong with a blob that does not hold a chunk, as a table says."""
-    return f"does not hold the chunk {plain} of {size} bytes that it is named for"
+    return f"does not contain the expected chunk {plain} of {size} bytes"
 
 
 def verify(
@@ -173,14 +173,14 @@ def _documents(
                 continue
             documents.append(at)
             if depth > _DEEPEST:
-                faults.append(Fault(at, f"lies below more than {_DEEPEST} indexes"))
+                faults.append(Fault(at, f"is nested below more than {_DEEPEST} indexes"))
                 continue
             try:
                 what = _fault(layout, at, limit=DOCUMENT_LIMIT)
                 if not what:
                     below += children(at, layout.read_blob(at))
             except (LayoutError, DigestError, OSError) as error:
-                what = f"is no manifest that can be read: {error}"
+                what = f"is not a readable manifest: {error}"
             if what:
                 faults.append(Fault(at, what))
         level = below
@@ -193,19 +193,19 @@ def _fault(layout: Layout, blob: Descriptor, *, limit: int | None = None) -> str
         with layout.open_blob(blob.digest) as file:
             size = os.fstat(file.fileno()).st_size
             if size < blob.size:
-                return f"cut short: has {size} of {blob.size} bytes"
+                return f"truncated: has {size} of {blob.size} bytes"
             if size > blob.size:
                 return f"has {size} bytes instead of {blob.size}"
             if limit is not None and size > limit:
-                return f"has {size} bytes, and {limit} are allowed for a manifest"
+                return f"has {size} bytes, but at most {limit} are allowed for a manifest"
             hashed = hashlib.sha256()
             while piece := file.read(_PIECE):
                 hashed.update(piece)
     except DigestError:
-        return "has a digest of another kind than sha256, which is not checked here"
+        return "has a digest other than sha256, which is not checked here"
     except BlobError as error:
         missing = isinstance(error.__cause__, FileNotFoundError)
         return "missing" if missing else f"cannot be read: {error}"
     except OSError as error:
         return f"cannot be read: {reason(error)}"
-    return "" if f"sha256:{hashed.hexdigest()}" == blob.digest else "holds something else"
+    return "" if f"sha256:{hashed.hexdigest()}" == blob.digest else "does not match its digest"

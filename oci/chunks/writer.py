@@ -90,17 +90,17 @@ def write(
     """
     if not PAGE <= chunk_size <= LARGEST_CHUNK or chunk_size % PAGE:
         raise ChunkError(
-            f"a chunk size of {chunk_size} bytes is no multiple of {PAGE} up to {LARGEST_CHUNK}",
+            f"a chunk size of {chunk_size} bytes is not a multiple of {PAGE} up to {LARGEST_CHUNK}",
             code="GPS-111",
         )
     if not 0 <= level <= HIGHEST_LEVEL:
-        raise ChunkError(f"zstd level {level} is not one from 0 to {HIGHEST_LEVEL}", code="GPS-111")
+        raise ChunkError(f"zstd level {level} is not between 0 and {HIGHEST_LEVEL}", code="GPS-111")
     for source in sources:
         make_table(source.size, ())
     need = worker_memory(chunk_size, level)
     if ceiling < need:
         raise CeilingError(
-            f"{binary_size(ceiling)} of memory do not hold one chunk of {binary_size(chunk_size)}, "
+            f"{binary_size(ceiling)} of memory is not enough for one chunk of {binary_size(chunk_size)}, "
             f"which needs {binary_size(need)}"
         )
     count = sum(-(-source.size // chunk_size) for source in sources)

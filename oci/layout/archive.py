@@ -82,7 +82,7 @@ class LayoutArchive(Layout):
         at, found = self._places.get(digest, (0, -1))
         if found < 0:
             of = f" of {size} bytes" if size is not None else ""
-            raise BlobError(f"{self.path} lacks the blob {digest}{of}")
+            raise BlobError(f"{self.path} does not contain the blob {digest}{of}")
         if size not in (None, found):
             raise BlobError(f"the blob {digest} in {self.path} has {found} bytes, not {size}")
         return at, found
@@ -103,7 +103,7 @@ class LayoutArchive(Layout):
             while left:
                 piece = self.read_at(at, min(left, _PIECE))
                 if not piece:
-                    raise BlobError(f"the blob {digest} in {self.path} ends before its end")
+                    raise BlobError(f"the blob {digest} in {self.path} is truncated")
                 with self._explain_write_errors(left, "a copy of a blob"):
                     write_all(file.fileno(), piece)
                 at += len(piece)
@@ -118,8 +118,8 @@ class LayoutArchive(Layout):
         """Note where each blob is, and return index.json."""
         if kind_of(self._file)[0] != "none":
             raise NotACheckpoint(
-                f"{self.path} is a compressed image layout, which can only be read plain: decompress it "
-                "first, with zstd -d or gunzip"
+                f"{self.path} is a compressed image layout, which cannot be read: decompress it first, "
+                "with zstd -d or gunzip"
             )
         index: bytes | None = None
         # Straight from the file, entries are where it is when they are given.
@@ -130,7 +130,7 @@ class LayoutArchive(Layout):
                 continue
             if entry.name == _INDEX:
                 if index is not None or entry.info.size > DOCUMENT_LIMIT:
-                    raise LayoutError(f"{self.path} has {_INDEX} twice, or a huge one")
+                    raise LayoutError(f"{self.path} contains {_INDEX} twice, or it is too large")
                 index = entry.content.read()
             elif entry.name.startswith(_BLOBS):
                 digest = PREFIX + entry.name.removeprefix(_BLOBS)
@@ -138,7 +138,7 @@ class LayoutArchive(Layout):
                     get_hex(digest)
                     self._places.setdefault(digest, (self._file.tell(), entry.info.size))
         if index is None:
-            raise LayoutError(f"{self.path} is no image layout: it has no {_INDEX}")
+            raise LayoutError(f"{self.path} is not an image layout: it has no {_INDEX}")
         return index
 
 

@@ -51,7 +51,7 @@ def write_archive(
                     done += len(piece)
                     progress(done, whole)
             if PREFIX + hashed.hexdigest() != each.digest:
-                raise BlobError(f"the blob {each.digest} holds something else than its digest says")
+                raise BlobError(f"the blob {each.digest} does not match its digest")
             writer.append(tar.padding(each.size))
     return whole
 

@@ -24,14 +24,14 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
 def check_digest(text: object) -> str:
     """`text` as a digest of any algorithm. Raises DigestError where the grammar does not allow it."""
     if not isinstance(text, str) or len(text) > _LONGEST or not _GRAMMAR.fullmatch(text):
-        raise DigestError(f"{str(text)[:80]!r} is no digest")
+        raise DigestError(f"{str(text)[:80]!r} is not a digest")
     if text.startswith(PREFIX) and not _SHA256.fullmatch(text):
-        raise DigestError(f"{text[:80]!r} is no sha256 digest")
+        raise DigestError(f"{text[:80]!r} is not a sha256 digest")
     return text
 
 
 def get_hex(digest: str) -> str:
     """The hex digits of a sha256 digest, which name its blob. Raises DigestError for any other."""
     if not _SHA256.fullmatch(digest):
-        raise DigestError(f"{digest[:80]!r} is no sha256 digest")
+        raise DigestError(f"{digest[:80]!r} is not a sha256 digest")
     return digest.removeprefix(PREFIX)

@@ -52,11 +52,11 @@ class Descriptor:
         fields = _object(value, what)
         size = fields.get("size")
         if type(size) is not int or not 0 <= size <= _LARGEST:
-            raise LayoutError(f"the size of {what} is no size: {str(size)[:40]}")
+            raise LayoutError(f"the size of {what} is invalid: {str(size)[:40]}")
         try:
             digest = check_digest(fields.get("digest"))
         except DigestError as error:
-            raise LayoutError(f"the digest of {what} is no digest: {error}") from error
+            raise LayoutError(f"the digest of {what} is invalid: {error}") from error
         media_type = _media_type(fields.get("mediaType"), what)
         return cls(media_type, digest, size, _annotations(fields, what), _artifact_type(fields, what))
 
@@ -146,20 +146,20 @@ def _head(value: object, what: str, media_type: str) -> Mapping[str, object]:
 
 def _object(value: object, what: str) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise LayoutError(f"{what} is no JSON object")
+        raise LayoutError(f"{what} is not a JSON object")
     return value
 
 
 def _descriptors(fields: Mapping[str, object], name: str, one: str) -> tuple[Descriptor, ...]:
     found = fields.get(name)
     if not isinstance(found, list):
-        raise LayoutError(f"{name} is no list")
+        raise LayoutError(f"{name} is not a list")
     return tuple(Descriptor.from_json(each, f"{one} {at}") for at, each in enumerate(found))
 
 
 def _media_type(value: object, what: str) -> str:
     if not isinstance(value, str) or not _MEDIA_TYPE.fullmatch(value):
-        raise LayoutError(f"{what} has no proper media type: {str(value)[:80]!r}")
+        raise LayoutError(f"{what} has an invalid media type: {str(value)[:80]!r}")
     return value
 
 
@@ -173,7 +173,7 @@ def _annotations(fields: Mapping[str, object], what: str) -> Mapping[str, str]:
     if found is None:
         return {}
     if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
-        raise LayoutError(f"the annotations of {what} are not texts")
+        raise LayoutError(f"the annotations of {what} are not strings")
     return found
 
 

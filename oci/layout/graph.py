@@ -31,7 +31,7 @@ def children(descriptor: Descriptor, content: bytes) -> tuple[Descriptor, ...]:
     what = f"the manifest {descriptor.digest}"
     value = parse_document(content, what)
     if not isinstance(value, dict):
-        raise LayoutError(f"{what} is no JSON object")
+        raise LayoutError(f"{what} is not a JSON object")
     if descriptor.media_type in INDEXES:
         return _parse_all(value.get("manifests"), f"the manifests of {what}")
     found = _parse_all(value.get("layers"), f"the layers of {what}")
@@ -43,7 +43,9 @@ def check_known(descriptor: Descriptor, content: bytes) -> None:
     if descriptor.media_type in INDEXES:
         for child in children(descriptor, content):
             if not is_document(child):
-                raise LayoutError(f"what {child.digest}, a {child.media_type}, names is not known")
+                raise LayoutError(
+                    f"gpusnap does not know what {child.digest}, a {child.media_type}, refers to"
+                )
 
 
 def walk(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Iterator[tuple[Descriptor, bytes | None]]:
@@ -69,7 +71,7 @@ def _walk(
         yield at, None
         return
     if depth > _DEEPEST:
-        raise LayoutError(f"the manifest {at.digest} lies below more than {_DEEPEST} indexes")
+        raise LayoutError(f"the manifest {at.digest} is nested below more than {_DEEPEST} indexes")
     content = read(at)
     for child in children(at, content):
         yield from _walk(child, read, seen, depth + 1)
@@ -78,5 +80,5 @@ def _walk(
 
 def _parse_all(value: object, what: str) -> tuple[Descriptor, ...]:
     if not isinstance(value, list):
-        raise LayoutError(f"{what} are no list")
+        raise LayoutError(f"{what} are not a list")
     return tuple(Descriptor.from_json(each, f"{what}, {at},") for at, each in enumerate(value))

@@ -215,11 +215,13 @@ class Layout:
     def read_blob(self, wanted: Descriptor, *, limit: int = DOCUMENT_LIMIT) -> bytes:
         """A small blob, its digest checked. Raises BlobError, also for one larger than `limit`."""
         if wanted.size > limit:
-            raise BlobError(f"the blob {wanted.digest} has {wanted.size} bytes, and {limit} are allowed")
+            raise BlobError(
+                f"the blob {wanted.digest} has {wanted.size} bytes, but at most {limit} are allowed"
+            )
         with self.open_blob(wanted.digest, wanted.size) as file:
             data = file.read(wanted.size + 1)
         if digest_of(data) != wanted.digest:
-            raise BlobError(f"the blob {wanted.digest} holds something else than its digest says")
+            raise BlobError(f"the blob {wanted.digest} does not match its digest")
         return data
 
     def check_blob(self, wanted: Descriptor) -> None:
@@ -229,7 +231,7 @@ class Layout:
             while piece := read_piece(file):
                 hashed.update(piece)
         if f"sha256:{hashed.hexdigest()}" != wanted.digest:
-            raise BlobError(f"the blob {wanted.digest} holds something else than its digest says")
+            raise BlobError(f"the blob {wanted.digest} does not match its digest")
         self._unsynced.note_existing(get_hex(wanted.digest))
 
     def write_again(self, wanted: Descriptor) -> None:
@@ -272,7 +274,7 @@ class Layout:
         content = encode_document(manifest.to_json())
         if len(content) > DOCUMENT_LIMIT:
             raise LayoutError(
-                f"the manifest would have {len(content)} bytes, and {DOCUMENT_LIMIT} are allowed"
+                f"the manifest would have {len(content)} bytes, but at most {DOCUMENT_LIMIT} are allowed"
             )
         found = self.add_blob(content, media_type=MANIFEST)
         return Descriptor(MANIFEST, found.digest, found.size, artifact_type=manifest.artifact_type)
@@ -302,7 +304,7 @@ class Layout:
             for folder in (self._join_path("blobs", "sha256"), self._join_path("blobs"), self.path, parent):
                 sync_folder(folder)
         except OSError as error:
-            raise DiskError(f"{self.path} cannot be made durable: {reason(error)}") from error
+            raise DiskError(f"{self.path} cannot be flushed to disk: {reason(error)}") from error
 
     def list_undurable(self) -> frozenset[str]:
         """The names of those blobs whose fsync has failed, and that were not written again."""
@@ -326,7 +328,7 @@ class Layout:
                     if name not in names:
                         os.unlink(name, dir_fd=folder)
         except OSError as error:
-            raise DiskError(f"{self.path} cannot be cleared of old blobs: {reason(error)}") from error
+            raise DiskError(f"old blobs cannot be removed from {self.path}: {reason(error)}") from error
 
     # Within
 
@@ -347,7 +349,7 @@ class Layout:
             folder = open_folder(self.path, "blobs", "sha256")
         except OSError as error:
             where = error.filename or self.path  # an error of fstat(2) or close(2) names no file
-            raise LayoutError(f"{where} is no folder of an image layout: {reason(error)}") from error
+            raise LayoutError(f"{where} is not a directory of an image layout: {reason(error)}") from error
         try:
             yield folder
         finally:
@@ -374,7 +376,7 @@ class Layout:
                     write_all(descriptor, piece)
             name = hashed.hexdigest()
             if expected not in ("", name):
-                raise BlobError(f"the blob sha256:{expected} holds something else than its digest says")
+                raise BlobError(f"the blob sha256:{expected} does not match its digest")
             if _has(name, size, folder):
                 self._unsynced.note_existing(name)
             else:
@@ -414,7 +416,7 @@ def _link_blob(name: str, origin: int, folder: int) -> bool:
             return True
         os.link(name, unfinished, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError as error:
-        raise BlobError(f"the blob sha256:{name} has gone from its layout") from error
+        raise BlobError(f"the blob sha256:{name} was removed from its layout") from error
     except OSError as error:
         if error.errno in _NO_LINK:
             return False

@@ -38,4 +38,6 @@ class Incoming:
                 f"the blob {self.wanted.digest} ended after {self.size} of {self.wanted.size} bytes"
             )
         if f"sha256:{self._hashed.hexdigest()}" != self.wanted.digest:
-            raise BlobError(f"the blob {self.wanted.digest} came as something else than its digest says")
+            raise BlobError(
+                f"the blob {self.wanted.digest} was received with content that does not match its digest"
+            )

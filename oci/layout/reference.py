@@ -60,7 +60,8 @@ def parse(text: str) -> Reference:
     text = text.removeprefix(TRANSPORT)
     if "://" in text:
         raise RegistryError(
-            f"{shown} is no reference: it begins with its registry, without a scheme", code="GPS-807"
+            f"{shown} is not a valid reference: it must begin with its registry, without a scheme",
+            code="GPS-807",
         )
     registry, slash, rest = text.partition("/")
     rest, at, digest = rest.partition("@")
@@ -74,7 +75,7 @@ def parse(text: str) -> Reference:
     port = _HOST.fullmatch(registry)
     if port is None or int(port[1] or 1) not in range(1, 1 << 16):
         raise RegistryError(
-            f"{shown} is no reference: {registry[:80]!r} is no host of a registry", code="GPS-807"
+            f"{shown} is not a valid reference: {registry[:80]!r} is not a registry host", code="GPS-807"
         )
     try:
         check_repository(repository)
@@ -83,11 +84,12 @@ def parse(text: str) -> Reference:
         if at:
             check_digest(digest)
     except (RegistryError, DigestError) as error:
-        raise RegistryError(f"{shown} is no reference: {error}", code="GPS-807") from error
+        raise RegistryError(f"{shown} is not a valid reference: {error}", code="GPS-807") from error
     found = Reference(registry, repository, tag, digest)
     if len(found.name) > _LONGEST:
         raise RegistryError(
-            f"{shown} is no reference: host and name have more than {_LONGEST} characters", code="GPS-807"
+            f"{shown} is not a valid reference: host and name have more than {_LONGEST} characters",
+            code="GPS-807",
         )
     return found
 
@@ -96,8 +98,8 @@ def check_repository(text: str) -> str:
     """`text` as the name of a repository. Raises RegistryError."""
     if len(text) > _LONGEST or not _NAME.fullmatch(text):
         raise RegistryError(
-            f"{text[:80]!r} is no name of a repository: these are lower-case letters and digits, "
-            "with single . or _ or -, or / between them",
+            f"{text[:80]!r} is not a valid repository name: use lower-case letters and digits, with "
+            "single . or _ or -, or / between them",
             code="GPS-807",
         )
     return text
@@ -107,7 +109,8 @@ def check_tag(text: str) -> str:
     """`text` as a tag. Raises RegistryError."""
     if not is_tag(text):
         raise RegistryError(
-            f"{text[:80]!r} is no tag: these are up to 128 letters, digits, _, . or -, not . or - first",
+            f"{text[:80]!r} is not a valid tag: use up to 128 letters, digits, _, . or -, but not . or - "
+            "first",
             code="GPS-807",
         )
     return text

@@ -92,7 +92,7 @@ def write_image(
     """
     wanted = CRIU + _NEEDED[format]
     if not annotations.get(wanted):
-        raise ArchiveError(f"no image for {format} can be made without the annotation {wanted}")
+        raise ArchiveError(f"an image for {format} cannot be made without the annotation {wanted}")
     layer, plain = _add_layer(layout, archive, packing, threads or len(os.sched_getaffinity(0)))
     config = layout.add_blob(encode_document(_config(annotations, plain)), media_type=CONFIG)
     # `artifactType` stays away: with an image's config it is none (image-spec, manifest.md).

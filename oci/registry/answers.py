@@ -54,9 +54,9 @@ def check_no_page(answer: Answer, what: str) -> None:
     """Raise NotARegistry for a web page, which no registry gives for content; `what` says what was asked."""
     kind = media_type(answer.header("Content-Type")).lower()
     if kind in _PAGES and not digest(answer):
-        raise no_registry(host_of(answer.url), f"it gives a web page ({kind})", what)
+        raise no_registry(host_of(answer.url), f"it returned a web page ({kind})", what)
 
 
 def no_registry(host: str, how: str, what: str) -> NotARegistry:
     """The error for a host that may be anything else; `how` says by what that is seen."""
-    return NotARegistry(f"{printable(host)} does not answer as a registry does: {how}; {what}")
+    return NotARegistry(f"{printable(host)} does not respond as a registry does: {how}; {what}")

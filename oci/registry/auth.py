@@ -108,7 +108,9 @@ class Tokens:
         known = {each.scheme: each for each in reversed(challenges(header))}
         challenge = known.get("bearer") or known.get("basic")
         if challenge is None:
-            raise Unauthorized(f"{self._registry} does not let us in, and names no way in that is known here")
+            raise Unauthorized(
+                f"{self._registry} denies access, and offers no supported authentication scheme"
+            )
         with self._lock:
             # Its scope is that of this request alone.
             rest = {name: value for name, value in challenge.parameters.items() if name != "scope"}
@@ -127,8 +129,8 @@ class Tokens:
         found = self._credentials
         if found is None or not found.username:
             raise Unauthorized(
-                f"{self._registry} wants a user's name and password, and none are known for it: "
-                f"log in first (podman login {self._registry})"
+                f"{self._registry} requires a user name and password, but none are known for it: log in "
+                f"first (podman login {self._registry})"
             )
         header = _basic_header(found)
         if header == refused:
@@ -190,7 +192,7 @@ class Tokens:
         where, body = host_of(realm), answer.body(BODY_LIMIT)
         if is_worth_retrying(answer.status):
             wait = parse_retry_after(answer.header("Retry-After"))
-            raise Broken(f"the token service {where} answered {answer.status}", wait)
+            raise Broken(f"the token service {where} responded with status {answer.status}", wait)
         if answer.status in (400, 401, 403) and self._credentials is not None:
             raise Unauthorized(
                 f"the token service {where} of {self._registry} does not accept "
@@ -198,7 +200,7 @@ class Tokens:
             )
         if answer.status != 200:
             raise make_refusal(
-                answer.status, body, f"the token service {where} of {self._registry} gives no token"
+                answer.status, body, f"the token service {where} of {self._registry} issues no token"
             )
         try:
             found = parse_json(body)
@@ -208,7 +210,7 @@ class Tokens:
             value, seconds = None, None
         if not isinstance(value, str) or not _TOKEN.fullmatch(value):
             raise RegistryError(
-                f"the token service {where} of {self._registry} answered without a token", code="GPS-808"
+                f"the token service {where} of {self._registry} responded without a token", code="GPS-808"
             )
         # An integer may be too large for a float.
         given = isinstance(seconds, int | float) and seconds > _SHORTEST

@@ -45,7 +45,7 @@ def load_ca(context: ssl.SSLContext, path: str) -> None:
     try:
         context.load_verify_locations(path)
     except ssl.SSLError as error:
-        raise RegistryError(f"the CA file {path} holds no certificate in PEM", code="GPS-805") from error
+        raise RegistryError(f"the CA file {path} contains no certificate in PEM", code="GPS-805") from error
     except OSError as error:
         raise RegistryError(f"the CA file {path} cannot be read: {reason(error)}", code="GPS-805") from error
 
@@ -56,7 +56,7 @@ def _load_pair(context: ssl.SSLContext, stem: str) -> None:
         context.load_cert_chain(f"{stem}.cert", f"{stem}.key", password="")
     except ssl.SSLError as error:
         raise RegistryError(
-            f"{stem}.cert and {stem}.key are no certificate and its key in PEM", code="GPS-805"
+            f"{stem}.cert and {stem}.key are not a certificate and its key in PEM", code="GPS-805"
         ) from error
     except OSError as error:
         raise RegistryError(

@@ -143,11 +143,11 @@ class Client:
             body = answer.body(BODY_LIMIT)
             if answer.status == 400 and answer.url.startswith("http:") and _TLS_WANTED.search(body):
                 raise Unreachable(
-                    f"{host_of(answer.url)} speaks TLS, and was asked in plain HTTP; {request.what}",
+                    f"{host_of(answer.url)} speaks TLS, but was asked over plain HTTP; {request.what}",
                     code="GPS-804",
                 )
             if answer.status < 400:
-                how = f"it answers {request.method} with status {answer.status}"
+                how = f"it responds to {request.method} with status {answer.status}"
                 raise no_registry(host_of(answer.url), how, request.what)
             raise make_refusal(answer.status, body, request.what)
 
@@ -176,7 +176,8 @@ class Client:
                 broken += 1
                 if error.wait > _PATIENCE:
                     raise Unreachable(
-                        f"{error}, and asks to be left alone for {error.wait:.0f} s: try again then; {what}"
+                        f"{error}, and asks to wait {error.wait:.0f} s before the next attempt: try again "
+                        f"then; {what}"
                     ) from error
                 most = self._attempts * (1 if self._served == served else 2)
                 if error.nobody and self.base not in _MET:
@@ -198,7 +199,7 @@ class Client:
             found = None
         if found is None or found[0] not in self._schemes:
             raise RegistryError(
-                f"{host_of(base)} sends us to where there is no TLS, or no address at all", code="GPS-809"
+                f"{host_of(base)} redirects to an address without TLS, or to no valid address", code="GPS-809"
             )
         return url
 
@@ -217,9 +218,7 @@ class Client:
             with answer:
                 location = answer.header("Location")
             url = self.resolve_location(url, location)
-        raise RegistryError(
-            f"{request.what}: it sends us on and on, more than {_MOST_REDIRECTS} times", code="GPS-808"
-        )
+        raise RegistryError(f"{request.what}: more than {_MOST_REDIRECTS} redirects", code="GPS-808")
 
     def _is_own(self, url: str) -> bool:
         """Whether a URL is the registry's own, and not one of another host."""

@@ -52,7 +52,7 @@ class Credentials:
     username: str = ""
     password: str = ""
     identity_token: str = ""
-    source: str = "the credentials given"
+    source: str = "the given credentials"
     """where they come from, for messages"""
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ def _read(path: str, needed: bool) -> Mapping[str, object] | None:
             data = file.read(_LARGEST_FILE)
     except (FileNotFoundError, NotADirectoryError) as error:
         if needed:
-            raise Unauthorized(f"REGISTRY_AUTH_FILE names {path}, and {reason(error)}") from error
+            raise Unauthorized(f"REGISTRY_AUTH_FILE names {path}, but {reason(error)}") from error
         return None
     except OSError as error:
         raise Unauthorized(f"the credentials in {path} cannot be read: {reason(error)}") from error
@@ -104,9 +104,9 @@ def _read(path: str, needed: bool) -> Mapping[str, object] | None:
         content: object = parse_json(data) if data.strip() else {}
     except (ValueError, RecursionError):
         # Not `from` it: it holds the text.
-        raise Unauthorized(f"the file of credentials {path} is not JSON: correct or remove it") from None
+        raise Unauthorized(f"the credentials file {path} is not JSON: correct or remove it") from None
     if not isinstance(content, dict):
-        raise Unauthorized(f"the file of credentials {path} holds no JSON object: correct or remove it")
+        raise Unauthorized(f"the credentials file {path} contains no JSON object: correct or remove it")
     return content
 
 
@@ -159,7 +159,7 @@ def _entry(entry: object, path: str, key: str) -> Credentials | None:
         except (binascii.Error, ValueError):
             text = ""
         if ":" not in text:
-            raise Unauthorized(f"the entry of {key} in {path} has no base64 of user:password: log in again")
+            raise Unauthorized(f"the entry of {key} in {path} is not base64 of user:password: log in again")
         username, _, password = text.partition(":")
         # Docker writes it padded with zeros.
         password = password.strip("\0")
@@ -174,12 +174,13 @@ def _ask(
 ) -> Credentials | None:
     """What a credential helper has for the registry."""
     if not isinstance(name, str) or not _HELPER.fullmatch(name):
-        raise Unauthorized(f"{path} names a credential helper that can be none: {str(name)[:80]!r}")
+        raise Unauthorized(f"{path} names an invalid credential helper: {str(name)[:80]!r}")
     program = f"docker-credential-{name}"
     found = shutil.which(program, path=environ.get("PATH", os.defpath))
     if found is None:
         raise Unauthorized(
-            f"{path} leaves {registry} to the credential helper {program}, which is not in PATH: install it"
+            f"{path} delegates {registry} to the credential helper {program}, which is not in PATH: "
+            "install it"
         )
     server = _HUB_KEY if registry in _HUB else registry
     try:
@@ -196,13 +197,17 @@ def _ask(
         )
     except subprocess.TimeoutExpired:
         # Not `from`: it holds the output.
-        raise Unauthorized(f"{program} gave no credentials for {registry} in {deadline:g} s") from None
+        raise Unauthorized(
+            f"{program} returned no credentials for {registry} within {deadline:g} s"
+        ) from None
     except OSError as error:
         raise Unauthorized(f"{program} cannot be run: {reason(error)}") from error
     if done.returncode:
         if _NOT_THERE in done.stdout:
             return None
-        raise Unauthorized(f"{program} gave no credentials for {registry}: it exited with {done.returncode}")
+        raise Unauthorized(
+            f"{program} returned no credentials for {registry}: it exited with status {done.returncode}"
+        )
     return _parse_helper_answer(done.stdout, program, registry)
 
 
@@ -213,7 +218,7 @@ def _parse_helper_answer(text: str, program: str, registry: str) -> Credentials 
         answer = {}
     username, secret = answer.get("Username"), answer.get("Secret")
     if not isinstance(username, str) or not isinstance(secret, str):
-        raise Unauthorized(f"{program} gave something else than credentials for {registry}")
+        raise Unauthorized(f"{program} returned invalid credentials for {registry}")
     if not secret:
         return None
     if username == _TOKEN_USER:

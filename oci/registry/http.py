@@ -46,7 +46,7 @@ _LEFTOVER = 64 << 10
 _CONNECTIONS = 32
 # Seconds between looks whether a connection that is being made is still wanted.
 _LOOK = 0.1
-_INTERRUPTED = "it was interrupted"
+_INTERRUPTED = "interrupted"
 # A host or a port that is not there, or that says nothing at all.
 _NOBODY = (socket.gaierror, ConnectionRefusedError, TimeoutError, urllib3.exceptions.TimeoutError)
 # OpenSSL's words for a peer that does not speak TLS, by its version.
@@ -128,7 +128,7 @@ class Pool:
             )
         except (HTTPError, ValueError) as error:
             raise RegistryError(
-                f"the proxy {host_of(proxy)!r} of the environment cannot be used: {type(error).__name__}"
+                f"the proxy {host_of(proxy)!r} from the environment cannot be used: {type(error).__name__}"
             ) from error
 
 
@@ -353,7 +353,7 @@ def exchange(
     except LocationValueError as error:
         watch.close()
         raise RegistryError(
-            f"an address on {host_of(url)} is none: {type(error).__name__}", code="GPS-808"
+            f"an address on {host_of(url)} is invalid: {type(error).__name__}", code="GPS-808"
         ) from error
     except (HTTPError, http.client.HTTPException, OSError) as error:
         watch.close()
@@ -377,15 +377,14 @@ def _refuse_tls(error: BaseException, url: str) -> None:
         if isinstance(each, ssl.SSLCertVerificationError) or type(each).__name__ == "CertificateError":
             why = printable(getattr(each, "verify_message", "") or each)
             raise Unreachable(
-                f"the certificate of {host_of(url)} is not trusted ({why}): "
-                "have its CA among the system's, or as a .crt file in the registry's folder in "
-                f"{certificates.FOLDERS[0]}",
+                f"the certificate of {host_of(url)} is not trusted ({why}): add its CA to the system's "
+                f"certificates, or as a .crt file to the registry's directory in {certificates.FOLDERS[0]}",
                 code="GPS-805",
             ) from error
         if isinstance(each, ssl.SSLError) and each.reason in _NO_TLS:
             raise Unreachable(
-                f"{host_of(url)} does not speak TLS: plain HTTP, which shows everything to the network, "
-                "has to be asked for",
+                f"{host_of(url)} does not speak TLS; plain HTTP, which exposes everything to the network, "
+                "has to be requested explicitly",
                 code="GPS-804",
             ) from error
 
@@ -440,13 +439,13 @@ def _explain(error: BaseException) -> str:
     for each in _chain(error):
         if isinstance(each, socket.gaierror):
             again = each.errno == socket.EAI_AGAIN
-            return "the DNS server does not answer" if again else "the host name is not known"
+            return "the DNS server does not respond" if again else "the host name is unknown"
         if isinstance(each, ConnectionRefusedError):
-            return "nobody listens there (connection refused)"
+            return "nothing listens there (connection refused)"
         if isinstance(each, TimeoutError | urllib3.exceptions.TimeoutError):
-            words = "it did not answer in time"
+            words = "it did not respond in time"
         elif isinstance(each, http.client.RemoteDisconnected):
-            return "it closed the connection without an answer"
+            return "it closed the connection without a response"
         elif isinstance(each, OSError) and each.errno in errno.errorcode:
             return reason(each)
         elif isinstance(each, http.client.IncompleteRead | ProtocolError):

@@ -102,11 +102,11 @@ class Watch:
             self._passed += seconds
             if self._head:
                 if self._passed >= self._answer:
-                    self._end(f"it did not answer in {self._answer:g} s")
+                    self._end(f"it did not respond in {self._answer:g} s")
             elif self._passed >= self._limits.silence:
                 come = self._count() - self._bytes
                 if come < max(self._limits.speed * self._passed, 1):
-                    few = f"only {binary_size(come)} came through" if come else "nothing came through"
+                    few = f"only {binary_size(come)} were transferred" if come else "nothing was transferred"
                     self._end(f"{few} in {self._passed:.0f} s")
                 self._begin()
 

@@ -119,7 +119,7 @@ def _add_to_tag(repository: Repository, subject: str, more: Iterable[Descriptor]
         content = encode_document(Index((*there, *new)).to_json())
         if len(content) > DOCUMENT_LIMIT:
             raise RegistryError(
-                f"the list of what refers to {subject} would have {len(content)} bytes", code="GPS-812"
+                f"the list of referrers of {subject} would have {len(content)} bytes", code="GPS-812"
             )
         repository.put_manifest(content, INDEX, _tag(subject))
 

@@ -141,7 +141,7 @@ def _read(path: str, needed: bool) -> list[dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise RegistryError(f"{path} is not TOML: {error}", code="GPS-813") from error
     if not isinstance(value, list) or not all(_is_entry(each) for each in value):
-        raise RegistryError(f"{path} has a [[registry]] that is not understood", code="GPS-813")
+        raise RegistryError(f"{path} has a [[registry]] that cannot be parsed", code="GPS-813")
     return value
 
 

@@ -144,11 +144,11 @@ class Repository:
         kind, told, content = self._client.persist(attempt, request.what)
         shown = _format_name(self._to.shown, wanted)
         if len(content) > DOCUMENT_LIMIT:
-            raise BlobError(f"the manifest {shown} has more than the {DOCUMENT_LIMIT} bytes that are allowed")
+            raise BlobError(f"the manifest {shown} has more than the allowed {DOCUMENT_LIMIT} bytes")
         digest = digest_of(content)
         for expected in (wanted if _is_digest(wanted) else "", told):
             if expected not in ("", digest):
-                raise BlobError(f"the manifest {shown} came as {digest}, not as {expected[:80]}")
+                raise BlobError(f"the manifest {shown} was received as {digest}, not as {expected[:80]}")
         media_type = answers.media_type(kind)
         if media_type in _VAGUE:
             value = parse_document(content, f"the manifest {shown}")
@@ -164,12 +164,12 @@ class Repository:
         digest = digest_of(content)
         wanted = wanted or digest
         if _is_digest(wanted) and wanted != digest:
-            raise BlobError(f"the manifest {wanted} holds something else than its digest says")
+            raise BlobError(f"the manifest {wanted} does not match its digest")
         shown = _format_name(self._to.shown, wanted)
         request = Request(
             "PUT",
             f"{self._to.url}manifests/{_check_reference(wanted)}",
-            f"the manifest {shown} of {len(content)} bytes is not taken",
+            f"the manifest {shown} of {len(content)} bytes was rejected",
             self._to.scopes,
             (201, 200, 202, 204),
             {"Content-Type": media_type, "Content-Length": str(len(content))},
@@ -183,7 +183,7 @@ class Repository:
         status, told = self._client.persist(attempt, request.what)
         if told not in ("", digest):
             raise RegistryError(
-                f"{self._to.shown} took the manifest {digest} as {told[:80]!r}", code="GPS-808"
+                f"{self._to.shown} stored the manifest {digest} as {told[:80]!r}", code="GPS-808"
             )
         if (status, told) != (201, digest):
             self._check_taken(wanted, digest)
@@ -203,8 +203,8 @@ class Repository:
         if found != digest:
             shown = _format_name(self._to.shown, wanted)
             has = f"has {found}" if found else "does not have it"
-            how = f"it said that it took the manifest {digest}, and {has}"
-            raise answers.no_registry(self.reference.registry, how, f"{shown} is not there")
+            how = f"it reported that it stored the manifest {digest}, but {has}"
+            raise answers.no_registry(self.reference.registry, how, f"{shown} does not exist")
 
     def read_referrers(self, digest: str, *, pushing: bool = False) -> tuple[Descriptor, ...] | None:
         """What refers to a manifest, as far as the registry lists it; None where it keeps no such lists.
@@ -214,7 +214,7 @@ class Repository:
         pushing: as for `resolve`. Raises LayoutError, DigestError, too.
         """
         get_hex(digest)
-        what = f"{self._to.shown} does not say what refers to {digest}"
+        what = f"{self._to.shown} cannot list the referrers of {digest}"
         scopes = self._to.scopes if pushing else self._scopes
         url = f"{self._to.url}referrers/{digest}"
         found: list[Descriptor] = []
@@ -226,9 +226,7 @@ class Repository:
                 return None
             if answers.media_type(kind) != INDEX or len(content) > DOCUMENT_LIMIT:
                 return None
-            found += Index.from_json(
-                parse_document(content, f"the list of what refers to {digest}")
-            ).manifests
+            found += Index.from_json(parse_document(content, f"the list of referrers of {digest}")).manifests
             match = _NEXT.search(more)
             if match is None or len(found) >= _MOST_REFERRERS:
                 break
@@ -240,7 +238,7 @@ class Repository:
 
         Raises LayoutError, too, for an answer that is no list of tags.
         """
-        what = f"{self._to.shown} does not list its tags"
+        what = f"{self._to.shown} cannot list its tags"
         url = f"{self._to.url}tags/list"
         found: list[str] = []
         for _ in range(_MOST_PAGES):
@@ -252,7 +250,7 @@ class Repository:
                 case {"tags": None}:
                     pass
                 case _:
-                    raise LayoutError(f"{what}: it answers something else")
+                    raise LayoutError(f"{what}: unexpected response")
             following = _NEXT.search(more)
             if following is None:
                 break
@@ -289,7 +287,7 @@ class Repository:
         with layout.receive(wanted) as incoming:
             self._client.persist(
                 lambda: self._fetch(wanted, incoming, step),
-                f"{self._to.shown} does not give the blob {wanted.digest} of {wanted.size} bytes",
+                f"{self._to.shown} cannot return the blob {wanted.digest} of {wanted.size} bytes",
                 reached=lambda: incoming.size,
                 check=lambda: step(incoming.size),
             )
@@ -314,7 +312,7 @@ class Repository:
         )
         return self._client.persist(
             upload.advance,
-            f"{self._to.shown} does not take the blob {wanted.digest} of {wanted.size} bytes",
+            f"{self._to.shown} rejected the blob {wanted.digest} of {wanted.size} bytes",
             reached=lambda: upload.position,
             check=lambda: step(upload.position),
         )
@@ -341,7 +339,7 @@ class Repository:
                 match = _CONTENT_RANGE.fullmatch(answer.header("Content-Range").strip())
                 if match is None or int(match[1]) != start:
                     raise RegistryError(
-                        f"{self._to.shown} gave another part of {wanted.digest} than asked for",
+                        f"{self._to.shown} returned another part of {wanted.digest} than requested",
                         code="GPS-808",
                     )
                 at = start
@@ -375,7 +373,7 @@ class Repository:
         pushing: bool = False,
     ) -> Request:
         get_hex(digest)
-        does_not = "say whether it has" if method == "HEAD" else "give"
+        does_not = "report whether it has" if method == "HEAD" else "return"
         what = f"{self._to.shown} does not {does_not} the blob {digest}"
         scopes = self._to.scopes if pushing else self._scopes
         return Request(method, f"{self._to.url}blobs/{digest}", what, scopes, accepted, headers or {})

@@ -39,9 +39,11 @@ def make_refusal(status: int, body: bytes, what: str) -> RegistryError:
     code, message = _find_first_error(body)
     words = f" ({': '.join(each for each in (code, message) if each) or f'status {status}'})"
     if status in (401, 403):
-        return Unauthorized(f"{what}: it is not allowed with these credentials{words}: log in as one who may")
+        return Unauthorized(
+            f"{what}: access denied with these credentials{words}: log in as a user with access"
+        )
     if status == 404:
-        return NotInRegistry(f"{what}: it is not there{words}")
+        return NotInRegistry(f"{what}: it does not exist{words}")
     return Rejected(f"{what}: it refuses{words}", status=status, says=code)
 
 

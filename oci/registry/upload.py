@@ -92,7 +92,7 @@ class Upload:
         self._source = source
         self._mounts = [each for each in mount_from if each not in (to.repository, *self._ways.no_mounts)]
         self._step = step
-        self._what = f"the blob {blob.digest} of {blob.size} bytes is not taken by {to.shown}"
+        self._what = f"the blob {blob.digest} of {blob.size} bytes is rejected by {to.shown}"
         self._begun = False
         self._location = ""
         self._chunk = MONOLITHIC
@@ -218,7 +218,7 @@ class Upload:
                 if not self._send_chunk():
                     self._location = ""
                     if self._unsure:  # such as of its first byte: 0-0 means one, or none
-                        raise Broken(f"{self._to.shown} stands elsewhere in the upload")
+                        raise Broken(f"{self._to.shown} reports another upload position")
                     self._ways.whole = True
                     return False
             self._finish(self._blob.size, self._blob.size)
@@ -268,7 +268,7 @@ class Upload:
             return False
         except NotInRegistry as error:
             self._location = ""
-            raise Broken(f"{self._to.shown} does not know the upload any more") from error
+            raise Broken(f"{self._to.shown} no longer knows the upload") from error
         if found != end:
             return False
         self.position, self._unsure = end, False
@@ -295,10 +295,10 @@ class Upload:
         except NotInRegistry as error:
             # Where the answer to an earlier end was lost, the upload is gone because it is done.
             self._location = ""
-            raise Broken(f"{self._to.shown} does not know the upload any more") from error
+            raise Broken(f"{self._to.shown} no longer knows the upload") from error
         if told not in ("", self._blob.digest):
             raise RegistryError(
-                f"{self._to.shown} took the blob {self._blob.digest} as {told[:80]!r}", code="GPS-808"
+                f"{self._to.shown} stored the blob {self._blob.digest} as {told[:80]!r}", code="GPS-808"
             )
         self._step(self._blob.size)
 
@@ -343,4 +343,4 @@ class Upload:
             self._hashed.update(memoryview(piece)[self._hashed_to - at :])
             self._hashed_to = at + len(piece)
         if self._hashed_to == self._blob.size and f"sha256:{self._hashed.hexdigest()}" != self._blob.digest:
-            raise BlobError(f"the blob {self._blob.digest} holds something else than its digest says")
+            raise BlobError(f"the blob {self._blob.digest} does not match its digest")

@@ -111,7 +111,7 @@ def _mark_all_reached(
 def _iterate_reached(layout: Layout, root: Descriptor) -> Iterator[str]:
     """The name of every blob below a root that can be among those of sha256. Raises LayoutError."""
     if not is_document(root):
-        raise LayoutError(f"what a {root.media_type} names is not known")
+        raise LayoutError(f"it is unknown what a {root.media_type} refers to")
     for found, content in walk(root, layout.read_blob):
         if content is not None:
             check_known(found, content)
@@ -144,8 +144,8 @@ def _check_all_there(tree: Tree, live: set[str], names: Iterable[str]) -> None:
 def _make_refusal(tree: Tree, why: str, digest: str) -> StoreError:
     what = f" below {digest}" if digest else ""
     return StoreError(
-        f"gc removed nothing from {tree.path}, as it cannot tell what is still needed{what}: {why}; "
-        "verify what it names, and remove what is broken",
+        f"gc removed nothing from {tree.path}, because it cannot determine what is still needed{what}: "
+        f"{why}; run gpusnap verify, and remove what is damaged",
         code="GPS-705",
     )
 

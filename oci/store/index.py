@@ -41,11 +41,11 @@ def check_name(name: str) -> str:
     """`name`, if something may be given it. Raises StoreError."""
     if len(name) > _LONGEST_NAME or not _NAME.fullmatch(name):
         raise StoreError(
-            f"{name[:80]!r} cannot be a name: letters and digits, with single - . _ : @ / + between them, "
-            f"make one, up to {_LONGEST_NAME} in all"
+            f"{name[:80]!r} is not a valid name: use up to {_LONGEST_NAME} letters and digits, with "
+            "single - . _ : @ / + between them"
         )
     if _PREFIX.fullmatch(name) or re.match(r"sha(256|384|512):", name):
-        raise StoreError(f"{name[:80]!r} cannot be a name: it looks like a digest; put another letter in it")
+        raise StoreError(f"{name[:80]!r} is not a valid name: it looks like a digest; add another letter")
     return name
 
 
@@ -87,7 +87,7 @@ class Catalog:
         if tags and wanted not in (one.name, digest, digest.partition(":")[2]):
             names = format_names([digest, *(each.name for each in tags)])
             raise Ambiguous(
-                f"{wanted!r} in {self.path} is a name and begins a digest: it may stand for {names}"
+                f"{wanted!r} in {self.path} is ambiguous, both a name and the beginning of a digest: {names}"
             )
         return one
 
@@ -113,7 +113,9 @@ class Catalog:
             raise self._not_there(wanted, entries)
         digests = sorted({each.descriptor.digest for each in found})
         if len(digests) > 1:
-            raise Ambiguous(f"{wanted!r} stands for {len(digests)} in {self.path}: {', '.join(digests[:8])}")
+            raise Ambiguous(
+                f"{wanted!r} matches {len(digests)} checkpoints in {self.path}: {', '.join(digests[:8])}"
+            )
         return found[0]
 
     def add(self, root: Descriptor, names: Iterable[str]) -> None:
@@ -155,8 +157,8 @@ class Catalog:
         content = encode_document(self._value)
         if len(content) > DOCUMENT_LIMIT:
             raise StoreError(
-                f"the index of {self.path} would have {len(content)} bytes, and {DOCUMENT_LIMIT} are "
-                "allowed; remove some of what it names"
+                f"the index of {self.path} would have {len(content)} bytes, but at most {DOCUMENT_LIMIT} "
+                "are allowed; remove some of its checkpoints"
             )
         try:
             with open_nested_folder(self.path) as folder:

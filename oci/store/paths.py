@@ -80,7 +80,7 @@ def link_error(error: OSError, path: str) -> StoreError | DiskError:
     if error.errno not in _NO_LINK:
         return disk_error(error, path, "a link of a blob", None)
     return StoreError(
-        f"{path} cannot be a store: no hard link can be made in it ({reason(error)}); have it on one file "
+        f"{path} cannot be a store: no hard link can be created in it ({reason(error)}); use one file "
         "system with hard links, such as ext4, XFS, Btrfs or tmpfs",
         code="GPS-704",
     )

@@ -117,7 +117,7 @@ class Staging:
             check_name(name)
         if not is_document(root):
             raise StoreError(
-                f"{root.digest} cannot be committed: what a {root.media_type} consists of is not known",
+                f"{root.digest} cannot be committed: the parts of a {root.media_type} are unknown",
                 code="GPS-603",
             )
         layout = self._tree.layout
@@ -176,7 +176,7 @@ class Staging:
                 # gc could tell no more what is needed, of the whole store.
                 check_known(found, content)
             if sizes.setdefault(get_hex(found.digest), found.size) != found.size:
-                raise LayoutError(f"{root.digest} names the blob {found.digest} with two sizes")
+                raise LayoutError(f"{root.digest} lists the blob {found.digest} with two sizes")
         return sizes
 
     def _make_durable(self, sizes: Mapping[str, int], own: int, store: int, threads: int) -> set[str]:
@@ -259,7 +259,7 @@ def adopt(tree: Tree, path: str) -> Staging:
     """The staging at `path`, whose owner has died. Raises StagingBusy, StoreBusy, NotThere, StoreError."""
     folder, name = os.path.split(os.path.realpath(path))
     if folder != tree.staging or name.startswith("."):
-        raise StoreError(f"{path} is no staging of the store {tree.path}", code="GPS-703")
+        raise StoreError(f"{path} is not a staging of the store {tree.path}", code="GPS-703")
     with tree.hold_lock(f"the staging {name}"):
         try:
             lock = _try_lock(os.path.join(folder, name))
@@ -291,7 +291,7 @@ def _try_lock(path: str) -> int | None:
     lock = open_folder(path)
     if not try_exclusive(lock):
         os.close(lock)
-        raise StagingBusy(f"another process is at work on {path}; try again when it is done")
+        raise StagingBusy(f"another process is working on {path}; try again when it has finished")
     if is_still_there(lock, path):
         return lock
     os.close(lock)

@@ -85,7 +85,7 @@ class Store:
         with tree.explain_write_errors("the store"):
             for folder in (self.path, tree.staging, tree.holds):
                 os.makedirs(folder, mode=0o700, exist_ok=True)
-        with tree.hold_lock("the making of a store"), tree.explain_write_errors("the store"):
+        with tree.hold_lock("the creation of a store"), tree.explain_write_errors("the store"):
             self.layout.create()
             if not exists(os.path.join(self.path, "index.json"), follow=False):
                 self._try_link()
@@ -99,7 +99,8 @@ class Store:
         for folder in (self._tree.staging, self._tree.holds):
             if not os.path.isdir(folder):
                 raise StoreError(
-                    f"{self.path} is an image layout, but no store: it has no folder {folder}", code="GPS-704"
+                    f"{self.path} is an image layout, but no store: it has no directory {folder}",
+                    code="GPS-704",
                 )
         Catalog(self.path)
 
@@ -113,7 +114,8 @@ class Store:
         """
         if name and not _STAGING.fullmatch(name):
             raise StoreError(
-                f"{name[:80]!r} is no name for a staging: letters, digits and . _ - make one", code="GPS-001"
+                f"{name[:80]!r} is not a valid name for a staging: use letters, digits and . _ -",
+                code="GPS-001",
             )
         return stage(self._tree, name or secrets.token_hex(16))
 

@@ -47,15 +47,15 @@ def newest(wanted: str, found: Sequence[Entry], created: Callable[[Entry], str],
     unknown = [name for name, moment in times.items() if moment is None]
     if unknown:
         raise Ambiguous(
-            f"{wanted!r} stands for the newest of {len(found)} checkpoints in {where}, and it is not known "
-            f"when {format_names(unknown)} was made"
+            f"{wanted!r} means the newest of {len(found)} checkpoints in {where}, but it is unknown when "
+            f"{format_names(unknown)} was made"
         )
     last = max(moment for moment in times.values() if moment is not None)
     first, *others = [each for each in found if times[each.name] == last]
     if any(each.descriptor.digest != first.descriptor.digest for each in others):
         names = format_names(each.name for each in (first, *others))
         raise Ambiguous(
-            f"{wanted!r} stands for the newest checkpoint in {where}, and these are as new: {names}"
+            f"{wanted!r} means the newest checkpoint in {where}, but these are equally new: {names}"
         )
     return first
 

@@ -89,7 +89,7 @@ def entries(
         while (info := source.header()) is not None:
             left -= sys.getsizeof(info.name) + sys.getsizeof(info.linkname) + _ENTRY
             if left < 0:
-                raise source.describe_broken("its entries have more names than any checkpoint has")
+                raise source.describe_broken("its entries have more names than any checkpoint")
             if links:
                 source.check_parents(info.name, links)
             if info.issym() or info.islnk():
@@ -196,7 +196,8 @@ class Writer:
                 self._name(name)
             except FileExistsError as error:
                 raise DiskError(
-                    f"{self.path} was made by somebody else meanwhile, and an archive replaces no file",
+                    f"{self.path} was created by another process in the meantime, and gpusnap does not "
+                    "overwrite archives",
                     code="GPS-103",
                 ) from error
             try:
@@ -233,7 +234,9 @@ class _Source:
         parent = os.path.dirname(name)
         while parent:
             if parent in links:
-                raise self.describe_broken(f"the name {name[:200]!r} leads through the link {parent[:200]!r}")
+                raise self.describe_broken(
+                    f"the name {name[:200]!r} passes through the link {parent[:200]!r}"
+                )
             parent = os.path.dirname(parent)
 
     def read_exactly(self, size: int) -> bytes:
@@ -266,7 +269,7 @@ class _Source:
         while piece := self._read(_PIECE):
             tail += len(piece)
             if tail > _LONGEST_TAIL or piece.count(0) != len(piece):
-                raise self.describe_broken("it goes on after its end")
+                raise self.describe_broken("it continues after its end")
 
     def _read(self, size: int) -> bytes:
         with self._explain_read_errors():

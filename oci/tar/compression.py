@@ -80,7 +80,7 @@ class Plain:
         """At most `size` bytes, none at the end."""
         data = self._raw.read(size)
         if not data and size and not self._frames.is_whole:
-            raise EOFError("its last zstd frame is not whole")
+            raise EOFError("its last zstd frame is incomplete")
         return data
 
     def skip(self, size: int) -> bool:
@@ -240,7 +240,7 @@ class _Frames:
             case "magic" if value & ~0xF == _SKIPPABLE:
                 self._to("skippable", 4)
             case "magic":
-                raise EOFError("what follows its last zstd frame is none")
+                raise EOFError("its last zstd frame is followed by other data")
             case "skippable":
                 self._skip = value
                 self._to("magic", 4)

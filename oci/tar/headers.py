@@ -118,7 +118,7 @@ def pieces(info: tarfile.TarInfo, content: Readable | None) -> Iterator[bytes]:
     while left:
         piece = content.read(min(left, _PIECE)) if content is not None else b""
         if not piece:
-            raise HeaderFault(f"the content of {info.name!r} ends {left} bytes before it should")
+            raise HeaderFault(f"the content of {info.name!r} ends {left} bytes too early")
         left -= len(piece)
         yield piece
     if info.isreg():
@@ -129,7 +129,7 @@ def _parse_header(block: bytes) -> tarfile.TarInfo:
     try:
         info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError as error:
-        raise HeaderFault(f"one of its headers is broken: {error}") from error
+        raise HeaderFault(f"one of its headers is invalid: {error}") from error
     for key in ("size", "uid", "gid"):
         if not 0 <= getattr(info, key) <= _LARGEST:
             raise HeaderFault(f"the entry {info.name[:200]!r} has a {key} of {getattr(info, key)}")
@@ -152,7 +152,7 @@ def _records(data: bytes) -> dict[str, str]:
         record = data[at + len(length) + 1 : at + size]
         key, equals, value = record[:-1].partition(b"=")
         if not key or not equals or at + size > len(data) or not record.endswith(b"\n"):
-            raise HeaderFault("one of its extended headers is broken")
+            raise HeaderFault("one of its extended headers is invalid")
         found[_text(key)] = _text(value)
         at += size
     return found
@@ -165,7 +165,7 @@ def _apply_records(info: tarfile.TarInfo, records: dict[str, str]) -> tarfile.Ta
         raise HeaderFault(f"the entry {name[:200]!r} is a sparse file")
     if info.type not in _KINDS:
         what = _ODD.get(info.type, f"of the unknown type {info.type!r}")
-        raise HeaderFault(f"the entry {name[:200]!r} is {what}, which no checkpoint has")
+        raise HeaderFault(f"the entry {name[:200]!r} is {what}, which no checkpoint contains")
     # frombuf() takes an old-style folder (a file whose name ends with a slash) for what it is.
     info.type = _KINDS[info.type]
     # Values of any bytes are written as they are, so nothing has to say so.
@@ -181,13 +181,13 @@ def _apply_records(info: tarfile.TarInfo, records: dict[str, str]) -> tarfile.Ta
             del records["mtime"]
     info.name = _name(name)
     if not info.isreg() and info.size:
-        raise HeaderFault(f"the entry {name[:200]!r} is no file, but has {info.size} bytes")
+        raise HeaderFault(f"the entry {name[:200]!r} is not a file, but has {info.size} bytes")
     if not info.name and not info.isdir():
         raise HeaderFault(f"the entry {name[:200]!r} has no name")
     if info.islnk():
         info.linkname = _name(info.linkname)
     if (info.islnk() or info.issym()) and not 0 < len(info.linkname) <= LONGEST_NAME:
-        raise HeaderFault(f"the link {name[:200]!r} leads nowhere")
+        raise HeaderFault(f"the link {name[:200]!r} has no target")
     info.pax_headers = records
     return info
 
@@ -196,7 +196,7 @@ def _name(text: str) -> str:
     """A name within the archive. Raises HeaderFault for one that leads out of it."""
     parts = [part for part in text.split("/") if part not in ("", ".")]
     if text.startswith("/") or ".." in parts or "\0" in text:
-        raise HeaderFault(f"the name {text[:200]!r} leads out of it")
+        raise HeaderFault(f"the name {text[:200]!r} points outside the archive")
     if len(text) > LONGEST_NAME:
         raise HeaderFault(f"the name {text[:200]!r}… has {len(text)} characters")
     return "/".join(parts)
@@ -204,14 +204,14 @@ def _name(text: str) -> str:
 
 def _number(text: str, key: str, name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) <= _LARGEST):
-        raise HeaderFault(f"the {key} of {name[:200]!r} is no number: {text[:40]!r}")
+        raise HeaderFault(f"the {key} of {name[:200]!r} is not a number: {text[:40]!r}")
     return int(text)
 
 
 def _time(text: str, name: str) -> float:
     whole, _, fraction = text.removeprefix("-").partition(".")
     if not (text.isascii() and len(text) <= 40 and whole.isdigit() and (not fraction or fraction.isdigit())):
-        raise HeaderFault(f"the mtime of {name[:200]!r} is no time: {text[:40]!r}")
+        raise HeaderFault(f"the mtime of {name[:200]!r} is not a valid time: {text[:40]!r}")
     return float(text)
 
 

@@ -34,10 +34,10 @@ from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, is_meant
 _UPDATE = "update the driver here"
 _MAP = "change the GPU map"
 _WAIT = "wait for the other restore to end"
-FREE = "stop what else runs on those GPUs"
+FREE = "stop the other programs on those GPUs"
 _MODE = "turn MIG off, or set the compute mode to default (nvidia-smi)"
 ELSEWHERE = "restore on a host that has such GPUs"
-MORE = "give the new container as many GPUs as the checkpoint's had, of the same model"
+MORE = "give the new container as many GPUs as the old one had, of the same model"
 _HINTS = (_UPDATE, _MAP, _WAIT, FREE, _MODE, MORE, ELSEWHERE)
 """What helps soonest comes first."""
 
@@ -116,7 +116,7 @@ def _words(container: str) -> _Words:
         given = _Misfit("not among the GPUs of the new container", MORE)
         return _Words("", "the checkpoint", "the checkpoint was made", given)
     name = f"container {container}"
-    return _Words(container, name, f"{name} was suspended", _Misfit(f"{name} does not see it", MORE))
+    return _Words(container, name, f"{name} was suspended", _Misfit(f"{name} cannot see it", MORE))
 
 
 class _Impossible(Exception):
@@ -168,7 +168,7 @@ def plan_assignment(
         if older is not None:
             made = _make_printable(made_with)
             raise _Impossible(
-                f"{words.made} with driver {made}, and this host has {host.driver_version}, which is older",
+                f"{words.made} with driver {made}, but this host has the older driver {host.driver_version}",
                 older.hint,
                 code="GPS-402",
             )
@@ -279,11 +279,13 @@ def _match_request(
         assert new is not None
         if old in asked:
             twice = f"{words[old][0]} and {left} are the same GPU of {whole}"
-            raise _Impossible(f"the GPU map gives one GPU two places: {twice}", _MAP, code="GPS-403")
+            raise _Impossible(f"the GPU map gives one GPU two destinations: {twice}", _MAP, code="GPS-403")
         for other, taken in asked.items():
             if taken == new:
                 twice = f"{words[other][1]} and {right} are the same GPU of this host"
-                raise _Impossible(f"the GPU map gives one place to two GPUs: {twice}", _MAP, code="GPS-403")
+                raise _Impossible(
+                    f"the GPU map gives one destination to two GPUs: {twice}", _MAP, code="GPS-403"
+                )
         asked[old], words[old] = new, (left, right)
     return asked
 
@@ -292,8 +294,8 @@ def _find_meant(word: str, gpus: Sequence[WantedGpu] | Sequence[Gpu], whose: str
     found = [at for at, gpu in enumerate(gpus) if is_meant(word, gpu.index, gpu.uuid)]
     if len(found) > 1:
         raise _Impossible(
-            f"{word} in the GPU map may mean any of {len(found)} GPUs of {whose}",
-            "write more of the UUID",
+            f"{word} in the GPU map is ambiguous: {len(found)} GPUs of {whose} match",
+            "give more of the UUID",
             code="GPS-403",
         )
     return found[0] if found else None
@@ -308,16 +310,16 @@ def _add_request_misfits(
     for old, row in enumerate(rest):
         if (misfit := row[asked[old]] if old in asked else None) is not None:
             raise _Impossible(
-                f"GPU {theirs[old].index} of {whole} cannot go to GPU {ours[asked[old]].index} of "
-                f"this host, as the GPU map asks: {misfit.reason}",
+                f"GPU {theirs[old].index} of {whole} cannot move to GPU {ours[asked[old]].index} of this "
+                f"host, as requested by the GPU map: {misfit.reason}",
                 _MAP,
                 code="GPS-403",
             )
         for new in range(len(ours)):
             if old in asked and new != asked[old]:
-                row[new] = _Misfit("the GPU map asks for another", _MAP)
+                row[new] = _Misfit("the GPU map assigns another one", _MAP)
             elif owners.get(new, old) != old:
-                row[new] = _Misfit(f"the GPU map gives it to GPU {theirs[owners[new]].index}", _MAP)
+                row[new] = _Misfit(f"the GPU map assigns it to GPU {theirs[owners[new]].index}", _MAP)
     return rest
 
 
@@ -334,7 +336,7 @@ def _choose(
     """For each of `theirs` the position in `ours`. Raises _Impossible."""
     count, places = len(theirs), len(ours)
     lost = next((at for at, row in enumerate(misfits) if all(row)), None)
-    needs = f"{words.whose} needs {count} GPU{'s' if count > 1 else ''}, and this host has"
+    needs = f"{words.whose} needs {count} GPU{'s' if count > 1 else ''}, but this host has"
     if places == 0 < count:
         raise _Impossible(f"{needs} none", ELSEWHERE, code="GPS-401")
     if lost is not None:
@@ -424,15 +426,12 @@ def _make_too_few_error(
     if places:
         names, here = _names(theirs[at].index for at in rivals), _names(ours[at].index for at in places)
         fits = "fits" if len(places) == 1 else "fit"
-        sentence = f"{names} of {words.whose} need {len(rivals)} GPUs of this host, and only {here} {fits}"
+        sentence = f"{names} of {words.whose} need {len(rivals)} GPUs of this host, but only {here} {fits}"
     else:
         gpu = theirs[least]
         model = _make_printable(gpu.model)
         if words.container:
-            sentence = (
-                f"no GPU that container {words.container} sees can take what it had on GPU {gpu.index} "
-                f"({model})"
-            )
+            sentence = f"no GPU that container {words.container} can see fits its GPU {gpu.index} ({model})"
         else:
             sentence = f"no GPU of this host fits GPU {gpu.index} of the checkpoint ({model})"
     indices: dict[str, list[int]] = {}

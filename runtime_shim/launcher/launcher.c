@@ -146,7 +146,7 @@ static int python_is_missing(long error, enum whose whose)
         say("error ");
         say_number(-error);
     }
-    say(", so nothing is checkpointed or restored; install gpusnap anew [GPS-002]\n");
+    say(", so nothing is checkpointed or restored; reinstall gpusnap [GPS-002]\n");
     return EXIT_NOT_FOUND;
 }
 

@@ -55,7 +55,7 @@ def _strings(pid: int, where: int) -> dict[str, str]:
         text = _string(pid, address)
         left -= len(text)
         if left < 0:
-            raise ValueError("no end of variables")
+            raise ValueError("unterminated list of variables")
         name, equals, value = text.partition("=")
         if equals:
             found.setdefault(name, value)  # getenv takes the first
@@ -65,7 +65,7 @@ def _strings(pid: int, where: int) -> dict[str, str]:
 def _read(file: int, offset: int, size: int) -> bytes:
     data = os.pread(file, size, offset)
     if len(data) != size:
-        raise ValueError("the file ends")
+        raise ValueError("the file is truncated")
     return data
 
 
@@ -114,7 +114,7 @@ def _value(file: int) -> tuple[int, bool]:
     """
     head = _read(file, 0, 64)
     if head[:6] != b"\x7fELF\2\1":
-        raise ValueError("not a file of 64 bits, little-endian")
+        raise ValueError("not a 64-bit little-endian file")
     relative = struct.unpack_from("<H", head, 16)[0] != _ET_EXEC
     (first,) = struct.unpack_from("<Q", head, 40)
     size, number = struct.unpack_from("<HH", head, 58)

@@ -56,7 +56,8 @@ def _read_memory(path: str) -> str | None:
     except TimeoutError as error:
         raise GpusnapError(
             f"{path} cannot be read: {error.strerror}",
-            hint="the process waits for a file system that does not answer: end it, or see to that",
+            hint="the process is blocked on a file system that does not respond: end the process, or "
+            "fix that file system",
             code="GPS-225",
         ) from error
 
@@ -96,7 +97,7 @@ def _answer(path: str, ask: Callable[[str], _T]) -> _T | None:
             if time.monotonic() > deadline:
                 raise GpusnapError(
                     f"{path} cannot be read: {reason(error)}",
-                    hint="free memory or files, and try again",
+                    hint="free memory or close files, then try again",
                     code="GPS-004",
                 ) from error
         time.sleep(_PAUSE)

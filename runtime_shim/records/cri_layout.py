@@ -62,8 +62,8 @@ def fold(image_path: str) -> None:
         os.rmdir(top)
     except OSError as error:
         raise ImageError(
-            f"the files of {top} cannot be renamed, as containerd wants them: {reason(error)}",
-            hint="the container runs on; checkpoint it again",
+            f"the files of {top} cannot be renamed to what containerd expects: {reason(error)}",
+            hint="the container continues to run; checkpoint it again",
         ) from error
 
 
@@ -83,7 +83,7 @@ def unfold(image_path: str) -> None:
         except OSError as error:
             raise ImageError(
                 f"the images in {image_path} cannot be listed: {reason(error)}",
-                hint="see that the directory can be read, and try again",
+                hint="check that the directory is readable, then try again",
             ) from error
         # The manifest comes last: without it they are no checkpoint.
         for name in sorted(found, key=lambda name: name_naturally(name) == f"{FOLDER}/{NAME}"):
@@ -92,7 +92,7 @@ def unfold(image_path: str) -> None:
             except OSError as error:
                 raise ImageError(
                     f"{name} in {image_path} cannot be renamed to {name_naturally(name)}: {reason(error)}",
-                    hint="the images must be where gpusnap may write, and be as containerd unpacked them",
+                    hint="the images must be writable for gpusnap, and as containerd unpacked them",
                 ) from error
     finally:
         os.close(top)

@@ -47,8 +47,8 @@ def is_ours(image_path: str) -> bool:
         return is_folder(os.path.join(image_path, FOLDER))
     except OSError as error:
         raise ImageError(
-            f"it cannot be told whether gpusnap made the images in {image_path}: {reason(error)}",
-            hint="see that the directory can be read, and try again",
+            f"cannot determine whether gpusnap made the images in {image_path}: {reason(error)}",
+            hint="check that the directory is readable, then try again",
         ) from error
 
 
@@ -62,8 +62,8 @@ def has(image_path: str, *names: str) -> bool:
         return exists(path)
     except OSError as error:
         raise ImageError(
-            f"it cannot be told whether {path} is there: {reason(error)}",
-            hint="see that the directory can be read, and try again",
+            f"cannot determine whether {path} exists: {reason(error)}",
+            hint="check that the directory is readable, then try again",
         ) from error
 
 
@@ -90,10 +90,10 @@ def read(image_path: str) -> Manifest:
     return record
 
 
-def make_missing_error(where: str, hint: str = "take another copy of it") -> ManifestError:
+def make_missing_error(where: str, hint: str = "use another copy of it") -> ManifestError:
     """The error for a checkpoint of gpusnap's that has no manifest."""
     return ManifestError(
-        f"the checkpoint in {where} is not complete: it has no {FOLDER}/{NAME}", hint=hint, code="GPS-602"
+        f"the checkpoint in {where} is incomplete: it has no {FOLDER}/{NAME}", hint=hint, code="GPS-602"
     )
 
 
@@ -123,8 +123,8 @@ def check_digest(data: bytes, index: bytes | None, where: str) -> None:
     if wanted is not None and wanted != digest_of(data):
         raise ManifestError(
             f"{where} is not the manifest that was written with this checkpoint: its digest is "
-            f"{digest_of(data)}, and the layout's {INDEX} has {str(wanted)[:80]}",
-            hint="take another copy of the checkpoint",
+            f"{digest_of(data)}, but the layout's {INDEX} has {str(wanted)[:80]}",
+            hint="use another copy of the checkpoint",
         )
 
 
@@ -142,13 +142,14 @@ def _explain_what_is_left(image_path: str) -> str:
     """What may be done about an image without a manifest."""
     pending = os.path.join(image_path, FOLDER, PENDING)
     if not os.path.exists(pending):
-        return "take another copy of it"
+        return "use another copy of it"
     if not os.path.getsize(pending) or not os.path.exists(os.path.join(image_path, INVENTORY)):
-        return "the checkpoint was cut off while it was written"
+        return "the checkpoint was interrupted while it was being written"
     # CRIU writes that file last: gpusnap was killed between the end of the dump and the renaming.
     return (
-        "the checkpoint was cut off while it was written, but CRIU had finished: gpusnap recover completes "
-        f"it; where that knows nothing of it (after a reboot, say), rename {FOLDER}/{PENDING} to {NAME}"
+        "the checkpoint was interrupted while it was being written, but CRIU had finished: run gpusnap "
+        "recover to complete it; if that does not find it (after a reboot, for example), rename "
+        f"{FOLDER}/{PENDING} to {NAME}"
     )
 
 
@@ -229,7 +230,7 @@ class Draft:
             why = reason(error) if isinstance(error, OSError) else str(error)
             raise ImageError(
                 f"the checkpoint is on disk, but {self._pending} cannot be renamed: {why}",
-                hint=f"rename it to {NAME} by hand",
+                hint=f"rename it to {NAME} manually",
                 code="GPS-515",
             ) from error
         return written

@@ -50,7 +50,7 @@ def encode(manifest: Manifest) -> bytes:
     data = json.dumps(document, indent=None if compact else 1).encode() + b"\n"
     if len(data) > LARGEST:
         raise ManifestError(
-            f"the new manifest has {len(data) >> 20} MiB, and none above {LARGEST >> 20} is read",
+            f"the new manifest has {len(data) >> 20} MiB, but at most {LARGEST >> 20} MiB can be read",
             hint="set a larger memory.chunk-size",
         )
     return data
@@ -62,7 +62,7 @@ def decode(data: bytes, where: str) -> Manifest:
         document = parse_json(data)
     except ValueError as error:
         raise ManifestError(
-            f"{where} is cut short or not JSON: {error}", hint="take another copy of the checkpoint"
+            f"{where} is cut short or not JSON: {error}", hint="use another copy of the checkpoint"
         ) from error
     _check_version(document, where)
     _check(document, where)
@@ -106,7 +106,7 @@ def _check_version(document: Any, where: str) -> None:
     major = VERSION.partition(".")[0]
     if isinstance(version, str) and version.partition(".")[0] != major:
         raise ManifestVersion(
-            f"{where} has version {version[:20]!r}, and gpusnap {__version__} reads {major}.x",
+            f"{where} has version {version[:20]!r}, but gpusnap {__version__} reads {major}.x",
             hint="restore it with the gpusnap that made it, or a newer one",
         )
 
@@ -147,7 +147,7 @@ def _check(document: Any, where: str) -> None:
     for node in document["nodes"]:
         if node["gpu"] and node["gpu"] not in known:
             raise ManifestError(
-                f"{where}: device {node['path']} is of a GPU {node['gpu']} that is not listed"
+                f"{where}: device {node['path']} belongs to a GPU {node['gpu']} that is not listed"
             )
     for process in document["processes"]:
         _refuse_repeated(f"GPU of process {process['pid']},", [gpu["uuid"] for gpu in process["gpus"]], where)

@@ -94,7 +94,7 @@ def _write(group: str, text: str, how: str) -> None:
         if error.errno in _GONE:
             return  # all have ended
         raise GpusnapError(
-            f"the cgroup {group} cannot be {how}: {reason(error)}", hint="see that gpusnap may write there"
+            f"the cgroup {group} cannot be {how}: {reason(error)}", hint="check that gpusnap may write there"
         ) from error
 
 

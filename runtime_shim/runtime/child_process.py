@@ -128,12 +128,12 @@ def run(
         except subprocess.TimeoutExpired:
             process.kill()
             raise RuntimeFailed(
-                f"{argv[0]} did not end within {seconds:g} s",
-                hint="run it by hand, and see what it waits for",
+                f"{argv[0]} did not finish within {seconds:g} s",
+                hint="run it manually, and check what it waits for",
             ) from None
         except OSError as error:  # leaving the block waits for its end
             raise GpusnapError(
-                f"what {argv[0]} said cannot be read: {reason(error)}", hint="try again"
+                f"the output of {argv[0]} cannot be read: {reason(error)}", hint="try again"
             ) from error
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Finished(code, _text(out), _text(err))

@@ -136,7 +136,7 @@ def parse(args: Sequence[str]) -> CheckpointCall | RestoreCall:
     if not names or not names[0]:
         raise UsageError(f"{command} was given no container ID", hint="put it after the options")
     if len(names) > 1:
-        raise UsageError(f"{command} takes one container ID and was given {' '.join(map(repr, names))}")
+        raise UsageError(f"{command} takes one container ID but was given {' '.join(map(repr, names))}")
     if checkpoint:
         return CheckpointCall(container_id=names[0], globals=shared, **values)
     return RestoreCall(container_id=names[0], globals=shared, **values)
@@ -164,7 +164,8 @@ def _read(
         if option is None:
             raise UsageError(
                 f"{command} has no option {word.partition('=')[0]}",
-                hint="leave it out, or tell us that a runtime has it: what it means for a GPU is not known",
+                hint="omit it, or report it if a runtime has it: gpusnap does not know what it means "
+                "for a GPU",
                 code="GPS-101",
             )
         if option.takes is not Takes.NOTHING and not equals:
@@ -271,10 +272,10 @@ def _refusal(option: Option, value: Any, runtime: RealRuntime, command: str) -> 
     text = " ".join(value) if isinstance(value, tuple) else value
     given = f"--{option.name}" if value is True else f"--{option.name} {text}"
     first = rule.values.get(str(value), rule.since)
-    came = f" (it came with {runtime.kind} {'.'.join(map(str, first))})" if first else ""
-    hint = f"leave it out, or set runtime in {SETTINGS_FILE} to one that takes it"
+    came = f" (added in {runtime.kind} {'.'.join(map(str, first))})" if first else ""
+    hint = f"omit it, or set runtime in {SETTINGS_FILE} to a runtime that has it"
     if option.criu:
         line = option.criu if value is True else f"{option.criu} {value}"
-        hint = f'leave it out, or add "{line}" to criu.options in {SETTINGS_FILE}'
+        hint = f'omit it, or add "{line}" to criu.options in {SETTINGS_FILE}'
     where = f" for {command}" if command else ""
     return UsageError(f"{runtime.name} takes no {given}{where}{came}", hint=hint, code="GPS-101")

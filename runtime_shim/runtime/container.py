@@ -64,7 +64,7 @@ def find(command: Sequence[str], container_id: str, *, root: str = "") -> Contai
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RuntimeFailed(
-            f"{command[0]} state gave no container state: {error!r}", code="GPS-231"
+            f"{command[0]} state printed no container state: {error!r}", code="GPS-231"
         ) from error
 
 
@@ -147,7 +147,7 @@ def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> Non
         except (OSError, KeyError) as error:
             if not proc.is_running(member.pid):
                 continue
-            said = reason(error) if isinstance(error, OSError) else "init has ended"
+            said = reason(error) if isinstance(error, OSError) else "init has exited"
             raise ContainerError(
                 f"process {member.pid} ({member.comm}) cannot be moved into its container's cgroup: {said}"
             ) from error

@@ -91,7 +91,7 @@ def content(path: str, most: int) -> bytes | None:
         # Without waiting for somebody to open the other end, should it be a FIFO.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise SettingsError(f"the settings file {path} is no regular file", hint=_HINT)
+                raise SettingsError(f"the settings file {path} is not a regular file", hint=_HINT)
             return file.read(most)
     except FileNotFoundError:
         return None
@@ -275,7 +275,7 @@ def find(name_or_path: str | None = None, *, root: str | None = None) -> str:
             return path
     if name_or_path:
         raise SettingsError(
-            f"the real runtime {name_or_path} is neither on PATH nor in {_describe_searched()}",
+            f"the real runtime {name_or_path} is neither in PATH nor in {_describe_searched()}",
             hint=f"install it, or set runtime in {SETTINGS_FILE}",
             code="GPS-114",
         )
@@ -289,7 +289,7 @@ def _describe_searched() -> str:
 def make_missing_error() -> RuntimeFailed:
     """That neither crun nor runc is there."""
     return RuntimeFailed(
-        f"there is no real runtime: neither crun nor runc is on PATH or in {_describe_searched()}",
+        f"there is no real runtime: neither crun nor runc is in PATH or in {_describe_searched()}",
         hint=f"install one of them, or set runtime in {SETTINGS_FILE}",
         exit_code=127,
         code="GPS-114",
@@ -299,7 +299,7 @@ def make_missing_error() -> RuntimeFailed:
 def _check_program(path: str) -> str:
     if not _is_program(path):
         raise SettingsError(
-            f"the real runtime {path} is not a program that can be run",
+            f"the real runtime {path} is not an executable program",
             hint=f"install it, or set runtime in {SETTINGS_FILE}",
             code="GPS-114",
         )

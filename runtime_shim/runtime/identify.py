@@ -59,7 +59,7 @@ def identify(path: Path) -> RealRuntime:
     if done.code:
         said = (done.err.strip().splitlines() or ["nothing"])[-1]
         raise RuntimeFailed(
-            f"{path} --version failed with exit code {done.code} and said: {said}",
+            f"{path} --version failed with exit code {done.code} and printed: {said}",
             hint=f"set runtime in {locate.SETTINGS_FILE} to one that runs here",
             exit_code=done.code,
             code="GPS-114",

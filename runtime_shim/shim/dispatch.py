@@ -162,7 +162,7 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
 
     for entry in found:
         log.note(
-            f"an earlier checkpoint was cut off; {recover(entry, driver, _require_valid(settings).memory)}",
+            f"an earlier checkpoint was interrupted; {recover(entry, driver, _require_valid(settings).memory)}",
             code="GPS-021",
         )
     return True
@@ -190,7 +190,7 @@ def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Dr
             from gpusnap.runtime_shim.snapshot import recover_restore
 
             said = recover_restore.recover(each, driver, remove=isinstance(call, RestoreCall))
-            log.note(f"an earlier restore was cut off; {said}", code="GPS-022")
+            log.note(f"an earlier restore was interrupted; {said}", code="GPS-022")
 
 
 def _announce(call: CheckpointCall | RestoreCall) -> None:

@@ -127,7 +127,9 @@ def _version(args: list[str], at: int, root: str | None) -> int:
     except BrokenPipeError:
         pass
     except OSError as error:
-        raise RuntimeFailed(f"the version of {real} cannot be followed by ours: {reason(error)}") from error
+        raise RuntimeFailed(
+            f"gpusnap's version cannot be printed after that of {real}: {reason(error)}"
+        ) from error
     return 0
 
 

@@ -89,8 +89,8 @@ def keep_alone(container: str) -> AbstractContextManager[None]:
 def _hold_lock(path: str, container: str, *, patience: float = 0) -> AbstractContextManager[None]:
     """Have the lock of a container's orders, or fail once `patience` (seconds) is over."""
     busy = ContainerError(
-        f"another gpusnap checkpoint or resume of the container {container[:12]} is under way",
-        hint="wait until it is done",
+        f"another gpusnap checkpoint or resume of the container {container[:12]} is in progress",
+        hint="wait until it has finished",
         code="GPS-020",
     )
     return state_files.lock(
@@ -173,5 +173,5 @@ def _is_below(owner: int) -> bool:
 
 def _path(container: str) -> str:
     if not _ID.fullmatch(container):
-        raise GpusnapError(f"{container[:80]!r} is no container's ID")
+        raise GpusnapError(f"{container[:80]!r} is not a container ID")
     return os.path.join(FOLDER, f"{container}.json")

@@ -57,7 +57,7 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
             return _PASS
         raise ContainerError(
             f"container {found.name} is being suspended",
-            hint=f"wait until that is done, then gpusnap resume {found.name}",
+            hint=f"wait until that has finished, then run gpusnap resume {found.name}",
             code="GPS-206",
         )
     if overrides.is_ordered_to_stay(found.container):

@@ -108,9 +108,9 @@ def _give_back(
             gone = error.errno == errno.ENOENT
             lost[process.pid] = GpusnapError(
                 f"the GPU memory of process {process.pid} cannot be read: {reason(error)}",
-                hint="if somebody removed that file it is lost: restore the container from a checkpoint"
+                hint="if that file was removed, the memory is lost: restore the container from a checkpoint"
                 if gone
-                else f"gpusnap recover {entry.container} tries again",
+                else f"run gpusnap recover {entry.container} to try again",
                 code="GPS-026" if gone else "GPS-027",
             )
     given = {pid: [*loaded.get(pid, ()), *areas] for pid, areas in staged.items()}
@@ -123,7 +123,7 @@ def _give_back(
 def _not_there(process: JournalProcess) -> GpusnapError:
     """The driver must not restore it: it would read zeros, or something else."""
     return GpusnapError(
-        f"process {process.pid} has no longer mapped where its GPU memory was",
+        f"process {process.pid} no longer has a mapping where its GPU memory was",
         hint="kill it, and restore its container from a checkpoint",
         code="GPS-026",
     )
@@ -176,8 +176,9 @@ def _is_mapped(process: JournalProcess) -> bool:
         mapped = regions.mappings(process.pid)
     except TimeoutError as error:
         raise GpusnapError(
-            f"the memory of process {process.pid} cannot be looked at: {error.strerror}",
-            hint="it waits for a file system that does not answer: end it, or see to that, and try again",
+            f"the memory of process {process.pid} cannot be inspected: {error.strerror}",
+            hint="it is blocked on a file system that does not respond: end the process, or fix that "
+            "file system, then try again",
             code="GPS-225",
         ) from error
     except OSError:

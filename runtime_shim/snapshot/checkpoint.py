@@ -120,8 +120,8 @@ def _name_whole_failure(job: Job) -> Iterator[None]:
     except GpusnapError as error:
         undone = not job.transaction.committed and not job.transaction.failed
         runs = job.asleep is None and job.paused is None and _is_alive(job)
-        if undone and runs and not isinstance(error, Refused) and "runs on" not in error.hint:
-            error.add_hint("nothing of this checkpoint is left, and the container runs on")
+        if undone and runs and not isinstance(error, Refused) and "continues to run" not in error.hint:
+            error.add_hint("nothing of this checkpoint is left, and the container continues to run")
         raise
 
 
@@ -180,7 +180,7 @@ def _inspect(job: Job) -> None:
     if job.asleep is not None:
         if not job.call.leave_running:
             raise Refused(
-                f"container {job.container.id} is suspended, and a checkpoint leaves it so",
+                f"container {job.container.id} is suspended, and a checkpoint leaves it suspended",
                 hint="give --leave-running, and remove the container afterwards",
                 code="GPS-206",
             )
@@ -197,7 +197,10 @@ def _inspect(job: Job) -> None:
         device_access.check(job.container.pid, job.container.id, job.nodes, allow)
     if left_out := preflight.list_sessions(job.container, job.processes()):
         names = ", ".join(f"{each.pid} ({each.comm})" for each in left_out)
-        note(f"what exec started in the container is not in its checkpoint: process {names}", code="GPS-212")
+        note(
+            f"processes that exec started in the container are not in its checkpoint: process {names}",
+            code="GPS-212",
+        )
 
 
 def _connections(job: Job) -> criu_config.Connections:
@@ -215,9 +218,9 @@ def _refuse_unknown_devices(job: Job, config: dict[str, Any]) -> None:
         if device not in known:
             _, major, minor, path = device
             raise Refused(
-                f"the container has a device {path} ({major}:{minor}) that its configuration does not give "
-                "it, and a restore would not bring it back",
-                hint="remove it from the container, or give it with --device",
+                f"the container has a device {path} ({major}:{minor}) that is not in its configuration, "
+                "so a restore would not create it",
+                hint="remove it from the container, or add it with --device",
             )
 
 
@@ -287,13 +290,13 @@ def _call_runtime(job: Job) -> GpusnapError | None:
     if done.code != 0 and dumped and not _is_alive(job):
         # CRIU ends the processes only when all of them are on disk: whatever failed then, the images are all
         # that is left of the container, and must not be cleaned away.
-        note(f"{_dump_error(job, done)}, but only after the dump; the checkpoint is whole", code="GPS-504")
+        note(f"{_dump_error(job, done)}, but only after the dump; the checkpoint is complete", code="GPS-504")
         return None
     if done.code != 0:
         return _dump_error(job, done)
     if not dumped:
         return ImageError(
-            f"{job.real.name} reported a checkpoint, but wrote no {manifest.INVENTORY} to {job.image_path}",
+            f"{job.real.name} reported success, but wrote no {manifest.INVENTORY} to {job.image_path}",
             code="GPS-503",
         )
     return None
@@ -309,7 +312,7 @@ def _dump_error(job: Job, done: Invocation) -> RuntimeFailed:
     said = done.explain(os.path.join(job.call.work() or job.image_path, "dump.log"))
     return RuntimeFailed(
         f"{job.real.name} could not dump container {job.container.id}: {said}",
-        hint="the container runs on",
+        hint="the container continues to run",
         exit_code=done.code,
         code="GPS-501",
     )
@@ -347,8 +350,8 @@ def _finish_image(job: Job, draft: Draft) -> None:
         raise known from error
     if failure is not None:
         failure.add_hint(
-            f"the checkpoint in {job.image_path} is whole and can be restored; gpusnap recover "
-            f"{job.container.id} brings back what still stands",
+            f"the checkpoint in {job.image_path} is complete and can be restored; run gpusnap recover "
+            f"{job.container.id} to resume the processes that are still stopped",
         )
         raise failure
     job.pages.close()
@@ -383,11 +386,11 @@ def _not_written(job: Job, error: GpusnapError, failure: GpusnapError | None) ->
         try:
             job.suspended = False
             _discard(job)
-            error.add_hint("the container runs on")
+            error.add_hint("the container continues to run")
         except GpusnapError as other:
             error.add_hint(other.sentence())
     else:
-        error.add_hint(f"the container is dumped: gpusnap recover {job.container.id} tries again")
+        error.add_hint(f"the container is dumped: run gpusnap recover {job.container.id} to try again")
 
 
 def _manifest(job: Job) -> manifest.Manifest:

@@ -81,8 +81,8 @@ class RuntimeThread:
         with contextlib.suppress(OSError):
             if os.stat(self._log, follow_symlinks=False).st_size > LARGEST_LOG:
                 raise RuntimeFailed(
-                    f"CRIU was ended, because its log {self._log} had grown beyond {LARGEST_LOG >> 20} MiB",
-                    hint="its last lines say what CRIU was repeating; gpusnap verify looks for damage",
+                    f"CRIU was killed, because its log {self._log} exceeded {LARGEST_LOG >> 20} MiB",
+                    hint="its last lines show what CRIU was repeating; gpusnap verify looks for damage",
                 )
 
     def _work(self) -> None:

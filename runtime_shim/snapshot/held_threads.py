@@ -9,7 +9,7 @@ from gpusnap.runtime_shim.process.ptrace.tracee import put_masks_back
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.snapshot.records import journal
 
-_HINT = "see that no debugger has it"
+_HINT = "check that it is not being debugged"
 
 
 def unblock_signals(key: str) -> None:
@@ -18,7 +18,7 @@ def unblock_signals(key: str) -> None:
         put_masks_back(journal.masks(key))
     except OSError as error:
         raise GpusnapError(
-            f"a thread of container {container_key.id_of(key)} cannot be given its signal mask back: "
+            f"the signal mask of a thread of container {container_key.id_of(key)} cannot be restored: "
             f"{reason(error)}",
             hint=_HINT,
         ) from error
@@ -30,7 +30,7 @@ def give_registers_back(key: str, pid: int, saved: Saved) -> None:
         put_back(pid, saved)
     except OSError as error:
         raise GpusnapError(
-            f"thread {saved.tid} of process {pid} cannot be given its registers back: {reason(error)}",
+            f"the registers of thread {saved.tid} of process {pid} cannot be restored: {reason(error)}",
             hint=_HINT,
         ) from error
     journal.drop_thread(key, pid)

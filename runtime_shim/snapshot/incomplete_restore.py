@@ -152,9 +152,9 @@ def kill_restored(place: Place | None, owner: tuple[int, int], container: str) -
         killed.update(each.pid for each in left)
         if time.monotonic() > deadline:
             raise GpusnapError(
-                f"processes that were restored for container {container} do not end though they were "
-                f"killed: {' '.join(str(each.pid) for each in left)}",
-                hint="/proc/PID/stack says what they wait for; then run gpusnap recover",
+                f"processes that were restored for container {container} were killed but do not exit: "
+                f"{' '.join(str(each.pid) for each in left)}",
+                hint="check /proc/PID/stack for what they wait for; then run gpusnap recover",
                 code="GPS-025",
             )
         time.sleep(_INTERVAL)
@@ -201,7 +201,7 @@ def _unmount(path: str) -> None:
             error = OSError(ctypes.get_errno(), "umount2")
             raise ContainerError(
                 f"{path}, which a killed runtime left mounted, cannot be unmounted: {reason(error)}",
-                hint=f"umount -l {path}, then gpusnap recover",
+                hint=f"run umount -l {path}, then gpusnap recover",
             ) from error
     with contextlib.suppress(OSError):
         os.rmdir(path)

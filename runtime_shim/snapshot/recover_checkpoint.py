@@ -43,7 +43,7 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
     with journal.hold(entry.key):
         now = journal.read(entry.key)
         if now is None:
-            return "somebody else has put it right"
+            return "another process has already repaired it"
         return _recover(now, driver, settings)
 
 
@@ -71,7 +71,7 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
     """While nobody else is at work on it."""
     if entry.at_work:
         raise GpusnapError(
-            f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
+            f"gpusnap (process {entry.owner[0]}) is still working on container {entry.container}",
             hint="wait for it",
             code="GPS-020",
         )
@@ -98,7 +98,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     if not entry.image:
         held_threads.unblock_signals(entry.key)
         what = "its pause" if entry.paused is not None else "a thread that was held"
-        return f"nothing but {what} was to be put right"
+        return f"only {what} needed repair"
     there = bring_back(entry, driver, settings, let_go)
     if there:
         said = "running: " + " ".join(str(process.pid) for process in there)
@@ -106,16 +106,16 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     elif entry.processes:
         said = _finish(entry, settings)
     elif _has_manifest(entry, settings):
-        said = f"it runs on, and the checkpoint in {entry.image} is whole"
+        said = f"it continues to run, and the checkpoint in {entry.image} is complete"
     else:
         _take_back(entry, settings)
-        said = "it runs on, and its checkpoint came to nothing"
+        said = "it continues to run, and its checkpoint failed"
     try:
         stage.remove(entry.key)
     except OSError as error:
         raise GpusnapError(
-            f"what is staged of container {entry.container} cannot be removed: {reason(error)}",
-            hint=f"it takes RAM; remove it from {stage.FOLDER}",
+            f"temporary files of container {entry.container} cannot be removed: {reason(error)}",
+            hint=f"they use RAM; remove them from {stage.FOLDER}",
             code="GPS-027",
         ) from error
     scratch_files.sweep(entry.owner)
@@ -130,7 +130,7 @@ def _let_go_of_resumed(
     there = bring_back(entry, driver, settings, let_go)
     kept.free(entry.key)
     if not there:
-        return "it has ended, and nothing is left of it"
+        return "it has exited, and nothing is left of it"
     return "running: " + " ".join(str(process.pid) for process in there)
 
 
@@ -143,19 +143,19 @@ def _finish(entry: Entry, settings: Memory) -> str:
         record = None  # cut off while it was written, and so before the dump
     if record is not None and record.container != entry.container:
         _drop(entry, settings)
-        return "no process is left, and its image is another container's by now"
+        return "no process is left, and its image now belongs to another container"
     dumped = manifest_file.has(entry.image, manifest.INVENTORY)
     if record is None and dumped and _has_manifest(entry, settings):
-        return f"the checkpoint in {entry.image} is whole"
+        return f"the checkpoint in {entry.image} is complete"
     if record is None or not dumped:
         _drop(entry, settings)
         return "no process is left"
     if (why := journal.read_unsynced(entry.key)) is not None:
         raise ImageError(
-            f"the images in {entry.image} did not come to disk ({why}), and nobody can tell whether they are "
-            "whole",
-            hint=f"see dmesg for the disk; rename {manifest.PENDING} in {entry.image}/{manifest.FOLDER} to "
-            f"{manifest.NAME} to use them at your own risk, or remove them, and run gpusnap recover again",
+            f"the images in {entry.image} were not flushed to disk ({why}), and may be incomplete",
+            hint=f"check dmesg for disk errors; rename {manifest.PENDING} in "
+            f"{entry.image}/{manifest.FOLDER} to {manifest.NAME} to use them at your own risk, or "
+            "remove them, then run gpusnap recover again",
             code="GPS-515",
         )
     home: Home | None = None
@@ -173,7 +173,7 @@ def _finish(entry: Entry, settings: Memory) -> str:
     draft.finish(record)
     if home is not None:
         home.close(record)
-    return f"the checkpoint in {entry.image} is whole"
+    return f"the checkpoint in {entry.image} is complete"
 
 
 def _has_manifest(entry: Entry, settings: Memory) -> bool:

@@ -49,7 +49,7 @@ from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
 _GONE = "nothing is left of it"
 RUNNING = "running: "
 """How `recover` begins what it says of a container that runs; its processes follow."""
-_ANOTHER = "another container of that ID runs by now, and was left alone"
+_ANOTHER = "another container with that ID is running now, and was not touched"
 _NO_SUCH = "there is no such container"  # runtime/container.py's words for what either runtime says
 
 
@@ -78,7 +78,7 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
             if not remove and entry.stage is not Stage.PREPARE:
                 container = entry.container
                 raise Refused(
-                    f"a restore of container {container} was cut off, and what it left has to be removed",
+                    f"a restore of container {container} was interrupted, and its remains must be removed",
                     hint=f"gpusnap recover {container}",
                     code="GPS-022",
                 )
@@ -95,7 +95,7 @@ def _cut_off(key: str) -> Restore | None:
     entry = restore_record.read(key)
     if entry is not None and entry.at_work:
         raise GpusnapError(
-            f"gpusnap (process {entry.owner[0]}) is still at work on container {entry.container}",
+            f"gpusnap (process {entry.owner[0]}) is still working on container {entry.container}",
             hint="wait for it",
             code="GPS-020",
         )
@@ -111,8 +111,9 @@ def _explain_kept(entry: Restore, driver: Driver | None) -> str | None:
         return _ANOTHER
     if container.status == "paused":
         raise GpusnapError(
-            f"container {entry.container} is paused, and does not tell whether its restore was complete",
-            hint=f"unpause it, then gpusnap recover {entry.container}",
+            f"container {entry.container} is paused, so gpusnap cannot determine whether its restore was "
+            "complete",
+            hint=f"unpause it, then run gpusnap recover {entry.container}",
             code="GPS-203",
         )
     if entry.arriving:
@@ -174,9 +175,9 @@ def _states(entry: Restore, driver: Driver | None, pids: Sequence[int]) -> Mappi
         return {}
     if driver is None:
         raise GpusnapError(
-            f"this host has no GPU driver now, which alone could tell whether the restore of container "
-            f"{entry.container} was complete",
-            hint=f"load the driver, then gpusnap recover {entry.container}",
+            "this host currently has no GPU driver, which is needed to determine whether the restore of "
+            f"container {entry.container} was complete",
+            hint=f"load the driver, then run gpusnap recover {entry.container}",
             code="GPS-301",
         )
     driver.open()
@@ -185,7 +186,7 @@ def _states(entry: Restore, driver: Driver | None, pids: Sequence[int]) -> Mappi
 
 def _remove_container(entry: Restore) -> str:
     """Remove what there is of the container, and put config.json back; what was there, in words."""
-    said = "nothing of it had been begun"
+    said = "it had not been started"
     if entry.stage is not Stage.PREPARE:
         said = remove(entry)
     _put_config_back(entry)
@@ -193,7 +194,7 @@ def _remove_container(entry: Restore) -> str:
         with contextlib.suppress(OSError):
             os.unlink(entry.pid_file)
     if not os.path.isdir(entry.image):  # Podman removes its copy with a container that it could not import
-        return f"{said}; restore it again from where the checkpoint is"
+        return f"{said}; restore it again from its checkpoint"
     return f"{said}; its checkpoint in {entry.image} is unharmed"
 
 
@@ -211,11 +212,11 @@ def remove(entry: Restore) -> str:
         return "the incomplete container was removed"
     name = os.path.basename(entry.command[0])
     if ended:
-        return f"{name} knows no such container, but processes of it stood there and were ended: " + (
+        return f"{name} knows no such container, but processes of it existed and were killed: " + (
             " ".join(map(str, ended))
         )
     if entry.place is None or not entry.place.device:
-        return f"{name} knows no such container, and of processes that it left nothing is known"
+        return f"{name} knows no such container, and it is unknown whether processes of it are left"
     return f"{name} knows no such container, and no process of it was found"
 
 
@@ -239,8 +240,8 @@ def _let_go(key: str) -> None:
     except OSError as error:
         container = container_key.id_of(key)
         raise GpusnapError(
-            f"what is staged of container {container} cannot be removed: {reason(error)}",
-            hint=f"it takes RAM; remove it from {stage.FOLDER}",
+            f"temporary files of container {container} cannot be removed: {reason(error)}",
+            hint=f"they use RAM; remove them from {stage.FOLDER}",
             code="GPS-027",
         ) from error
 
@@ -278,8 +279,8 @@ def _put_config_back(entry: Restore) -> None:
         return  # the bundle went with its container
     except OSError as error:
         raise GpusnapError(
-            f"{path}, which a restore changed, cannot be put back: {reason(error)}",
-            hint="see that it can be written, and run gpusnap recover again",
+            f"{path}, which a restore changed, cannot be reverted: {reason(error)}",
+            hint="check that it is writable, then run gpusnap recover again",
         ) from error
 
 

@@ -142,7 +142,7 @@ def _said(let_go: Callable[[], object]) -> None:
         let_go()
     except Exception as error:
         found = error if isinstance(error, GpusnapError) else make_unforeseen(error)
-        text = f"the container is restored, and what that took is not all removed: {found.sentence()}"
+        text = f"the container is restored, but some temporary files could not be removed: {found.sentence()}"
         note(text, code=found.code)
 
 
@@ -150,7 +150,7 @@ def _keep_fetched(fetching: Fetching) -> None:
     try:
         fetching.finish()
     except GpusnapError as error:
-        note(f"what was fetched is not kept in the store: {error.sentence()}")
+        note(f"the fetched chunks cannot be kept in the store: {error.sentence()}")
 
 
 def _absent(job: Job) -> None:
@@ -166,9 +166,9 @@ def _absent(job: Job) -> None:
     if restored_containers.is_on_file(job.key, found.pid):
         ends = f"gpusnap recover {found.id}"
     raise Refused(
-        f"there is a container {found.id} already, and it is {found.status}",
-        hint="remove it, or restore under another name; if its engine does not know of it (the one that "
-        f"restored it was killed): {ends}",
+        f"the container {found.id} already exists, and it is {found.status}",
+        hint="remove it, or restore under another name; if its engine does not know it (because the "
+        f"engine was killed during the restore): {ends}",
         code="GPS-508",
     )
 
@@ -180,7 +180,8 @@ def _nothing_waits(job: Job) -> None:
     if waiting:
         container, pids = job.call.container_id, " ".join(map(str, waiting))
         raise Refused(
-            f"a checkpoint of container {container} was cut off, and what it stopped still waits: {pids}",
+            f"a checkpoint of container {container} was interrupted, and the processes that it stopped "
+            f"still wait: {pids}",
             hint=f"gpusnap recover {container}",
             code="GPS-021",
         )
@@ -229,7 +230,7 @@ def _finish(job: Job) -> None:
     container = containers.find(make_quiet_command(job.call, job.real), job.call.container_id)
     if not container.pid or not proc.is_running(container.pid):
         raise GpusnapError(
-            f"container {container.id} ended as soon as it was restored",
+            f"container {container.id} exited as soon as it was restored",
             hint="its own log may say why",
             code="GPS-509",
         )

@@ -87,7 +87,7 @@ def plan(job: Job, config: dict[str, Any]) -> None:
     edits = replace(edits, hook=loopback.hook(job.real.kind, config))
     noted = partial(_config_changes, job)
     undo = bundle.prepare(str(job.call.bundle_dir()), config, edits, noted=noted)
-    job.transaction.undo("putting config.json back", undo)
+    job.transaction.undo("restoring config.json", undo)
 
 
 def _start_reading(job: Job) -> Rebuilding | Joined | None:
@@ -144,7 +144,7 @@ def _clear_links(job: Job) -> None:
             continue
         except OSError as error:
             raise ImageError(
-                f"{path}, which the restore is to write, is no regular file: {reason(error)}",
+                f"{path}, which the restore has to write, is not a regular file: {reason(error)}",
                 hint="do not restore from this checkpoint",
                 code="GPS-604",
             ) from error

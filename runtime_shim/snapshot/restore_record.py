@@ -161,7 +161,10 @@ def record_start(entry: Restore) -> None:
         try:
             write(replace(entry, config=None, digest="", told=False), journal.RESTORED)
         except GpusnapError as error:
-            note(f"who restored the container is not on file: {error.sentence()}", code="GPS-007")
+            note(
+                f"the program that restored the container cannot be recorded: {error.sentence()}",
+                code="GPS-007",
+            )
             journal.drop(entry.key, journal.RESTORED)
 
 
@@ -181,8 +184,9 @@ def read(key: str, kind: str = _KIND) -> Restore | None:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         container = container_key.id_of(key)
         raise GpusnapError(
-            f"the journal of the restore of container {container} is not as gpusnap writes it: {error}",
-            hint="it was written by another version",
+            f"the journal of the restore of container {container} was not written by this version of "
+            f"gpusnap: {error}",
+            hint="another version wrote it",
             code="GPS-023",
         ) from error
 

@@ -39,9 +39,7 @@ def list_living() -> tuple[Restore, ...]:
         try:
             entry = restore_record.read(key, RESTORED)
         except GpusnapError as error:
-            note(
-                f"what is on file of a restored container is passed over: {error.sentence()}", code="GPS-023"
-            )
+            note(f"the record of a restored container is ignored: {error.sentence()}", code="GPS-023")
             continue
         if entry is not None and is_alive(entry):
             found.append(entry)
@@ -98,10 +96,11 @@ def end_container(entry: Restore, unknown: Callable[[], str | None]) -> str | No
     """
     with journal.hold(entry.key):
         if restore_record.read(entry.key, RESTORED) != entry or not is_alive(entry):
-            return "it has ended by itself"
+            return "it has exited"
         if entry.at_work:
             raise GpusnapError(
-                f"gpusnap (process {entry.owner[0]}) has yet to tell Podman of container {entry.container}",
+                f"gpusnap (process {entry.owner[0]}) has not reported container {entry.container} to "
+                "Podman yet",
                 hint="wait for it",
                 code="GPS-020",
             )
@@ -109,12 +108,12 @@ def end_container(entry: Restore, unknown: Callable[[], str | None]) -> str | No
         if why is None:
             return None
         if not is_alive(entry):
-            return "it has ended by itself"
+            return "it has exited"
         _check(entry)
         recover_restore.remove(entry)
         _wait(entry)
         journal.drop(entry.key, RESTORED)
-    return f"it was ended: {why}"
+    return f"it was killed: {why}"
 
 
 def _check(entry: Restore) -> None:
@@ -127,7 +126,7 @@ def _check(entry: Restore) -> None:
         raise
     if entry.init is None or found.pid not in (0, entry.init[0]):
         raise ContainerError(
-            f"container {entry.container} is another one by now: its init is process {found.pid}",
+            f"container {entry.container} is now another one: its init is process {found.pid}",
             code="GPS-030",
         )
 
@@ -138,8 +137,8 @@ def _wait(entry: Restore) -> None:
     while proc.is_same(*entry.init):
         if time.monotonic() > deadline:
             raise GpusnapError(
-                f"container {entry.container} does not end though it was killed: process {entry.init[0]}",
-                hint=f"/proc/{entry.init[0]}/stack says what it waits for",
+                f"container {entry.container} was killed but does not exit: process {entry.init[0]}",
+                hint=f"check /proc/{entry.init[0]}/stack for what it waits for",
                 code="GPS-025",
             )
         time.sleep(0.02)

@@ -25,13 +25,13 @@ def check_all_there(wanted: Iterable[GpuProcess], there: Collection[int], images
             continue
         if not manifest_file.has(images, f"core-{process.pid}.img"):
             raise GpusnapError(
-                f"process {process.pid} ({process.name}) of the checkpoint did not come back: CRIU's images "
-                "do not have it",
-                hint="it was left out of the dump, or the checkpoint was changed since; restore another one",
+                f"process {process.pid} ({process.name}) of the checkpoint was not restored: it is not in "
+                "CRIU's images",
+                hint="it was not dumped, or the checkpoint was modified; restore another one",
             )
         note(
-            f"process {process.pid} ({process.name}) ended by itself before its GPU state could be restored; "
-            "the rest of the container runs on",
+            f"process {process.pid} ({process.name}) exited before its GPU state could be restored; the "
+            "rest of the container continues to run",
             code="GPS-511",
         )
 
@@ -47,8 +47,8 @@ def drop_ended(processes: Sequence[proc.Process], gone_on: Collection[int], init
             left.append(process)
             continue
         note(
-            f"process {process.pid} ({process.comm}) ended by itself as soon as it ran again; the rest of "
-            "the container runs on",
+            f"process {process.pid} ({process.comm}) exited as soon as it ran again; the rest of the "
+            "container continues to run",
             code="GPS-511",
         )
     return left
@@ -72,8 +72,8 @@ def check_none_forgotten(driver: Driver, processes: Iterable[proc.Process]) -> N
         state = driver_calls.state(driver, process.pid) if native else driver.state(process.pid)
         if state is not None and state is not ProcessState.RUNNING:
             raise GpusnapError(
-                f"process {process.pid} ({process.comm}) came back with its GPU state {state.name.lower()}, "
-                "and the checkpoint's manifest does not list it",
-                hint="the checkpoint was changed since it was made; restore another one",
+                f"process {process.pid} ({process.comm}) was restored with its GPU state "
+                f"{state.name.lower()}, but the checkpoint's manifest does not list it",
+                hint="the checkpoint was modified after it was made; restore another one",
                 code="GPS-604",
             )

@@ -79,8 +79,9 @@ def _await_still(pids: tuple[int, ...], timeout: float, *, again: bool) -> None:
         now = time.monotonic()
         if now > deadline:
             raise GpusnapError(
-                f"process {moving[0]} ({proc.comm(moving[0])}) did not stand still within {timeout:g} s",
-                hint="one of its threads waits in the kernel, e.g. for a file system; try again after that",
+                f"process {moving[0]} ({proc.comm(moving[0])}) did not stop within {timeout:g} s",
+                hint="one of its threads is blocked in the kernel, for example on a file system; try "
+                "again later",
                 code="GPS-225",
             )
         if again and now - sent > _AGAIN:
@@ -246,7 +247,8 @@ def _end(tracer: Tracer) -> None:
 def _make_does_not_stop_error(pid: int, error: OSError) -> GpusnapError:
     return GpusnapError(
         f"a thread of process {pid} ({proc.comm(pid)}) does not stop: {reason(error)}",
-        hint="it waits in the kernel; see the kernel log, and run gpusnap recover when it has come out",
+        hint="it is blocked in the kernel; check the kernel log, and run gpusnap recover when it has "
+        "left the kernel",
         code="GPS-225",
     )
 
@@ -255,7 +257,7 @@ def make_untraceable_error(pid: int, tid: int, error: OSError) -> PermissionRefu
     """What to say where a thread cannot be traced."""
     return PermissionRefused(
         f"thread {tid} of process {pid} ({proc.comm(pid)}) cannot be traced: {reason(error)}",
-        hint="end the debugger that has it, or see that gpusnap may use ptrace",
+        hint="quit the debugger that traces it, or check that gpusnap may use ptrace",
         pid=pid,
         code="GPS-226",
     )

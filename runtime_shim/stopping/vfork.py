@@ -64,9 +64,9 @@ def finish(pids: Iterable[int], *, timeout: float) -> None:
 def make_too_long_error(each: WaitingParent, timeout: float) -> GpusnapError:
     """What to say where a child does not come to its program."""
     return GpusnapError(
-        f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
+        f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to execute a "
         f"program (vfork), which took longer than {timeout:g} s",
-        hint="CRIU could not stop it meanwhile; try again when it is quieter",
+        hint="CRIU cannot stop it during that time; try again when there is less activity",
         code="GPS-227",
     )
 
@@ -74,9 +74,9 @@ def make_too_long_error(each: WaitingParent, timeout: float) -> GpusnapError:
 def make_for_good_error(each: WaitingParent) -> GpusnapError:
     """What to say where a parent would wait for as long as the container is paused."""
     return GpusnapError(
-        f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to begin a "
-        "program (vfork), and that child is stopped",
-        hint=f"let it go on (kill -CONT {each.child}), or end it",
+        f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to execute a "
+        "program (vfork), but that child is stopped",
+        hint=f"let it continue (kill -CONT {each.child}), or kill it",
         code="GPS-227",
     )
 

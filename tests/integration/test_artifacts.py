@@ -109,7 +109,7 @@ def test_what_cannot_be_checkpointed(store: Store) -> None:
     assert missing.code == 3
     assert "there is no container nobody" in sentence(missing)
     good(podman("run", "-d", "--name", "plain", "localhost/base", "sleep", "100", runtime="crun"))
-    assert "runs under crun" in sentence(gpusnap("checkpoint", "plain"))
+    assert "uses the runtime crun" in sentence(gpusnap("checkpoint", "plain"))
     good(podman("stop", "--time", "0", "plain"))
     assert "is not running: it is exited" in sentence(gpusnap("checkpoint", "plain"))
     assert gpusnap("restore", "nothing").code == 3
@@ -301,7 +301,7 @@ def test_a_failure_with_rm(store: Store, tmp_path: Path, to: str) -> None:
         "sys.exit(main())\n"
     )
     said = sentence(run(sys.executable, "-B", "-c", script))
-    (archive,) = re.findall(r"podman container restore --import (\S+) brings it back", said)
+    (archive,) = re.findall(r"podman container restore --import (\S+) restores it", said)
     removed(container)
     if to == "store":
         good(gpusnap("gc"))
@@ -330,7 +330,7 @@ def test_ctrl_c_while_podman_exports(store: Store) -> None:
     signal_all(started(child.pid), signal.SIGCONT)
     said = child.communicate(timeout=DEADLINE)[1]
     assert child.returncode == 130, said
-    (archive,) = re.findall(r"podman container restore --import (\S+) brings it back", said)
+    (archive,) = re.findall(r"podman container restore --import (\S+) restores it", said)
     removed(container)
     good(podman("container", "restore", "--import", archive))
     container.goes_on()

@@ -139,7 +139,7 @@ def test_the_driver_alone(tidied: Path, tmp_path: Path) -> None:
     (found,) = json.loads(figures.read_text())["runs"]
     lines = by_row(found)
     assert lines["driver-populated", "checkpoint"]["note"] == ""
-    assert "above memory.ceiling" in lines["driver-staged", "checkpoint"]["note"]
+    assert "exceeds memory.ceiling" in lines["driver-staged", "checkpoint"]["note"]
     assert [line["to_plain"] for line in found["lines"][:2]] == [None, None]
     assert "| this ÷ plain |" in done.out
     assert "median of " in done.out

@@ -43,7 +43,7 @@ OF_THE_SETTINGS: dict[str, Break] = {
     "no TOML": lambda: SETTINGS.write_text("[[[ retries = = 3\n"),
     "binary": lambda: SETTINGS.write_bytes(bytes(range(256)) * 64),
     "huge": _huge,
-    "a folder": SETTINGS.mkdir,
+    "a directory": SETTINGS.mkdir,
     "a loop": _loop,
     "a FIFO": lambda: os.mkfifo(SETTINGS),
 }
@@ -146,7 +146,7 @@ def test_as_the_default(default: None, name: str) -> None:
 
 
 @pytest.mark.parametrize("runtime", [RUNTIME, str(ENTRY)], ids=["launcher", "Python"])
-@pytest.mark.parametrize("name", ["misspelt", "a folder"])
+@pytest.mark.parametrize("name", ["misspelt", "a directory"])
 @pytest.mark.parametrize("first", ["crun", "runc"])
 def test_what_was_there_before(first: str, name: str, runtime: str) -> None:
     """A container stays with the runtime that made it, which the settings do not tell any more."""
@@ -175,8 +175,8 @@ def test_another_runtime_in_the_settings(first: str, then: str, tmp_path: Path) 
 
 REASONS = {
     "no quotes": "is not TOML",
-    "misspelt": "the real runtime crunn is neither on PATH nor in",
-    "a folder": "cannot be read",
+    "misspelt": "the real runtime crunn is neither in PATH nor in",
+    "a directory": "cannot be read",
     "no script": "does not exist, so nothing is checkpointed or restored",
     "no package": "No module named",
 }
@@ -221,7 +221,7 @@ def test_a_container_without_a_gpu(name: str) -> None:
 def test_doctor() -> None:
     """A package that the engines' interpreter lacks is a failure, whatever this command's has."""
     found = run("gpusnap", "doctor").out
-    assert "has all that it imports" in found
+    assert "has all modules that it imports" in found
     with broken("no package"):
         found = run("gpusnap", "doctor").out
         assert f"{RUNTIME} cannot checkpoint or restore anything" in found

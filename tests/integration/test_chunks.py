@@ -113,7 +113,7 @@ def test_above_the_ceiling(
     size = sum(region["size"] for process in record["processes"] for region in process["regions"])
     assert record["peakMemory"] < 160 << 20 < size
     (note,) = [step["note"] for step in record["timing"] if "note" in step]
-    assert "above memory.ceiling" in note
+    assert "exceeds memory.ceiling" in note
     Container.restore("w", archive).goes_on()
     assert not os.path.ismount("/run/gpusnap/stage")
 

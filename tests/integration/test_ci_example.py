@@ -226,7 +226,7 @@ def test_run(logged_in: dict[str, str]) -> None:
     good(podman("run", "-d", "--name", "job", "localhost/base", "sleep", "100"))
     refused = done(f"{run_it} 'exit 7'", logged_in)
     assert refused.code == 1
-    assert "there is a container job already" in refused.err
+    assert "the container job already exists" in refused.err
     assert good(podman("container", "inspect", "--format", "{{.State.Status}}", "job")) == "running"
     good(podman("rm", "--force", "--time", "0", "job"))
 

@@ -134,6 +134,6 @@ def test_what_is_none(server: Containerd, registry: Registry) -> None:
     assert "no image localhost/gone:v1" in sentence(
         gpusnap(server, "push", "containerd:localhost/gone:v1", f"http://{registry.host}/w")
     )
-    assert "no checkpoint of containerd's" in sentence(
+    assert "not a containerd checkpoint" in sentence(
         gpusnap(server, "push", f"containerd:{BASE}", f"http://{registry.host}/w")
     )

@@ -187,7 +187,7 @@ def test_another_gpu_is_refused(plugins: shimhost.Writer, tmp_path: Path) -> Non
     line = ("podman", "--runtime", "gpusnap-runtime", "container", "restore", "--import", archive)
     text = sentence(run(*line, env=words))
     assert "CRIU's CUDA plugin" in text
-    assert "the GPU map asks for 1" in text
+    assert "the GPU map assigns 1" in text
     assert not said()
     container.remove()  # Podman's own leavings
     Container.restore("one", archive).goes_on()

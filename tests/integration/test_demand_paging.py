@@ -156,7 +156,7 @@ def test_the_driver_waits(real: str, settings: shimhost.Writer, tmp_path: Path) 
             assert '"arriving": true' in path.read_text()
             assert '"stage": "gpus"' in path.read_text()
             # Others are refused meanwhile, and change nothing.
-            assert "is still at work on container" in run(COMMAND, "recover").err
+            assert "is still working on container" in run(COMMAND, "recover").err
             assert in_fault() == [worker]
             checkpoint.proxy.open()
             assert engine.wait(DEADLINE) == 0

@@ -135,7 +135,7 @@ def test_a_host_with_nothing(crun: None, tmp_path: Path) -> None:
     assert done.code == 1, done.out + done.err
     assert "Traceback" not in done.err
     assert "run it with sudo" in done.out
-    assert "there is no Podman, containerd or CRI-O" in done.out
+    assert "Podman, containerd and CRI-O are not installed" in done.out
     assert "the real runtime /nowhere/runc is not a program" in done.out
 
 

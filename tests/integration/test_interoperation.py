@@ -323,7 +323,7 @@ def test_a_damaged_chunk(made: Store, host_of: str, store: Store) -> None:
         assert outcome.code == 4
         said = sentence(outcome)
         assert path.name in said
-        assert re.search("that is of (the region|CRIU's image) ", said)
+        assert re.search(r"\(in (the region|CRIU's image) ", said)
         assert good(podman("ps", "--all", "--quiet")) == ""
         assert done("pull", ref)["blobs"] == 1
     assert verify(store.layout, store.entries()[0].descriptor, threads=2) == ()
@@ -353,7 +353,7 @@ def test_without_room(disk: Path) -> None:
         assert str(disk) in said
         late.append("nothing is lost" in said)
         if late[-1]:
-            words = said.strip().rpartition("; ")[2].partition(" brings it back")[0]
+            words = said.strip().rpartition("; ")[2].partition(" restores it")[0]
             good(run("sh", "-c", words))
         container.goes_on()
         assert not [each for each in store.entries() if each.name]

@@ -175,7 +175,7 @@ def _killed_all(real: str, *, early: bool) -> bool:
         stood = inside()
         said = good(run(COMMAND, "recover"))
         nothing_left()
-        found = re.search(rf"{real} knows no such container, but .* were ended: ([\d ]+);", said)
+        found = re.search(rf"{real} knows no such container, but .* were killed: ([\d ]+);", said)
         # A runtime that was killed late had written the container down; a process may end when CRIU does.
         otherwise = ("the incomplete container was removed", "no process of it was found")
         assert found is not None or any(each in said for each in otherwise), said
@@ -212,7 +212,7 @@ def unknown(said: str) -> list[str]:
 
 def ended(wanted: str) -> None:
     """`recover` ends it, and conmon goes by itself; then there is nothing to recover."""
-    assert "it was ended: " in good(run(COMMAND, "recover", wanted))
+    assert "it was killed: " in good(run(COMMAND, "recover", wanted))
     assert processes(WORK) == []
     until(lambda: not processes("conmon"), "the end of conmon")
     nothing_left()
@@ -229,7 +229,7 @@ def test_podman(real: str) -> None:
         (before,) = processes(WORK)
         said = good(run(COMMAND, "recover"))
         assert unknown(said) == [container.id]
-        assert f"runs under {real} (process {before}), but Podman has it as exited" in said
+        assert f"runs under {real} (process {before}), but Podman lists it as exited" in said
         (listed,) = json.loads(good(run(COMMAND, "recover", "--list", "--json")))
         assert (listed["container"], listed["kind"]) == (container.id, "unknown")
         assert listed["processes"] == [before]
@@ -248,7 +248,7 @@ def test_podman_and_again(real: str) -> None:
     with restoring() as engine:
         kill_podman(engine)
         done = podman("container", "restore", "w")
-        assert "already, and it is running" in done.err
+        assert "already exists, and it is running" in done.err
         assert f"gpusnap recover {container.id}" in done.err
         run(COMMAND, "recover", container.id)
         until(lambda: not processes(WORK), "the end of the container")
@@ -288,7 +288,7 @@ def test_one_that_podman_knows(real: str) -> None:
         assert "nothing to recover" in run(COMMAND, "recover").err
         assert json.loads(good(run(COMMAND, "recover", "--list", "--json"))) == []
         for wanted in ("w", container.id):
-            assert "there is nothing to recover for container" in run(COMMAND, "recover", wanted).err
+            assert "there is nothing to recover for the container" in run(COMMAND, "recover", wanted).err
     assert processes(WORK) == before
     container.goes_on()
 
@@ -352,7 +352,10 @@ def test_told_to_nobody(real: str) -> None:
             path.unlink()
         said = good(run(COMMAND, "recover"))
         assert unknown(said) == [ident]
-        assert "gpusnap-runtime was killed before it could tell Podman" in said or "Podman has it as" in said
+        assert (
+            "gpusnap-runtime was killed before it could report it to Podman" in said
+            or "Podman lists it as" in said
+        )
         ended(ident)
         assert engine.wait(60) != 0
         assert engine.stderr is not None

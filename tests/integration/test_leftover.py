@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import RUNTIME, Container, Done, faults, good, manifest, members, run, sentence
 
-NOTE = "processes hold GPU files that they inherited and never used; replaced by /dev/null:"
+NOTE = "processes have GPU files open that they inherited and never used; replaced by /dev/null:"
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_file_of_its_own(real: str, archive: Path) -> None:
     container = start_watching()
     before = {pid: devices(pid) for pid in members(container)}
     text = sentence(container.checkpoint(archive))
-    assert "holds /dev/nvidiactl but has no CUDA state of its own, nor did it inherit that handle" in text
+    assert "has /dev/nvidiactl open but no CUDA state of its own, and did not inherit that handle" in text
     container.unharmed()
     assert {pid: devices(pid) for pid in members(container)} == before
 

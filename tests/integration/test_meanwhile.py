@@ -69,7 +69,7 @@ def test_a_command_of_podmans(crun: None, tmp_path: Path, command: str, options:
         good(podman("unpause", left[0]))
     if left and engine.returncode == 0 and command != "restart":
         Container(left[0]).goes_on()
-    assert engine.returncode == 0 or left, "the container ended, and there is no checkpoint of it"
+    assert engine.returncode == 0 or left, "the container stopped, and there is no checkpoint of it"
     good(podman("rm", "--force", "--all", "--time", "0"))
     if engine.returncode == 0:
         Container.restore("w", archive).goes_on()
@@ -94,9 +94,9 @@ def test_an_exec_session(crun: None, tmp_path: Path) -> None:
     archive = tmp_path / "w.tar"
     good(podman("exec", "-d", "w", "sleep", "600"))
     said = good(run("/usr/local/bin/gpusnap", "doctor", "w"))
-    assert "exec started in the container: process" in said
+    assert "exec started a process in the container: " in said
     done = container.checkpoint(archive)
-    assert "what exec started in the container is not in its checkpoint: process" in done.err
+    assert "processes that exec started in the container are not in its checkpoint: process" in done.err
     good(done)
     container.remove()
     Container.restore("w", archive).goes_on()

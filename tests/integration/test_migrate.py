@@ -63,8 +63,11 @@ def nothing_there(other: OtherHost) -> bool:
 
 def recovered(other: OtherHost) -> None:
     """A gpusnap that was killed there leaves what came ahead; `gpusnap recover` takes that away."""
-    until(lambda: "that was cut off" in other.run(COMMAND, "recover", "--list").out, "the killed one is gone")
-    assert "w to this host was cut off" in good(other.run(COMMAND, "recover"))
+    until(
+        lambda: "that was interrupted" in other.run(COMMAND, "recover", "--list").out,
+        "the killed one is gone",
+    )
+    assert "w to this host was interrupted" in good(other.run(COMMAND, "recover"))
     assert "nothing to recover" in other.run(COMMAND, "recover", "--list").err
 
 
@@ -113,7 +116,7 @@ def test_a_dry_run(one_runtime: Store, other: OtherHost) -> None:
     assert done["dryRun"]
     assert done["free"] > done["needs"] > 24 << 20
     assert done["gpus"]
-    assert "w can move to gpu2; nothing was changed" in good(migrate("--dry-run"))
+    assert "w can be migrated to gpu2; nothing was changed" in good(migrate("--dry-run"))
     runs_here(container)
     assert nothing_there(other)
 
@@ -123,14 +126,14 @@ def test_what_is_refused_first(one_runtime: Store, other: OtherHost) -> None:
     container = Container.start("w", *WORK, gpus=["0"])
     assert "GPU 7" in sentence(migrate("--gpu-map", "0=7"))
     good(other.podman("create", "--name", "w", "localhost/base"))
-    assert "gpu2: Podman has a container w there" in sentence(migrate())
+    assert "gpu2: Podman already has a container w there" in sentence(migrate())
     good(other.podman("rm", "w"))
     good(other.podman("rmi", "localhost/base"))
     said = sentence(migrate())
-    assert "gpu2: Podman does not have the image localhost/base" in said
+    assert "gpu2: Podman there does not have the image localhost/base" in said
     assert "podman save" in said
     other.first("echo welcome; exit 0\n")
-    assert "did not answer as gpusnap does, but said: welcome" in sentence(migrate())
+    assert "did not respond as gpusnap does, but with: welcome" in sentence(migrate())
     other.first("echo 'ssh: connect to host gpu2 port 22: Connection refused' >&2; exit 255\n")
     assert "gpu2 cannot be reached: ssh: connect to host gpu2 port 22: Connection refused" in sentence(
         migrate()
@@ -204,7 +207,7 @@ def test_nobody_can_be_asked(one_runtime: Store, other: OtherHost) -> None:
     other.breaks("from restore 1 cut")
     other.first(f'[ "$(wc -l <{SSH.parent}/calls)" -le 1 ] || exit 255\n')
     said = sentence(migrate())
-    assert "cannot be asked whether the container runs there" in said
+    assert "is unknown whether the container runs there" in said
     assert container.inspect()["State"]["Status"] == "exited"
     until(lambda: nothing_there(other), "the other host has undone it by itself")
     command = refused_here(one_runtime)
@@ -225,7 +228,7 @@ def test_killed_here(one_runtime: Store, other: OtherHost, plan: str) -> None:
     other.breaks(plan)
     assert migrate().code < 0
     until(lambda: nothing_there(other), "the other host has undone it")
-    assert "w is migrated to gpu2" in good(gpusnap("recover", "--list"))
+    assert "w is being migrated to gpu2" in good(gpusnap("recover", "--list"))
     if "restore" in plan:
         refused_here(one_runtime)
         assert "w does not run on gpu2; gpusnap restore w:" in good(gpusnap("recover", "w"))

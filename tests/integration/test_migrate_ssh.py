@@ -83,7 +83,7 @@ def test_who_is_not_let_in(one_runtime: Store, other: OtherHost, server: Sshd) -
     assert "its host key is not the one that ssh knows" in said
     said = sentence(migrate(server, known="none-known"))
     assert "Host key verification failed" in said
-    assert "log in once by hand" in said
+    assert "log in manually once" in said
     said = sentence(migrate(server, key="other-key"))
     assert "access is refused (publickey)" in said
     assert "--ssh 'ssh -i KEY'" in said
@@ -92,7 +92,7 @@ def test_who_is_not_let_in(one_runtime: Store, other: OtherHost, server: Sshd) -
     assert "gpusnap-of-nobody: command not found" in said
     said = sentence(gpusnap("migrate", "w", "ssh://root@127.0.0.1:1", "--quiet", "--ssh", server.client()))
     assert "Connection refused" in said
-    assert "see that sshd runs there" in said
+    assert "check that sshd is running there" in said
     runs_here(container)
     assert names(one_runtime) == []
     assert nothing_there(other)
@@ -134,5 +134,5 @@ def test_a_shell_that_greets(one_runtime: Store, other: OtherHost, server: Sshd)
     os.kill(server.pid, signal.SIGHUP)
     ssh = (*server.client().split(), "-p", str(server.port), "root@127.0.0.1")
     until(lambda: "welcome" in run(*ssh).out, "sshd has read its configuration")
-    assert "did not answer as gpusnap does, but said: welcome to gpu2" in sentence(migrate(server))
+    assert "did not respond as gpusnap does, but with: welcome to gpu2" in sentence(migrate(server))
     runs_here(container)

@@ -42,7 +42,7 @@ def test_checkpoint_and_restore(store: Store) -> None:
         said = gpusnap("checkpoint", "server")
         assert good(said)
         assert command(said.err) == ["gpusnap", "restore", "server"]
-        assert "server has ended" in said.err
+        assert "server has stopped" in said.err
         assert container.inspect()["State"]["Status"] == "exited"
         back = gpusnap("restore", "server")
         assert good(back).startswith(f"server  {before}")
@@ -112,7 +112,7 @@ def test_what_may_not_be_replaced(store: Store) -> None:
     container = Container.start("server", *WORK)
     made = done("checkpoint", "server")
     good(podman("start", "server"))
-    assert "Podman has a container server already" in sentence(gpusnap("restore", "server"))
+    assert "Podman already has a container server" in sentence(gpusnap("restore", "server"))
     assert container.inspect()["State"]["Status"] == "running"
     good(podman("stop", "--time", "0", "server"))
     assert "podman rm server" in sentence(gpusnap("restore", "server"))

@@ -118,7 +118,7 @@ def test_tcp_established(newer: str, archive: Path, network: str) -> None:
     """
     off = ["--annotation", "io.gpusnap.criu.tcp-close=false"]
     container = Container.start("w", *WORK, "--tcp", options=["--network", network, *off])
-    assert "has a TCP connection with 127.0.0.1:" in sentence(container.checkpoint(archive))
+    assert "has a TCP connection to 127.0.0.1:" in sentence(container.checkpoint(archive))
     container.unharmed()
     good(container.checkpoint(archive, "--tcp-established"))
     container.remove()

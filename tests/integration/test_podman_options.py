@@ -74,7 +74,7 @@ def test_several(store: Store, tmp_path: Path) -> None:
     good(podman("run", "-d", "--name", "other", "localhost/base", "sleep", "1000", runtime="crun"))
     found = gpusnap("checkpoint", "--all", "--json")
     good(found)
-    assert "left out: other" in found.err
+    assert "skipped, because they do not use gpusnap-runtime: other" in found.err
     made = json.loads(found.out)["results"]
     assert [each["container"] for each in made] == ["a", "b", "plain"]
     assert [bool(each["memory"]) for each in made] == [True, True, False]

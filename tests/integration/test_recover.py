@@ -235,7 +235,7 @@ def test_the_next_checkpoint_puts_it_right(pages: str, real: str, tmp_path: Path
         pass
     done = run(*container.line(tmp_path, "--leave-running", debug=True))
     assert done.code == 0, done.err
-    assert "an earlier checkpoint was cut off; running: " in done.err
+    assert "an earlier checkpoint was interrupted; running: " in done.err
     container.goes_on()
     assert (tmp_path / "image/gpusnap/manifest.json").exists()
 
@@ -246,11 +246,11 @@ def test_somebody_is_at_work(pages: str, real: str, tmp_path: Path) -> None:
     container = Container.start("w", "--mib", "8")
     init = container.pid
     with at_the_dump(container, tmp_path, pages):
-        assert "gpusnap is at work on it" in recover("--list")
+        assert "gpusnap is working on it" in recover("--list")
         for line in ([COMMAND, "recover"], container.line(tmp_path, debug=True)):
             done = run(*line)
             assert done.code == 1
-            assert "still at work on container" in done.err
+            assert "still working on container" in done.err
     if pages == "chunks":
         done = run(COMMAND, "resume", str(init))
         assert done.code == 1
@@ -269,7 +269,7 @@ def at_once(*lines: Sequence[str]) -> list[Done]:
 def harmless(dones: Sequence[Done]) -> None:
     """At least one did what it was to do, and the others were told that it did."""
     for done in dones:
-        assert done.code == 0 or "still at work on" in done.err or "nothing to recover" in done.err, done.err
+        assert done.code == 0 or "still working on" in done.err or "nothing to recover" in done.err, done.err
     assert 0 in {done.code for done in dones}
 
 
@@ -386,12 +386,12 @@ def test_restore_killed_at_each_step(dumped: Dumped) -> None:
 def test_the_next_restore_takes_it_away(dumped: Dumped) -> None:
     """Without `gpusnap recover`: a restore of the same container first removes what a killed one left."""
     killed_at(dumped.line(), "driver restore", dumped.out)
-    assert "its restore was cut off" in recover("--list")
+    assert "its restore was interrupted" in recover("--list")
     (waits,) = json.loads(recover("--list", "--json"))
     assert (waits["container"], waits["kind"], waits["at_work"]) == (dumped.id, "restore", False)
     announced(dumped.line(), dumped.out)
     said = dumped.out.with_suffix(".err").read_text()
-    assert "an earlier restore was cut off; the incomplete container was removed" in said
+    assert "an earlier restore was interrupted; the incomplete container was removed" in said
     dumped.goes_on()
     nothing_left()
 
@@ -447,12 +447,12 @@ def test_podman_after_a_killed_restore(pages: str, real: str, tmp_path: Path, im
         good(podman("container", "checkpoint", "w"))
     again: list[str | Path] = ["--import", archive] if imported else ["w"]
     with held_restore(tmp_path, real, pages, again) as shim:
-        assert "gpusnap is at work on it" in recover("--list")
+        assert "gpusnap is working on it" in recover("--list")
         done = run(COMMAND, "recover")
         assert done.code == 1
-        assert "still at work on container" in done.err
+        assert "still working on container" in done.err
         os.kill(shim, signal.SIGKILL)
-        until(lambda: "its restore was cut off" in recover("--list"), "the end of gpusnap")
+        until(lambda: "its restore was interrupted" in recover("--list"), "the end of gpusnap")
     nothing_left()
     assert container.id not in run(real, "list", "-q").out
     if imported:

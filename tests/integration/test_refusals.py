@@ -146,7 +146,7 @@ def test_disk_too_small(real: str, small: Path) -> None:
     """Pre-flight sees that the image will not fit."""
     container = Container.start("w", "--mib", "24")
     text = sentence(_checkpoint(container, small))
-    assert "are free" in text
+    assert "is free" in text
     assert os.listdir(small) == []
     container.goes_on()
 
@@ -184,7 +184,7 @@ def test_disk_full_behind_a_container_that_runs_on(crun: None, small: Path, tmp_
     shimhost.write_settings(f'runtime = "{wrapper}"\n')
     text = sentence(_checkpoint(container, small, "--leave-running"))
     assert " is full: " in text
-    assert "the container runs on" in text
+    assert "the container continues to run" in text
     assert os.listdir(small) == ["other"]
     assert os.listdir("/run/gpusnap/journal") == []
     assert not os.path.ismount("/run/gpusnap/stage")
@@ -272,7 +272,7 @@ class TestRestore:
 
     def test_no_manifest(self, exported: Path, tmp_path: Path) -> None:
         """A checkpoint that was cut off before its manifest."""
-        assert "not complete" in self.refused(self.change(exported, tmp_path, None))
+        assert "is incomplete" in self.refused(self.change(exported, tmp_path, None))
 
     def test_manifest_cut_short(self, exported: Path, tmp_path: Path) -> None:
         """Half a manifest."""

@@ -269,5 +269,5 @@ def test_a_user_namespace(real: str, archive: Path) -> None:
     nodes = ("--device", "/dev/nvidia0", "--device", "/dev/nvidiactl", "-v", "/run/softgpu:/run/softgpu")
     library = f"{gpuhost.LIBRARY_DIR}/libcuda.so.560.35.03:/usr/lib/libcuda.so.1:ro"
     container = Container.start("w", gpus=(), options=("--uidmap", "0:100000:65536", *nodes, "-v", library))
-    assert "has a user namespace of its own" in sentence(container.checkpoint(archive))
+    assert "has its own user namespace, which" in sentence(container.checkpoint(archive))
     container.unharmed()

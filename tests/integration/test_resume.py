@@ -31,4 +31,4 @@ def test_resume_of_what_is_no_gpu_process(crun: None) -> None:
     """One sentence, and exit code 1."""
     done = run("/usr/local/bin/gpusnap", "resume", "1")
     assert done.code == 1
-    assert "process 1 is no GPU process" in done.err
+    assert "process 1 is not a GPU process" in done.err

@@ -189,7 +189,7 @@ def test_a_report(store: Store, tmp_path: Path) -> None:
     container = Container.start("w", "--mib", "8")
     done("checkpoint", "w", "--leave-running")
     text = good(run(COMMAND, "report", "--last", "-o", "-"))
-    assert "cannot be had" not in text
+    assert "not available: " not in text
     assert "\nCRIU: 4" in text
     assert "  driver checkpoint" in text
     assert "\n-- dump.log\n" in text  # which Podman removes where the dump succeeded

@@ -71,7 +71,7 @@ def test_a_mapping_that_is_not_answered_for(
         begun = time.monotonic()
         text = sentence(container.checkpoint(tmp_path / "checkpoint.tar.zst"))
         assert time.monotonic() - begun < WITHIN
-        assert "the kernel did not answer within 10 s" in text
+        assert "the kernel did not respond within 10 s" in text
         assert "(x)" in text
         assert "[GPS-225]" in text
         begun = time.monotonic()

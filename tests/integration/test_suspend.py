@@ -71,7 +71,7 @@ def test_unpause_is_refused(real: str) -> None:
     said = sentence(podman("unpause", "w"))
     assert "container w is suspended" in said
     assert "gpusnap resume w" in said
-    assert "is suspended already" in sentence(gpusnap("suspend", "w"))
+    assert "is already suspended" in sentence(gpusnap("suspend", "w"))
     assert usage("w")["state"] == "suspended"
     resumed(container)
     good(podman("pause", "w"))
@@ -83,7 +83,7 @@ def test_a_pause_of_somebody_else(crun: None) -> None:
     """Between our look and our own pause: it stays, and the suspend says whose it is."""
     container = Container.start("w")
     good(podman("pause", "w"))
-    with pytest.raises(AlreadyPaused, match="was paused by somebody else"):
+    with pytest.raises(AlreadyPaused, match="was paused by another process"):
         engine.pause(container.inspect()["Id"])
     good(podman("unpause", "w"))
     container.goes_on()
@@ -98,7 +98,7 @@ def test_unpause_while_it_is_suspended(real: str) -> None:
         said = sentence(podman("unpause", "w"))
         faults("")
     assert suspend.returncode == 0
-    assert "container w is being suspended; wait until that is done, then gpusnap resume w" in said
+    assert "container w is being suspended; wait until that has finished, then run gpusnap resume w" in said
     assert container.inspect()["State"]["Status"] == "paused"
     assert is_suspended(container)
     resumed(container)
@@ -129,7 +129,7 @@ def test_the_end_in_the_middle(crun: None, way: str) -> None:
         faults("")
         said = command.stderr.read().decode()
     assert command.returncode == 1, said
-    assert way == "suspend" or "container w ended while it was resumed" in said
+    assert way == "suspend" or "container w exited while it was resumed" in said
     assert usage("w") == {}
     ends_without_a_trace()
 
@@ -167,7 +167,7 @@ def test_a_worker_that_is_killed(crun: None) -> None:
     until(lambda: not proc.is_same(worker.pid, worker.start), "its end")
     said = gpusnap("resume", "w")
     assert said.code == 0, said.err
-    assert f"process {worker.pid} of container w (in it, {worker.inner_pid}) was killed while" in said.err
+    assert f"process {worker.pid} of container w (PID {worker.inner_pid} in it) was killed while" in said.err
     nothing_left()
 
 
@@ -191,7 +191,7 @@ def test_no_room_on_the_gpu(small_gpus: None) -> None:
     suspended(container)
     other = Container.start("other", "--mib", "32", gpus=("0",))
     said = sentence(gpusnap("resume", "w"))
-    assert "no GPU that container w sees can take what it had on GPU 0" in said
+    assert "no GPU that container w can see fits its GPU 0" in said
     assert "free" in said
     assert "container other uses " in said
     assert said.endswith(": gpusnap swap other w [GPS-401]")
@@ -234,7 +234,7 @@ def test_two_at_once(crun: None) -> None:
     suspended(container)
     key = next(iter(suspensions.find())).key
     with journal.hold(key):
-        assert "another gpusnap is still at work" in sentence(gpusnap("resume", "w"))
+        assert "another gpusnap is still working" in sentence(gpusnap("resume", "w"))
     resumed(container)
 
 

@@ -58,7 +58,7 @@ def test_a_pause_of_somebody_else(
     Work.start(server, "w", tmp_path / "w", GPUS_CONF)
     monkeypatch.setenv("CONTAINERD_ADDRESS", str(server.address))
     server.ctr("task", "pause", "w")
-    with pytest.raises(AlreadyPaused, match="was paused by somebody else"):
+    with pytest.raises(AlreadyPaused, match="was paused by another process"):
         ctr.pause("default", "w")
     server.ctr("task", "resume", "w")
 

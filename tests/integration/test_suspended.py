@@ -51,7 +51,7 @@ def test_checkpoint(real: str, tmp_path: Path) -> None:
         container = Container.start("w", "--procs", "2", "--mib", "8", workers=2)
         suspended(container)
         faults("checkpoint result=CUDA_ERROR_UNKNOWN\nrestore result=CUDA_ERROR_UNKNOWN")
-        assert "a checkpoint takes it from there" in good(gpusnap("doctor", "w"))
+        assert "a checkpoint copies it from there" in good(gpusnap("doctor", "w"))
         made = done("checkpoint", "w")
         archive = tmp_path / "w.tar.zst"
         said = gpusnap("checkpoint", "w", "--to", archive)
@@ -76,18 +76,20 @@ def test_device_nodes_that_are_taken_away(store: Store) -> None:
     podman("update", "--cpus", "0.5", "w")
     said = gpusnap("resume", "w")
     assert said.code == 0, said.err
-    assert re.search(r"note: container w could not open .*/dev/nvidia0.*; it may again \[GPS-217\]", said.err)
+    assert re.search(
+        r"note: container w could no longer open .*/dev/nvidia0.*; access was restored \[GPS-217\]", said.err
+    )
     container.goes_on()
     podman("update", "--cpus", "0.5", "w")
     said = gpusnap("checkpoint", "--leave-running", "w")
     assert said.code == 0, said.err
-    assert "it may again [GPS-217]" in said.err
+    assert "access was restored [GPS-217]" in said.err
     container.goes_on()
     said = gpusnap("checkpoint", "--leave-running", "w")
     assert "GPS-217" not in said.err
     podman("update", "--cpus", "0.5", "w")
     said = gpusnap("suspend", "w")
-    assert "container w could not open" in said.err
+    assert "container w could no longer open" in said.err
     resumed(container)
     nothing_left()
 
@@ -117,7 +119,7 @@ def test_plain_podman_does_not_checkpoint_it(crun: None, tmp_path: Path) -> None
     container = Container.start("w")
     suspended(container)
     assert podman("container", "checkpoint", "w").code != 0
-    assert "a checkpoint leaves it so" in sentence(run(*container.line(tmp_path)))
+    assert "a checkpoint leaves it suspended" in sentence(run(*container.line(tmp_path)))
     resumed(container)
 
 
@@ -129,7 +131,7 @@ def test_a_killed_checkpoint(store: Store, tmp_path: Path) -> None:
         kill_at_podman(container, tmp_path / str(recovered))
         assert usage("w")["state"] == "suspended"
         if recovered:
-            assert "Podman has it as paused again" in good(gpusnap("recover"))
+            assert "marked as paused in Podman again" in good(gpusnap("recover"))
             assert container.inspect()["State"]["Status"] == "paused"
         resumed(container)
         nothing_left()
@@ -218,7 +220,7 @@ def test_the_budget(store: Store) -> None:
     suspended(first)
     said = sentence(gpusnap("suspend", "second"))
     assert "of suspend.ram, 96.0 MiB" in said
-    assert "are free" in said
+    assert "but only " in said
     second.goes_on()
     shimhost.write_settings(PLAIN + '[suspend]\nram = "96M"\nover = "spill"\n')
     suspended(second)
@@ -241,7 +243,7 @@ def test_another_gpu(crun: None) -> None:
     narrow = Container.start("narrow", gpus=("0",))
     suspended(narrow)
     said = sentence(gpusnap("resume", "--gpu-map", "0=1", "narrow"))
-    assert "a GPU that container narrow does not see would do: gpusnap checkpoint narrow" in said
+    assert "it needs a GPU that container narrow cannot see: gpusnap checkpoint narrow" in said
     assert usage("narrow")["state"] == "suspended"
     resumed(narrow)
 
@@ -291,7 +293,7 @@ def test_a_swap_that_cannot_fit(small_gpus: None) -> None:
     second = Container.start("second", "--mib", "8", gpus=("1",))
     third = Container.start("third", "--mib", "32", gpus=("0",))
     said = sentence(gpusnap("swap", "second", "first"))
-    assert "no GPU that container first sees can take what it had on GPU 0" in said
+    assert "no GPU that container first can see fits its GPU 0" in said
     assert "container third uses " in said
     assert said.endswith(": gpusnap swap third first [GPS-401]")
     second.goes_on()

@@ -151,7 +151,7 @@ def test_damage_meanwhile(store: Store) -> None:
         file.write(bytes([byte[0] ^ 1]))
     second = Container.start("second", "--mib", "64", gpus=("0",))
     said = sentence(gpusnap("swap", "second", "first"))
-    assert "second runs on" in said
+    assert "second continues to run" in said
     second.goes_on()
     assert usage("first")["state"] == "suspended"
     assert not loaded()
@@ -187,12 +187,12 @@ def test_the_wrong_words(store: Store) -> None:
     assert "no container nobody is suspended" in sentence(gpusnap("swap", "second", "nobody"))
     assert "there is no container nobody" in sentence(gpusnap("swap", "nobody", "first"))
     assert "the container second is not suspended: it is running" in sentence(gpusnap("resume", "second"))
-    assert "the container first is suspended already" in sentence(gpusnap("suspend", "first"))
+    assert "the container first is already suspended" in sentence(gpusnap("suspend", "first"))
     second.goes_on()
     resumed(first)
     suspended(first, "--spill", "--wait")
     assert (
-        good(gpusnap("suspend", "--spill", "--wait", "first")) == "first  GPU memory is in the store already"
+        good(gpusnap("suspend", "--spill", "--wait", "first")) == "first  GPU memory is already in the store"
     )
 
 

@@ -113,4 +113,4 @@ def test_what_a_page_has() -> None:
     )
     assert last == ("gpusnap report server --output /root/report.txt", [])
     shown = dict(commands("first-checkpoint.md"))["gpusnap checkpoint server"]
-    assert shown == ["server has ended; to continue it: gpusnap restore server"]
+    assert shown == ["server has stopped; to continue it: gpusnap restore server"]

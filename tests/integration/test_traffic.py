@@ -105,7 +105,7 @@ def test_connections_are_refused(serving: shimhost.Writer, tmp_path: Path) -> No
         assert client.recv(8)
         said = sentence(run(*server.container.line(tmp_path, "--leave-running")))
         peer = "{}:{}".format(*client.getsockname())
-        assert f"has a TCP connection with {peer}, and CRIU dumps it only" in said
+        assert f"has a TCP connection to {peer}, and CRIU dumps it only" in said
         assert "--tcp-established" in said
         assert steps(server.container.line(tmp_path, "--leave-running", debug=True)) == ["inspect"]
         server.container.unharmed()

@@ -81,12 +81,12 @@ def test_a_volume_that_is_there(store: Store) -> None:
     good(podman("run", "--rm", "-v", "weights:/data", "localhost/base", "sh", "-c", "echo new >/data/new"))
     back = gpusnap("restore", "one")
     good(back)
-    assert "gpusnap: note: the volume weights of this host is used as it is now, and may be newer" in back.err
+    assert "gpusnap: note: the existing volume weights is used as it is, and may be newer" in back.err
     container.goes_on()
     assert "/data/new" in sums("weights")
     again = gpusnap("restore", "one", "--name", "second")
     good(again)
-    assert "(in use by w as well)" in again.err
+    assert "(also used by w)" in again.err
 
 
 def test_left_out(store: Store, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_one_of_two(store: Store) -> None:
     good(run("podman", "volume", "rm", "cache"))
     said = sentence(gpusnap("restore", "one"))
     assert said.startswith(
-        "Podman has the volume weights of the container already, and not the volume cache; "
+        "Podman already has the volume weights of the container, but not the volume cache; "
     )
     assert volumes() == {"weights"}
     good(run("podman", "volume", "rm", "weights"))
@@ -141,7 +141,9 @@ def test_what_is_in_use(store: Store) -> None:
     assert volumes() == set()
     assert run("podman", "ps", "--all", "--quiet").out == ""
     good(gpusnap("restore", "one"))
-    assert sentence(gpusnap("restore", "one")).startswith("Podman has a container w already, and it runs; ")
+    assert sentence(gpusnap("restore", "one")).startswith(
+        "Podman already has a container w, and it is running; "
+    )
 
 
 def test_an_address_in_use(store: Store) -> None:
@@ -153,9 +155,7 @@ def test_an_address_in_use(store: Store) -> None:
     container.remove()
     good(podman("run", "-d", "--name", "other", *options, "localhost/base", "sleep", "1000"))
     said = sentence(gpusnap("restore", "one"))
-    assert said.startswith(
-        "the address 10.99.0.7, which the container had, is in use by the container other; "
-    )
+    assert said.startswith("the address 10.99.0.7 of the container is in use by the container other; ")
     good(gpusnap("restore", "one", "--ignore-static-ip", "--ignore-static-mac"))
     container.goes_on()
     for name in ("w", "other"):

@@ -97,7 +97,7 @@ class Target:
 
     def _line(self) -> str:
         assert self.process.stdout is not None
-        assert select([self.process.stdout], [], [], DEADLINE)[0], "the process did not answer"
+        assert select([self.process.stdout], [], [], DEADLINE)[0], "the process did not respond"
         return self.process.stdout.readline().strip()
 
     def tell(self, expression: str) -> None:

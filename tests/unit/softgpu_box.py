@@ -98,7 +98,7 @@ class Agent:
     def receive(self) -> Any:
         assert self.process.stdout
         ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE)
-        assert ready, f"the agent does not answer within {DEADLINE} s"
+        assert ready, f"the agent does not respond within {DEADLINE} s"
         line = self.process.stdout.readline()
         return json.loads(line) if line else f"ended with {self.process.wait(DEADLINE)}"
 

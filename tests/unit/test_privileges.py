@@ -32,7 +32,7 @@ def test_commands_that_need_root(gpusnap: Run, line: str) -> None:
     assert (code, out) == (exit_codes.FAILED, "")
     assert f"gpusnap {line.split()[0]}" in err
     assert err.endswith(
-        "was not run as root, and the containers that can be checkpointed are root's; run gpusnap as root "
+        "was not run as root, but only containers of root can be checkpointed; run gpusnap as root "
         "[GPS-005]\n"
     )
 
@@ -59,7 +59,7 @@ def test_explained() -> None:
     said = privileges.explain_error(error)
     assert not isinstance(said, Damaged)
     assert said.sentence() == "/store cannot be read: access is refused; run gpusnap as root [GPS-005]"
-    other = GpusnapError("another thing", hint="do this")
+    other = GpusnapError("another thing", hint="running")
     assert privileges.explain_error(other) is other
 
 

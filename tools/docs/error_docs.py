@@ -104,7 +104,7 @@ def _markdown(messages: Sequence[Message]) -> Iterator[str]:
             yield from _section(code, [each for each in messages if code_of(each) == code.code])
     yield from _without(messages)
     yield from ("", "## Reasons", "")
-    yield "A message that ends with one of these has it from the kernel, of the file or call that it names."
+    yield "A message that ends with one of these reports a kernel error for the file or call that it names."
     yield from ("", "| reason | what to do |", "|---|---|")
     yield from (f"| `{words}` | {cure} |" for words, cure in REASONS.items())
 

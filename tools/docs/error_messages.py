@@ -63,12 +63,12 @@ class Message:
 
 
 # The one sentence that is said in C, and its words there.
-_IN_C = ("gpusnap-runtime: its Python program", "cannot be started: ", "install gpusnap anew", "GPS-002")
+_IN_C = ("gpusnap-runtime: its Python program", "cannot be started: ", "reinstall gpusnap", "GPS-002")
 _OF_THE_LAUNCHER = Message(
     "gpusnap.runtime_shim.shim.entry",
     "RuntimeFailed",
     f"{_IN_C[0]} <entry> {_IN_C[1]}<reason>",
-    (f"gpusnap's environment has gone, or its Python: {_IN_C[2]}",),
+    (f"gpusnap's environment or its Python interpreter is missing: {_IN_C[2]}",),
     _IN_C[3],
 )
 

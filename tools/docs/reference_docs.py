@@ -28,7 +28,7 @@ _HEAD = "Made by `python -m tools.docs.reference_docs` from the declarations of 
 _FILES = {
     "/etc/gpusnap/gpusnap.toml": "The settings; see docs/settings.md.",
     "/var/lib/gpusnap": "This host's store, unless store.path says otherwise.",
-    "/run/gpusnap": "What is under way, for gpusnap recover.",
+    "/run/gpusnap": "State of running operations, for gpusnap recover.",
 }
 _SEE_ALSO = (
     "podman-container-checkpoint(1)",

@@ -135,13 +135,15 @@ class CheckedBlob:
                 f"{self._wanted.size}"
             )
         if PREFIX + self._hashed.hexdigest() != self._wanted.digest:
-            raise BlobError(f"the blob {self._wanted.digest} holds something else than its digest says")
+            raise BlobError(f"the blob {self._wanted.digest} does not match its digest")
 
 
 def blob_of(source: Source, wanted: Descriptor, seen: Callable[[int], object] = lambda size: None) -> bytes:
     """A small blob, checked. Raises BlobError, also above 4 MiB, and what the source raises."""
     if wanted.size > DOCUMENT_LIMIT:
-        raise BlobError(f"the blob {wanted.digest} has {wanted.size} bytes, and {DOCUMENT_LIMIT} are allowed")
+        raise BlobError(
+            f"the blob {wanted.digest} has {wanted.size} bytes, but at most {DOCUMENT_LIMIT} are allowed"
+        )
     with source.open(wanted) as file:
         content = CheckedBlob(file, wanted, seen)
         data = b""
@@ -166,7 +168,7 @@ def load(
     """
     if root.media_type != INDEX:
         raise ImageError(
-            f"{where} is no checkpoint of containerd's, but a {root.media_type}",
+            f"{where} is not a containerd checkpoint, but of type {root.media_type}",
             hint="ctr container checkpoint --task makes one",
             code="GPS-605",
         )
@@ -174,7 +176,7 @@ def load(
     index = Index.from_json(parse_document(document, f"the index {root.digest}"))
     if not is_checkpoint(index):
         raise ImageError(
-            f"{where} is no checkpoint of containerd's, but an ordinary image",
+            f"{where} is not a containerd checkpoint, but an ordinary image",
             hint="ctr container checkpoint --task makes one",
             code="GPS-605",
         )
@@ -195,7 +197,7 @@ def load(
     base = next((each for each in index.manifests if is_document(each)), None)
     image = Image(root, document, criu[0], tuple(walked.found.values()), base, index.annotations)
     if base is not None and not is_name(image.base_name):
-        raise LayoutError(f"the index {root.digest} has a base image that has no proper name")
+        raise LayoutError(f"the index {root.digest} has a base image without a valid name")
     return image
 
 
@@ -211,13 +213,17 @@ class _Walk:
         first = self.found.get(one.digest)
         if first is not None:
             if first.size != one.size:
-                raise LayoutError(f"the blob {one.digest} is named with {first.size} bytes, and {one.size}")
+                raise LayoutError(
+                    f"the blob {one.digest} is listed with two sizes, {first.size} and {one.size} bytes"
+                )
             return
         # Of an image for several platforms, containerd has the host's.
         if optional and not self._has(one):
             return
         if len(self.found) >= _MOST_BLOBS or depth > _DEEPEST:
-            raise LayoutError(f"the checkpoint names more than {_MOST_BLOBS} blobs, or nests them too deep")
+            raise LayoutError(
+                f"the checkpoint refers to more than {_MOST_BLOBS} blobs, or nests them too deeply"
+            )
         self.found[one.digest] = one
         if is_document(one):
             below = optional or one.media_type in INDEXES
@@ -246,7 +252,7 @@ def top(image: Image, root: Descriptor, name: str) -> bytes:
 def make_named_entry(one: Descriptor, name: str) -> Descriptor:
     """An entry of index.json that makes it an image of that name. Raises LayoutError."""
     if not is_name(name):
-        raise LayoutError(f"{name[:120]!r} is no name of an image in containerd")
+        raise LayoutError(f"{name[:120]!r} is not a valid image name in containerd")
     last = name.rpartition("/")[2]
     tag = last.partition(":")[2] or name
     return replace(one, annotations={IMAGE_NAME: name, REF_NAME: tag})
@@ -274,7 +280,7 @@ def _value(data: bytes) -> bytes:
         key, at = _number(data, at)
         size, at = _number(data, at)
         if key & 7 != 2 or at + size > len(data):
-            raise ValueError("it has a field of another kind")
+            raise ValueError("it has a field of an unexpected type")
         if key >> 3 == 2:
             found = data[at : at + size]
         at += size
@@ -290,7 +296,7 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if not byte & 0x80:
             return value, at
-    raise ValueError("it has a number without an end")
+    raise ValueError("it has an unterminated number")
 
 
 def describe_index(document: bytes) -> Descriptor:

@@ -36,7 +36,9 @@ class Archive:
             except LayoutError as error:
                 raise ImageError(str(error), hint=_NO_IMAGE, code=error.code) from error
             if found.kind != "containerd":
-                raise ImageError(f"{path} has no checkpoint of containerd's", hint=_NO_IMAGE, code="GPS-605")
+                raise ImageError(
+                    f"{path} does not contain a containerd checkpoint", hint=_NO_IMAGE, code="GPS-605"
+                )
             self._layout, self.root = found.layout, found.root
             self.name = found.root.annotations.get(IMAGE_NAME, "")
             self._open = opened.pop_all()

@@ -42,7 +42,8 @@ def check_file(path: str) -> None:
     """Raise UsageError where an archive of that name could not be for ctr."""
     if not path.endswith(".tar"):
         raise UsageError(
-            f"{path} would be no plain tar, and ctr takes no other for a checkpoint", hint="name it .tar"
+            f"{path} would not be a plain tar archive, and ctr reads only those as checkpoints",
+            hint="name it .tar",
         )
 
 
@@ -54,8 +55,8 @@ def check_names(found: ArtifactParts, blobs: Blobs, name: str) -> None:
 def _check_names(of: containerd_writer.Origin, name: str) -> None:
     if name == of.image.base_name:
         raise Refused(
-            f"the checkpoint cannot be called {name}, which is the name of its base image",
-            hint="give it another name: by --to containerd:IMAGE, or by another REF",
+            f"the checkpoint cannot be named {name}: that is the name of its base image",
+            hint="give it another name: with --to containerd:IMAGE, or with another REF",
             code="GPS-904",
         )
 
@@ -71,8 +72,8 @@ def check_target(to: locator.InContainerd) -> None:
         if index and is_checkpoint(Index.from_json(parse_document(index, f"the index {source.root.digest}"))):
             return
     raise Refused(
-        f"containerd has an image {to.name} already, and it is no checkpoint",
-        hint=f"give another name, or remove that image, with ctr -n {to.namespace} images rm",
+        f"containerd has an image {to.name} already, which is not a checkpoint",
+        hint=f"give another name, or remove that image: ctr -n {to.namespace} images rm",
         code="GPS-904",
     )
 
@@ -92,9 +93,9 @@ def _check_base(of: containerd_writer.Origin, to: locator.InContainerd) -> str:
     there = find_digest(to.namespace, name) if is_name(name) else ""
     if base is not None and there not in ("", base.digest):
         raise Refused(
-            f"containerd has another image {name} ({there[:19]}) than the base image of the checkpoint "
+            f"containerd has another image {name} ({there[:19]}) than the checkpoint's base image "
             f"({base.digest[:19]})",
-            hint=f"give that one another name first, with ctr -n {to.namespace} images tag and images rm",
+            hint=f"first give that image another name: ctr -n {to.namespace} images tag, then images rm",
             code="GPS-904",
         )
     return there
@@ -142,6 +143,6 @@ def _unpack(namespace: str, base: Descriptor, snapshotter: str) -> None:
     except GpusnapError as error:
         raise GpusnapError(
             f"the checkpoint is in containerd, but its base image cannot be unpacked: {error}",
-            hint=f"ctr -n {namespace} snapshots unpack {base.digest}, before a restore",
+            hint=f"run ctr -n {namespace} snapshots unpack {base.digest} before a restore",
             code=error.code,
         ) from error

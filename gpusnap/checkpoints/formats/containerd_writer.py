@@ -61,9 +61,7 @@ def origin(found: ArtifactParts, blobs: Blobs) -> Origin:
     index, beside = _read_beside(layer, blobs)
     images = Index.from_json(parse_document(index, f"{IMAGE_FOLDER}/index.json")).manifests
     if len(images) != 1:
-        raise LayoutError(
-            f"the records {layer.digest} name {len(images)} images of containerd's, and one is needed"
-        )
+        raise LayoutError(f"the records {layer.digest} name {len(images)} containerd images instead of one")
     carried = {each.digest: each.size for each in found.artifact.carried}
 
     def has(one: Descriptor) -> bool:
@@ -71,7 +69,9 @@ def origin(found: ArtifactParts, blobs: Blobs) -> Origin:
 
     def read(one: Descriptor) -> bytes:
         if one.size > DOCUMENT_LIMIT:
-            raise BlobError(f"the blob {one.digest} has {one.size} bytes, and {DOCUMENT_LIMIT} are allowed")
+            raise BlobError(
+                f"the blob {one.digest} has {one.size} bytes, but at most {DOCUMENT_LIMIT} are allowed"
+            )
         return b"".join(_content(one, beside, carried, blobs))
 
     image = load(images[0], read, has, f"the checkpoint {found.root.digest}")
@@ -92,14 +92,14 @@ def _read_beside(layer: Descriptor, blobs: Blobs) -> tuple[bytes, dict[str, byte
                 break
             left -= entry.info.size
             if left < 0:
-                raise LayoutError(f"{what} have more than {_MOST_BESIDE} bytes beside CRIU's images")
+                raise LayoutError(f"{what} have more than {_MOST_BESIDE} bytes in addition to CRIU's images")
             data = entry.content.read() if entry.content is not None else b""
             if entry.name == f"{IMAGE_FOLDER}/index.json":
                 index = data
             elif entry.name.startswith(f"{IMAGE_BLOBS}/"):
                 beside[digest_of(data)] = data
     if not index:
-        raise LayoutError(f"{what} name no image of containerd's")
+        raise LayoutError(f"{what} name no containerd image")
     return index, beside
 
 
@@ -188,7 +188,7 @@ class _Images:
 
         self._pieces(both)
         if PREFIX + hashed.hexdigest() != wanted.digest:
-            raise BlobError("the checkpoint has changed while it was read")
+            raise BlobError("the checkpoint changed while it was being read")
 
     def _pieces(self, append: Append) -> None:
         found = self._found
@@ -218,14 +218,15 @@ class _Inner:
             return
         if first != _IMAGES:
             raise ImageError(
-                f"the records hold {info.name[:200]!r}, which is none of containerd's", code="GPS-604"
+                f"the records contain {info.name[:200]!r}, which is not one of containerd's files",
+                code="GPS-604",
             )
         info.name = name
         if info.islnk():
             first, _, info.linkname = info.linkname.partition("/")
             if first != _IMAGES or not info.linkname:
                 raise ImageError(
-                    f"the link {name[:200]!r} in the records leads out of CRIU's images", code="GPS-604"
+                    f"the link {name[:200]!r} in the records points outside CRIU's images", code="GPS-604"
                 )
         try:
             for piece in tar.pieces(info, content):
@@ -252,7 +253,7 @@ def _content(
 
 def _make_missing_error(wanted: Descriptor) -> BlobError:
     return BlobError(
-        f"the blob {wanted.digest} of {wanted.size} bytes, a {wanted.media_type}, is not in the checkpoint"
+        f"the blob {wanted.digest} ({wanted.size} bytes, {wanted.media_type}) is not in the checkpoint"
     )
 
 

@@ -30,7 +30,7 @@ def archive_of(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Descrip
         raise Refused(
             f"{root.digest} is a checkpoint as an image of {len(manifest.layers)} layers, which Podman alone "
             "restores",
-            hint="podman pull it, and then podman container restore IMAGE",
+            hint="run podman pull, then podman container restore IMAGE",
             code="GPS-606",
         )
     return layer

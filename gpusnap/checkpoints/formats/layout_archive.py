@@ -44,7 +44,7 @@ def opened_layout(path: str) -> Iterator[InLayout]:
         named = {each.digest: each for each in layout.read_index().manifests}
         if len(named) > _MOST_IMAGES:
             raise LayoutError(
-                f"{path} has {len(named)} images, and {_MOST_IMAGES} are allowed", code="GPS-605"
+                f"{path} has {len(named)} images, but at most {_MOST_IMAGES} are allowed", code="GPS-605"
             )
         found: list[InLayout] = []
         fault: LayoutError | DigestError | None = None
@@ -59,13 +59,13 @@ def opened_layout(path: str) -> Iterator[InLayout]:
         if len(found) > 1:
             raise UsageError(
                 f"{path} has {len(found)} checkpoints",
-                hint="copy each one to a file of its own, or all of them to a folder, for oci:DIR:NAME",
+                hint="copy each one to its own file, or all of them to a directory: oci:DIR:NAME",
             )
         if not found:
             if fault is not None:
                 raise fault
             raise GpusnapError(
-                f"{path} is an image layout, and has no checkpoint in it",
+                f"{path} is an image layout without a checkpoint",
                 hint="name the file of a checkpoint",
                 code="GPS-605",
             )
@@ -77,8 +77,8 @@ def refuse_containerd(found: InLayout) -> None:
     path = found.layout.path
     if found.kind == "containerd":
         raise Refused(
-            f"{path} is an image layout, as ctr images export writes it, and gpusnap push alone reads those",
-            hint=f"gpusnap push {path} REF, and then look at REF",
+            f"{path} is an image layout as written by ctr images export; only gpusnap push reads those",
+            hint=f"run gpusnap push {path} REF, then inspect REF",
             code="GPS-607",
         )
 

@@ -102,8 +102,8 @@ def give_out(
     """
     if whole.records is None:
         raise ImageError(
-            "the checkpoint has no records of an engine's, so no archive can be made of it",
-            hint="it is the GPUs' side of an archive that lies elsewhere",
+            "the checkpoint has no engine records, so no archive can be made of it",
+            hint="it is the GPU part of an archive that is stored elsewhere",
             code="GPS-608",
         )
     files: tuple[manifest.FileRecord, ...] = ()

@@ -161,7 +161,7 @@ class ArchiveReader:
         """All that the archive became; blobs that nobody names are removed."""
         if FIRST[0] not in self._dumps:
             raise ImageError(
-                f"{self._path} is no checkpoint of a container: it has no {FIRST[0]}", code="GPS-605"
+                f"{self._path} is not a checkpoint of a container: it has no {FIRST[0]}", code="GPS-605"
             )
         config, info = self._dumps[FIRST[0]]
         spec = self._dumps[FIRST[1]][0] if FIRST[1] in self._dumps else b""
@@ -175,8 +175,8 @@ class ArchiveReader:
         """The same for images without an engine's configurations; `notes` are the annotations."""
         if self._ours and self._record is None:
             raise ImageError(
-                f"{self._path} is not complete: it has {OURS}, but no {CONFIG}",
-                hint="it was cut off while it was written; take another copy of it",
+                f"{self._path} is incomplete: it has {OURS}, but no {CONFIG}",
+                hint="it was truncated while it was being written; use another copy of it",
                 code="GPS-602",
             )
         if self._config is None:
@@ -201,7 +201,7 @@ class ArchiveReader:
         self._ours = self._ours or name == OURS or name.startswith(f"{OURS}/")
         if name in FOLDERS and not entry.info.isdir():
             raise ImageError(
-                f"{name} in {self._path} is no folder", hint="do not restore from it", code="GPS-604"
+                f"{name} in {self._path} is not a directory", hint="do not restore from it", code="GPS-604"
             )
         if name in (CONFIG, ROOTFS, *FIRST):
             self._refuse_repeated(name)
@@ -255,14 +255,14 @@ class ArchiveReader:
     def _refuse_repeated(self, name: str) -> None:
         if name in self._seen:
             raise ImageError(
-                f"{self._path} has {name} twice", hint="it is no archive of an engine's", code="GPS-604"
+                f"{self._path} has {name} twice", hint="it is not an engine's archive", code="GPS-604"
             )
         self._seen.add(name)
 
     def _file(self, entry: Entry) -> Content:
         if entry.content is None:
             raise ImageError(
-                f"{entry.name} in {self._path} is no file", hint="do not restore from it", code="GPS-604"
+                f"{entry.name} in {self._path} is not a file", hint="do not restore from it", code="GPS-604"
             )
         return entry.content
 
@@ -270,7 +270,8 @@ class ArchiveReader:
         limit = manifest.LARGEST if name == CONFIG else LARGEST_DUMP
         if content.left > limit:
             raise ImageError(
-                f"{name} in {self._path} has {content.left} bytes, and {limit} are allowed", code="GPS-604"
+                f"{name} in {self._path} has {content.left} bytes, but at most {limit} are allowed",
+                code="GPS-604",
             )
         return content.read()
 
@@ -311,7 +312,7 @@ class ArchiveReader:
         self._inner.add_blob(data, digest=digest, anew=True)
 
     def _make_blob_error(self, digest: str) -> BlobError:
-        return BlobError(f"the blob {digest} in {self._path} holds something else than its digest says")
+        return BlobError(f"the blob {digest} in {self._path} does not match its digest")
 
     def _settle(self, chunks: Sequence[Descriptor]) -> None:
         """See that every chunk is there."""
@@ -323,9 +324,9 @@ class ArchiveReader:
             elif not elsewhere:
                 notes = each.annotations
                 raise ImageError(
-                    f"{self._path} lacks the blob {each.digest} of {each.size} bytes, the chunk at "
-                    f"{notes[artifact.CHUNK_OFFSET]} of {notes[artifact.CHUNK_REGION]}",
-                    hint="take another copy of it",
+                    f"{self._path} does not contain the blob {each.digest} of {each.size} bytes, the "
+                    f"chunk at {notes[artifact.CHUNK_OFFSET]} of {notes[artifact.CHUNK_REGION]}",
+                    hint="use another copy of it",
                     code="GPS-601",
                 )
 
@@ -338,5 +339,5 @@ class ArchiveReader:
                 pass
             except OSError as error:
                 raise DiskError(
-                    f"{self._layout.path} cannot be cleared of {digest}: {reason(error)}"
+                    f"{digest} cannot be removed from {self._layout.path}: {reason(error)}"
                 ) from error

@@ -133,7 +133,8 @@ class ArchiveWriter:
             ours = entry.name in (CONFIG, ROOTFS, *LAYOUT) or entry.name.startswith(f"{BLOBS}/")
             if ours or (entry.name in FOLDERS and not entry.info.isdir()):
                 raise ImageError(
-                    f"the records {layer.digest} hold {entry.name}, which is none of them", code="GPS-604"
+                    f"the records {layer.digest} contain {entry.name}, which does not belong there",
+                    code="GPS-604",
                 )
             if name := volumes_in_records.name_in_chunks(entry.name):
                 if self._volumes:
@@ -250,7 +251,7 @@ class _Checked:
 
     def check_end(self) -> None:
         if PREFIX + self._hashed.hexdigest() != self._wanted.digest:
-            raise BlobError(f"the blob {self._wanted.digest} holds something else than its digest says")
+            raise BlobError(f"the blob {self._wanted.digest} does not match its digest")
 
 
 def _work_ahead(items: Iterable[T], work: Callable[[T], U], threads: int) -> Generator[U, None, None]:

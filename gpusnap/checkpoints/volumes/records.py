@@ -85,13 +85,13 @@ def decode(name: str, data: bytes, layers: Mapping[str, int], where: str) -> Vol
         found = Volume(name, str(document["content"]), from_json(document["table"]))
         for chunk in found.table.chunks:
             if layers.get(chunk.blob) != chunk.stored:
-                raise ChunkError(f"the chunk {chunk.blob} is no layer of the checkpoint")
+                raise ChunkError(f"the chunk {chunk.blob} is not a layer of the checkpoint")
             if chunk.size > LARGEST:
                 raise ChunkError(f"the chunk {chunk.blob} of {chunk.size} bytes is too large")
     except (ValueError, KeyError, TypeError, RecursionError, ChunkError) as error:
         raise ImageError(
-            f"the volume {name} in {where} is broken: {error}",
-            hint="take another copy of the checkpoint, or restore with --ignore-volumes",
+            f"the volume {name} in {where} is damaged: {error}",
+            hint="use another copy of the checkpoint, or restore with --ignore-volumes",
             code="GPS-604",
         ) from error
     return found

@@ -40,28 +40,32 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was 
 
 @click.command()
 @click.argument("containers", nargs=-1, metavar="CONTAINER...", shell_complete=complete_container)
-@click.option("-a", "--all", "every", is_flag=True, help="All running containers of gpusnap-runtime.")
-@click.option("-l", "--latest", is_flag=True, help="The container that was created last.")
+@click.option(
+    "-a", "--all", "every", is_flag=True, help="Checkpoint all running containers of gpusnap-runtime."
+)
+@click.option("-l", "--latest", is_flag=True, help="Checkpoint the most recently created container.")
 @click.option(
     "--to",
     metavar="PLACE",
     help="Destination: oci:DIR[:NAME], an archive such as ./w.tar.zst, or a REF in a registry. "
     "[default: this host's store]",
 )
-@click.option("-e", "--export", "file", metavar="FILE", help="The same as --to FILE, as Podman has it.")
+@click.option(
+    "-e", "--export", "file", metavar="FILE", help="Same as --to FILE, for compatibility with Podman."
+)
 @click.option("--name", default="", help="Name of the checkpoint in the store. [default: CONTAINER:UTC time]")
 @click.option(
     "--label",
     "labels",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Label the checkpoint in the store and in registries; may be repeated.",
+    help="Add a label to the checkpoint, in the store and in registries; may be repeated.",
 )
-@click.option("-R", "--leave-running", is_flag=True, help="Do not stop the container: it continues to run.")
-@click.option("--tcp-established", is_flag=True, help="Include open TCP connections.")
-@click.option("--file-locks", is_flag=True, help="Include file locks.")
-@click.option("--ignore-rootfs", is_flag=True, help="Leave out the files of the container that changed.")
-@click.option("--ignore-volumes", is_flag=True, help="Leave out the files in its named volumes.")
+@click.option("-R", "--leave-running", is_flag=True, help="Leave the container running after the checkpoint.")
+@click.option("--tcp-established", is_flag=True, help="Checkpoint open TCP connections.")
+@click.option("--file-locks", is_flag=True, help="Checkpoint file locks.")
+@click.option("--ignore-rootfs", is_flag=True, help="Do not include the container's changed files.")
+@click.option("--ignore-volumes", is_flag=True, help="Do not include the files in its named volumes.")
 @click.option(
     "--force",
     is_flag=True,
@@ -93,34 +97,34 @@ def checkpoint(
 
     Without --to, the checkpoint goes into this host's store. With --to REF it goes into the store, as
     CONTAINER:TIME and as REF, and is then pushed. With --to FILE or --to oci:DIR it goes only there. A store
-    does not write again what it has from earlier checkpoints. If another checkpoint in the store has the same
-    name, it loses the name and stays under its digest.
+    does not write data again that it has from earlier checkpoints. If another checkpoint in the store has the
+    same name, it loses the name and stays under its digest.
 
-    Files in its named volumes are taken along, unless --ignore-volumes is given. A store does not write
-    again what has not changed there. With --leave-running, Podman reads the files of volumes, and those of
-    the container, after it has gone on: they may be newer than its memory.
+    Files in its named volumes are included, unless --ignore-volumes is given. A store does not write
+    unchanged files again. With --leave-running, Podman reads the files of volumes, and those of the
+    container, after it has continued: they may be newer than its memory.
 
-    The container ends, unless --leave-running is given, and Podman keeps it as a stopped container. The last
-    line that is printed has the command that continues it, such as `gpusnap restore CONTAINER`: the newest
+    The container is stopped, unless --leave-running is given, and Podman keeps it as a stopped container. The
+    last line of output has the command that continues it, such as `gpusnap restore CONTAINER`: the newest
     checkpoint of that name.
 
     A suspended container (`gpusnap suspend`) is checkpointed from RAM, without a GPU, and stays suspended.
 
-    A container can name a command that is run in it first, and one that undoes it: io.gpusnap.pre-checkpoint
-    and io.gpusnap.post-restore, see docs/engines.md.
+    A container can specify a command that is run in it first, and one that undoes it:
+    io.gpusnap.pre-checkpoint and io.gpusnap.post-restore, see docs/engines.md.
 
-    If something fails after the container has ended, `podman container restore CONTAINER` restores it. If
-    Podman removes the container when it ends (--rm, Quadlet), the message names the archive to restore from.
+    If something fails after the container has stopped, `podman container restore CONTAINER` restores it. If
+    Podman removes the container when it stops (--rm, Quadlet), the message names the archive to restore from.
     If writing that archive fails, such a container is lost; gpusnap therefore checks for free space first,
     and Ctrl-C waits until the archive is written.
 
-    Several containers, or all with --all, are checkpointed one after another, each on its own: the failure of
-    one does not stop the others. As JSON they are a list, results, with --all also of one; a failure has
-    container, error, code and exitCode there. Ctrl-C undoes the one at work, and begins no other.
+    Several containers, or all with --all, are checkpointed one after another, independently: the failure of
+    one does not stop the others. As JSON they are a list, results, with --all even for one; a failure has
+    container, error, code and exitCode there. Ctrl-C undoes the current one, and starts no other.
 
     As JSON: container, containerId, name, digest, store, file, memory (bytes used of GPUs), size (bytes of
-    all blobs), new (bytes of those that the store did not have), seconds, and pushed where it was, as
-    `gpusnap push` has it.
+    all blobs), new (bytes of those that the store did not have), seconds, and, if it was pushed, pushed, as
+    in `gpusnap push`.
     """
     from gpusnap.engines.podman import Inspection
 
@@ -132,23 +136,23 @@ def checkpoint(
     from gpusnap.operations.checkpointing import checkpoint as checkpointing
 
     if file is not None and to is not None:
-        raise UsageError("--export and --to are the same thing; give one")
+        raise UsageError("--export and --to are the same option; give only one")
     place = locator.InFile(file) if file is not None else locator.destination(to) if to is not None else None
     if labels and isinstance(place, locator.InFile):
         raise UsageError(
-            "--label is for a store or a registry, and an archive of Podman has no place for labels",
-            hint="write it to the store, and then gpusnap copy NAME oci-archive:FILE",
+            "--label applies to a store or a registry; a Podman archive cannot store labels",
+            hint="write it to the store, then run gpusnap copy NAME oci-archive:FILE",
         )
     if name and isinstance(place, locator.InFile):
-        raise UsageError("--name is for a store, and an archive has no name but its file's")
+        raise UsageError("--name applies to a store; an archive has no name other than its file name")
     if name and isinstance(place, locator.InStore) and place.wanted:
-        raise UsageError("--name and the NAME in --to are the same thing; give one")
+        raise UsageError("--name and the NAME in --to are the same; give only one")
     wanted = _list_wanted(containers, every=every, latest=latest)
     named = name or (isinstance(place, locator.InStore) and place.wanted)
     if len(wanted) > 1 and (named or isinstance(place, locator.InFile | locator.InRegistry)):
         raise UsageError(
-            "several containers would have one name, one file or one reference",
-            hint="leave --name out, and give --to oci:DIR or no --to; gpusnap push takes them to a registry",
+            "several containers cannot share one name, file or reference",
+            hint="omit --name, and give --to oci:DIR or no --to; gpusnap push uploads them to a registry",
         )
 
     wish = checkpointing.CheckpointRequest(
@@ -194,7 +198,7 @@ def _list_wanted(containers: tuple[str, ...], *, every: bool, latest: bool) -> t
 
     if sum((bool(containers), every, latest)) != 1:
         raise UsageError(
-            "name one or more containers, or give --all or --latest, and only one of these",
+            "name one or more containers, or give either --all or --latest",
             hint="podman ps lists the containers",
         )
     if latest:
@@ -203,44 +207,46 @@ def _list_wanted(containers: tuple[str, ...], *, every: bool, latest: bool) -> t
         return tuple(dict.fromkeys(containers))
     ours, others = podman_objects.list_running()
     if others:
-        click.echo(f"gpusnap: note: not of gpusnap-runtime, and left out: {', '.join(others)}", err=True)
+        click.echo(
+            f"gpusnap: note: skipped, because they do not use gpusnap-runtime: {', '.join(others)}", err=True
+        )
     if not ours:
         raise NotFound(
-            "no container of gpusnap-runtime is running", hint="podman ps lists the containers that run"
+            "no running container uses gpusnap-runtime", hint="podman ps lists the running containers"
         )
     return ours
 
 
 @click.command()
 @click.argument("what", nargs=-1, metavar="WHAT...", shell_complete=complete_checkpoint)
-@click.option("-i", "--import", "file", metavar="FILE", help="The same as WHAT, a file, as Podman has it.")
-@click.option("-n", "--name", default="", help="Name of the restored container. [default: its old name]")
 @click.option(
-    "--gpu-map", default="", metavar="MAP", help="Restore old GPUs onto new ones: 0=3,1=2, or UUIDs."
+    "-i", "--import", "file", metavar="FILE", help="Same as WHAT, a file, for compatibility with Podman."
 )
+@click.option("-n", "--name", default="", help="Name of the restored container. [default: its old name]")
+@click.option("--gpu-map", default="", metavar="MAP", help="Map old GPUs to new ones: 0=3,1=2, or UUIDs.")
 @click.option("--tcp-established", is_flag=True, help="Restore TCP connections.")
 @click.option("--tcp-close", is_flag=True, help="Restore TCP connections as closed.")
-@click.option("--ignore-static-ip", is_flag=True, help="Allow another IP address.")
-@click.option("--ignore-static-mac", is_flag=True, help="Allow another MAC address.")
+@click.option("--ignore-static-ip", is_flag=True, help="Allow a different IP address.")
+@click.option("--ignore-static-mac", is_flag=True, help="Allow a different MAC address.")
 @click.option("--file-locks", is_flag=True, help="Restore file locks.")
-@click.option("--pod", default="", help="Restore into this pod. [default: the pod that it was in]")
+@click.option("--pod", default="", help="Restore into this pod. [default: its old pod]")
 @click.option(
     "-p",
     "--publish",
     multiple=True,
     metavar="PORTS",
-    help="Publish these ports instead: 8081:80, as podman run has it. May be given several times.",
+    help="Publish these ports instead, as in podman run: 8081:80. May be repeated.",
 )
-@click.option("--ignore-rootfs", is_flag=True, help="Do not restore changed files; use those of the image.")
+@click.option("--ignore-rootfs", is_flag=True, help="Do not restore changed files; use the image's files.")
 @click.option(
     "--ignore-volumes",
     is_flag=True,
-    help="Do not restore the files in volumes: use a volume as it is here, or a new, empty one.",
+    help="Do not restore the files in volumes: use existing volumes as they are, or new, empty ones.",
 )
 @click.option(
     "--not-migrated",
     is_flag=True,
-    help="I have looked: the container does not run on the host that it was being migrated to.",
+    help="Confirm that the container does not run on the host that it was being migrated to.",
 )
 @registry_options
 @quiet
@@ -273,43 +279,43 @@ def restore(
     container restore IMAGE` instead.
 
     From a registry, the memory is fetched while the container is being restored, or before it if there are 8
-    GiB or more or the network is slow. It is kept in this host's store. If the registry does not answer, and
-    the store has a checkpoint of the same name, that one is restored, and a note says so.
+    GiB or more or the network is slow. It is kept in this host's store. If the registry does not respond, and
+    the store has a checkpoint of the same name, that one is restored, with a note.
 
     A name without a tag, such as server, is the newest checkpoint of that name, as is server:latest. If a
-    checkpoint has exactly that name, as `gpusnap tag` and `gpusnap copy` can give it, it is that one, and
-    those that are newer are named.
+    checkpoint has exactly that name, which `gpusnap tag` and `gpusnap copy` can give, it is that one, and
+    newer ones are listed.
 
-    A named volume that Podman has already is used as it is, and a note says so: no file in it is replaced.
-    The restored processes do not know what was written to it since the checkpoint. Volumes that Podman does
-    not have are made, with their files from the checkpoint. If Podman has some of the volumes and lacks
-    others, nothing is restored, unless --ignore-volumes is given.
+    A named volume that still exists in Podman is used as it is, with a note: no file in it is overwritten.
+    The restored processes are not aware of changes since the checkpoint. Other volumes are created, with
+    their files from the checkpoint. If Podman has some of the volumes but not others, nothing is restored,
+    unless --ignore-volumes is given.
 
-    A second copy beside the first one has another name (--name), gets another address, and needs other
-    published ports (--publish). A container that was in a pod is restored into the same pod, or into another
-    one that shares the same namespaces (--pod).
+    A second copy next to the first one needs another name (--name) and other published ports (--publish), and
+    gets another address. A container that was in a pod is restored into the same pod, or into another one
+    that shares the same namespaces (--pod).
 
-    If Podman still has the stopped container that this very checkpoint ended, that container continues, with
-    its volumes and logs; if the restore fails, it is as before. Files that were changed or removed in it
-    since then (`podman cp`) come back as they were; files that were added stay. Any other container of that
-    name is in the way: remove it first (`podman rm`), or give another name with --name.
+    If Podman still has the container that this checkpoint stopped, that container continues, with its volumes
+    and logs; if the restore fails, it is as before. Files in it that were changed or removed since then
+    (`podman cp`) are restored; files that were added stay. If another container has that name, remove it
+    first (`podman rm`), or give another name with --name.
 
-    The last checkpoint of a container whose `gpusnap migrate` was cut off is not restored, because the
-    container may run on the other host: `gpusnap recover` asks that. If it cannot be asked, look there, and
-    give --not-migrated if the container does not run.
+    The last checkpoint of a container whose `gpusnap migrate` was interrupted is not restored, because the
+    container may run on the other host: `gpusnap recover` asks that host. If it cannot be reached, check
+    there, and give --not-migrated if the container does not run.
 
-    Several checkpoints are restored one after another, each on its own: the failure of one does not stop the
+    Several checkpoints are restored one after another, independently: the failure of one does not stop the
     others. As JSON they are a list, results; a failure has what, error, code and exitCode there.
 
-    As JSON: container, containerId, digest (empty for an archive), name (of the checkpoint, where it was in a
-    store), kept (the name in the store of what came from a registry, empty where that did not keep it) and
+    As JSON: container, containerId, digest (empty for an archive), name (of the checkpoint, if it was in a
+    store), kept (the name in the store of a checkpoint from a registry, empty if it was not kept) and
     seconds.
     """
     require_root("restore")
     if name and tcp_established:  # as podman container restore has it
         raise UsageError(
-            "--name gives the container another address, and --tcp-established needs the old one",
-            hint="give one of the two",
+            "--name gives the container another address, but --tcp-established needs the old one",
+            hint="give only one of the two",
         )
     if bool(what) == (file is not None):
         raise UsageError("name what to restore: one or more checkpoints, or --import FILE")
@@ -323,7 +329,9 @@ def restore(
 
         gpu_request(gpu_map)  # gpusnap-runtime gets it in a variable, and would name that
     if len(what) > 1 and (name or publish):
-        raise UsageError("--name and --publish are for one container", hint="restore them one by one")
+        raise UsageError(
+            "--name and --publish apply to a single container", hint="restore the containers one by one"
+        )
 
     def work(one: str) -> restoring.Restored:
         wish = restoring.Wish(
@@ -402,7 +410,7 @@ def _describe_way_back(wish: checkpointing.CheckpointRequest, made: checkpointin
         back = f"podman rm --force --time 0 {name} && {restore}"
         return f"{name} {state}; to go back to this checkpoint: {back}"
     removed = ", and Podman has removed it (--rm)" if auto_remove else ""
-    return f"{name} has ended{removed}; to continue it: {restore}"
+    return f"{name} has stopped{removed}; to continue it: {restore}"
 
 
 def _short_name(made: checkpointing.CheckpointResult) -> str:

@@ -36,18 +36,19 @@ def copy(a: str, b: str, plain_http: bool, as_json: bool) -> None:
     HOST/REPOSITORY:TAG   in a registry
     containerd:IMAGE      of containerd's own checkpoints
 
-    A store, a registry and an oci-archive keep the digest of the checkpoint, and with it what refers to it,
-    such as a signature. An archive of Podman does not: it is for `podman container restore --import`. To
-    carry a checkpoint to a host without a network, copy it to oci-archive:FILE, and there FILE to a NAME.
+    A store, a registry and an oci-archive keep the digest of the checkpoint, and therefore its referrers,
+    such as a signature. An archive of Podman does not: it is for `podman container restore --import`. To move
+    a checkpoint to a host without a network, copy it to oci-archive:FILE, and on that host copy FILE to a
+    NAME.
 
-    What B has already is not copied again. If the copy is interrupted, nothing under B's name is incomplete;
-    run it again to continue, a file begins anew. An existing FILE is not replaced. Without NAME, the copy has
-    the name that A has, or CONTAINER:UTC time. If another checkpoint in a store has the same name, it loses
-    the name and stays under its digest.
+    Blobs that B already has are not copied again. An interrupted copy leaves nothing incomplete under B's
+    name; run it again to continue (a file starts from the beginning). An existing FILE is not overwritten.
+    Without NAME, the copy has the name that A has, or CONTAINER:UTC time. If another checkpoint in a store
+    has the same name, it loses the name and stays under its digest.
 
     As JSON: digest, reference, store, name, file, image, baseImage (which a restore in containerd needs), and
-    blobs and bytes that were copied, skippedBlobs and skippedBytes that were there, and mounted, as
-    `gpusnap push` has them.
+    blobs and bytes that were copied, skippedBlobs and skippedBytes that already existed, and mounted, as in
+    `gpusnap push`.
     """
     from gpusnap.operations import copy as copying
 

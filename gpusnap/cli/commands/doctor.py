@@ -32,26 +32,28 @@ _MARKS = {Verdict.OK: "OK", Verdict.WARNING: "warning", Verdict.FAILURE: "failur
     metavar="NS",
     help="CONTAINER is the ID of a task in this namespace of containerd's.",
 )
-@click.option("--runtime", default="", metavar="NAME", help="Check this real runtime, not the settings' one.")
+@click.option(
+    "--runtime", default="", metavar="NAME", help="Check this runtime instead of the one in the settings."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 def doctor(container: str | None, namespace: str, runtime: str, as_json: bool) -> None:
     """Check whether this host, or the running CONTAINER, can be checkpointed.
 
-    Each line is OK, a warning or a failure, with what to do about it; docs/doctor.md explains each.
-    CONTAINER is a running one of Podman's, by name or ID, or the ID of a task of containerd's. Nothing is
-    changed, and no process is stopped. Run it as root. The exit code is 0 without a failure, with warnings
-    too, and 1 with one.
+    Each line is OK, a warning or a failure, with what to do about it; docs/doctor.md explains each. CONTAINER
+    is the name or ID of a running Podman container, or the ID of a containerd task. Nothing is changed, and
+    no process is stopped. Run it as root. The exit code is 1 if there are failures, otherwise 0, even with
+    warnings.
 
     As JSON: failures, warnings, and checks, each with name, verdict (ok, warning, failure), says, todo,
     facts, and code (such as GPS-312, for `gpusnap explain`; empty if there is none).
     """
     if container is None:
         if namespace:
-            raise click.UsageError("--containerd goes with CONTAINER")
+            raise click.UsageError("--containerd requires CONTAINER")
         checks = host.checks(runtime=runtime)
     else:
         if runtime:
-            raise click.UsageError("--runtime goes without CONTAINER")
+            raise click.UsageError("--runtime cannot be combined with CONTAINER")
         require_root("doctor CONTAINER")
         checks = of_container.checks(subject.find(container, namespace=namespace), find_driver())
     if as_json:
@@ -63,7 +65,7 @@ def doctor(container: str | None, namespace: str, runtime: str, as_json: bool) -
     failures = sum(each.verdict is Verdict.FAILURE for each in checks)
     if failures:
         raise GpusnapError(
-            f"{failures} of {plural(len(checks), 'check')} failed", hint="do what each of them says"
+            f"{failures} of {plural(len(checks), 'check')} failed", hint="follow the hint of each one"
         )
 
 
@@ -73,7 +75,7 @@ def conclusion(checks: Sequence[Check], container: str | None) -> str:
     if container is not None:
         what = f"{container} can be checkpointed"
     if any(each.verdict is Verdict.FAILURE for each in checks):
-        return what.replace(" can ", " cannot ", 1) + " until the failures are put right"
+        return what.replace(" can ", " cannot ", 1) + " until the failures are fixed"
     if any(each.verdict is Verdict.WARNING for each in checks):
         exceptions = [str(each.facts["except_for"]) for each in checks if "except_for" in each.facts]
         if container is None and exceptions:

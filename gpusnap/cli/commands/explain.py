@@ -31,7 +31,7 @@ def _complete(ctx: click.Context, param: click.Parameter, begun: str) -> list[Co
 def explain(code: str | None) -> None:
     """Explain the error CODE: what causes it, and what to do about it. Without CODE, list all codes.
 
-    CODE is what stands in brackets at the end of a message, such as GPS-312, or the code's name, such as
+    CODE is the code in brackets at the end of a message, such as GPS-312, or the code's name, such as
     lock-timeout. docs/errors.md has the same, with every message.
     """
     from gpusnap.error_codes import find

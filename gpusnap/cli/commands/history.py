@@ -37,8 +37,8 @@ def history(name: str, as_json: bool) -> None:
     """Show the checkpoints of a container over time, the newest last.
 
     NAME is the name of a container or of one of its checkpoints; in another store, oci:DIR:NAME. "new" counts
-    the blobs that no earlier checkpoint of the container has: what this one added on disk. "pause" is how
-    long the processes were stopped or, if the checkpoint ended the container, how long that took.
+    the blobs that no earlier checkpoint of the container has: the disk space that this one added. "pause" is
+    how long the processes were stopped or, if the checkpoint stopped the container, how long that took.
 
     As JSON: store, container, checkpoints (each with digest, names, created, age in seconds, containerId,
     size, new, pause in seconds or null, gpus, driver, labels, fault, migrating, which is the host that the
@@ -51,7 +51,7 @@ def history(name: str, as_json: bool) -> None:
         found = moments(open_store(store), word)
     if not found:
         raise NotFound(
-            f"{store.path} has no checkpoint of a container {word}",
+            f"{store.path} has no checkpoint of the container {word}",
             hint="gpusnap ls lists the checkpoints and their containers",
             code="GPS-701",
         )

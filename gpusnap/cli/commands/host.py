@@ -27,7 +27,7 @@ from gpusnap.user_errors import NotFound
 
 @click.command()
 @click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
-@click.option("--gpu-map", metavar="MAP", help="Restore old GPUs onto new ones: 0=3,1=2, or UUIDs.")
+@click.option("--gpu-map", metavar="MAP", help="Map old GPUs to new ones: 0=3,1=2, or UUIDs.")
 @registry_options
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(what: str, gpu_map: str | None, plain_http: bool, as_json: bool) -> None:

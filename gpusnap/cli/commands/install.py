@@ -29,14 +29,14 @@ _DONE = {"written": "to be written", "replaced": "to be replaced", "removed": "t
 _CHANGED = ("written", "replaced", "removed")
 _UNITS = {"containerd": "/etc/containerd/", "crio": "/etc/crio/"}
 
-_force = click.option("--force", is_flag=True, help="Go on where it would be refused; see above.")
-_dry_run = click.option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")
+_force = click.option("--force", is_flag=True, help="Continue where it would otherwise refuse; see above.")
+_dry_run = click.option("--dry-run", is_flag=True, help="Print what would be done without doing it.")
 _root = click.option(
     "--root",
     default="/",
     metavar="DIR",
     type=click.Path(file_okay=False, exists=True),
-    help="Work on the host's file system in DIR, such as an image that is being made.",
+    help="Use the file system in DIR, such as an image that is being built.",
 )
 
 
@@ -48,11 +48,13 @@ class _Plan:
 
 
 @click.command()
-@click.option("--podman", is_flag=True, help="Make gpusnap-runtime known to Podman.")
-@click.option("--containerd", is_flag=True, help="Give containerd's CRI plugin the runtime handler gpusnap.")
-@click.option("--crio", is_flag=True, help="Give CRI-O the runtime handler gpusnap.")
-@click.option("--default", is_flag=True, help="Make it the engines' default, for every new container.")
-@click.option("--hooks", is_flag=True, help="Have Podman run the OCI hooks, too (docs/hooks.md).")
+@click.option("--podman", is_flag=True, help="Add gpusnap-runtime to Podman's configuration.")
+@click.option(
+    "--containerd", is_flag=True, help="Add the runtime handler gpusnap to containerd's CRI plugin."
+)
+@click.option("--crio", is_flag=True, help="Add the runtime handler gpusnap to CRI-O.")
+@click.option("--default", is_flag=True, help="Make it the engines' default for new containers.")
+@click.option("--hooks", is_flag=True, help="Also have Podman run the OCI hooks (docs/hooks.md).")
 @_root
 @_force
 @_dry_run
@@ -70,14 +72,14 @@ def install(
 ) -> None:
     """Register gpusnap-runtime with the container engines of this host.
 
-    Without the name of an engine: all of Podman, containerd and CRI-O that the host has. Each gets a
-    configuration file of its own, and none that somebody else wrote is changed; where an engine takes no
-    such file, one is written that shows what to add. The settings file is made with all settings as
-    comments. Run again, it completes what was interrupted and brings what is there up to date.
+    If no engine is named, all of Podman, containerd and CRI-O that are installed are configured. Each gets a
+    separate configuration file, and existing files are not changed; if an engine does not support that, a
+    file is written that shows what to add. The settings file is created with all settings as comments. If it
+    is run again, it completes an interrupted installation and updates an existing one.
 
-    It is refused where a file is in the way that is not as gpusnap writes it, and where others than root
-    could change what the engines would run as root; --force replaces the file, and takes the program as it
-    is.
+    It is refused if an existing file differs from what gpusnap would write, or if users other than root
+    could modify the program that the engines would run as root; --force replaces the file, and accepts the
+    program.
 
     As JSON: program, engines, changes (each with what, which is written, replaced, unchanged, kept, removed,
     gone or left, and path), notes.
@@ -93,7 +95,7 @@ def install(
     if not as_json:
         _say(changes, notes, plan.items if dry_run else (), dry_run)
         if not dry_run:
-            click.echo("gpusnap doctor tells whether this host is ready for checkpoints")
+            click.echo("gpusnap doctor checks whether this host is ready for checkpoints")
         return
     _print({"program": plan.program, "engines": list(engines), **_document(changes, notes)})
 
@@ -104,15 +106,15 @@ def install(
 @_dry_run
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
-    """Remove what `gpusnap install` put on this host.
+    """Remove what `gpusnap install` installed on this host.
 
-    Files that somebody changed since stay. It is refused while there are containers whose runtime is
-    gpusnap-runtime, which their engine could neither stop nor start then, and while a file of an engine's
-    that stays names gpusnap-runtime or makes it the default: the lines are shown. --force does it all the
-    same, and removes what somebody changed. Checkpoints, the store and gpusnap itself stay.
+    Modified files are kept. It is refused while there are containers that use gpusnap-runtime, because their
+    engine could then neither stop nor start them, and while another configuration file of an engine names
+    gpusnap-runtime or makes it the default: the lines are shown. --force uninstalls anyway, and removes
+    modified files. Checkpoints, the store and gpusnap itself are kept.
 
-    With --dry-run it prints what would be removed and, if it would be refused, why, and ends with the same
-    exit code. It asks for containers only as root.
+    With --dry-run it prints what would be removed and, if it would be refused, the reason, and returns the
+    same exit code. It looks for containers only if it runs as root.
 
     As JSON: changes (each with what, which is removed, gone or left, and path), notes, and refused, which is
     empty unless --dry-run found that it would be refused.
@@ -123,21 +125,22 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
     lines = _list_mentions(root, force) if refusal is None or dry_run else []
     if lines and not force and refusal is None:
         refusal = GpusnapError(
-            f"engines are told of gpusnap-runtime in files that stay: {_join([str(each) for each in lines])}",
-            hint="take these lines out first; with --force it is uninstalled all the same",
+            "other configuration files still refer to gpusnap-runtime: "
+            f"{_join([str(each) for each in lines])}",
+            hint="remove these lines first, or give --force to uninstall anyway",
         )
     if refusal is not None and not dry_run:
         raise refusal
     changes = installer.uninstall(root=root, force=force, dry_run=dry_run)
     notes = _list_left(changes)
-    notes += [f"take this line out, for {each.path} stays as it is: {each}" for each in lines]
+    notes += [f"remove this line: {each.path} is left as it is: {each}" for each in lines]
     notes += _restarts(changes, root)
     if as_json:
         _print(_document(changes, notes) | {"refused": refusal.sentence() if refusal is not None else ""})
     else:
         _say(changes, notes, (), dry_run)
         if not changes:
-            click.echo("gpusnap install has put nothing on this host")
+            click.echo("gpusnap install has installed nothing on this host")
     if refusal is not None:
         raise refusal
 
@@ -160,14 +163,14 @@ def _list_missing(root: str) -> list[str]:
     """What a restore needs and gpusnap's own packages do not bring."""
     if pycriu_package.is_there(root):
         return []
-    return [pycriu_package.make_missing_error("this host can restore no checkpoint without it").sentence()]
+    return [pycriu_package.make_missing_error("this host cannot restore checkpoints without it").sentence()]
 
 
 def _need_root(command: str, root: str, dry_run: bool) -> None:
     if root == "/" and not dry_run and os.geteuid():
         raise GpusnapError(
-            f"gpusnap {command} changes files of the system, which only root may do",
-            hint="run it as root, or with --dry-run to see what it would do",
+            f"gpusnap {command} changes system files, which requires root",
+            hint="run it as root, or with --dry-run to see what would be done",
             code="GPS-005",
         )
 
@@ -179,8 +182,9 @@ def _engines(chosen: Sequence[str], root: str) -> dict[str, str]:
         return {name: found.get(name, "") for name in chosen}
     if not found:
         raise GpusnapError(
-            "this host has none of Podman, containerd and CRI-O",
-            hint="install one of them, or name the one that is to come: --podman, --containerd, --crio",
+            "Podman, containerd and CRI-O are not installed on this host",
+            hint="install one of them, or name the one that will be installed: --podman, --containerd, "
+            "--crio",
         )
     return found
 
@@ -191,7 +195,7 @@ def _make_plan(engines: dict[str, str], root: str, *, default: bool, hooks: bool
     items = [*runs.items, install_runtime.settings_item()]
     notes = [*runs.notes, *_check_trusted(install_runtime.find_program(root), root, force)]
     if hooks and "podman" not in engines:
-        raise GpusnapError("--hooks is for Podman, which is not among the engines", hint="give --podman, too")
+        raise GpusnapError("--hooks applies to Podman, which is not among the engines", hint="add --podman")
     if "podman" in engines:
         hook = install_runtime.find_program(root, hooksd.PROGRAM) if hooks else ""
         notes += _check_trusted(hook, root, force) if hook else ()
@@ -215,11 +219,11 @@ def _check_trusted(program: str, root: str, force: bool) -> list[str]:
     fault = install_trust.fault(program) if root == "/" else ""
     if fault and not force:
         raise GpusnapError(
-            f"the engines would run {program} as root, and {fault}",
-            hint="install gpusnap where root alone can write, as sudo pipx install does, or give --force to "
-            "take it as it is",
+            f"the engines would run {program} as root, but {fault}",
+            hint="install gpusnap where only root can write, as sudo pipx install does, or give "
+            "--force to accept the risk",
         )
-    return [f"the engines run {program} as root, and {fault}"] if fault else []
+    return [f"the engines run {program} as root, but {fault}"] if fault else []
 
 
 def _parts(plan: _Plan, root: str) -> tuple[set[str], list[str]]:
@@ -235,12 +239,12 @@ def _parts(plan: _Plan, root: str) -> tuple[set[str], list[str]]:
     lines = install_mentions.lines(root, old, written)
     needs = next((f"{line}" for line in lines if any(path in line.text for path in old)), "")
     if not needs and root == "/" and (found := install_engines.list_used()):
-        needs = f"containers have gpusnap-runtime as their runtime: {_format_used(found)}"
+        needs = f"containers use gpusnap-runtime as their runtime: {_format_used(found)}"
     if not needs:
         return parts | {"runtime"}, []
     again = "run gpusnap install again when that has changed"
     return parts - {"runtime"}, [
-        f"{path} stays, from an installation before: {needs}; {again}" for path in old
+        f"{path} of an earlier installation is kept: {needs}; {again}" for path in old
     ]
 
 
@@ -265,14 +269,14 @@ def _is_ours(path: str, root: str) -> bool:
 
 
 def _list_left(changes: Sequence[Change]) -> list[str]:
-    return [f"{each.path} was changed by somebody, and stays" for each in changes if each.what == "left"]
+    return [f"{each.path} was modified, and is kept" for each in changes if each.what == "left"]
 
 
 def _restarts(changes: Sequence[Change], root: str) -> list[str]:
     """What has to be restarted for its configuration to count; Podman reads it for each command."""
     changed = [each.path for each in changes if each.what in _CHANGED] if root == "/" else []
     units = [unit for unit, folder in _UNITS.items() if any(path.startswith(folder) for path in changed)]
-    return [f"for it to count: systemctl restart {unit}" for unit in units]
+    return [f"to apply it: systemctl restart {unit}" for unit in units]
 
 
 def _refuse_used() -> None:
@@ -280,8 +284,8 @@ def _refuse_used() -> None:
     if found:
         engines = " and ".join(sorted({install_engines.NAMES[each.engine] for each in found}))
         raise GpusnapError(
-            f"containers of {engines} have gpusnap-runtime as their runtime: {_format_used(found)}",
-            hint="remove them first; with --force it is uninstalled all the same",
+            f"containers of {engines} use gpusnap-runtime as their runtime: {_format_used(found)}",
+            hint="remove them first, or give --force to uninstall anyway",
         )
 
 

@@ -40,13 +40,13 @@ _LIMIT = 100
     "filters",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Show only what fits: name, container, before, since, dangling, kind.",
+    help="Show only matches: name, container, before, since, dangling, kind.",
 )
 @click.option(
     "--format",
     "form",
     metavar="TEMPLATE",
-    help="json, or fields such as '{{.Name}} {{.Size}}', for each name.",
+    help="json, or a template of fields such as '{{.Name}} {{.Size}}'.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print only digests.")
 @click.option(
@@ -55,7 +55,7 @@ _LIMIT = 100
     default=_LIMIT,
     show_default=True,
     metavar="N",
-    help="Of a repository, look at the last N tags by name.",
+    help="In a repository, inspect only the last N tags by name.",
 )
 @registry_options
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -74,25 +74,25 @@ def ls(
     registry that are checkpoints, and NAME the checkpoints of that name in this host's store. There is a row
     for each name. "size" counts all blobs of a checkpoint, "own" those that nothing else in the store uses:
     `gpusnap rm --gc` would free that much. An entry marked "pages only" is the memory of a checkpoint whose
-    records are in an archive of Podman. What refers to a checkpoint, such as a signature, is pulled and
-    pushed with it. One marked "may run on HOST" is of a container whose migration to that host has not ended:
-    `gpusnap recover` asks that host, and until then it is not restored here.
+    records are in an archive of Podman. The referrers of a checkpoint, such as a signature, are pulled and
+    pushed with it. An entry marked "may run on HOST" belongs to a container whose migration to that host is
+    incomplete: `gpusnap recover` asks that host, and until then it is not restored here.
 
     Filters are name=PATTERN (with the tag or without: name=server, name='server:2026*'), container=PATTERN,
-    before= and since= (a checkpoint, a time such as 2026-11-22, or how long ago, such as 24h or 7d),
-    dangling=true or false (without or with a name), kind= (checkpoint, pages, referrer, image, other,
-    damaged). Several values of one key are alternatives; all keys have to fit.
+    before= and since= (a checkpoint, a time such as 2026-11-22, or an age such as 24h or 7d), dangling=true
+    or false (without or with a name), kind= (checkpoint, pages, referrer, image, other, damaged). Several
+    values of one key are alternatives; all keys must match.
 
     Fields for --format are Name, Digest, ID, Created, CreatedSince, Container, ContainerID, GPUs, Driver,
-    Memory, Processes, Size, Own, Kind. With "table " before them there is a heading.
+    Memory, Processes, Size, Own, Kind. With "table " in front, a heading is printed.
 
     As JSON: store, checkpoints (each with digest, names, created, kind, container, containerId, gpus, driver,
     memory, processes, size, own, subject, which is the digest that a referrer refers to, fault, migrating,
-    which is the host that its container may run on), blobs, size. Of a repository: repository, checkpoints,
-    tags, and lookedAt, how many of the tags were looked at.
+    which is the host that its container may run on), blobs, size. For a repository: repository, checkpoints,
+    tags, and lookedAt, the number of tags that were inspected.
     """
     if as_json + quiet + (form is not None) > 1:
-        raise click.UsageError("give one of --json, --format and --quiet")
+        raise click.UsageError("give only one of --json, --format and --quiet")
     if form == "json":
         form, as_json = None, True
     made = template(form) if form is not None else None
@@ -140,8 +140,9 @@ def _place(word: str | None) -> InStore | InRegistry | str:
     if isinstance(place, InStore) and not place.wanted:
         return place
     raise UsageError(
-        f"{word[:120]!r} is no store and no repository",
-        hint="a store is named oci:DIR, a repository HOST/REPOSITORY; gpusnap inspect shows one checkpoint",
+        f"{word[:120]!r} is neither a store nor a repository",
+        hint="a store is named oci:DIR, a repository HOST/REPOSITORY; gpusnap inspect shows a "
+        "single checkpoint",
         code="GPS-102",
     )
 
@@ -167,7 +168,7 @@ def _list_registry(place: InRegistry, *, limit: int, plain_http: bool, progress:
     except Rejected as error:
         raise GpusnapError(
             str(error),
-            hint=f"name a tag that you know: gpusnap inspect {place.reference.name}:TAG",
+            hint=f"name a known tag: gpusnap inspect {place.reference.name}:TAG",
             code=error.code,
         ) from error
 
@@ -205,7 +206,7 @@ def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filte
     if not isinstance(found, kept.Listing):
         show.say(console, f"{one} in {where}, which has {found.tags} tag{'s' * (found.tags != 1)}")
         if found.looked_at < found.tags:
-            show.say(console, f"only the last {found.looked_at} tags by name were looked at; see --limit")
+            show.say(console, f"only the last {found.looked_at} tags by name were inspected; see --limit")
     elif not found.rows:
         show.say(console, f"no checkpoints in {where}")
     else:

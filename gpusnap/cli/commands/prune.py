@@ -32,8 +32,8 @@ _LAYOUTS = (((), 2), (("created",), 2), (("created", "container"), 2))
 @click.command()
 @click.argument("what", nargs=-1, metavar="[STORE] [NAME]...", shell_complete=complete_store)
 @keep_options
-@click.option("--dry-run", is_flag=True, help="Print what would be removed, and change nothing.")
-@click.option("--gc", "at_once", is_flag=True, help="Free the disk space at once, as `gpusnap gc` does.")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed without removing it.")
+@click.option("--gc", "at_once", is_flag=True, help="Free the disk space immediately, as `gpusnap gc` does.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def prune(
     what: tuple[str, ...],
@@ -45,28 +45,28 @@ def prune(
     """Remove the checkpoints of each container that no rule keeps.
 
     STORE is oci:DIR; without it, this host's store. NAME is the name of a container, or of checkpoints, and
-    may have * and ?; without it, all containers. At least one --keep rule is needed. The rules work on each
-    container by itself, as those of restic and borg do, and a checkpoint that one rule keeps stays. Hours
+    may have * and ?; without it, all containers. At least one --keep rule is needed. The rules apply to each
+    container separately, as in restic and borg, and a checkpoint is kept if at least one rule keeps it. Hours
     without a checkpoint do not count. Days begin at midnight UTC, weeks on Monday.
 
-    These always stay: the newest checkpoint of a container, what a restore or another command is reading, and
-    a checkpoint with a name that is neither CONTAINER nor CONTAINER:TIME and does not fit NAME, such as one
-    that `gpusnap tag` gave it. A NAME with * fits such a tag only if it has a colon, as in 'server:old*'.
-    One that is not whole, because its manifest or a blob is missing or cut short, counts for no rule: it is
-    named, and stays until `gpusnap rm`. Blobs are not read; `gpusnap verify` does that.
+    These are always kept: the newest checkpoint of a container, checkpoints that a restore or another command
+    is reading, and a checkpoint with a name that is neither CONTAINER nor CONTAINER:TIME and does not match
+    NAME, such as one from `gpusnap tag`. A NAME with * matches such a tag only if it has a colon, as in
+    'server:old*'. A damaged checkpoint, whose manifest or a blob is missing or truncated, is ignored by the
+    rules: it is reported, and kept until `gpusnap rm`. Blobs are not read; `gpusnap verify` does that.
 
-    What refers to a checkpoint, such as a signature, is removed with it. The blobs stay on disk until
+    The referrers of a checkpoint, such as a signature, are removed with it. The blobs stay on disk until
     `gpusnap gc`. After that, Podman cannot restore the stopped container of a removed checkpoint either.
 
     As JSON: store, dryRun, checkpoints (each with digest, names, created, container, own, reasons, fault;
-    without a reason to stay, it is removed; fault is what one that is not whole lacks), collected (null, or
-    what `gpusnap gc` says).
+    without a reason, it is removed; fault is the damage), collected (null, or the output of `gpusnap gc`).
     """
     rules = rules_of(keep)
     if rules.is_empty():
         raise UsageError(
-            "no rule says what to keep, so nothing is removed",
-            hint="give one or more, such as --keep-last 3 --keep-daily 7; gpusnap rm removes single ones",
+            "no rule says which checkpoints to keep, so nothing is removed",
+            hint="give at least one, such as --keep-last 3 --keep-daily 7; gpusnap rm removes single "
+            "checkpoints",
         )
     word = what[0] if what and what[0].startswith("oci:") else None
     names = what[1:] if word is not None else what
@@ -92,8 +92,8 @@ def prune(
     if collected is not None:
         store_tables.print_collected(show.output(), store.path, collected, dry_run=False)
     elif not dry_run and any(each.goes for each in found):
-        once = " when all others are whole" if any(each.fault for each in found) else ""
-        show.say(show.output(), f"gpusnap gc frees the room that they took{once}")
+        once = " when all others are complete" if any(each.fault for each in found) else ""
+        show.say(show.output(), f"gpusnap gc frees the space that they use{once}")
 
 
 def _warn(found: Sequence[Verdict], path: str) -> None:
@@ -103,8 +103,8 @@ def _warn(found: Sequence[Verdict], path: str) -> None:
             name = each.names[0] if each.names else store_tables.shorten_digest(each.digest)
             word = name if is_default(path) else f"oci:{path}:{name}"
             note(
-                f"the checkpoint {word} is not whole, so it counts for no rule and stays: {each.fault}; "
-                f"gpusnap verify {word} says what is damaged, and gpusnap rm {word} removes it",
+                f"the checkpoint {word} is damaged, so no rule applies to it and it is kept: "
+                f"{each.fault}; gpusnap verify {word} shows the damage, and gpusnap rm {word} removes it",
                 code="GPS-601",
             )
 
@@ -112,7 +112,7 @@ def _warn(found: Sequence[Verdict], path: str) -> None:
 def _say(found: Sequence[Verdict], path: str, names: Sequence[str], *, dry_run: bool) -> None:
     console = show.output()
     if not found:
-        of = f" is of {' or '.join(names)}; gpusnap ls lists them" if names else ""
+        of = f" belongs to {' or '.join(names)}; gpusnap ls lists them" if names else ""
         show.say(console, f"no checkpoint in {path}{of}")
         return
     goes = "would go" if dry_run else "removed"

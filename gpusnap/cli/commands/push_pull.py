@@ -32,13 +32,13 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was 
     type=click.Choice(["oci", "cri", "podman"]),
     default="oci",
     show_default=True,
-    help="oci: an artifact in chunks. podman, cri: an image that `podman container restore` takes, or CRI-O.",
+    help="oci: an artifact in chunks. podman, cri: an image for `podman container restore` or CRI-O.",
 )
 @click.option(
     "--compression",
     "packing",
     type=click.Choice(["gzip", "zstd"]),
-    help="Of the image of --format podman or cri: zstd is faster, and older tools do not take it. "
+    help="Compression for --format podman or cri: zstd is faster, but older tools cannot read it. "
     "[default: gzip]",
 )
 @registry_options
@@ -49,24 +49,24 @@ def push(
 ) -> None:
     """Push the checkpoint WHAT to a registry as REF.
 
-    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman's, of skopeo's
-    (oci-archive) or of ctr images export, or containerd:[NAMESPACE/]IMAGE, a checkpoint that ctr
-    container checkpoint --task has made; with the namespace, such as containerd:default/team/w:v1, it is
-    always clear what is meant, as the first part of a name without a dot or a colon is taken for one.
-    containerd's socket is taken from CONTAINERD_ADDRESS, as ctr does. Chunks that the registry has are
-    not sent again, and what refers to the checkpoint in its layout, such as a signature, goes along. REF
-    without a tag has the tag latest. CAs and client certificates of a registry are taken from
-    /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
+    WHAT is a name or a digest in this host's store, oci:DIR[:NAME], an archive of Podman, of skopeo
+    (oci-archive) or of ctr images export, or containerd:[NAMESPACE/]IMAGE, a checkpoint made by ctr container
+    checkpoint --task. If the first part of IMAGE has no dot or colon, it is taken for the namespace;
+    containerd:default/team/w:v1 is unambiguous. containerd's socket is taken from CONTAINERD_ADDRESS, as ctr
+    does. Chunks that the registry already has are not sent again. Referrers of the checkpoint in its layout,
+    such as a signature, are pushed with it. The default tag of REF is latest. CAs and client certificates of
+    a registry are taken from /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and
+    NO_PROXY.
 
-    As JSON: reference, digest, blobs and bytes that were sent, skippedBlobs and skippedBytes that were there,
-    and mounted, the blobs of those that the registry took from another of its repositories.
+    As JSON: reference, digest, blobs and bytes that were sent, skippedBlobs and skippedBytes that already
+    existed, and mounted, how many of the latter the registry mounted from another repository.
     """
     from gpusnap.operations import push_pull
 
     if packing is not None and form == "oci":
         raise UsageError(
-            "--compression is for an image, and chunks of an artifact have their own",
-            hint="give --format podman or cri as well, or see memory.level in the settings",
+            "--compression applies to an image; the chunks of an artifact have their own",
+            hint="also give --format podman or cri, or see memory.level in the settings",
         )
     found = locator.in_containerd(what) or locator.find(what, remote=False)
     assert not isinstance(found, locator.InRegistry)
@@ -93,13 +93,13 @@ def push(
     "file",
     default="",
     metavar="FILE",
-    help="Write an archive for Podman, .tar or .tar.zst; of a checkpoint of containerd's a .tar for ctr.",
+    help="Write an archive: .tar or .tar.zst for Podman, .tar for ctr if it is a containerd checkpoint.",
 )
 @click.option(
     "--to",
     metavar="PLACE",
     shell_complete=complete_store,
-    help="Into the store oci:DIR[:NAME], or into containerd, as containerd:[NAMESPACE/]IMAGE. "
+    help="Pull into the store oci:DIR[:NAME], or into containerd, as containerd:[NAMESPACE/]IMAGE. "
     "[default: this host's store, unless -o is given]",
 )
 @registry_options
@@ -108,20 +108,21 @@ def push(
 def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -> None:
     """Pull the checkpoint REF from a registry into a store, an archive, or containerd.
 
-    In the store its name is REF, and chunks that the store has are not fetched again. What refers to it in
-    the registry, such as a signature or an SBOM, is pulled as well. Run an interrupted pull again to continue
-    it. An existing FILE is not replaced. CAs and client certificates of a registry are taken from
+    In the store its name is REF, and chunks that the store already has are not fetched again. Its referrers
+    in the registry, such as a signature or an SBOM, are pulled as well. Run an interrupted pull again to
+    continue it. An existing FILE is not overwritten. CAs and client certificates of a registry are taken from
     /etc/containers/certs.d or /etc/docker/certs.d, a proxy from HTTPS_PROXY and NO_PROXY.
 
-    containerd gets what its ctr has checkpointed, to be restored by ctr container restore --live NAME IMAGE,
-    and the base image as well where the checkpoint has it (--image), unless it has another one of that name,
-    or an image called IMAGE that is no checkpoint: then nothing is changed. The archive of one is taken by
-    ctr images import --no-unpack, which replaces images that have the names in it: REF, and that of the base
-    image, which the maker of the checkpoint has chosen. A base image in it is made ready by ctr snapshots
-    unpack DIGEST. Do so only with checkpoints that you trust: ctr lets them say what a container may do.
+    A containerd checkpoint can be pulled into containerd, and is restored by ctr container restore --live
+    NAME IMAGE. The base image is pulled as well if the checkpoint contains it (--image). If containerd has
+    another image of that name, or an image IMAGE that is not a checkpoint, nothing is changed. Import an
+    archive of such a checkpoint with ctr images import --no-unpack, which replaces images that have the names
+    in it: REF, and that of the base image, which the maker of the checkpoint has chosen. Prepare a base image
+    in it with ctr snapshots unpack DIGEST. Do so only with checkpoints that you trust: with ctr, the
+    checkpoint determines the privileges of the container.
 
     As JSON: reference, digest, store, name, file, image (its name in containerd, or in the file for ctr),
-    baseImage (which a restore needs there), and blobs to mounted as `gpusnap push` has them.
+    baseImage (which a restore needs there), and blobs to mounted as in `gpusnap push`.
     """
     from gpusnap.operations import push_pull
 
@@ -130,7 +131,7 @@ def pull(ref: str, file: str, to: str | None, plain_http: bool, as_json: bool) -
         place = locator.in_containerd(to) or locator.destination(to)
     if place is not None and not isinstance(place, locator.InStore | locator.InContainerd):
         raise UsageError(
-            f"--to {to} is no store",
+            f"--to {to} is not a store",
             hint="write it as oci:DIR, oci:DIR:NAME or containerd:IMAGE, or use -o",
             code="GPS-102",
         )

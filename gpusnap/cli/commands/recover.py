@@ -77,31 +77,31 @@ def _id(coming: Record) -> str:
 
 @click.command()
 @click.argument("container", required=False, metavar="[CONTAINER]")
-@click.option("--list", "only_list", is_flag=True, help="List what needs recovery, and change nothing.")
+@click.option("--list", "only_list", is_flag=True, help="List what needs recovery without changing anything.")
 @click.option("--json", "as_json", is_flag=True, help="With --list: print it as JSON.")
 def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     """Clean up after a killed gpusnap or Podman, for all containers or for CONTAINER.
 
     CONTAINER is its ID, the beginning of it, or Podman's name. After a killed checkpoint, the processes are
-    stopped and their GPU memory is in RAM or in files: they are resumed. After a killed restore, what had
-    come of the container is removed, so that it can be restored again. If Podman was killed too, it may keep
-    a container that never ran, which it has as created, as those of `podman create`: the next restore names
-    it, and `podman rm` removes it. A running container is left alone. A suspend that was killed is undone,
-    and a resume is finished; a suspended container stays suspended. After a killed `gpusnap migrate`, the
-    other host is asked by ssh where the container runs: if it runs there, its checkpoint is removed here; if
-    not, it can be restored here. On the other host, what had come is removed.
+    stopped and their GPU memory is in RAM or in files: they are resumed. After a killed restore, the
+    incomplete container is removed, so that it can be restored again. If Podman was killed too, it may keep a
+    container that never ran, with the state created, as after `podman create`: the next restore reports it,
+    and `podman rm` removes it. A running container is not touched. A suspend that was killed is undone, and a
+    resume is completed; a suspended container stays suspended. After a killed `gpusnap migrate`, the other
+    host is asked by ssh whether the container runs there: if so, its checkpoint is removed here; if not, it
+    can be restored here. On the other host, the received data is removed.
 
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
-    gpusnap recover names those of which the memory is in this host's store, and says how much memory is left
-    in it of checkpoints that came to nothing (see `gpusnap gc`).
+    gpusnap recover lists those whose memory is in this host's store, and shows how much memory of failed
+    checkpoints is left in it (see `gpusnap gc`).
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
-    only `gpusnap recover CONTAINER` ends it, and it has to be restored again. A container that Podman has as
-    running or paused is never ended.
+    only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
+    lists as running or paused is never killed.
     """
     if as_json and not only_list:
-        raise click.UsageError("--json goes with --list")
+        raise click.UsageError("--json requires --list")
     require_root("recover")
     sweep_suspended()
     suspended = tuple(suspensions.find())
@@ -138,19 +138,19 @@ def _pause_again(suspended: Sequence[Suspension]) -> None:
         with suppress(GpusnapError):
             if suspending.pause_again(each):
                 shown = Names({each.container: each.name}).format_name(each.container)
-                click.echo(f"{shown}  it is suspended, and Podman has it as paused again")
+                click.echo(f"{shown}  it is suspended, and marked as paused in Podman again")
 
 
 def _make_nothing_error(container: str) -> GpusnapError:
-    hint = "gpusnap recover --list shows what there is"
+    hint = "gpusnap recover --list lists what can be recovered"
     with suppress(GpusnapError):
         found = podman.inspect_container(container)
         if found.status == _CREATED:
             hint = (
-                f"Podman has {found.name} as created: if that is of a restore whose Podman was killed, "
+                f"Podman lists {found.name} as created: if a killed Podman left it during a restore, "
                 f"podman rm {found.name} removes it"
             )
-    return GpusnapError(f"there is nothing to recover for container {container}", hint=hint)
+    return GpusnapError(f"there is nothing to recover for the container {container}", hint=hint)
 
 
 def _list(
@@ -189,8 +189,8 @@ def _tell_memory(store: Store) -> bool:
     there = in_podman.left(store)
     for stopped in there:
         shown = Names({stopped.id: stopped.name}).format_name(stopped.id)
-        said = "Podman has a checkpoint of it, and its memory is in the store"
-        click.echo(f"{shown}  {said}; it continues by: {podman.to_restore(stopped)}", err=True)
+        said = "Podman has its checkpoint, and its memory is in the store"
+        click.echo(f"{shown}  {said}; to continue it: {podman.to_restore(stopped)}", err=True)
     if exists(store.path):
         with suppress(OciError):
             said = store_tables.explain_pages_only(listing(store), needed={each.id for each in there})
@@ -254,7 +254,7 @@ def _recover_restore(entry: restore_record.Restore) -> str:
         return said
     # Whoever had it restored was told that this failed, and may take it for a container that does not run.
     ends = recover_restore.deletion(entry.command, entry.container)
-    return f"{said}; if its engine does not list it as running, this ends it: {ends}"
+    return f"{said}; if its engine does not list it as running, this stops it: {ends}"
 
 
 def _recover_checkpoint(entry: journal.Entry) -> str:

@@ -32,25 +32,26 @@ from gpusnap.user_errors import NotFound, convert_errors
     help="The file, or - for stdout. [default: gpusnap-report-TIME.txt]",
 )
 def report(what: str | None, last: bool, file: str | None) -> None:
-    """Write what a report of a bug should say into one text file.
+    """Write the information for a bug report to a text file.
 
-    It has the versions, the settings, the checks of `gpusnap doctor`, the state of this host's store and the
-    journal's lines of gpusnap; of the checkpoint WHAT in a store, its host, GPUs, processes and timeline; and
-    of its container, or of the container WHAT if it has no checkpoint yet, the ends of CRIU's logs and what
-    `gpusnap doctor CONTAINER` says, as far as Podman still has it. It has no memory, no arguments of programs
-    and none of their output. If there is neither such a checkpoint nor such a container, the file says so.
+    It contains the versions, the settings, the checks of `gpusnap doctor`, the state of this host's store and
+    gpusnap's lines in the journal; for the checkpoint WHAT in a store, its host, GPUs, processes and
+    timeline; and for its container, or for the container WHAT if it has no checkpoint yet, the ends of CRIU's
+    logs and the output of `gpusnap doctor CONTAINER`, if Podman still has the container. It contains no
+    memory, and no arguments or output of programs. If there is neither such a checkpoint nor such a
+    container, the file says so.
 
-    Secrets are masked: passwords and tokens by their names and forms, credentials in URLs, and whatever is in
-    the auth files of registries and in variables such as HF_TOKEN. Look through the file before you show it
-    to others all the same.
+    Secrets are masked: passwords and tokens by their names and forms, credentials in URLs, and the contents
+    of the auth files of registries and of variables such as HF_TOKEN. Review the file anyway before you share
+    it.
     """
     if last and what is not None:
-        raise UsageError("--last and WHAT are both given", hint="give one of them")
+        raise UsageError("--last and WHAT cannot be combined", hint="give only one of them")
     place, without = _place(what, last=last)
     is_name = what is not None and not what.startswith(("oci:", "sha256:"))
     container = what.partition(":")[0] if without and what and is_name else ""
     with convert_errors(), Progress() as progress:
-        progress.stage("asking the host")
+        progress.stage("inspecting the host")
         unknown = _explain_unknown(container) if container else ""
         text = written(place, container=container, without=without)
     if file == "-":
@@ -67,7 +68,7 @@ def report(what: str | None, last: bool, file: str | None) -> None:
         ) from error
     click.echo(path)
     _warn(without, unknown)
-    click.echo("look through it before you show it to others", err=True)
+    click.echo("review it before you share it", err=True)
 
 
 def _write(path: str, text: str) -> None:
@@ -117,5 +118,5 @@ def _find_last() -> InStore:
     with convert_errors():
         found = newest(listing(store).rows)
     if found is None:
-        raise NotFound(f"{store.path} has no checkpoint", hint="gpusnap ls lists them", code="GPS-701")
+        raise NotFound(f"{store.path} contains no checkpoint", hint="gpusnap ls lists them", code="GPS-701")
     return InStore(store, found.digest)

@@ -26,18 +26,18 @@ from gpusnap.user_errors import NotFound
 
 @click.command()
 @click.argument("container", required=False, metavar="[CONTAINER]", shell_complete=complete_container)
-@click.option("--every", callback=duration, metavar="DURATION", help="The interval, such as 30m or 1d12h.")
+@click.option("--every", callback=duration, metavar="DURATION", help="Interval, such as 30m or 1d12h.")
 @click.option(
     "--to",
     metavar="PLACE",
     help="Destination: oci:DIR, or a REF in a registry. [default: this host's store]",
 )
-@click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Label each checkpoint.")
-@click.option("--tcp-established", is_flag=True, help="Include open TCP connections.")
+@click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="Add a label to each checkpoint.")
+@click.option("--tcp-established", is_flag=True, help="Checkpoint open TCP connections.")
 @keep_options
-@click.option("--list", "show_list", is_flag=True, help="List the schedules of this host.")
+@click.option("--list", "show_list", is_flag=True, help="List the schedules on this host.")
 @click.option("--remove", is_flag=True, help="Remove the schedule of CONTAINER.")
-@click.option("--dry-run", is_flag=True, help="Print the units, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the units without installing them.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def schedule(
     container: str | None,
@@ -54,9 +54,9 @@ def schedule(
     """Have systemd checkpoint CONTAINER every DURATION, while it continues to run.
 
     It writes a timer and a service, /etc/systemd/system/gpusnap-checkpoint-NAME, and starts the timer. With
-    --keep rules, `gpusnap prune` follows each checkpoint that succeeded, for this container alone. A run does
-    not begin before the last one has ended. If one fails, `systemctl status` and `systemctl --failed` show
-    it, and the next one begins at its time. Run it again to change a schedule.
+    --keep rules, `gpusnap prune` follows each successful checkpoint, for this container alone. A run does not
+    start before the previous one has finished. If one fails, `systemctl status` and `systemctl --failed` show
+    it, and the next one starts at its regular time. Run the command again to change a schedule.
 
     As JSON: container, everySeconds, units (path, content), written; with --list a list of container, every
     (seconds), commands, unit, result (of the last run: success, exit-code, running, …); with --remove:
@@ -66,12 +66,12 @@ def schedule(
         _list(as_json=as_json)
         return
     if container is None:
-        raise UsageError("no container is named", hint="gpusnap schedule CONTAINER --every 30m --keep-last 5")
+        raise UsageError("no container is given", hint="gpusnap schedule CONTAINER --every 30m --keep-last 5")
     if remove:
         _remove(container, as_json=as_json)
         return
     if not every:
-        raise UsageError("nothing says how often", hint="give --every, such as --every 30m")
+        raise UsageError("no interval is given", hint="add --every, such as --every 30m")
     container, note = _find_name(container)
     found = Schedule(
         container,
@@ -108,11 +108,11 @@ def _checkpoint_words(to: str | None, labels: tuple[str, ...], *, tcp_establishe
     place = locator.destination(to)
     if isinstance(place, locator.InFile):
         raise UsageError(
-            f"--to {to} is one file, and each checkpoint needs its own", hint="write oci:DIR, or a REF"
+            f"--to {to} is a single file, but each checkpoint needs its own", hint="write oci:DIR, or a REF"
         )
     if isinstance(place, locator.InStore):
         if place.wanted:
-            raise UsageError(f"--to {to} names one checkpoint", hint="write oci:DIR without a name")
+            raise UsageError(f"--to {to} names a single checkpoint", hint="write oci:DIR without a name")
         to = f"oci:{place.store.path}"  # a service has another working directory
     return (*found, "--to", to)
 
@@ -133,7 +133,7 @@ def _find_name(container: str) -> tuple[str, str]:
     try:
         return podman.inspect_container(container).name, ""
     except NotFound:
-        return container, f"there is no container {container} now"
+        return container, f"there is currently no container {container}"
     except GpusnapError as error:
         return container, str(error)
 
@@ -154,7 +154,7 @@ def _list(*, as_json: bool) -> None:
         return
     console = show.output()
     if not found:
-        show.say(console, "no container is scheduled")
+        show.say(console, "no container has a schedule")
         return
     rows = show.table("", "container", "every", "last run", "unit")
     rows.title = None

@@ -16,13 +16,13 @@ from gpusnap.doctor.versions import Part, versions
 def version(as_json: bool) -> None:
     """Print the versions of gpusnap, Python, the kernel, Podman, crun, runc, CRIU and the GPU drivers.
 
-    What is not there is said to be so, and the exit code is 0 all the same; `gpusnap doctor` says what is
-    missing for a checkpoint. For a report of a bug, put the output of this command into it. `gpusnap
-    --version` prints the first of them alone, at once.
+    Missing programs are listed as such, and the exit code is still 0; `gpusnap doctor` shows what is missing
+    for a checkpoint. Include the output of this command in bug reports. `gpusnap --version` prints only the
+    version of gpusnap, without running other programs.
 
-    As JSON: gpusnap, python, kernel, criu, pycriu, podman, and the lists runtimes (the first is the one of
-    new containers of Podman) and drivers; each with name, version, path, note, fault (why the version is not
-    known).
+    As JSON: gpusnap, python, kernel, criu, pycriu, podman, and the lists runtimes (the first is the one that
+    Podman uses for new containers) and drivers; each with name, version, path, note, fault (why the version
+    is unknown).
     """
     found = versions()
     if as_json:

@@ -20,29 +20,35 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("container", required=False, metavar="CONTAINER", shell_complete=complete_container)
 @click.argument("host", required=False, metavar="ssh://[USER@]HOST[:PORT]")
-@click.option("-n", "--name", default="", help="Name of the container on the other host. [default: its own]")
-@click.option("--gpu-map", default="", metavar="MAP", help="Old GPUs onto new ones: 0=3,1=2, or UUIDs.")
+@click.option(
+    "-n", "--name", default="", help="Name of the container on the other host. [default: the same name]"
+)
+@click.option("--gpu-map", default="", metavar="MAP", help="Map old GPUs to new ones: 0=3,1=2, or UUIDs.")
 @click.option(
     "--precopy",
     type=click.IntRange(0, 10),
     default=1,
     show_default=True,
     metavar="N",
-    help="How many times the memory is sent ahead while the container runs.",
+    help="How often to send the memory ahead while the container runs.",
 )
-@click.option("--keep", is_flag=True, help="Keep the ended container and its checkpoint on this host.")
-@click.option("--ignore-volumes", is_flag=True, help="Leave out the files in its named volumes.")
+@click.option("--keep", is_flag=True, help="Keep the stopped container and its checkpoint on this host.")
+@click.option("--ignore-volumes", is_flag=True, help="Do not include the files in its named volumes.")
 @click.option("--force", is_flag=True, help="As for gpusnap checkpoint.")
-@click.option("--dry-run", is_flag=True, help="Only check the other host, and print what would be done.")
+@click.option("--dry-run", is_flag=True, help="Only check the other host and print what would be done.")
 @click.option(
-    "--ssh", default="ssh", show_default=True, metavar="COMMAND", help="The ssh to use, such as 'ssh -i KEY'."
+    "--ssh",
+    default="ssh",
+    show_default=True,
+    metavar="COMMAND",
+    help="The ssh command to use, such as 'ssh -i KEY'.",
 )
 @click.option(
     "--remote-command",
     default="gpusnap",
     show_default=True,
     metavar="COMMAND",
-    help="How gpusnap is run there, such as 'sudo -n gpusnap'.",
+    help="The command that runs gpusnap there, such as 'sudo -n gpusnap'.",
 )
 @click.option(
     "--patience",
@@ -50,7 +56,7 @@ if TYPE_CHECKING:
     default=900,
     show_default=True,
     metavar="SECONDS",
-    help="How long one of the hosts may get no further with a step before it is given up.",
+    help="How long a host may make no progress in a step before gpusnap gives up.",
 )
 @click.option("--server", is_flag=True, hidden=True)
 @quiet
@@ -79,23 +85,25 @@ def migrate(
     fit. This is checked first, and nothing is changed here if a check fails: its release, its disk, the name,
     the image (which Podman pulls there), and the GPUs, which it chooses as `gpusnap plan` does.
 
-    Then the memory is sent while the container runs: a checkpoint that leaves it running goes to the other
-    host's store. After that the container is checkpointed and ends, what has changed since is sent, and it is
-    restored there. Chunks that the other store has are not sent again. Each --precopy stops the processes for
-    as long as `gpusnap checkpoint --leave-running` does; --precopy 0 sends everything while it is stopped.
+    Then the memory is sent while the container runs: a checkpoint that leaves it running is sent to the other
+    host's store. After that the container is checkpointed and stopped, the changes since then are sent, and
+    it is restored there. Chunks that the other store already has are not sent again. Each --precopy stops the
+    processes for as long as `gpusnap checkpoint --leave-running` does; --precopy 0 sends everything while it
+    is stopped.
 
-    If anything fails, and if you press Ctrl-C, the container runs on this host again, and nothing of it runs
-    on the other one. Only if the link breaks while the other host restores, and that cannot be asked any
-    more, the container stays stopped here, and its checkpoint is not restored until it is known where it
-    runs: `gpusnap recover` asks again, also after this command was killed. The ended container and its
-    checkpoint are removed here once it runs there, unless --keep is given.
+    If anything fails, or if you press Ctrl-C, the container runs on this host again, and nothing of it runs
+    on the other one. Only if the connection breaks while the other host restores, and that host can no longer
+    be asked, the container stays stopped here, and its checkpoint is not restored until it is known where the
+    container runs: `gpusnap recover` asks again, also after this command was killed. Once the container runs
+    there, the stopped container and its checkpoint are removed here, unless --keep is given.
 
-    Bind mounts have to be there on the other host; connections of the container do not move. ssh may ask for
-    a password; a host key has to be known. Both sides work as root.
+    Bind mounts must exist on the other host; connections of the container do not move. ssh may ask for a
+    password; the host key must be known. Both sides run as root.
 
     As JSON: container, host, name, containerId (both of the other host), digest, gpus (each with old and
     new), image (whether the other host has it), needs and free (bytes there), ahead and after (bytes that
-    were sent while it ran, and while it did not), pause (seconds in which it did not run), seconds, dryRun.
+    were sent while it ran, and while it was stopped), pause (seconds for which it was stopped), seconds,
+    dryRun.
     """
     require_root("migrate")
     if server:
@@ -152,15 +160,15 @@ def _document(done: MigrationResult, *, dry_run: bool) -> dict[str, object]:
 def _say(done: MigrationResult, *, dry_run: bool) -> None:
     gpus = ", ".join(f"{old} to {new}" for old, new in done.pairs) or "none"
     if dry_run:
-        click.echo(f"{done.container.name} can move to {done.host}; nothing was changed")
+        click.echo(f"{done.container.name} can be migrated to {done.host}; nothing was changed")
         click.echo(f"GPUs: {gpus}")
-        click.echo(f"room: up to {human(done.needs)} of {human(done.free)} that are free there")
+        click.echo(f"space: up to {human(done.needs)} of {human(done.free)} available there")
         if not done.image:
             click.echo(f"the image {done.container.image} is not there: Podman would pull it")
         return
     click.echo(f"{done.name} runs on {done.host}  {done.id}  {done.seconds:.1f} s")
     click.echo(f"GPUs: {gpus}")
     click.echo(
-        f"{human(done.ahead)} were sent while it ran, {human(done.after)} after that; it did not run for "
+        f"{human(done.ahead)} were sent while it ran, {human(done.after)} afterwards; it was stopped for "
         f"{done.pause:.1f} s"
     )

@@ -13,33 +13,33 @@ from gpusnap.runtime_shim.errors import UsageError
 CHECKPOINT: Mapping[tuple[str, ...], tuple[bool, str, str]] = {
     ("-c", "--compress"): (
         True,
-        "the name of the archive says how it is compressed",
+        "the file name of the archive determines its compression",
         "name it FILE.tar, FILE.tar.gz or FILE.tar.zst",
     ),
     ("--create-image",): (
         True,
-        "gpusnap keeps checkpoints in a store and makes no image in Podman's storage",
-        "gpusnap push NAME REF --format podman makes such an image in a registry, for podman pull",
+        "gpusnap keeps checkpoints in a store, and creates no image in Podman's storage",
+        "gpusnap push NAME REF --format podman creates such an image in a registry, for podman pull",
     ),
     ("-k", "--keep"): (
         False,
-        "CRIU's logs are kept where a checkpoint fails, and there is nothing else to keep",
-        "gpusnap inspect NAME shows the steps of a checkpoint; gpusnap --debug shows what is run",
+        "CRIU's logs are kept if a checkpoint fails, and there is nothing else to keep",
+        "gpusnap inspect NAME shows the steps of a checkpoint; gpusnap --debug shows the commands",
     ),
     ("-P", "--pre-checkpoint"): (
         False,
-        "gpusnap has no checkpoint of memory alone",
-        "run gpusnap checkpoint --leave-running before: the next one writes only what has changed since",
+        "gpusnap has no pre-checkpoints",
+        "run gpusnap checkpoint --leave-running first: the next one writes only what has changed since",
     ),
     ("--with-previous",): (
         False,
-        "each checkpoint in a store builds on the earlier ones by itself, and is whole",
-        "leave the option out",
+        "each checkpoint in a store builds on earlier ones automatically, and is complete",
+        "omit the option",
     ),
     ("--print-stats",): (
         False,
-        "a checkpoint has its own statistics",
-        "gpusnap inspect NAME shows them, with --json for programs",
+        "each checkpoint contains its statistics",
+        "gpusnap inspect NAME shows them; add --json for scripts",
     ),
 }
 # podman-container-restore(1).
@@ -47,7 +47,7 @@ RESTORE: Mapping[tuple[str, ...], tuple[bool, str, str]] = {
     ("-a", "--all"): (
         False,
         "gpusnap restore takes checkpoints from a store, an archive or a registry",
-        "name them; podman container restore --all restores the containers that Podman has checkpoints of",
+        "name them; podman container restore --all restores the containers of which Podman has checkpoints",
     ),
     ("-l", "--latest"): (
         False,
@@ -56,18 +56,18 @@ RESTORE: Mapping[tuple[str, ...], tuple[bool, str, str]] = {
     ),
     ("-k", "--keep"): (
         False,
-        "gpusnap never uses a checkpoint up: it can be restored again",
-        "leave the option out; gpusnap --debug shows what is run",
+        "gpusnap keeps a checkpoint when it is restored: it can be restored again",
+        "omit the option; gpusnap --debug shows the commands",
     ),
     ("--import-previous",): (
         True,
-        "each checkpoint of gpusnap is whole, and needs no earlier one",
-        "leave the option out; for Podman's own archives: podman container restore --import-previous",
+        "each gpusnap checkpoint is complete, and needs no earlier one",
+        "omit the option; for Podman's own archives: podman container restore --import-previous",
     ),
     ("--print-stats",): (
         False,
         "gpusnap restore prints the time that it took",
-        "with --json as the member seconds",
+        "with --json, as the member seconds",
     ),
 }
 
@@ -93,6 +93,6 @@ def refuse_options(table: Mapping[tuple[str, ...], tuple[bool, str, str]]) -> Ca
 def _refusal(name: str, says: str, instead: str) -> Callable[[click.Context, click.Parameter, object], None]:
     def refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
         if value and not ctx.resilient_parsing:
-            raise UsageError(f"{name} is an option of Podman's: {says}", hint=instead)
+            raise UsageError(f"{name} is a Podman option: {says}", hint=instead)
 
     return refuse

@@ -29,7 +29,7 @@ _OPTIONS = (
         is_flag=False,
         flag_value="true",
         type=click.Choice(["true", "false"]),
-        help="With false, also speak to a registry whose certificate is not trusted, or without TLS.",
+        help="If false, also use a registry with an untrusted certificate, or without TLS.",
     ),
     click.option(
         "--creds", default="", metavar="USER[:PASSWORD]", help="Log in to the registry as this user."
@@ -39,10 +39,10 @@ _OPTIONS = (
         default="",
         type=click.Path(),
         metavar="FILE",
-        help="The file of logins, as podman login writes it. [default: Podman's and Docker's]",
+        help="Credentials file, as written by podman login. [default: Podman's and Docker's]",
     ),
     click.option(
-        "--plain-http", is_flag=True, help="Use plain HTTP, without TLS. http:// before REF does the same."
+        "--plain-http", is_flag=True, help="Use plain HTTP, without TLS; same as http:// before REF."
     ),
 )
 
@@ -69,10 +69,10 @@ def _set_environment(
     """Have the environment say so while the block runs. Raises UsageError."""
     with ExitStack() as stack:
         if authfile and creds:
-            raise UsageError("--authfile and --creds both say who logs in", hint="give one of them")
+            raise UsageError("--authfile and --creds cannot be combined", hint="give only one of them")
         if authfile:
             if not os.path.exists(authfile):
-                hint = f"podman login --authfile {authfile} REGISTRY makes it"
+                hint = f"podman login --authfile {authfile} REGISTRY creates it"
                 raise UsageError(f"there is no file {authfile}", hint=hint)
             stack.enter_context(_set(_AUTH_FILE, os.path.abspath(authfile)))
         if creds:
@@ -101,7 +101,7 @@ def _login(creds: str, registries: Iterable[str]) -> Iterator[str]:
     user, colon, password = creds.partition(":")
     hosts = list(registries)
     if not hosts:
-        raise UsageError("--creds is for a registry, and no argument names one", hint="leave it out")
+        raise UsageError("--creds applies to a registry, but no argument names one", hint="omit it")
     if not colon:
         if not sys.stdin.isatty():
             raise UsageError("--creds has no password", hint="write USER:PASSWORD, or use --authfile")

@@ -47,13 +47,13 @@ def run_each(
         try:
             done = work(one)
         except (KeyboardInterrupt, Interrupted) as error:
-            stopped = error if isinstance(error, Interrupted) else Interrupted("it was interrupted")
+            stopped = error if isinstance(error, Interrupted) else Interrupted("interrupted")
             if as_json:
                 results.append(_make_failed_document(key, one, stopped))
                 click.echo(json.dumps({"results": results}, indent=1))
             before, left = ", ".join(ready) or "none", ", ".join(wanted[at + 1 :]) or "none"
             raise Interrupted(
-                f"{one}: {stopped}; done before: {before}; not begun: {left}",
+                f"{one}: {stopped}; done before: {before}; not started: {left}",
                 hint=stopped.hint,
                 code=stopped.code,
             ) from error
@@ -75,7 +75,7 @@ def run_each(
         kind = type(next(iter(failures.values()))) if same else GpusnapError
         raise kind(
             f"{len(failures)} of {len(wanted)} failed: {', '.join(failures)}",
-            hint="see above what each needs",
+            hint="see above for each of them",
         )
 
 

@@ -73,16 +73,16 @@ def run_checks(asks: Iterable[Ask]) -> tuple[Check, ...]:
         except OciError as error:
             found.append(_make_untold(name, error))
         except OSError as error:
-            what = error.filename or "what says it"
-            found.append(warning(name, f"it cannot be told: {what} cannot be used: {reason(error)}", ""))
+            what = error.filename or "the file or program"
+            found.append(warning(name, f"cannot determine: {what} cannot be used: {reason(error)}", ""))
         except ValueError as error:
             # A file in /proc, or an answer of another program, of a form that nobody has seen.
-            found.append(warning(name, f"it cannot be told: {' '.join(str(error).split())[:200]}", ""))
+            found.append(warning(name, f"cannot determine: {' '.join(str(error).split())[:200]}", ""))
     return tuple(found)
 
 
 def _make_untold(name: str, error: GpusnapError | OciError, todo: str = "") -> Check:
-    return Check(name, Verdict.WARNING, f"it cannot be told: {error}", todo, code=error.code)
+    return Check(name, Verdict.WARNING, f"cannot determine: {error}", todo, code=error.code)
 
 
 def document(checks: Sequence[Check]) -> dict[str, Any]:

@@ -51,8 +51,8 @@ def check_disks(gpus: Sequence[Gpu], store: str, graph: str, root: str = "/") ->
         if left < need:
             yield warning(
                 f"disk, {name}",
-                f"{human(left)} are free in {path}, and a container may fill a GPU of {human(need)}",
-                "free some space there, or put it on a larger disk"
+                f"{path} has {human(left)} free, but a container may use a GPU with {human(need)}",
+                "free some space there, or use a larger disk"
                 + (" (store.path in the settings)" if path == store else " (graphroot in storage.conf)"),
                 **facts,
             )
@@ -73,16 +73,16 @@ def check_memory(gpus: Sequence[Gpu], root: str = "/") -> Iterator[Check]:
     if left < largest:
         yield warning(
             "RAM",
-            f"{has}, and a container that fills a GPU of {human(largest)} cannot be checkpointed: while a "
-            "process is suspended, its GPU memory is in RAM",
-            "free some memory, or add some",
+            f"{has}, but a container that uses all of a GPU with {human(largest)} cannot be checkpointed: "
+            "while a process is suspended, its GPU memory is in RAM",
+            "free some memory, or add more RAM",
             **facts,
         )
     elif left < every:
-        says = f"{has}: enough for one full GPU ({human(largest)}), not for all ({human(every)}) at once"
+        says = f"{has}: enough for one full GPU ({human(largest)}), but not for all ({human(every)}) at once"
         yield ok("RAM", says, **facts)
     else:
-        yield ok("RAM", f"{has}" + (f" beside {human(every)} of GPU memory" if every else ""), **facts)
+        yield ok("RAM", f"{has}" + (f" for {human(every)} of GPU memory" if every else ""), **facts)
 
 
 def check_unpacking(gpus: Sequence[Gpu], root: str = "/", folder: str = "/tmp") -> Iterator[Check]:
@@ -93,9 +93,9 @@ def check_unpacking(gpus: Sequence[Gpu], root: str = "/", folder: str = "/tmp") 
     if left < largest:
         yield warning(
             "disk, containerd",
-            f"{human(left)} are free in {folder}, where containerd unpacks a checkpoint before it restores "
-            f"it, and a container may fill a GPU of {human(largest)}",
-            "set TMPDIR in containerd's unit to a folder on a larger disk",
+            f"{folder}, where containerd unpacks a checkpoint before a restore, has {human(left)} free, "
+            f"but a container may use a GPU with {human(largest)}",
+            "set TMPDIR in containerd's unit to a directory on a larger disk",
             **facts,
         )
     else:
@@ -150,11 +150,11 @@ def check_podmans_limit(gpus: Sequence[Gpu], found: Speed | None, folder: str) -
         fits = human(int(found.read * PODMANS_LIMIT))
         yield warning(
             "Podman's limit",
-            f"{rates}: a full GPU of {human(largest)} takes {needs:.0f} s, and Podman gives up on a restore "
-            f"after {PODMANS_LIMIT:.0f} s (about {fits} fit into that)",
+            f"{rates}: a full GPU ({human(largest)}) takes {needs:.0f} s, but Podman aborts a restore "
+            f"after {PODMANS_LIMIT:.0f} s (enough for about {fits})",
             "keep checkpoints on a faster disk",
             **facts,
         )
     else:
-        says = f"{rates}: a full GPU of {human(largest)} takes {needs:.0f} of the {PODMANS_LIMIT:.0f} s"
+        says = f"{rates}: a full GPU ({human(largest)}) takes {needs:.0f} of the {PODMANS_LIMIT:.0f} s"
         yield ok("Podman's limit", f"{says} that Podman waits for a restore", **facts)

@@ -112,7 +112,7 @@ def _containerds(wanted: str, state: str, namespace: str) -> Subject:
         init = 0
     if not init or not proc.is_running(init):
         raise ContainerError(
-            f"the task {wanted} does not run", hint="start it with ctr task start", code="GPS-201"
+            f"the task {wanted} is not running", hint="start it with ctr task start", code="GPS-201"
         )
     status = "paused" if proc.is_stopped(init) else "running"
     return _subject(wanted, "containerd", os.path.basename(bundle), init, bundle, status, None)

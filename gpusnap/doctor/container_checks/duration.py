@@ -114,22 +114,20 @@ def check(
         found = from_earlier(gpu, before)
         own = all(one.container == container for one in before)
         whose = "its own" if own else "other containers'"
-        basis = f"by {whose} earlier checkpoints in the store ({len(before)})"
+        basis = f"from {whose} earlier checkpoints in the store ({len(before)})"
     else:
         found = estimate(gpu, resident, disk.write if disk else None)
-        rates = (
-            f"the {human(int(disk.write))}/s that the disk writes" if disk else "a disk that was not measured"
-        )
-        basis = f"by the rates in docs/benchmarks.md and {rates}"
+        rates = f"the disk's write rate, {human(int(disk.write))}/s" if disk else "an unmeasured disk"
+        basis = f"from the rates in docs/benchmarks.md and {rates}"
     # Podman copies them into its storage, and from there into the archive; gpusnap makes chunks of that.
     rate = min(disk.write if disk else _DISK, 16 * _DISK)
     found = Range(found.low + 2 * volumes / _CRIU, found.high + 3 * volumes / rate)
     files = f" and {human(volumes)} in volumes" if volumes else ""
     yield ok(
         "duration",
-        f"a checkpoint of {human(gpu)} of GPU memory and {human(resident)} of RAM{files} is likely to take "
-        f"{_seconds(found.low)} to {_seconds(found.high)} s, an estimate {basis}; the archive of Podman's "
-        "--export comes on top",
+        f"a checkpoint of {human(gpu)} of GPU memory and {human(resident)} of RAM{files} will probably "
+        f"take {_seconds(found.low)} to {_seconds(found.high)} s, an estimate {basis}; the archive of "
+        "Podman's --export comes on top",
         low=found.low,
         high=found.high,
         gpu=gpu,

@@ -27,7 +27,7 @@ _WORDS = {
 _CURES = {
     "io_uring": "run the program without io_uring (UV_USE_IO_URING=0 for Node.js; asyncio, epoll or threads "
     "for others)",
-    "perf_event": "end the profiler in it",
+    "perf_event": "stop the profiler in it",
 }
 # Character devices that CRIU dumps (criu/files.c, dump_chrdev; criu/tty.c): memory devices, terminals, and
 # of the miscellaneous ones tun and autofs. Numbers: Documentation/admin-guide/devices.txt.
@@ -87,12 +87,12 @@ def check_anonymous(files: Sequence[OpenFile]) -> Iterator[Check]:
                 found.setdefault(kind, each)
     for kind, first in found.items():
         key = next((word for word in _WORDS if kind.startswith(word)), kind)
-        what = _WORDS.get(key, f"a file of the kernel's, {kind}")
+        what = _WORDS.get(key, f"a kernel file, {kind}")
         says = f"{first.holder} uses {what}" + ("" if "CRIU" in what else ", which CRIU cannot dump")
         yield failure(
             "io_uring" if key == "io_uring" else "kernel files",
             says,
-            _CURES.get(key, "end what uses it, or start the program without it"),
+            _CURES.get(key, "stop the program that uses it, or start that program without it"),
             kind=kind,
             pid=first.process.pid,
             descriptor=first.number,
@@ -117,7 +117,7 @@ def check_character_devices(
         yield failure(
             "open devices",
             f"{first.holder} has {path} open, a device that CRIU cannot dump",
-            "end what uses it, or start the program without it",
+            "stop the program that uses it, or start that program without it",
             path=path,
             pid=first.process.pid,
             descriptor=first.number,
@@ -145,8 +145,8 @@ def check_deleted(
     for path, size, process in large:
         yield failure(
             "deleted files",
-            f"process {process.pid} ({process.comm}) has {path} of {human(size)}, which was deleted; CRIU "
-            f"takes such files along up to {human(limit)}",
+            f"process {process.pid} ({process.comm}) has the deleted file {path} open, {human(size)}; "
+            f"CRIU includes deleted files up to {human(limit)}",
             f"raise criu.ghost-limit above {human(size)}, in the settings or as an annotation",
             path=path,
             size=size,
@@ -204,15 +204,15 @@ def check_watches(files: Sequence[OpenFile], root: str = "/") -> Iterator[Check]
     for first, count in found.values():
         yield warning(
             "inotify",
-            f"{first.holder} watches {plural(count, 'file')} of the container's own by inotify, which CRIU "
-            "may not find again",
-            'name the folders to CRIU, as root in the settings: criu.options = ["irmap-scan-path /FOLDER"]; '
-            "or watch files of a volume",
+            f"{first.holder} watches {plural(count, 'file')} of the container with inotify; CRIU may not "
+            "find them again",
+            'tell CRIU the directories, in the settings: criu.options = ["irmap-scan-path /FOLDER"]; or '
+            "watch files in a volume",
             pid=first.process.pid,
             watches=count,
         )
     if not found:
-        yield ok("inotify", "no watch that CRIU would not find again")
+        yield ok("inotify", "no inotify watch that CRIU cannot restore")
 
 
 def _overlay(pid: int, root: str) -> int:
@@ -237,8 +237,8 @@ def check_shared_memory(
         if re.search(r" /SYSV[0-9a-f]{8}", maps) and own and namespaces.get(process.pid) == own:
             yield failure(
                 "System V memory",
-                f"process {process.pid} ({process.comm}) uses System V shared memory of the host's: CRIU "
-                "dumps it only together with an IPC namespace",
+                f"process {process.pid} ({process.comm}) uses System V shared memory of the host, which "
+                "CRIU dumps only together with an IPC namespace",
                 "run the container without --ipc=host",
                 pid=process.pid,
             )
@@ -273,7 +273,7 @@ def check_locks(files: Sequence[OpenFile], root: str = "/", driver: Iterable[str
     others = f" ({len(found) - 1} more are held)" if len(found) > 1 else ""
     yield warning(
         "file locks",
-        f"{first.holder} holds a lock on {first.target}{others}, and CRIU dumps those only if it is told",
+        f"{first.holder} holds a lock on {first.target}{others}, which CRIU dumps only with --file-locks",
         "checkpoint with --file-locks",
         locks=held,
     )

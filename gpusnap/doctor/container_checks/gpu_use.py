@@ -77,7 +77,7 @@ def check_refusals(
             each.ask()
         except GpusnapError as error:
             if each.but:
-                todo = error.hint.partition("; if you know")[0]
+                todo = error.hint.partition("; if you are sure")[0]
                 yield Check(each.name, Verdict.WARNING, f"{error}; {each.but}", todo, code=error.code)
             else:
                 yield make_refused(each.name, error)
@@ -109,20 +109,20 @@ def _list_checks(
         _Asked("other containers", "", lambda: preflight.refuse_adopted(container)),
         _Asked(
             "other containers",
-            "no other container's processes would end with this one",
+            "no process of another container would be killed with this one",
             lambda: preflight.refuse_neighbours(call, container),
-            "a checkpoint with --leave-running does them no harm",
+            "a checkpoint with --leave-running does not kill them",
         ),
         _Asked("whole", "", lambda: preflight.check_complete(container, of.processes, list(states))),
-        _Asked("GPU state", "all GPU processes run", lambda: preflight.check_states(states)),
+        _Asked("GPU state", "all GPU processes are running", lambda: preflight.check_states(states)),
         _Asked(
             "left-over handles",
-            "no process holds a GPU's files without using it",
+            "no process has GPU files open without using the GPU",
             lambda: preflight.refuse_leftover(lambda: inherited_handles.find_strangers(driver, of.processes)),
         ),
         _Asked(
             "shared GPU memory",
-            "no GPU memory is shared in a way that does not come back (NCCL, CUDA IPC)",
+            "no GPU memory is shared in a way that cannot be restored (NCCL, CUDA IPC)",
             lambda: preflight.refuse_shared(list(used), looking, driver.host()),
             "allowed by nvidia.allow-nccl" if settings.nvidia.allow_nccl else "",
         ),
@@ -133,19 +133,19 @@ def _list_checks(
         ),
         _Asked(
             "RAM",
-            f"{human(sum(gpu_bytes.values()))} of GPU memory fit beside what runs",
+            f"{human(sum(gpu_bytes.values()))} of GPU memory fit into the available RAM",
             lambda: _memory(gpu_bytes, of, driver),
         ),
         _Asked(
             "disk",
-            "the checkpoint fits",
+            "there is room for the checkpoint",
             lambda: _check_disk(of, sum(gpu_bytes.values()), store),
-            "" if of.engine == "Podman" else "containerd may be told of another folder",
+            "" if of.engine == "Podman" else "containerd may use another directory",
         ),
         _Asked("driver's mounts", "the driver's mounts can be restored", lambda: _mounts(of)),
         _Asked(
             "devices",
-            "its configuration has all devices of its /dev",
+            "all devices in its /dev are in its configuration",
             lambda: refuse_strange_devices(of, driver),
         ),
     )
@@ -196,7 +196,7 @@ def refuse_strange_devices(of: Subject, driver: Driver, *, devices: Sequence[Any
         if device not in known:
             _, major, minor, path = device
             raise Refused(
-                f"the container has a device {path} ({major}:{minor}) that its configuration does not give "
-                "it, and a restore would not bring it back",
-                hint="remove it from the container, or give it with --device",
+                f"the container has a device {path} ({major}:{minor}) that is not in its configuration, "
+                "so a restore would not create it",
+                hint="remove it from the container, or add it with --device",
             )

@@ -29,20 +29,20 @@ def check_probes(annotations: Mapping[str, str], pause: float) -> Iterator[Check
     allowed = (_THRESHOLD - 1) * _PERIOD
     seconds = math.ceil(pause)
     facts = {"pause": pause, "default": allowed}
-    needed = f"(failureThreshold - 1) * periodSeconds has to be more than {seconds}"
+    needed = f"(failureThreshold - 1) * periodSeconds must be more than {seconds}"
     if pause < allowed:
         yield ok(
             "liveness probe",
-            f"with Kubernetes' defaults it allows {allowed} s, and the pause may take {seconds} s; the pod's "
-            f"own figures are not seen here: {needed}",
+            f"with Kubernetes' defaults it allows {allowed} s, and the pause may take {seconds} s; the "
+            f"pod's own values are not visible here: {needed}",
             **facts,
         )
         return
     threshold = math.floor(pause / _PERIOD) + 2
     yield warning(
         "liveness probe",
-        f"the pause may take {seconds} s, and with Kubernetes' defaults kubelet kills a container whose "
-        f"liveness probe fails for {allowed} s; the pod's own figures are not seen here",
+        f"the pause may take {seconds} s, but by default kubelet kills a container whose liveness probe "
+        f"fails for {allowed} s; the pod's own values are not visible here",
         f"if the pod has a livenessProbe: {needed}, such as periodSeconds: {_PERIOD} with failureThreshold: "
         f"{threshold}",
         **facts,
@@ -62,8 +62,8 @@ def open_files(config: Mapping[str, Any], processes: Iterable[Process], limit: i
         return
     files = [each for each in found if each.size]
     size = sum(each.size for each in files)
-    says = "nothing in its emptyDirs and /dev/shm is open"
+    says = "no file in its emptyDirs and /dev/shm is open"
     if found:
         count = plural(len(files), "open file")
-        says = f"{count} with {human(size)} in its emptyDirs and /dev/shm, taken along"
+        says = f"{count} with {human(size)} in its emptyDirs and /dev/shm, included"
     yield ok("pod's volumes", says, files=len(files), size=size, limit=limit)

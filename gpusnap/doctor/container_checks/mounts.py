@@ -55,11 +55,11 @@ def check(mounts: Sequence[Mount], config: Mapping[str, Any], known: Collection[
     for mount in found:
         yield failure(
             "mounts",
-            f"{mount.destination} is a mount ({mount.kind}, {mount.root} of {mount.device}) that the "
-            "container's configuration does not have, and CRIU cannot tell where it comes from",
-            "give it with --volume, or name it to CRIU: criu.external in the settings",
+            f"{mount.destination} is a mount ({mount.kind}, {mount.root} of {mount.device}) that is not "
+            "in the container's configuration, so CRIU does not know its source",
+            "add it with --volume, or name it to CRIU: criu.external in the settings",
             destination=mount.destination,
             device=mount.device,
         )
     if not found:
-        yield ok("mounts", "its configuration has all of its mounts", driver=sorted(known))
+        yield ok("mounts", "all of its mounts are in its configuration", driver=sorted(known))

@@ -18,4 +18,4 @@ def check(found: Sequence[Option]) -> Iterator[Check]:
             says = f"the container has {each.what}, which Podman does not continue after a restore"
             yield warning("Podman's options", says, each.todo)
     if not found:
-        yield ok("Podman's options", "it has none that Podman does not restore")
+        yield ok("Podman's options", "no option that Podman cannot restore")

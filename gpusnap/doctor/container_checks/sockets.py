@@ -43,7 +43,7 @@ def check_protocols(
             descriptor=first.number,
         )
     if not found:
-        yield ok("sockets", "no socket of a protocol that CRIU cannot dump")
+        yield ok("sockets", "no socket with a protocol that CRIU cannot dump")
 
 
 def check_connections(files: Sequence[OpenFile], root: str = "/", *, closed: bool = True) -> Iterator[Check]:
@@ -61,9 +61,9 @@ def check_connections(files: Sequence[OpenFile], root: str = "/", *, closed: boo
     fate = "a restore closes them" if closed else "a checkpoint is refused"
     yield warning(
         "TCP connections",
-        f"{plural(len(found), 'TCP connection')} {'is' if len(found) == 1 else 'are'} open, such as one of "
-        f"{first.holder} with port {port} of its peer, and without --tcp-established {fate}",
-        "to keep them, checkpoint and restore with --tcp-established; a restore needs the same address",
+        f"{plural(len(found), 'TCP connection')} {'is' if len(found) == 1 else 'are'} open, such as one "
+        f"of {first.holder} to port {port} of its peer; without --tcp-established {fate}",
+        "to keep them, checkpoint and restore with --tcp-established; the restore needs the same IP address",
         count=len(found),
         pids=sorted({each.process.pid for each, _ in found.values()}),
     )

@@ -17,7 +17,7 @@ def check(sizes: Mapping[str, int]) -> Iterator[Check]:
     listed = ", ".join(f"{name} ({human(size)})" for name, size in sizes.items())
     yield ok(
         "volumes",
-        f"{listed}: a checkpoint takes the files along, unless --ignore-volumes is given; a restore uses a "
-        "volume that Podman still has as it is then",
+        f"{listed}: a checkpoint includes the files, unless --ignore-volumes is given; a restore uses "
+        "volumes that still exist in Podman as they are",
         **facts,
     )

@@ -55,7 +55,7 @@ def _check_spec(spec: Spec, driver: str, root: str) -> Check:
     if other:
         return failure(
             "CDI",
-            f"{spec.path} was made for driver {', '.join(other)}, and {driver} runs",
+            f"{spec.path} was made for driver {', '.join(other)}, but the running driver is {driver}",
             _MAKE,
             **facts,
             driver=other,

@@ -34,16 +34,14 @@ def check_criu(found: str, release: str = "", *, find: Find = program) -> Iterat
     numbers = version(found)
     facts = {"path": path, "version": found}
     if not numbers:
-        yield failure(
-            "criu", f"{path} does not tell its version", "see what criu --version says, and install it anew"
-        )
+        yield failure("criu", f"{path} does not report its version", "run criu --version, and reinstall CRIU")
     elif numbers < _LEAST:
         yield failure("criu", f"CRIU {found} is too old for Podman", "install CRIU 4.1 or later", **facts)
     elif numbers < _KNOWN:
         yield warning(
             "criu",
-            f"CRIU {found} is older than any that gpusnap has been used with; 3.17 does not run on current "
-            "kernels",
+            f"CRIU {found} is older than any version that was tested with gpusnap; 3.17 does not work on "
+            "current kernels",
             "install CRIU 4.1 or later",
             **facts,
         )
@@ -76,7 +74,7 @@ def run_own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
         return
     done = run([path, "check"])
     if done is None:
-        yield failure("criu check", f"{path} check did not come to an end", "run it by hand")
+        yield failure("criu check", f"{path} check did not finish", "run it manually")
         return
     said = (done.out + "\n" + done.err).splitlines()
     errors = [_strip_source(line) for line in said if re.match(r"Error\b", line)]
@@ -85,7 +83,7 @@ def run_own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
     if done.code < 0:
         yield failure(
             "criu check",
-            f"criu check was ended by signal {-done.code}: this CRIU does not run on this kernel",
+            f"criu check was killed by signal {-done.code}: this CRIU does not work on this kernel",
             "install CRIU 4.1 or later",
             **facts,
         )
@@ -96,11 +94,14 @@ def run_own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
         first = (telling or errors or notes or rest or ["nothing"])[0]
         more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
         yield failure(
-            "criu check", f"CRIU says: {first}{more}", "run criu check as root to see all of it", **facts
+            "criu check",
+            f"CRIU says: {first}{more}",
+            "run criu check as root for the complete result",
+            **facts,
         )
     else:
         more = f", with {len(notes)} notes" if len(notes) > 1 else ""
-        yield ok("criu check", f"CRIU finds what it needs{more}", **facts)
+        yield ok("criu check", f"CRIU finds all that it needs{more}", **facts)
 
 
 def _strip_source(line: str) -> str:
@@ -129,20 +130,21 @@ def check_network_lock(
     way = named[-1] if named else _default_lock(run([path, "--help"]))
     if way != "iptables":
         how = {"nftables": "by nftables", "skip": "not at all (network-lock skip)"}.get(way, f"by {way}")
-        yield ok("network lock", f"CRIU shuts a container's network {how} while it dumps it", way=way)
+        yield ok("network lock", f"CRIU blocks a container's network {how} during the dump", way=way)
         return
     missing = [name for name in ("iptables-restore", "ip6tables-restore") if find(name) is None]
     if missing:
         yield failure(
             "network lock",
-            f"CRIU shuts a container's network by iptables while it dumps it, and {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not installed: none with its own network can be dumped",
+            "CRIU blocks a container's network with iptables during the dump, but "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: no container "
+            "with its own network can be dumped",
             'install the package iptables, or set criu.options = ["network-lock nftables"] in the settings',
             way=way,
             missing=missing,
         )
     else:
-        yield ok("network lock", "CRIU shuts a container's network by iptables while it dumps it", way=way)
+        yield ok("network lock", "CRIU blocks a container's network with iptables during the dump", way=way)
 
 
 def _default_lock(said: Answer | None) -> str:
@@ -162,6 +164,6 @@ def check_pycriu() -> Iterator[Check]:
     how = (
         ""
         if found.accelerated
-        else "; protobuf decodes in Python here, which makes a restore some 0.2 s longer"
+        else "; protobuf uses its Python implementation, which slows a restore down by about 0.2 s"
     )
     yield ok("pycriu", f"CRIU's images can be decoded{how}", there=True, accelerated=found.accelerated)

@@ -66,13 +66,13 @@ def check_runtimes(wanted: str, criu: str) -> Iterator[Check]:
     elif real.kind == "other":
         yield warning(
             "runtime",
-            f"{real.path} is neither crun nor runc, and gpusnap has not been used with it",
+            f"{real.path} is neither crun nor runc, and is untested with gpusnap",
             "set runtime in the settings to crun or runc",
             **facts,
         )
     else:
         road = "also by org.criu.config" if facts["takes_org_criu_config"] else "not by org.criu.config"
-        says = f"{real.name} ({real.path}); CRIU is configured by CRIU_CONFIG_FILE, {road}"
+        says = f"{real.name} ({real.path}); CRIU is configured with CRIU_CONFIG_FILE, {road}"
         yield ok("runtime", says, **facts)
 
 
@@ -87,9 +87,9 @@ def check_cri(wanted: str, root: str = "/", *, find: Find = program) -> Iterator
         return
     yield warning(
         "runtime under CRI",
-        f"{real.name} ({real.path}) runs the containers of {' and '.join(here)}, and what it restores there "
-        "loses its TCP connections and keeps the hostname of its old pod",
-        "leave runtime out of the settings" if wanted and find("runc") else "install runc",
+        f"{real.name} ({real.path}) runs the containers of {' and '.join(here)}; containers that it "
+        "restores there lose their TCP connections and keep the hostname of their old pod",
+        "remove runtime from the settings" if wanted and find("runc") else "install runc",
         path=str(real.path),
         kind=real.kind,
     )
@@ -110,8 +110,8 @@ def check_launcher(root: str = "/", *, find: Find = program) -> Iterator[Check]:
     if gone:
         yield failure(
             _OURS,
-            f"an engine's configuration names {gone[0]}, which is not there",
-            "gpusnap install puts it there, or name the whole path of gpusnap-runtime",
+            f"an engine's configuration names {gone[0]}, which does not exist",
+            "run gpusnap install, or give the full path of gpusnap-runtime",
             path=gone[0],
         )
     elif named:
@@ -119,11 +119,13 @@ def check_launcher(root: str = "/", *, find: Find = program) -> Iterator[Check]:
     elif path is None:
         yield failure(
             _OURS,
-            "gpusnap-runtime is neither in PATH nor in the system's folders",
-            "gpusnap install, or name its whole path to Podman and containerd",
+            "gpusnap-runtime is neither in PATH nor in the system directories",
+            "run gpusnap install, or give Podman and containerd its full path",
         )
     else:
-        yield ok(_OURS, f"{path}, by this command's PATH: no engine's configuration names one", path=path)
+        yield ok(
+            _OURS, f"{path}, found in this command's PATH: no engine's configuration names one", path=path
+        )
 
 
 def check_complete(root: str = "/", *, find: Find = program, run: Run = ask) -> Iterator[Check]:
@@ -139,12 +141,12 @@ def check_complete(root: str = "/", *, find: Find = program, run: Run = ask) -> 
 
 
 def _judge_answer(path: str, done: Answer | None, versions: str) -> Check:
-    again = "install gpusnap anew where the engines have it from, then run gpusnap install"
+    again = "reinstall gpusnap where the engines find it, then run gpusnap install"
     if done is None:
-        return failure("gpusnap's parts", f"{path} does not answer", again, path=path)
+        return failure("gpusnap's parts", f"{path} does not respond", again, path=path)
     told = (done.err.strip().splitlines() or ["nothing"])[-1]
     if done.code and CHECK[1] in told:
-        says = f"{path} is of another version of gpusnap than this one, {__version__}"
+        says = f"{path} is from another version of gpusnap than this one, {__version__}"
         return failure("gpusnap's parts", says, again, path=path)
     if done.code:
         says = f"{path} cannot checkpoint or restore anything: {told.removeprefix('gpusnap: ')}"
@@ -155,8 +157,8 @@ def _judge_answer(path: str, done: Answer | None, versions: str) -> Check:
     others = sorted({each for each in (number, launcher) if each and each != __version__})
     if others:
         says = f"{path} is gpusnap {' and '.join(others)}, this command {__version__}"
-        return warning("gpusnap's parts", says, "run gpusnap install once more", **facts)
-    return ok("gpusnap's parts", f"{path}, by {interpreter}, has all that it imports", **facts)
+        return warning("gpusnap's parts", says, "run gpusnap install again", **facts)
+    return ok("gpusnap's parts", f"{path}, with {interpreter}, has all modules that it imports", **facts)
 
 
 def _list_configured(root: str, find: Find) -> list[str]:
@@ -188,10 +190,12 @@ def check_engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
         if numbers:
             yield ok(name, f"{name} {numbers} ({path})", path=path, version=numbers)
         else:
-            todo = f"see what {word} --version says"
-            yield warning(name, f"{path} is there and does not tell its version", todo, path=path)
+            todo = f"run {word} --version"
+            yield warning(name, f"{path} exists, but does not report its version", todo, path=path)
     if not here:
-        yield failure("engines", "there is no Podman, containerd or CRI-O", "install Podman or containerd")
+        yield failure(
+            "engines", "Podman, containerd and CRI-O are not installed", "install Podman or containerd"
+        )
 
 
 def check_registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
@@ -214,14 +218,14 @@ def check_registered(root: str = "/", *, find: Find = program) -> Iterator[Check
         each = "; ".join(f"{name} as {', '.join(names)}" for name, names in found.items())
         others = [name for name in without if not unfinished or name != "containerd"]
         how = " ".join(f"--{_PROGRAMS[name]}" for name in others)
-        but = f"; not to {' and '.join(others)} (if wanted: gpusnap install {how})" if others else ""
-        yield ok("registered", f"gpusnap is known to {each}{but}", runtimes=found, without=without)
+        but = f"; not for {' and '.join(others)} (to add it: gpusnap install {how})" if others else ""
+        yield ok("registered", f"gpusnap is configured for {each}{but}", runtimes=found, without=without)
     if unfinished:
         yield warning(
             "registered",
-            f"gpusnap is not in the configuration of containerd: {CONFIG} is yours, and gpusnap install "
-            f"left what it needs in {FRAGMENT}",
-            f"cat {FRAGMENT} >>{CONFIG}, and restart containerd",
+            "gpusnap is not in containerd's configuration: gpusnap install does not change your "
+            f"{CONFIG}, and wrote the lines to {FRAGMENT}",
+            f"run cat {FRAGMENT} >>{CONFIG}, and restart containerd",
             runtimes=found,
             without=without,
         )
@@ -229,8 +233,8 @@ def check_registered(root: str = "/", *, find: Find = program) -> Iterator[Check
         yield warning(
             "registered",
             f"gpusnap is not in the configuration of {' and '.join(here)}",
-            f"gpusnap install; or name it each time: podman --runtime PATH/{_OURS}, ctr run --runc-binary "
-            f"PATH/{_OURS}",
+            f"run gpusnap install, or name it each time: podman --runtime PATH/{_OURS}, ctr run "
+            f"--runc-binary PATH/{_OURS}",
             runtimes={},
             without=without,
         )

@@ -63,9 +63,10 @@ def _describe_host(host: Host, plugin: Plugin | None) -> Check:
         says = f"{host.vendor.upper()} driver {host.driver_version}"
     if not host.gpus:
         todo = (
-            f"see with {'nvidia-smi -L' if host.vendor == 'nvidia' else 'rocminfo'} which GPUs the driver has"
+            f"check with {'nvidia-smi -L' if host.vendor == 'nvidia' else 'rocminfo'} which GPUs the "
+            "driver lists"
         )
-        return failure("GPU driver", f"{says}, and no GPU", todo, **facts)
+        return failure("GPU driver", f"{says}, but no GPU", todo, **facts)
     kinds: dict[str, int] = {}
     for gpu in host.gpus:
         kind = f"{gpu.model} with {human(gpu.memory_total)}"
@@ -75,12 +76,10 @@ def _describe_host(host: Host, plugin: Plugin | None) -> Check:
     if host.vendor == "nvidia" and plugin is None:
         release = _release(host.driver_version)
         if release < _API:
-            what = (
-                f"{says}. NVIDIA describes that API since driver {_API}, and it was not tried with this one"
-            )
+            what = f"{says}. NVIDIA documents that API since driver {_API}, and it is untested with this one"
             return warning("GPU driver", what, f"install NVIDIA driver {_REMAP} or later", **facts)
         if release < _REMAP:
-            what = f"{says}. Before {_REMAP} it restores only onto the same GPUs, and not on another host"
+            what = f"{says}. Before {_REMAP}, it can restore only onto the same GPUs, not on another host"
             return warning("GPU driver", what, f"install NVIDIA driver {_REMAP} or later", **facts)
     return ok("GPU driver", says, **facts)
 
@@ -110,7 +109,7 @@ def check_mig(gpus: Iterable[Gpu]) -> Iterator[Check]:
         yield warning(
             "MIG",
             f"{_join(cut)} in MIG mode: the driver cannot checkpoint a program that uses an instance",
-            "nvidia-smi -i GPU --mig 0, once nothing uses it",
+            "run nvidia-smi -i GPU --mig 0 when nothing uses it",
             gpus=cut,
         )
     else:
@@ -129,7 +128,7 @@ def check_compute_modes(gpus: Iterable[Gpu]) -> Iterator[Check]:
         yield warning(
             "compute mode",
             f"{_join(modes)} in compute mode {', '.join(sorted(set(modes.values())))}: only a container "
-            "with one GPU process can be restored onto it, and while nobody else is there",
+            "with one GPU process can be restored onto it, and only while no other process uses it",
             todo,
             modes=modes,
         )
@@ -164,9 +163,9 @@ def check_persistence(
     if off:
         yield warning(
             "persistence",
-            f"persistence mode is off for {_join(off)}: the driver starts anew, which takes seconds, for a "
-            "restore onto a GPU that nobody uses",
-            "enable the service nvidia-persistenced, or nvidia-smi --persistence-mode 1",
+            f"persistence mode is off for {_join(off)}: for a restore onto an unused GPU the driver has "
+            "to initialise, which takes seconds",
+            "enable the service nvidia-persistenced, or run nvidia-smi --persistence-mode 1",
             modes=modes,
         )
     elif modes:
@@ -182,8 +181,9 @@ def check_mps(root: str = "/") -> Iterator[Check]:
     if found:
         yield warning(
             "MPS",
-            f"the Multi-Process Service runs (process {found[0]}): programs that use it cannot be suspended",
-            "echo quit | nvidia-cuda-mps-control, and start the programs without it",
+            f"the Multi-Process Service is running (process {found[0]}): programs that use it cannot be "
+            "suspended",
+            "run echo quit | nvidia-cuda-mps-control, and start the programs without it",
             pids=found,
         )
     else:
@@ -197,7 +197,7 @@ def check_device_file_creation(root: str = "/") -> Iterator[Check]:
     if match is None:
         return
     says = {
-        "0": "0: libcuda makes no device nodes in containers",
+        "0": "0: libcuda creates no device nodes in containers",
         "1": "1, NVIDIA's default; nvidia-ctk's hook hides it from containers, and gpusnap knows its mounts",
     }.get(match[1], match[1])
     yield ok("ModifyDeviceFiles", says, value=int(match[1]))

@@ -60,9 +60,9 @@ def check_pid_namespace(root: str = "/", pid: int | None = None) -> Iterator[Che
     if shown != str(pid):
         yield warning(
             "PID namespace",
-            "/proc is of another PID namespace than gpusnap doctor: it tells of other processes by the same "
-            "numbers, and criu check is left out",
-            "run it in the host's: hostPID: true for a pod, --pid=host for a container",
+            "/proc belongs to another PID namespace than gpusnap doctor, so its process IDs mean other "
+            "processes; criu check is skipped",
+            "run it in the host's PID namespace: hostPID: true for a pod, --pid=host for a container",
             pid=pid,
             shown=shown,
         )
@@ -79,8 +79,7 @@ def check_kernel(root: str = "/", release: str = "") -> Iterator[Check]:
         else:
             yield failure(
                 "kernel",
-                f"Linux {release} does not look as if it could checkpoint: there is no "
-                "/proc/sys/kernel/ns_last_pid",
+                f"Linux {release} probably cannot checkpoint: there is no /proc/sys/kernel/ns_last_pid",
                 "use a kernel with CONFIG_CHECKPOINT_RESTORE",
                 release=release,
             )
@@ -98,7 +97,7 @@ def check_kernel(root: str = "/", release: str = "") -> Iterator[Check]:
     elif lacks:
         yield warning(
             "kernel",
-            f"Linux {release} was built without CONFIG_{', CONFIG_'.join(lacks)}, so that containers with "
+            f"Linux {release} was built without CONFIG_{', CONFIG_'.join(lacks)}, so containers with "
             f"{', '.join(lacks.values())} cannot be dumped",
             "use a kernel with these options",
             release=release,
@@ -121,8 +120,8 @@ def check_capabilities(root: str = "/", user: int | None = None) -> Iterator[Che
     if user:
         yield failure(
             "privileges",
-            f"this is user {user}, and containers are checkpointed by root alone; what root alone may see is "
-            "not checked",
+            f"this is user {user}, but only root can checkpoint containers; what only root can see is not "
+            "checked",
             "run it with sudo",
             user=user,
             missing=missing,
@@ -131,15 +130,15 @@ def check_capabilities(root: str = "/", user: int | None = None) -> Iterator[Che
         yield failure(
             "privileges",
             f"root here lacks CAP_{', CAP_'.join(missing)}",
-            "run it outside of a container, or in a privileged one",
+            "run it outside a container, or in a privileged one",
             user=user,
             missing=missing,
         )
     elif missing:
         yield warning(
             "privileges",
-            "root here lacks CAP_SYS_RESOURCE, so that limits above the hard ones are not restored",
-            "run it outside of a container, or in a privileged one",
+            "root here lacks CAP_SYS_RESOURCE, so limits above the hard limits are not restored",
+            "run it outside a container, or in a privileged one",
             user=user,
             missing=missing,
         )
@@ -153,13 +152,15 @@ def check_ptrace_scope(root: str = "/") -> Iterator[Check]:
     if scope == str(_PTRACE_NEVER):
         yield failure(
             "ptrace",
-            "kernel.yama.ptrace_scope is 3: nobody, root included, may attach to a process",
-            "set kernel.yama.ptrace_scope = 2 or less in /etc/sysctl.d and restart the host: nothing else "
-            "takes a 3 back",
+            "kernel.yama.ptrace_scope is 3: no user, not even root, may attach to a process",
+            "set kernel.yama.ptrace_scope to 2 or less in /etc/sysctl.d and restart the host: it cannot "
+            "be lowered otherwise",
             scope=3,
         )
     else:
-        yield ok("ptrace", f"root may attach to processes (ptrace_scope {scope or 'not there'})", scope=scope)
+        yield ok(
+            "ptrace", f"root may attach to processes (ptrace_scope {scope or 'does not exist'})", scope=scope
+        )
 
 
 def check_userfaultfd(user: int | None = None) -> Iterator[Check]:
@@ -168,12 +169,12 @@ def check_userfaultfd(user: int | None = None) -> Iterator[Check]:
     if not why:
         yield ok("userfaultfd", "a restore fills GPU memory while the driver reads it", there=True)
     elif os.geteuid() if user is None else user:
-        yield ok("userfaultfd", f"only root can tell: {why}", there=False)
+        yield ok("userfaultfd", f"only root can determine it: {why}", there=False)
     else:
         yield warning(
             "userfaultfd",
             f"{why}: a restore fills all GPU memory before the driver begins, which takes longer",
-            "use Linux 6.1 or later with CONFIG_USERFAULTFD, and have /dev/userfaultfd in /dev",
+            "use Linux 6.1 or later with CONFIG_USERFAULTFD and /dev/userfaultfd",
             there=False,
         )
 
@@ -198,16 +199,16 @@ def check_cgroups(root: str = "/") -> Iterator[Check]:
     elif second and not freezer:
         yield ok("cgroups", f"version 2, in {second}", **facts)
     elif freezer:
-        beside = f", beside version 2 in {second}" if second else ""
+        beside = f", and version 2 in {second}" if second else ""
         yield warning(
             "cgroups",
-            f"version 1, with a freezer in {freezer}{beside}: a GPU container that is put into it is "
-            "refused, because CRIU would wait for ever for a process that stands still",
+            f"version 1, with a freezer in {freezer}{beside}: a GPU container in that freezer is refused, "
+            "because CRIU would wait forever for a stopped process",
             todo,
             **facts,
         )
     else:
-        yield warning("cgroups", "no hierarchy of version 2 is mounted", todo, **facts)
+        yield warning("cgroups", "no version 2 hierarchy is mounted", todo, **facts)
 
 
 def check_huge_pages(root: str = "/") -> Iterator[Check]:
@@ -220,7 +221,7 @@ def check_huge_pages(root: str = "/") -> Iterator[Check]:
     else:
         yield warning(
             "huge pages",
-            f"transparent huge pages: {mode or 'not there'}; a checkpoint takes the driver twice as long",
-            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+            f"transparent huge pages: {mode or 'missing'}; the driver needs twice as long for a checkpoint",
+            "run echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
             mode=mode,
         )

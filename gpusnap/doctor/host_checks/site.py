@@ -20,10 +20,10 @@ def check_settings(path: str = SETTINGS_FILE) -> tuple[Settings, Check]:
         found = settings_file.load(path)
     except SettingsError as error:
         return Settings(), make_refused(
-            "settings", error, f"correct {path}; docs/settings.md has every key", path=path
+            "settings", error, f"correct {path}; docs/settings.md describes every key", path=path
         )
     there = os.path.exists(path)
-    says = f"{path} is valid" if there else f"there is no {path}: the defaults"
+    says = f"{path} is valid" if there else f"{path} does not exist: defaults are used"
     return found, ok("settings", says, path=path, there=there)
 
 
@@ -59,12 +59,12 @@ def check_registries(pull_from: Iterable[str], files: Iterable[str], root: str =
     wanted = sorted({each.removeprefix("http://").partition("/")[0] for each in pull_from})
     missing = [host for host in wanted if not any(key.partition("/")[0] == host for key in found)]
     facts = {"registries": found, "pull_from": wanted, "without": missing}
-    has = f"logged in to {', '.join(sorted(found))}" if found else "no login to any"
+    has = f"logged in to {', '.join(sorted(found))}" if found else "no logins"
     if missing:
         yield warning(
             "registries",
             f"{has}; store.pull-from names {', '.join(missing)}, for which there are no credentials",
-            f"podman login {missing[0]}, unless everybody may read there",
+            f"run podman login {missing[0]}, unless it can be read without a login",
             **facts,
         )
     else:
@@ -81,4 +81,4 @@ def _keys(document: object) -> Iterator[str]:
                     host = host.removeprefix(scheme).partition("/")[0]
             yield host
     if isinstance(document, dict) and document.get("credsStore"):
-        yield f"those of docker-credential-{document['credsStore']}"
+        yield f"those in docker-credential-{document['credsStore']}"

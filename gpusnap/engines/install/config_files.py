@@ -11,7 +11,7 @@ from typing import Any
 from gpusnap.engines.install.files import join_root
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 
-HEAD = "# Made by `gpusnap install`, which writes it anew; `gpusnap uninstall` takes it away."
+HEAD = "# Written by `gpusnap install`, which overwrites it; `gpusnap uninstall` removes it."
 
 
 def read(path: str, whose: str) -> Mapping[str, Any] | None:
@@ -27,7 +27,7 @@ def read(path: str, whose: str) -> Mapping[str, Any] | None:
         ) from error
     except (ValueError, RecursionError) as error:
         raise GpusnapError(
-            f"{path} is not TOML: {error}", hint=f"put it right; {whose} does not take it, either"
+            f"{path} is not TOML: {error}", hint=f"correct it; {whose} cannot read it either"
         ) from error
 
 

@@ -67,8 +67,8 @@ def plan_handler(
     form = 2 if found.get("version") == 2 else 3 if found.get("version") == 3 else 0
     if not form:
         raise GpusnapError(
-            f"{CONFIG} is of version {found.get('version', 1)}, which gpusnap cannot add to",
-            hint="bring it to version 2 with `containerd config migrate`, or leave --containerd out",
+            f"{CONFIG} has version {found.get('version', 1)}, which gpusnap cannot extend",
+            hint="convert it to version 2 with `containerd config migrate`, or omit --containerd",
         )
     if version >= 2 and _has_imports(found):
         handler = _handler(program, form, systemd=_uses_systemd(root))
@@ -90,22 +90,28 @@ def _explain_by_hand(
     found: Mapping[str, Any], program: str, form: int, root: str, default: bool
 ) -> HandlerPlan:
     handlers = _handlers(found, form)
-    lines = [f"# The handler of gpusnap-runtime; it belongs at the end of {CONFIG}."]
+    lines = [f"# The handler of gpusnap-runtime; append it to {CONFIG}."]
     lines += [] if handlers else _runc(form)
     text = "\n".join([*lines, *_handler(program, form, systemd=_uses_systemd(root)), ""])
     item = Item(FRAGMENT, "containerd", text.encode())
     named = _program(handlers.get(HANDLER))
     if named == program:
-        notes = [f"{CONFIG} has the handler {HANDLER} already"]
+        notes = [f"{CONFIG} already has the handler {HANDLER}"]
     elif named is not None:
-        notes = [f"{CONFIG} has a handler {HANDLER} for {named or 'runc'}: replace it by that of {FRAGMENT}"]
+        notes = [
+            (f"{CONFIG} has a handler {HANDLER} for {named or 'runc'}: replace it with the one in {FRAGMENT}")
+        ]
     else:
         notes = [
-            f"{CONFIG} is yours and stays as it is; add the handler to it, and restart containerd: "
-            f"cat {join_root(root, FRAGMENT)} >>{join_root(root, CONFIG)}"
+            (
+                f"gpusnap install does not change your {CONFIG}; add the handler to it, and restart "
+                f"containerd: cat {join_root(root, FRAGMENT)} >>{join_root(root, CONFIG)}"
+            )
         ]
     if default:
-        notes.append(f'for the default, set default_runtime_name = "{HANDLER}" in its {_containerd(form)}')
+        notes.append(
+            f'to make it the default, set default_runtime_name = "{HANDLER}" in its {_containerd(form)}'
+        )
     return HandlerPlan((item,), tuple(notes))
 
 

@@ -93,7 +93,7 @@ def _ask(*argv: str) -> str:
     done = child_process.run(argv)
     if done.code:
         said = (done.err.strip().splitlines() or ["nothing"])[-1]
-        raise GpusnapError(f"Podman does not list its containers: {said}", hint="see podman ps --all")
+        raise GpusnapError(f"Podman cannot list its containers: {said}", hint="run podman ps --all")
     return done.out
 
 

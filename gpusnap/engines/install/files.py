@@ -26,8 +26,8 @@ def check_inside(root: str, path: str) -> None:
     top, folder = os.path.realpath(root), os.path.realpath(os.path.dirname(place))
     if os.path.commonpath((top, folder)) != top:
         raise GpusnapError(
-            f"{place} is not in the tree {root}: a link above it leads to {folder}",
-            hint="make that link a relative one, or work in the tree itself, by chroot",
+            f"{place} is outside the tree {root}: a link in its path points to {folder}",
+            hint="make that link relative, or work inside the tree with chroot",
         )
 
 
@@ -39,7 +39,7 @@ def state(path: str) -> str | None:
         return None
     except OSError as error:
         raise GpusnapError(
-            f"{path} cannot be looked at: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"{path} cannot be inspected: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error
     if stat.S_ISLNK(found.st_mode):
         return f"link:{os.readlink(path)}"

@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.runtime.criu.version import criu_version
     type=click.Choice(STAGES),
     multiple=True,
     default=STAGES,
-    help="Only this hook; may be given more than once. [default: all]",
+    help="Only this hook; may be repeated. [default: all]",
 )
 @click.option("--annotated", is_flag=True, help="Only for containers with an annotation io.gpusnap[.*].")
 @click.option(
@@ -31,9 +31,9 @@ from gpusnap.runtime_shim.runtime.criu.version import criu_version
     metavar="PATH",
     help="Give containers with a GPU the annotation org.criu.config with this file.",
 )
-@click.option("--force", is_flag=True, help="Replace files that are not as gpusnap writes them.")
-@click.option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")
-@click.option("--remove", is_flag=True, help="Take the files away again; changed ones stay.")
+@click.option("--force", is_flag=True, help="Replace files that were modified.")
+@click.option("--dry-run", is_flag=True, help="Print what would be done without doing it.")
+@click.option("--remove", is_flag=True, help="Remove the files again, except modified ones.")
 def install_hooks(
     directory: str,
     stages: tuple[str, ...],
@@ -54,8 +54,8 @@ def install_hooks(
         return
     if "precreate" in stages and os.path.realpath(directory) in hooksd.SHARED_DIRECTORIES:
         raise GpusnapError(
-            f"{directory} is read by CRI-O and by `podman build` too, which refuse the stage precreate",
-            hint="take a directory for gpusnap alone, or only --stage createRuntime --stage poststop",
+            f"{directory} is also read by CRI-O and `podman build`, which refuse the stage precreate",
+            hint="use a directory for gpusnap alone, or only --stage createRuntime --stage poststop",
         )
     if criu_config:
         _check_criu_config(criu_config)
@@ -76,13 +76,13 @@ def _remove(directory: str, dry_run: bool) -> None:
     for what, path in done:
         click.echo(f"would be {what}: {path}" if dry_run else f"{what} {path}")
     for path in left:
-        click.echo(f"{path} is not as gpusnap writes it, and stays", err=True)
+        click.echo(f"{path} was modified, and is kept", err=True)
 
 
 def _check_criu_config(path: str) -> None:
     if not os.path.isabs(path) or not os.path.isfile(path):
         raise GpusnapError(
-            f"--criu-config {path} is no file with an absolute path", hint="write it first; see criu(8)"
+            f"--criu-config {path} is not the absolute path of a file", hint="write it first; see criu(8)"
         )
     runtime = real.identify(real.find(locate.setting()))
     criu = criu_version()
@@ -90,7 +90,7 @@ def _check_criu_config(path: str) -> None:
         raise GpusnapError(
             f"{runtime.name} with CRIU {criu} refuses to checkpoint a container with the annotation "
             "org.criu.config",
-            hint="leave --criu-config out: gpusnap-runtime gives CRIU its file by CRIU_CONFIG_FILE",
+            hint="omit --criu-config: gpusnap-runtime passes CRIU its file in CRIU_CONFIG_FILE",
         )
 
 

@@ -137,10 +137,10 @@ def _verdict(item: Item, before: Record, root: str, force: bool) -> str:
     if force and now != "other":
         return "replaced"
     raise GpusnapError(
-        f"{path} is there, and not as gpusnap writes it",
-        hint="look at it, and move it away"
+        f"{path} already exists, and differs from what gpusnap would write",
+        hint="inspect it, and move it away"
         if now == "other"
-        else "look at it, and give --force to replace it",
+        else "inspect it, and give --force to replace it",
     )
 
 
@@ -263,12 +263,14 @@ def _hold_lock(root: str) -> Iterator[None]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise GpusnapError(
-            f"the folder {folder} cannot be made: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"the directory {folder} cannot be created: {reason(error)}",
+            hint="run it as root",
+            code="GPS-005",
         ) from error
     try:
         if not try_exclusive(descriptor):
             raise GpusnapError(
-                "another gpusnap install or uninstall is under way", hint="run it again when that has ended"
+                "another gpusnap install or uninstall is running", hint="run it again when that has finished"
             )
         yield
     finally:

@@ -33,7 +33,7 @@ ANOTHER_LAUNCHER = "/usr/local/libexec/gpusnap/launcher/gpusnap-runtime"
 ENTRY = "/usr/local/libexec/gpusnap/gpusnap-runtime"
 """The same as PYTHON_ENTRY of the launcher in a wheel; see setup.py."""
 
-_SLOW = "the launcher in C is not in this installation: each command of an engine takes 30 ms more"
+_SLOW = "this installation has no C launcher: each engine command takes 30 ms longer"
 _PACKAGED = Path(runtime_shim.__file__).parent / "launcher" / PROGRAM
 
 
@@ -62,7 +62,7 @@ def program(root: str = "/", packaged: Path = _PACKAGED) -> Program:
     except OSError as error:
         raise GpusnapError(
             f"the launcher {packaged} cannot be read: {reason(error)}",
-            hint="install gpusnap anew",
+            hint="reinstall gpusnap",
             code="GPS-002",
         ) from error
     entry = Item(ENTRY, "runtime", target=script)
@@ -99,7 +99,7 @@ def find_program(root: str = "/", name: str = PROGRAM) -> str:
                 return path
     raise GpusnapError(
         f"the program {name} is not in {' or '.join(inside)}",
-        hint="install gpusnap with pipx, pip or its Debian package, which bring it, into this tree",
+        hint="install gpusnap, from pipx, pip or its Debian package, into this tree",
         code="GPS-002",
     )
 
@@ -128,8 +128,8 @@ def settings_item() -> Item:
 
 def settings_text() -> str:
     """All settings with their defaults, as comments."""
-    lines = ["# gpusnap's settings, with their defaults; docs/settings.md says what each of them does.", "#"]
-    lines += ["# `gpusnap settings` checks this file and shows what holds.", ""]
+    lines = ["# gpusnap's settings, with their defaults; see docs/settings.md.", "#"]
+    lines += ["# `gpusnap settings` checks this file and shows the settings in effect.", ""]
     section = ""
     for name in sorted(setting_keys.TABLE, key=lambda name: "." in name):
         table = name.rpartition(".")[0]

@@ -79,7 +79,7 @@ def _fault(path: str) -> str:
     if found.st_uid:
         return f"{path} belongs to {_name(found.st_uid)}"
     if found.st_mode & stat.S_IWOTH:
-        return f"everybody can write to {path}"
+        return f"every user can write to {path}"
     if found.st_mode & stat.S_IWGRP and found.st_gid:
         return f"a group can write to {path}"
     return ""

@@ -59,8 +59,8 @@ def notes(program: str, *, root: str = "/", default: bool = False) -> list[str]:
         other = engine.get("runtimes", {})
         paths = other.get(RUNTIME) if isinstance(other, Mapping) else None
         if paths is not None and paths != [program]:
-            which = "it is the one that counts" if last else f"{DROP_IN} counts"
-            said.append(f"{path} names {RUNTIME}, too, as {json.dumps(paths)}; {which}")
+            which = "it takes precedence" if last else f"{DROP_IN} counts"
+            said.append(f"{path} also names {RUNTIME}, as {json.dumps(paths)}; {which}")
         if (
             last
             and "runtime_supports_json" in engine
@@ -68,7 +68,7 @@ def notes(program: str, *, root: str = "/", default: bool = False) -> list[str]:
         ):
             said.append(f"{path} sets runtime_supports_json without {RUNTIME}: add it there")
         if last and default and engine.get("runtime", RUNTIME) != RUNTIME:
-            said.append(f"{path} sets runtime, and counts: {RUNTIME} is not Podman's default")
+            said.append(f"{path} sets runtime and takes precedence: {RUNTIME} is not Podman's default")
     return said
 
 

@@ -70,14 +70,14 @@ def load(root: str = "/") -> Record:
         return _decode(parse_json(data))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GpusnapError(
-            f"the record {path} of what was installed is damaged: {error!r}",
-            hint="look at it; without it, gpusnap install --force writes a new one",
+            f"the installation record {path} is damaged: {error!r}",
+            hint="inspect it; if it is removed, gpusnap install --force writes a new one",
         ) from error
 
 
 def _decode(document: Any) -> Record:
     if document["version"] != _VERSION:
-        raise ValueError(f"version {document['version']!r}, where this gpusnap knows {_VERSION}")
+        raise ValueError(f"version {document['version']!r}, but this gpusnap supports only {_VERSION}")
     entries = tuple(
         Entry(_path(each["path"]), str(each["part"]), tuple(map(str, each["states"])))
         for each in document["entries"]
@@ -88,7 +88,7 @@ def _decode(document: Any) -> Record:
 def _path(value: Any) -> str:
     """Of a record, by which root removes files: absolute, and without a step up."""
     if not isinstance(value, str) or not value.startswith("/") or os.path.normpath(value) != value:
-        raise ValueError(f"{value!r} is no plain absolute path")
+        raise ValueError(f"{value!r} is not a normalised absolute path")
     return value
 
 

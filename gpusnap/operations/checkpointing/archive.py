@@ -27,16 +27,16 @@ def check_place(path: str, found: podman.Container) -> None:
     folder = os.path.dirname(path)
     if os.path.isdir(path):
         raise GpusnapError(
-            f"{path} cannot be written: it is a folder",
+            f"{path} cannot be written: it is a directory",
             hint=f"name a file in it, such as {os.path.join(path, found.name)}.tar.zst, or a store in it as "
             f"oci:{path}/store",
             code="GPS-103",
         )
     if os.path.exists(path) and not os.path.isfile(path):
-        raise GpusnapError(f"{path} cannot be written: it is there, and no file", code="GPS-103")
+        raise GpusnapError(f"{path} cannot be written: it exists, and is not a file", code="GPS-103")
     push_pull.check_free(path)
     if not os.path.isdir(folder):
-        raise GpusnapError(f"{path} cannot be written: {folder} is no folder", code="GPS-103")
+        raise GpusnapError(f"{path} cannot be written: {folder} is not a directory", code="GPS-103")
     if not os.access(folder, os.W_OK | os.X_OK):  # for root: on a file system that is read-only
         raise GpusnapError(f"{path} cannot be written: {folder} is read-only", code="GPS-103")
 

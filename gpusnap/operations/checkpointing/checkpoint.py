@@ -123,7 +123,8 @@ def checkpoint(
     began = time.monotonic()
     if isinstance(wish.to, locator.InRegistry) and wish.to.reference.digest:
         raise UsageError(
-            f"{wish.to.reference} names a digest, which no checkpoint has before it is made", code="GPS-102"
+            f"{wish.to.reference} names a digest, but a checkpoint has no digest until it is made",
+            code="GPS-102",
         )
     settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman not always show why
     found = asked.container() if asked is not None else podman.inspect_container(wish.container)
@@ -150,11 +151,11 @@ def checkpoint(
         made_there = locator.InStore(Store(made.store), made.digest)
         pushed = push_pull.push(made_there, wish.to, plain_http=wish.plain_http, progress=progress)
     except (GpusnapError, KeyboardInterrupt) as error:
-        said = error if isinstance(error, GpusnapError) else Interrupted("it was interrupted")
+        said = error if isinstance(error, GpusnapError) else Interrupted("interrupted")
         plain_http = " --plain-http" if wish.plain_http or wish.to.plain_http else ""
         raise type(said)(
-            f"the checkpoint is in {made.store} as {made.name}, and was not pushed: {said}",
-            hint=f"gpusnap push {made.name} {wish.to.reference}{plain_http} goes on",
+            f"the checkpoint is in {made.store} as {made.name}, but was not pushed: {said}",
+            hint=f"run gpusnap push {made.name} {wish.to.reference}{plain_http} to continue",
             code=said.code or "GPS-710",
         ) from error
     return CheckpointResult(
@@ -246,8 +247,8 @@ def _open_staging(
     archive = os.path.join(staging.path, ARCHIVE)
     environment = f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(wish.to, locator.InStore) else ""
     why = (
-        f"what Podman exported of the container {found.name}: {environment}podman container restore --import "
-        f"{archive} brings it back; remove this folder when nobody needs it"
+        f"what Podman exported of the container {found.name}: {environment}podman container restore "
+        f"--import {archive} restores it; remove this directory when it is no longer needed"
     )
 
     def keep() -> str:
@@ -324,9 +325,9 @@ def _to_file(
                 os.unlink(beside)
     if put != path:
         raise GpusnapError(
-            f"{path} was made by somebody else meanwhile, and a checkpoint replaces no file: that of "
-            f"{found.name} is whole, and kept as {put}",
-            hint="give that file the name that you want",
+            f"{path} was created by another process in the meantime, and gpusnap does not overwrite "
+            f"files: the checkpoint of {found.name} is complete, and kept as {put}",
+            hint="rename that file as you like",
             code="GPS-103",
         )
     return CheckpointResult(
@@ -349,10 +350,12 @@ def _run(wish: CheckpointRequest, export: Export, options: list[str], tick: Tick
         while missing and (entry := next(found, None)) is not None:
             missing.discard(entry.name)
     if missing:
-        raise ImageError(f"what Podman exported of {export.found.name} has no {min(missing)}", code="GPS-907")
+        raise ImageError(
+            f"Podman's export of {export.found.name} does not contain {min(missing)}", code="GPS-907"
+        )
     export.whole = True
     if came:
-        raise Interrupted("the checkpoint was interrupted before it was kept")
+        raise Interrupted("interrupted before the checkpoint was stored")
 
 
 def _is_suspended(found: podman.Container) -> bool:
@@ -386,8 +389,8 @@ def _show_as_running(found: podman.Container) -> Iterator[None]:
             podman.pause(found.id)
         except GpusnapError as error:  # its processes stand all the same, and the checkpoint may be made
             note(
-                f"Podman shows the suspended container {found.name} as running: {error}; gpusnap recover "
-                "puts that right",
+                f"Podman lists the suspended container {found.name} as running: {error}; gpusnap recover "
+                "corrects that",
                 code="GPS-021",
             )
 
@@ -397,7 +400,7 @@ def _measure_gpu_memory(export: Export) -> int:
     record = _record_of(export)
     if record is not None and record.pages == StoreHome.kind:
         raise ImageError(
-            f"what Podman exported of {export.found.name} has not its memory, which went to a store",
+            f"Podman's export of {export.found.name} does not contain its memory, which is in a store",
             hint="gpusnap checkpoint without --to keeps both together",
             code="GPS-608",
         )
@@ -413,7 +416,7 @@ def _record_of(export: Export) -> manifest.Manifest | None:
             return manifest_file.read(path) if manifest_file.is_ours(path) else None
     with convert_errors():
         data = read_member(export.archive, CONFIG, limit=manifest.LARGEST)
-    return manifest_json.decode(data, f"{CONFIG} in what Podman exported") if data is not None else None
+    return manifest_json.decode(data, f"{CONFIG} in Podman's export") if data is not None else None
 
 
 def _store_names(wish: CheckpointRequest, found: podman.Container) -> list[str]:

@@ -70,8 +70,10 @@ def explain_export_errors(export: Export, runs_on: Callable[[], None] = lambda: 
             with suppress(OSError):
                 os.unlink(export.archive)
             runs_on()
-            if export.whole and "runs on" not in said.sentence():  # else its runtime has said what is so
-                said.add_hint(f"{export.found.name} runs on")
+            if (
+                export.whole and "continues to run" not in said.sentence()
+            ):  # else its runtime has said what is so
+                said.add_hint(f"{export.found.name} continues to run")
             raise said from error
         raise _make_error_after(export, said, left) from error
     export.kept = False
@@ -96,7 +98,7 @@ def _make_told_error(error: BaseException) -> GpusnapError:
         return failure(error)
     if isinstance(error, OSError):
         return ImageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}")
-    return Interrupted("the checkpoint was interrupted before it was kept")
+    return Interrupted("interrupted before the checkpoint was stored")
 
 
 def _find_left(export: Export) -> _Left:
@@ -129,31 +131,31 @@ def _in_podman(path: str, began: float) -> _Left:
 
 def _make_error_after(export: Export, error: GpusnapError, left: _Left) -> GpusnapError:
     name, kind = export.found.name, type(error)
-    again = f"{export.environment}podman container restore {name} brings it back"
+    again = f"{export.environment}podman container restore {name} restores it"
     there = f"{error}; nothing is lost: Podman has the checkpoint of {name} in its storage"
     if left in ("in Podman", "cut off"):
         export.kept = False
     if left == "in Podman":
         return kind(there, hint=again, code=error.code)
     if left == "cut off":
-        first = f"gpusnap recover {export.found.id} completes it, and then "
-        return kind(f"{there}, but for its end", hint=first + again, code=error.code)
+        first = f"run gpusnap recover {export.found.id} to complete it, then "
+        return kind(f"{there}, but it is incomplete", hint=first + again, code=error.code)
     if export.whole or is_whole(export.archive):
         archive = shlex.quote(export.keep())
         more = f", and {export.more.format(archive=archive)}" if export.more else ""
         return kind(
-            f"{error}; nothing is lost: what Podman exported of {name} is kept as {archive}",
-            hint=f"{export.environment}podman container restore --import {archive} brings it back{more}",
+            f"{error}; nothing is lost: Podman's export of {name} is kept as {archive}",
+            hint=f"{export.environment}podman container restore --import {archive} restores it{more}",
             code=error.code,
         )
     export.kept = False
     if left == "removed":
-        gone = f"the container {name} has ended, and Podman removes it (--rm) with its checkpoint"
+        gone = f"the container {name} has stopped, and Podman removes it (--rm) with its checkpoint"
         return kind(f"{error}; {gone}", hint=error.hint, code=error.code)
     if left == "unknown":
         return error
     return kind(
-        f"{error}; the container {name} has ended, and there is no checkpoint of it",
+        f"{error}; the container {name} has stopped, and there is no checkpoint of it",
         hint=error.hint,
         code=error.code,
     )

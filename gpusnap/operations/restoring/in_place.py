@@ -81,7 +81,7 @@ def restore(
         name = target.container.name
         raise type(error)(
             f"{error}; nothing is lost: Podman still has {name}, stopped, and its checkpoint",
-            hint="put that right, then run the same command again",
+            hint="correct that, then run the same command again",
             code=error.code,
         ) from error
 

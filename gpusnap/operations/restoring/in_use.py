@@ -36,8 +36,8 @@ def check_name(wanted: str) -> None:
     """
     if wanted and not is_name(wanted):
         raise UsageError(
-            f"{wanted!r} is no name of a container",
-            hint="a name has letters, digits, _, . and -, and begins with a letter or a digit",
+            f"{wanted!r} is not a valid container name",
+            hint="a name consists of letters, digits, _, . and -, and begins with a letter or a digit",
         )
 
 
@@ -49,18 +49,18 @@ def told(error: GpusnapError, wanted: str) -> GpusnapError | None:
     if _BIND.search(text):
         return GpusnapError(
             "a port on which the container listens is in use in the network where it is restored",
-            hint="end what listens there (ss --listening --processes --tcp shows it). A container in the "
-            "host's network (podman run --network host) shares its ports, and --publish changes nothing: a "
-            "second copy needs a network of its own",
+            hint="stop the program that listens there (ss --listening --processes --tcp shows it). A "
+            "container in the host's network (podman run --network host) shares its ports, and "
+            "--publish has no effect: a second copy needs its own network",
             code="GPS-519",
         )
     if found := _ADDRESS.search(text):
         return _address(found[1], found[2] or "")
     if found := _VOLUME.search(text):
         return GpusnapError(
-            f"Podman has a volume {found[1]} already",
-            hint=f"give --ignore-volumes to use it as it is, or remove it (podman volume rm {found[1]}) to "
-            "have the files of the checkpoint",
+            f"Podman already has a volume {found[1]}",
+            hint="give --ignore-volumes to use it as it is, or remove it (podman volume rm "
+            f"{found[1]}) to restore the files of the checkpoint",
             code="GPS-518",
         )
     if _CONTAINER.search(text) and is_name(wanted):
@@ -73,7 +73,7 @@ def _container(wanted: str) -> GpusnapError:
         there = podman.inspect_container(wanted)
     except NotFound:  # the same one, under another name
         return GpusnapError(
-            "Podman has the container of this checkpoint already, under another name",
+            "Podman already has the container of this checkpoint, under another name",
             hint="podman ps --all shows it; remove it, or give the restored one another name with --name",
             code="GPS-508",
         )
@@ -81,20 +81,20 @@ def _container(wanted: str) -> GpusnapError:
         there = None
     if there is not None and there.checkpointed and there.status != "running":
         return GpusnapError(
-            f"Podman has a container {wanted} already, which a checkpoint has ended",
+            f"Podman already has a container {wanted}, which a checkpoint stopped",
             hint=f"{podman.to_restore(there)} continues it from that checkpoint, and podman rm "
             f"{wanted} may lose it (gpusnap ls); or give another name with --name",
             code="GPS-508",
         )
     if there is not None and there.status == "running":
         return GpusnapError(
-            f"Podman has a container {wanted} already, and it runs",
-            hint="give a second copy another name with --name; to go back to the checkpoint, and lose what "
-            f"the container has done since, remove it first: podman rm --force {wanted}",
+            f"Podman already has a container {wanted}, and it is running",
+            hint="give a second copy another name with --name; to return to the checkpoint, and lose "
+            f"what the container has done since, remove it first: podman rm --force {wanted}",
             code="GPS-508",
         )
     return GpusnapError(
-        f"Podman has a container {wanted} already",
+        f"Podman already has a container {wanted}",
         hint=f"remove it with podman rm {wanted}, or give another name with --name",
         code="GPS-508",
     )
@@ -105,8 +105,8 @@ def _port(protocol: str, host: str, port: str) -> GpusnapError:
     look = "--udp" if protocol == "udp" else "--tcp"
     return GpusnapError(
         f"the {protocol.upper()} port {where} of this host, which the container publishes, is in use",
-        hint="give other ports with --publish HOST-PORT:CONTAINER-PORT, or end what listens there "
-        f"(ss --listening --processes {look} 'sport = {port}' shows it)",
+        hint="give other ports with --publish HOST-PORT:CONTAINER-PORT, or stop the program that "
+        f"listens there (ss --listening --processes {look} 'sport = {port}' shows it)",
         code="GPS-519",
     )
 
@@ -116,7 +116,7 @@ def _address(address: str, owner: str) -> GpusnapError:
     with suppress(GpusnapError):
         who = f"the container {podman.inspect_container(owner).name}" if owner else who
     return GpusnapError(
-        f"the address {address}, which the container had, is in use by {who}",
-        hint="give --ignore-static-ip to let it have another one, or end that container",
+        f"the address {address} of the container is in use by {who}",
+        hint="give --ignore-static-ip to use another one, or stop that container",
         code="GPS-520",
     )

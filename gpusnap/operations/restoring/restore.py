@@ -202,8 +202,8 @@ def _check_here(wish: Wish, digest: str) -> None:
 def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[_Running, str]:
     if os.path.isdir(path):
         raise UsageError(
-            f"{path} is a folder, and Podman restores archives",
-            hint="a store is named oci:DIR:NAME; a folder of images is restored by gpusnap-runtime restore",
+            f"{path} is a directory, but Podman restores archives",
+            hint="write a store as oci:DIR:NAME; gpusnap-runtime restore restores a directory of images",
             code="GPS-102",
         )
     if not is_layout(path):
@@ -217,7 +217,7 @@ def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> 
     if found.kind == "containerd":
         raise Refused(
             f"{path} is an image layout, such as containerd exports, which Podman cannot restore",
-            hint="ctr images import --no-unpack takes it, and ctr container restore --live restores it",
+            hint="ctr images import --no-unpack imports it, and ctr container restore --live restores it",
             code="GPS-607",
         )
     layout = found.layout
@@ -251,8 +251,9 @@ def _from_archive(wish: Wish, path: str, progress: Progress) -> _Running:
             _check_archive(path, error, progress)
         if _SPLIT in str(error):
             raise GpusnapError(
-                f"Podman does not import a container of Quadlet's (--cgroups=split): {error}",
-                hint=f"gpusnap copy {path} NAME, then gpusnap restore NAME: from a store it is restored",
+                f"Podman cannot import a Quadlet container (--cgroups=split): {error}",
+                hint=f"run gpusnap copy {path} NAME, then gpusnap restore NAME: from a store it can be "
+                "restored",
             ) from error
         raise
 
@@ -288,7 +289,7 @@ def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
         what = f"the blob {first.digest}: {first.what}" if first.digest else first.what
         raise Damaged(
             f"the archive {path} is damaged: {what}",
-            hint="take another copy of it; gpusnap verify names all that is damaged",
+            hint="use another copy of it; gpusnap verify lists all damage",
         ) from error
 
 
@@ -478,9 +479,7 @@ def _of_damage(error: GpusnapError, found: ArtifactParts, store: Store) -> Damag
                 store.layout.check_blob(each)
             except BlobError:
                 place = map_artifact_blobs(found.artifact, found.record)[each.digest][0]
-                return Damaged(
-                    f"{error}; that is of {place}", hint="gpusnap verify finds all that is damaged"
-                )
+                return Damaged(f"{error} (in {place})", hint="gpusnap verify lists all damage")
     return None
 
 

@@ -86,13 +86,14 @@ def pod_for(found: Inside, wanted: str) -> str:
         if podman_objects.has_pod(found.pod):
             return found.pod
         raise Refused(
-            f"the container was in the pod {found.pod[:12]}, which Podman does not have",
-            hint="make a pod that shares the same namespaces (podman pod create), and name it with --pod POD",
+            f"the container was in the pod {found.pod[:12]}, which Podman no longer has",
+            hint="create a pod that shares the same namespaces (podman pod create), and name it with "
+            "--pod POD",
             code="GPS-522",
         )
     if wanted and not found.pod:
         raise Refused(
-            f"the container was in no pod, and Podman does not restore it into the pod {wanted}",
+            f"the container was in no pod, and Podman cannot restore it into the pod {wanted}",
             hint="restore it without --pod",
             code="GPS-522",
         )
@@ -134,15 +135,16 @@ def choose(found: Inside, *, ignore: bool) -> Choice:
     if lost:
         raise Refused(
             f"Podman has no {_volumes(lost)}, and the checkpoint was made without the files of volumes",
-            hint=f"make it (podman volume create {lost[0]}, podman volume import {lost[0]} FILE), or give "
-            "--ignore-volumes to begin with an empty one",
+            hint=f"create it (podman volume create {lost[0]}, podman volume import {lost[0]} FILE), or "
+            "give --ignore-volumes to start with an empty one",
             code=CODE,
         )
     if there and gone:
         raise Refused(
-            f"Podman has the {_volumes(there)} of the container already, and not the {_volumes(gone)}",
-            hint=f"remove {_names(there)} (podman volume rm) to restore all from the checkpoint, or give "
-            f"--ignore-volumes to use {_names(there)} as it is, and begin with an empty {_names(gone)}",
+            f"Podman already has the {_volumes(there)} of the container, but not the {_volumes(gone)}",
+            hint=f"remove {_names(there)} (podman volume rm) to restore all from the checkpoint, or "
+            f"give --ignore-volumes to use {_names(there)} as it is, and start with an empty "
+            f"{_names(gone)}",
             code=CODE,
         )
     return Choice(found, bool(there), {name: podman_objects.users_of(name) for name in there})
@@ -175,10 +177,10 @@ def settled(choice: Choice) -> Iterator[None]:
                 podman_objects.remove_volume(name)
         raise
     for name, users in choice.kept.items():
-        others = f" (in use by {_names(list(users))} as well)" if users else ""
+        others = f" (also used by {_names(list(users))})" if users else ""
         note(
-            f"the volume {name} of this host{others} is used as it is now, and may be newer than the memory "
-            "in the checkpoint",
+            f"the existing volume {name}{others} is used as it is, and may be newer than the memory in "
+            "the checkpoint",
             code="GPS-521",
         )
 

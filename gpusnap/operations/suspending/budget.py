@@ -39,11 +39,13 @@ def make_room(settings: Settings, need: int, *, leaving: str = "") -> None:
                 )
     if used + need > budget:
         raise Refused(
-            f"{human(need)} of GPU memory have to move to RAM, and of suspend.ram, {human(budget)}, "
-            f"{human(max(0, budget - used))} are free",
+            f"{human(need)} of GPU memory must move to RAM, but only {human(max(0, budget - used))} of "
+            f"suspend.ram, {human(budget)}, is free",
             hint="raise suspend.ram"
             if need > budget
-            else "gpusnap suspend --spill NAME moves what is suspended to the store, and suspend.over = "
-            '"spill" does so by itself; or raise suspend.ram',
+            else (
+                "run gpusnap suspend --spill NAME to move suspended memory to the store "
+                '(suspend.over = "spill" does so automatically), or raise suspend.ram'
+            ),
             code="GPS-216",
         )

@@ -55,7 +55,7 @@ def _hint(
     )
     if enough:
         return f"{who}: gpusnap swap {enough[0]} {found.name}", True
-    return f"{who}: gpusnap suspend {' '.join(reversed(names))} makes room", False
+    return f"{who}: gpusnap suspend {' '.join(reversed(names))} frees memory", False
 
 
 def _fits(found: Suspension, host: Host, request: GpuMap) -> bool:

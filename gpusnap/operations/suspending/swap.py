@@ -96,8 +96,8 @@ def _bring_back(off: Suspension, settings: Settings, driver: Driver, asked: podm
     except GpusnapError as error:
         if not _is_running(off):
             return f"{off.name} is suspended, and could not be resumed: {error.sentence()}"
-        return f"{off.name} runs on; {error.sentence()}"
-    return f"{off.name} runs on"
+        return f"{off.name} continues to run; {error.sentence()}"
+    return f"{off.name} continues to run"
 
 
 def _check_order(out: str, into: str, early: Ahead) -> None:
@@ -105,11 +105,11 @@ def _check_order(out: str, into: str, early: Ahead) -> None:
     first, second = early.containers
     if out == into:
         raise UsageError(
-            f"OUT and IN are both {out}", hint="gpusnap ps says which runs and which is suspended"
+            f"OUT and IN are both {out}", hint="gpusnap ps shows which one runs and which one is suspended"
         )
     if targets.is_suspended(out, first) and not targets.is_suspended(into, second):
         raise ContainerError(
-            f"{out} is suspended and {into} is not, and a swap suspends the first and resumes the second",
+            f"{out} is suspended and {into} is not, but a swap suspends the first and resumes the second",
             hint=f"gpusnap swap {into} {out}",
             code="GPS-206",
         )

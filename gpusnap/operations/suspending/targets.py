@@ -56,7 +56,7 @@ def find_running(name: str, asked: podman.Inspection) -> Running:
     if found.status == "paused":
         asleep = suspensions.find_by_container(found.id)
         if asleep is not None and asleep.stage is suspensions.Stage.SUSPENDED:
-            raise ContainerError(f"the container {found.name} is suspended already", code="GPS-206")
+            raise ContainerError(f"the container {found.name} is already suspended", code="GPS-206")
         raise ContainerError(
             f"the container {found.name} is paused",
             hint=f"podman unpause {found.name}, then suspend it",
@@ -66,8 +66,8 @@ def find_running(name: str, asked: podman.Inspection) -> Running:
     roots = _with_podman(found.id)
     if not roots:
         raise GpusnapError(
-            f"neither crun nor runc knows the container {found.name}, which Podman has as running",
-            hint="see what podman ps says",
+            f"neither crun nor runc knows the container {found.name}, which Podman lists as running",
+            hint="run podman ps",
         )
     return engine(_PODMAN, found.id, found.name, ""), *_find_known(found.id, roots[0])
 
@@ -84,7 +84,7 @@ def find_suspended(name: str, asked: podman.Inspection) -> Suspension:
         return some[0]
     if some:
         raise GpusnapError(
-            f"several suspended containers are called {name}", hint="give the ID: gpusnap ps lists them"
+            f"several suspended containers are named {name}", hint="give the ID: gpusnap ps lists them"
         )
     there = None
     with suppress(GpusnapError):

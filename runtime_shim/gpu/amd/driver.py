@@ -36,7 +36,7 @@ def is_present() -> bool:
         return exists(device_files.KFD) or is_folder(f"{topology.SYS}/class/kfd/kfd/topology")
     except OSError as error:
         raise GpuError(
-            f"it cannot be told whether this host has AMD's driver: {error.filename}: {reason(error)}",
+            f"cannot determine whether this host has AMD's driver: {error.filename}: {reason(error)}",
             hint="try again",
         ) from error
 
@@ -57,7 +57,8 @@ class Amd:
         if not topology.gpus():
             raise NoDevice(
                 "AMD's compute driver lists no GPU in /sys/class/kfd/kfd/topology",
-                hint="see with rocminfo which GPUs it has, and that no device cgroup keeps gpusnap from them",
+                hint="run rocminfo to see which GPUs it lists, and check that no device cgroup hides "
+                "them from gpusnap",
             )
 
     def host(self) -> Host:
@@ -74,7 +75,7 @@ class Amd:
     def restore_thread(self, pid: int) -> int:
         """There is none; raises NotInitialized."""
         raise NotInitialized(
-            f"process {pid} has no thread of AMD's driver: CRIU's plugin does the work", pid=pid
+            f"process {pid} has no AMD driver thread: CRIU's plugin saves its state", pid=pid
         )
 
     def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:

@@ -269,7 +269,8 @@ def make_unanswered(error: TimeoutError, pid: int) -> GpuError:
     return GpuError(
         f"the files that process {pid} ({comm(pid)}) has open could not be listed: {error.filename}: "
         f"{error.strerror}",
-        hint="the process waits for a file system that does not answer: end it, or see to that",
+        hint="the process is blocked on a file system that does not respond: end the process, or fix "
+        "that file system",
         pid=pid,
         code="GPS-225",
     )
@@ -285,4 +286,4 @@ def gone_or_raise(error: OSError, pid: int) -> None:
         raise PermissionRefused(
             message, hint="run gpusnap as root or as the container's user", pid=pid
         ) from error
-    raise GpuError(message, hint="see that /proc is mounted for this PID namespace", pid=pid) from error
+    raise GpuError(message, hint="check that /proc is mounted for this PID namespace", pid=pid) from error

@@ -127,8 +127,8 @@ def _counterpart(node: Node, here: Sequence[Node], of: Mapping[str, str]) -> Nod
     if found is None:
         of_gpu = f" for GPU {of.get(node.gpu) or node.gpu}" if node.gpu else ""
         raise Refused(
-            f"the container has the device {node.path}, and this host has no such device{of_gpu}",
-            hint="load the driver's module for it (nvidia-modprobe -u makes /dev/nvidia-uvm)"
+            f"the container has the device {node.path}, but this host has no such device{of_gpu}",
+            hint="load the driver's module for it (nvidia-modprobe -u creates /dev/nvidia-uvm)"
             if node.path.startswith("/dev/nvidia-uvm")
             else "restore on a host that has it",
         )

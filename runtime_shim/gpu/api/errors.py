@@ -70,7 +70,7 @@ class DriverTooOld(GpuError):
     """The driver does not have what we call, the checkpoint API above all."""
 
     code = "GPS-302"
-    because = "the NVIDIA driver is too old for it"
+    because = "the NVIDIA driver is too old for this"
     advice = "install NVIDIA driver 570 or later"
 
 
@@ -88,7 +88,8 @@ class DriverNotReady(GpuError):
     code = "GPS-304"
     because = "the driver is not ready"
     advice = (
-        "see that nvidia-fabricmanager and nvidia-persistenced run where this host needs them, and try again"
+        "check that nvidia-fabricmanager and nvidia-persistenced are running if this host needs them, "
+        "then try again"
     )
 
 
@@ -97,15 +98,15 @@ class NoDevice(GpuError):
 
     code = "GPS-305"
     because = "the GPU was not found"
-    advice = "see with nvidia-smi -L which GPUs the driver has"
+    advice = "run nvidia-smi -L to see which GPUs the driver lists"
 
 
 class GpuBusy(GpuError):
     """The GPU exists, but is taken: compute mode, or its shared resources are used up."""
 
     code = "GPS-306"
-    because = "the GPU is in use by another process or closed by its compute mode"
-    advice = "see with nvidia-smi who uses it, and set its compute mode to DEFAULT"
+    because = "the GPU is in use by another process or restricted by its compute mode"
+    advice = "run nvidia-smi to see which process uses it, and set its compute mode to DEFAULT"
 
 
 class GpuOutOfMemory(GpuError):
@@ -128,8 +129,8 @@ class PermissionRefused(GpuError):
     """The driver or the kernel does not let this process do it."""
 
     code = "GPS-309"
-    because = "it is not allowed to this user or in this cgroup"
-    advice = "run gpusnap as root, outside of a container that limits its devices"
+    because = "this user or this cgroup is not permitted to do that"
+    advice = "run gpusnap as root, outside any container that limits its devices"
 
 
 class NotInitialized(GpuError):
@@ -137,15 +138,15 @@ class NotInitialized(GpuError):
 
     code = "GPS-310"
     because = "there is no initialised GPU state"
-    advice = "see that the program still uses its GPU (nvidia-smi)"
+    advice = "check that the program still uses its GPU (nvidia-smi)"
 
 
 class IllegalState(GpuError):
     """The process is not in the state from which the step leads on; nothing has been changed."""
 
     code = "GPS-311"
-    because = "the process is not in the state that this step needs"
-    advice = "see that no other tool (cuda-checkpoint, CRIU's CUDA plugin) suspends it at the same time"
+    because = "the process is not in the state that this step requires"
+    advice = "check that no other tool (cuda-checkpoint, CRIU's CUDA plugin) suspends it at the same time"
 
 
 class LockTimeout(GpuError):
@@ -160,7 +161,7 @@ class NotSupported(GpuError):
     """The process uses something that the driver cannot suspend, or this GPU or driver cannot do it."""
 
     code = "GPS-313"
-    because = "the driver does not support it"
+    because = "the driver does not support this"
     advice = "see NVIDIA's notes for this driver and GPU"
 
 
@@ -168,7 +169,7 @@ class MpsInTheWay(NotSupported):
     """The Multi-Process Service is at work, and processes under it cannot be suspended."""
 
     code = "GPS-314"
-    because = "the Multi-Process Service (MPS) is in the way"
+    because = "the Multi-Process Service (MPS) prevents it"
     advice = "stop MPS (echo quit | nvidia-cuda-mps-control) and start the program without it"
 
 
@@ -177,15 +178,15 @@ class InvalidRequest(GpuError):
 
     code = "GPS-315"
     because = "the driver refused an argument"
-    advice = "see that the process uses a GPU of this host"
+    advice = "check that the process uses a GPU of this host"
 
 
 class ProcessGone(GpuError):
     """The process ended (or is a zombie) before or during the step."""
 
     code = "GPS-316"
-    because = "the process has ended"
-    advice = "see the program's own output and the kernel log for why it ended"
+    because = "the process has exited"
+    advice = "check the program's own output and the kernel log for the reason"
 
 
 class WorkloadFault(GpuError):
@@ -193,7 +194,7 @@ class WorkloadFault(GpuError):
 
     code = "GPS-317"
     because = "the program's own GPU work has failed"
-    advice = "restart the program; its GPU state was lost before gpusnap came"
+    advice = "restart the program; its GPU state was lost before gpusnap was called"
 
 
 class DriverFailed(GpuError):

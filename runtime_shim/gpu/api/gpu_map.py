@@ -22,8 +22,8 @@ _PLAIN = 16
 """The digits of AMD's, which have no dashes (rocminfo)."""
 _SHORTEST = 4
 _WANTED = (
-    "pairs of GPUs such as 0=3,1=2, where a GPU is its number or its UUID "
-    f"(GPU- and at least its first {_SHORTEST} digits)"
+    "pairs of GPUs such as 0=3,1=2; a GPU is its number or its UUID (GPU- and at least the first "
+    f"{_SHORTEST} digits)"
 )
 
 
@@ -41,7 +41,7 @@ def parse_map(text: str) -> GpuMap:
     for side, names in (("left", [left for left, _ in found]), ("right", [right for _, right in found])):
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"pairs in which no GPU is named twice, and {name} is on the {side} twice")
+                raise ValueError(f"pairs in which no GPU is named twice, but {name} is on the {side} twice")
     return found
 
 

@@ -48,7 +48,7 @@ def read(path: str) -> Spec:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CdiError(f"{path}: is no regular file")
+                raise CdiError(f"{path}: is not a regular file")
             data = file.read(LARGEST + 1)
     except OSError as error:
         raise CdiError(f"cannot read the CDI file {path}: {reason(error)}") from error
@@ -68,7 +68,7 @@ def _files(folder: str, failed: Callable[[CdiError], None]) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        failed(CdiError(f"cannot read the CDI folder {folder}: {reason(error)}"))
+        failed(CdiError(f"cannot read the CDI directory {folder}: {reason(error)}"))
         return []
 
 
@@ -81,7 +81,7 @@ def _merge(ranks: Sequence[Sequence[Spec]], failed: Callable[[CdiError], None]) 
                 key = spec.kind, device.name
                 if key in here:
                     first = here[key].path
-                    failed(CdiError(f"{spec.path}: device {device.name!r} of {spec.kind} is in {first} too"))
+                    failed(CdiError(f"{spec.path}: device {device.name!r} of {spec.kind} is also in {first}"))
                     owner[key] = None
                 else:
                     owner[key] = here[key] = spec

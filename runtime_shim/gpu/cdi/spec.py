@@ -141,7 +141,7 @@ def parse(data: bytes, path: str) -> Spec:
         content = parse_json(text) if path.endswith(".json") else from_yaml(text)
     except ImportError as error:
         raise CdiError(
-            "this host's CDI files are YAML, and the Python package that reads it is missing",
+            "this host's CDI files are YAML, but the Python package that reads YAML is missing",
             hint="install PyYAML (python3-yaml)",
             code="GPS-002",
         ) from error
@@ -179,14 +179,14 @@ class _Object:
     def check_fields(self, value: Any, known: Mapping[str, str]) -> _Object:
         """The same with `value`'s fields, which must be among those that are `known`."""
         if not isinstance(value, dict):
-            raise self.wrong("is no object with fields")
+            raise self.wrong("is not an object with fields")
         for name, each in value.items():
             if name not in known:
                 raise self.wrong(f"unknown field {make_printable(name)}")
             if known[name] and each:  # as CDI's library has it, an empty value needs no version
                 self.need(known[name], name)
             if name in _DROPPED and self.version == "1.1.0":
-                raise self.wrong("is no field of CDI 1.1.0 any more", name)
+                raise self.wrong("is no longer a field in CDI 1.1.0", name)
         fields = {name: each for name, each in value.items() if each is not None}
         return dataclasses.replace(self, fields=fields)
 
@@ -194,7 +194,7 @@ class _Object:
         """Refuse what came with a later version than the file's."""
         if _VERSIONS.index(version) > _VERSIONS.index(self.version):
             raise self.wrong(
-                f"{what}came with CDI {version}, and the file's cdiVersion is {self.version}",
+                f"{what}was added in CDI {version}, but the file's cdiVersion is {self.version}",
                 name,
                 hint=f"set cdiVersion to {version} or later",
             )
@@ -202,9 +202,9 @@ class _Object:
     def items(self, name: str) -> list[Any]:
         value = self.fields.get(name, [])
         if not isinstance(value, list):
-            raise self.wrong("is no list", name)
+            raise self.wrong("is not a list", name)
         if len(value) > _ITEMS:
-            raise self.wrong(f"has {len(value)} entries, and more than {_ITEMS} are refused", name)
+            raise self.wrong(f"has {len(value)} entries, but more than {_ITEMS} are refused", name)
         return value
 
     def text(self, name: str, *, needed: bool = False) -> str:
@@ -220,14 +220,16 @@ class _Object:
         found = self.texts(name)
         for at, each in enumerate(found):
             if each.find("=") <= 0:
-                raise self.wrong(f"{make_printable(each)} is no NAME=VALUE", f"{name}[{at}]")
+                raise self.wrong(f"{make_printable(each)} is not in the form NAME=VALUE", f"{name}[{at}]")
         return found
 
     def _text(self, value: Any, name: str) -> str:
         if not isinstance(value, str):
-            raise self.wrong("is no string", name)
+            raise self.wrong("is not a string", name)
         if len(value) > _TEXT or _UNFIT.search(value):
-            raise self.wrong("is too long, or has a character that no path and no argument has", name)
+            raise self.wrong(
+                "is too long, or has a character that is not allowed in a path or an argument", name
+            )
         return str(value)
 
     def number(self, name: str, top: int, *, low: int = 0) -> int | None:
@@ -241,7 +243,7 @@ class _Object:
         if isinstance(value, Unquoted):
             value = value.parse_whole()
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= top:
-            raise self.wrong(f"is no whole number from {low} to {top}", name)
+            raise self.wrong(f"is not an integer from {low} to {top}", name)
         return value
 
 
@@ -252,12 +254,12 @@ def _spec(content: Any, path: str) -> Spec:
     # Before all else: what is wrong with a file of the future is its version.
     if isinstance(content, dict) and number not in _VERSIONS:
         known = f"{_VERSIONS[0]} to {_VERSIONS[-1]}"
-        what = "is missing" if version is None else f"{make_printable(version)} is none of those known"
+        what = "is missing" if version is None else f"{make_printable(version)} is not a known version"
         raise top.wrong(f"{what} ({known})", "cdiVersion")
     top = top.check_fields(content, _SPEC)
     kind = top.text("kind", needed=True)
     if not _KIND.fullmatch(kind):
-        raise top.wrong(f"{make_printable(kind)} is no vendor and class (nvidia.com/gpu)", "kind")
+        raise top.wrong(f"{make_printable(kind)} is not in the form vendor/class (nvidia.com/gpu)", "kind")
     if "." in kind.partition("/")[2]:
         top.need("0.6.0", "kind", "a dot in its class ")
     _annotations(top)
@@ -268,26 +270,26 @@ def _spec(content: Any, path: str) -> Spec:
     names = [device.name for device in devices]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise top.wrong(f"the device {make_printable(twice)} is there twice", "devices")
+        raise top.wrong(f"the device {make_printable(twice)} is listed twice", "devices")
     return Spec(path, number, kind, devices, edits)
 
 
 def _annotations(holder: _Object) -> None:
     value = holder.fields.get("annotations", {})
     if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
-        raise holder.wrong("are no strings by name", "annotations")
+        raise holder.wrong("is not a map of strings", "annotations")
 
 
 def _device(found: _Object) -> Device:
     name = found.text("name", needed=True)
     if not _NAME.fullmatch(name):
-        raise found.wrong(f"{make_printable(name)} is no name for a device", "name")
+        raise found.wrong(f"{make_printable(name)} is not a valid name for a device", "name")
     if name[0].isdigit():
         found.need("0.5.0", "name", "to begin with a digit ")
     _annotations(found)
     edits = _edits(found)
     if not any(found.object("containerEdits", _EDITS).fields.values()):
-        raise found.wrong("does nothing to a container", "containerEdits")
+        raise found.wrong("does not edit the container", "containerEdits")
     return Device(name, edits)
 
 
@@ -307,11 +309,9 @@ def _node(node: _Object) -> DeviceNode:
     path = node.text("path", needed=True)
     kind, permissions = node.text("type"), node.text("permissions")
     if kind not in ("", "b", "c", "u", "p"):
-        raise node.wrong(f"{make_printable(kind)} is no type of a device node: b, c, u, p", "type")
+        raise node.wrong(f"{make_printable(kind)} is not a valid type for a device node: b, c, u, p", "type")
     if permissions != "none" and set(permissions) - set("rwm"):
-        raise node.wrong(
-            f"{make_printable(permissions)} is none of r, w, m together, and not none", "permissions"
-        )
+        raise node.wrong(f"{make_printable(permissions)} must be a combination of r, w, m", "permissions")
     major, minor = node.number("major", _MAJOR), node.number("minor", _MINOR)
     mode, uid, gid = (node.number(name, _ID) for name in ("fileMode", "uid", "gid"))
     return DeviceNode(path, node.text("hostPath") or path, kind, major, minor, mode, permissions, uid, gid)
@@ -325,9 +325,9 @@ def _mount(mount: _Object) -> Mount:
 def _hook(hook: _Object) -> Hook:
     name, path = hook.text("hookName", needed=True), hook.text("path", needed=True)
     if name not in _HOOKS:
-        raise hook.wrong(f"{make_printable(name)} is none of {', '.join(_HOOKS)}", "hookName")
+        raise hook.wrong(f"{make_printable(name)} is not one of {', '.join(_HOOKS)}", "hookName")
     if not path.startswith("/"):
-        raise hook.wrong(f"{make_printable(path)} is no absolute path", "path")
+        raise hook.wrong(f"{make_printable(path)} is not an absolute path", "path")
     timeout = hook.number("timeout", _ID, low=1)
     return Hook(name, path, hook.texts("args"), hook.variables("env"), timeout)
 

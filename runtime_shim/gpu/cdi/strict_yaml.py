@@ -61,11 +61,11 @@ class _Document:
     def content(self) -> Any:
         self._read_next()  # the stream's start
         if self._read_next()[0] == "StreamEnd":
-            raise ValueError("holds nothing")
+            raise ValueError("is empty")
         content = self._node(*self._read_next(), depth=0)
         self._read_next()  # the document's end
         if self._read_next()[0] != "StreamEnd":
-            raise self._make_error("a second document begins")
+            raise self._make_error("contains a second document")
         return content
 
     def _read_next(self) -> tuple[str, Any]:
@@ -73,7 +73,7 @@ class _Document:
         self.line = event.start_mark.line + 1
         self.left -= 1
         if not self.left:
-            raise self._make_error(f"more than {_NODES} things by here")
+            raise self._make_error(f"contains more than {_NODES} nodes")
         return type(event).__name__.removesuffix("Event"), event
 
     def _make_error(self, what: str) -> ValueError:
@@ -81,9 +81,9 @@ class _Document:
 
     def _node(self, kind: str, event: Any, *, depth: int) -> Any:
         if kind == "Alias":
-            raise self._make_error("an alias has no place in a CDI file")
+            raise self._make_error("aliases are not allowed in a CDI file")
         if event.tag not in (None, "!", "tag:yaml.org,2002:str"):
-            raise self._make_error(f"the tag {make_printable(event.tag)} has no place in a CDI file")
+            raise self._make_error(f"the tag {make_printable(event.tag)} is not allowed in a CDI file")
         if kind == "Scalar":
             plain = event.tag is None and event.implicit[0]
             return (None if event.value in _NULL else Unquoted(event.value)) if plain else event.value
@@ -102,8 +102,8 @@ class _Document:
         while (entry := self._read_next())[0] != "MappingEnd":
             key = self._node(*entry, depth=depth)
             if not isinstance(key, str):
-                raise self._make_error("a field's name is no string")
+                raise self._make_error("a field's name is not a string")
             if key in found:
-                raise self._make_error(f"the field {make_printable(key)} is there twice")
+                raise self._make_error(f"the field {make_printable(key)} is listed twice")
             found[str(key)] = self._node(*self._read_next(), depth=depth)
         return found

@@ -53,11 +53,11 @@ _UNSUSPENDABLE = (
     "likely causes are managed memory (cudaMallocManaged) and MPS: start the program without them"
 )
 _UNRESTORABLE = (
-    "likely causes are a GPU of another model, and memory shared between GPUs (NCCL peer access, CUDA IPC) "
-    "when it was checkpointed"
+    "likely causes are a GPU of another model, and memory that was shared between GPUs at the checkpoint "
+    "(NCCL peer access, CUDA IPC)"
 )
 _HOST_MEMORY = "free memory on this host, or raise the container's memory limit"
-_PAIRS = "give a pair for every GPU that the process could see, the unused ones too"
+_PAIRS = "give a pair for every GPU that the process could see, including unused ones"
 
 # What the driver may answer for a process that is being killed, and how long that may take, in seconds.
 # Driver 580 answers NOT_INITIALIZED for a zombie and OPERATING_SYSTEM for a PID that is not there.
@@ -82,7 +82,7 @@ def is_present() -> bool:
         nodes = [name[6:] for name in os.listdir("/dev") if name.startswith("nvidia")]
     except OSError as error:
         raise GpuError(
-            f"it cannot be told whether this host has NVIDIA's driver: {error.filename}: {reason(error)}",
+            f"cannot determine whether this host has NVIDIA's driver: {error.filename}: {reason(error)}",
             hint="try again",
         ) from error
     return any(name == "ctl" or name.isdigit() for name in nodes)
@@ -100,8 +100,8 @@ def _nvml(question: Callable[..., T], *arguments: object) -> T:
         return _COMPANION.ask(question, *arguments, within=_NVML)
     except TimeoutError as error:
         raise DriverNotReady(
-            f"NVML did not answer within {_NVML:g} s",
-            hint="see whether nvidia-smi answers, and what the kernel log (dmesg) says of the GPUs (Xid)",
+            f"NVML did not respond within {_NVML:g} s",
+            hint="check whether nvidia-smi responds, and look for Xid lines in the kernel log (dmesg)",
         ) from error
 
 
@@ -140,8 +140,8 @@ class Nvidia:
             return None
         except ValueError:
             raise DriverFailed(
-                f"the GPU driver says that {_name_pid(pid)} is in state {state}, which gpusnap does not know",
-                hint="use a gpusnap that knows this driver",
+                f"the GPU driver reports that {_name_pid(pid)} is in state {state}, which gpusnap does not know",
+                hint="use a version of gpusnap that supports this driver",
                 pid=pid,
             ) from None
 
@@ -186,7 +186,7 @@ class Nvidia:
         for minor in held:
             if minor not in gpus:
                 raise NoDevice(
-                    f"{_name_pid(pid)} holds the device of GPU minor {minor}, which the driver does not list",
+                    f"{_name_pid(pid)} has the device of GPU minor {minor} open, which the driver does not list",
                     hint=NoDevice.advice,
                     pid=pid,
                 )
@@ -214,7 +214,7 @@ class Nvidia:
         library = self._prepare_library(pid)
         # The driver makes room for the GPU's memory inside the process, so the host is short of it here.
         short: dict[type[GpuError], str] = {
-            GpuOutOfMemory: "there is not enough host memory to hold its GPU memory"
+            GpuOutOfMemory: "there is not enough host memory for its GPU memory"
         }
         hints: dict[type[GpuError], str] = {NotSupported: _UNSUSPENDABLE, GpuOutOfMemory: _HOST_MEMORY}
         self._check(library.checkpoint(pid), pid, "checkpoint", because=short, hints=hints)
@@ -242,7 +242,7 @@ class Nvidia:
         """The library, once it is known that there is a process to work on."""
         library = self._cuda()
         if not proc.is_alive(pid):
-            raise ProcessGone(f"process {pid} has ended", hint=ProcessGone.advice, pid=pid)
+            raise ProcessGone(f"process {pid} has exited", hint=ProcessGone.advice, pid=pid)
         return library
 
     def _check(
@@ -269,7 +269,7 @@ class Nvidia:
         patience = _DYING if isinstance(error, _VAGUE) and not at_once else 0
         if handles.has_ended(pid, within=patience):
             raise ProcessGone(
-                f"process {pid} ended while the GPU driver was to {verb} it",
+                f"process {pid} exited while the GPU driver was about to {verb} it",
                 hint=ProcessGone.advice,
                 code_name=error.code_name,
                 pid=pid,
@@ -290,8 +290,8 @@ def _open_library() -> Library:
     missing = library.list_missing()
     if missing:
         raise DriverTooOld(
-            f"the GPU driver ({_version(library)}) has no checkpoint API: {missing[0]} is missing; "
-            f"{FIRST_DRIVER} is the first driver with it",
+            f"the GPU driver ({_version(library)}) has no checkpoint API: {missing[0]} is missing; driver "
+            f"{FIRST_DRIVER} was the first with it",
             hint=DriverTooOld.advice,
         )
     with _without_visible_devices():
@@ -301,8 +301,8 @@ def _open_library() -> Library:
         if isinstance(error, NoDevice) and not is_present():
             # libcuda says "no device" too where there is no kernel driver at all.
             raise DriverMissing(
-                "libcuda is here, but NVIDIA's kernel driver is not loaded",
-                hint="load it (modprobe nvidia) and see that nvidia-smi lists the GPUs",
+                "libcuda is installed, but NVIDIA's kernel driver is not loaded",
+                hint="load it (modprobe nvidia) and check that nvidia-smi lists the GPUs",
                 code_name=error.code_name,
             ) from error
         raise error

@@ -220,15 +220,15 @@ def explain_difference(path_here: str, size: int, build_id: str, *, mode: int | 
     except OSError as error:
         return f"{path_here} cannot be read here: {reason(error)}"
     if not stat.S_ISREG(here.mode):
-        return f"{path_here} is no regular file here"
+        return f"{path_here} is not a regular file here"
     if here.size != size:
-        return f"{path_here} has {here.size} bytes here and had {size} at the checkpoint"
+        return f"{path_here} has {here.size} bytes here but had {size} at the checkpoint"
     if build_id and here.build_id and here.build_id != build_id.lower():
         return (
-            f"{path_here} is another build here ({here.build_id}) than at the checkpoint ({build_id:.1024})"
+            f"{path_here} here is another build ({here.build_id}) than at the checkpoint ({build_id:.1024})"
         )
     if mode is not None and here.mode != mode:
-        return f"{path_here} has the mode {here.mode:o} here and had {mode:o} at the checkpoint"
+        return f"{path_here} has the mode {here.mode:o} here but had {mode:o} at the checkpoint"
     return ""
 
 

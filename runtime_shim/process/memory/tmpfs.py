@@ -279,7 +279,7 @@ def can_be_swapped() -> bool:
 
 def _folder(key: str) -> str:
     if not key or "/" in key or key.startswith("."):
-        raise OSError(errno.EINVAL, "it cannot be a folder's name", key)
+        raise OSError(errno.EINVAL, "it is not a valid directory name", key)
     return os.path.join(FOLDER, key)
 
 

@@ -97,10 +97,10 @@ def explain_missing() -> str:
     try:
         Userfault(_open_own()).close()
     except FileNotFoundError:
-        return f"there is no {DEVICE}, as the kernel has it from Linux 6.1 on with CONFIG_USERFAULTFD"
+        return f"there is no {DEVICE}, which the kernel has since Linux 6.1 with CONFIG_USERFAULTFD"
     except OSError as error:
         if error.errno == errno.EINVAL:
-            return "the kernel cannot have a thread wait for pages of a tmpfs that are there"
+            return "the kernel does not support userfaultfd minor faults for tmpfs"
         return f"{DEVICE} gives none: {os.strerror(error.errno or errno.EIO)}"
     return ""
 

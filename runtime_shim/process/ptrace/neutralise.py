@@ -64,7 +64,7 @@ def neutralise(
 
 
 def _descriptors(remote: Remote, pid: int, closing: dict[int, bool]) -> None:
-    hint = "give its container the device 1:3 as /dev/null"
+    hint = "add the device 1:3 to its container as /dev/null"
     try:
         # Whatever lies there: O_NONBLOCK does not wait for a FIFO's other end.
         null = remote.openat("/dev/null", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
@@ -97,6 +97,6 @@ def _find_whole_mappings(pid: int, wanted: Sequence[tuple[int, int]]) -> tuple[M
     if missing:
         raise Refused(
             f"process {pid} has no mapping at {missing[0][0]:#x}-{missing[0][1]:#x}",
-            hint="stop the process before its mappings are looked up",
+            hint="stop the process before reading its mappings",
         )
     return tuple(by_range[each] for each in wanted)

@@ -214,12 +214,12 @@ def _functions(pid: int, base: int) -> dict[str, tuple[int, int]]:
     """
     header = copies.peek(pid, base, 64)
     if header[:5] != b"\x7fELF\x02":
-        raise ValueError("no ELF file of 64 bits")
+        raise ValueError("not a 64-bit ELF file")
     (offset,) = struct.unpack_from("=Q", header, 32)
     size, count = struct.unpack_from("=HH", header, 54)
     dynamic: dict[int, int] = {}
     if count > _HEADERS:
-        raise ValueError(f"an ELF file of {count} program headers")
+        raise ValueError(f"an ELF file with {count} program headers")
     for at in range(count):
         fields = _PROGRAM_HEADER.unpack(copies.peek(pid, base + offset + at * size, _PROGRAM_HEADER.size))
         if fields[0] == _PT_DYNAMIC:

@@ -67,7 +67,8 @@ class Remote:
         registers = tracee.registers()
         if len(registers) != self.machine.size:
             raise GpusnapError(
-                f"process {tracee.pid} is no {self.machine.name} program, and gpusnap cannot work inside it",
+                f"process {tracee.pid} is not a program for {self.machine.name}, so gpusnap cannot make "
+                "system calls in it",
                 hint="checkpoint 32-bit programs without gpusnap",
             )
         self.saved = Saved(tracee.tid, registers, tracee.mask or 0)
@@ -111,8 +112,8 @@ class Remote:
         self._tracee.set_registers(self.machine.replace_values(found, {self.machine.number: -1}))
         raise GpusnapError(
             f"thread {self._tracee.tid} of process {self._tracee.pid} entered another system call than "
-            f"{name}, and was kept from making it",
-            hint="its program changes its own code while it is worked on: do not trust it",
+            f"{name}, and was prevented from making it",
+            hint="its program modifies its own code: do not trust it",
             code="GPS-229",
         )
 
@@ -174,7 +175,7 @@ class Remote:
         if (size, level, kind) != (20, socket.SOL_SOCKET, socket.SCM_RIGHTS):
             # A security module took it out on the way (unix(7), MSG_CTRUNC).
             raise OSError(
-                errno.EACCES, f"process {pid} may not have a file of ours: {os.strerror(errno.EACCES)}"
+                errno.EACCES, f"process {pid} may not open gpusnap's file: {os.strerror(errno.EACCES)}"
             )
         return int(number)
 
@@ -247,7 +248,7 @@ def put_back(pid: int, saved: Saved) -> None:
     """
     if len(saved.registers) != this_machine().size:
         raise GpusnapError(
-            f"the saved registers of process {pid} are not of this host's architecture",
+            f"the saved registers of process {pid} are from another architecture than this host's",
             hint="kill the process, and restore its container from a checkpoint",
             code="GPS-026",
         )
@@ -304,8 +305,8 @@ def _instruction(pid: int, machine: Machine, counter: int) -> int:
     if address >= 0:
         return address
     raise GpusnapError(
-        f"process {pid} has no instruction for a system call in its memory",
-        hint="see that it is an ordinary program of this architecture",
+        f"process {pid} has no system call instruction in its memory",
+        hint="check that it is an ordinary program for this architecture",
     )
 
 

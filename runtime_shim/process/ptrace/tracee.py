@@ -241,7 +241,7 @@ class Tracee:
     def check(self) -> None:
         """See that the tracer asks: any other thread would be told that there is no such process."""
         if threading.get_native_id() != self._tracer:
-            raise RuntimeError(f"thread {self.tid} of process {self.pid} is another thread's tracee")
+            raise RuntimeError(f"thread {self.tid} of process {self.pid} is already traced by another thread")
 
     def _wait_until(self, resume: Callable[[int], None], there: Callable[[Stop], bool]) -> None:
         self.check()
@@ -251,7 +251,7 @@ class Tracee:
             if there(stop):
                 return
             self.keep(stop)
-        raise OSError(f"thread {self.tid} of process {self.pid} does not stop where it should")
+        raise OSError(f"thread {self.tid} of process {self.pid} did not stop where expected")
 
 
 @contextmanager

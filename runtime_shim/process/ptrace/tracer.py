@@ -120,7 +120,7 @@ class Tracer:
             raise
         if not ready:
             self._over = True
-            raise TimeoutError(errno.ETIMEDOUT, f"process {self.pid} did not let itself be traced in time")
+            raise TimeoutError(errno.ETIMEDOUT, f"process {self.pid} could not be traced in time")
         if self._refusal is not None:
             self._thread.join()
             raise self._refusal

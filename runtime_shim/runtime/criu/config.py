@@ -98,8 +98,9 @@ def with_flags(call: Call, real: RealRuntime, criu: Criu) -> Call:
             call = replace(call, manage_cgroups_mode=mode)
         elif not _is_told(mode):
             raise SettingsError(
-                f"{real.name} takes no --manage-cgroups-mode {mode}, as criu.manage-cgroups asks",
-                hint=f'put the line "manage-cgroups={mode}" into {_RUNC_FILE}',
+                f"{real.name} does not support --manage-cgroups-mode {mode}, which criu.manage-cgroups "
+                "requires",
+                hint=f'add the line "manage-cgroups={mode}" to {_RUNC_FILE}',
             )
     if _has_option(criu.options, _ESTABLISHED):
         call = replace(call, tcp_established=True)
@@ -180,7 +181,7 @@ def _check_path(path: str) -> str:
     """A path that CRIU's parser takes as one word."""
     if any(c.isspace() or c in "#\"'\\" for c in path):
         raise ImageError(
-            f"the driver's mount {path!r} cannot be named to CRIU: its path holds blanks or quotes"
+            f"the driver's mount {path!r} cannot be passed to CRIU: its path contains blanks or quotes"
         )
     return path
 

@@ -59,9 +59,9 @@ def kill_all(
                     os.waitpid(pid, os.WNOHANG)
             if time.monotonic() > deadline:
                 raise GpusnapError(
-                    f"processes of the restore do not end though they were killed: "
+                    "processes of the restore were killed but do not exit: "
                     f"{' '.join(map(str, sorted(left)))}",
-                    hint="/proc/PID/stack says what they wait for; then run gpusnap recover",
+                    hint="check /proc/PID/stack for what they wait for; then run gpusnap recover",
                     code="GPS-025",
                 )
             time.sleep(_INTERVAL)

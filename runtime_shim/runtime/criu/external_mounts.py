@@ -57,11 +57,11 @@ def check_mounts(mounts: Sequence[DriverMount], here: Sequence[DriverMount] | No
         for path in (mount.destination, mount.source, *(() if chosen else [os.path.realpath(mount.source)])):
             if not _is_ours(path):
                 raise Refused(
-                    f"the manifest asks to mount {path}, which is no file of the GPU's driver", code="GPS-604"
+                    f"the manifest asks to mount {path}, which is not a GPU driver file", code="GPS-604"
                 )
         if not os.path.exists(ours.source):
             raise Refused(
-                f"the container had the driver's {mount.source} mounted, and this host does not have it",
+                f"the container had the driver's {mount.source} mounted, but this host does not have it",
                 hint="install the same driver version here",
                 code="GPS-405",
             )

@@ -114,8 +114,8 @@ def find(plugin: Plugin, settings: Settings) -> str:
             return path
     section = "nvidia" if plugin is CUDA else "amd"
     raise Refused(
-        f"{plugin.what} is not on this host: there is no {plugin.file} in {', '.join(folders)}",
-        hint=f"install it, or set {section}.libdir in {SETTINGS_FILE} to the folder that has it",
+        f"{plugin.what} is not installed on this host: there is no {plugin.file} in {', '.join(folders)}",
+        hint=f"install it, or set {section}.libdir in {SETTINGS_FILE} to its directory",
         code="GPS-506",
     )
 
@@ -140,7 +140,7 @@ def _with_program(plugin: Plugin, path: str, chosen: str) -> dict[str, str]:
         if not chosen and _calls_driver(path):
             return {}
         raise Refused(
-            f"{plugin.what} runs {plugin.program}, and this host has none "
+            f"{plugin.what} runs {plugin.program}, but this host has none "
             + (f"at {chosen}" if chosen else f"in {', '.join(_folders(searched))}"),
             hint=f"install NVIDIA's {plugin.program}, or set nvidia.cuda-checkpoint in {SETTINGS_FILE}",
             code="GPS-506",
@@ -182,5 +182,7 @@ def _folder(libraries: Mapping[str, str]) -> Iterator[str]:
             for name, path in libraries.items():
                 os.symlink(os.path.realpath(path), os.path.join(made, name))
         except OSError as error:
-            raise ImageError(f"a folder for CRIU's plugins cannot be made: {reason(error)}") from error
+            raise ImageError(
+                f"the directory for CRIU's plugins cannot be created: {reason(error)}"
+            ) from error
         yield made

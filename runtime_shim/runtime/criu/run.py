@@ -89,12 +89,12 @@ def _log_file() -> Iterator[tuple[IO[str], str]]:
     try:
         descriptor, path = tempfile.mkstemp(prefix=scratch_files.prefix("log"), dir=scratch())
     except OSError as error:
-        raise RuntimeFailed(f"no log can be made for the runtime: {reason(error)}") from error
+        raise RuntimeFailed(f"no log can be created for the runtime: {reason(error)}") from error
     try:
         try:
             file = open(descriptor, encoding="utf-8", errors="replace")
         except OSError as error:
-            raise RuntimeFailed(f"no log can be made for the runtime: {reason(error)}") from error
+            raise RuntimeFailed(f"no log can be created for the runtime: {reason(error)}") from error
         try:
             yield file, path
         finally:

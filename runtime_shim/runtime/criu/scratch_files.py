@@ -112,8 +112,9 @@ def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool
         if time.monotonic() > deadline:
             pids = " ".join(map(str, left))
             raise GpusnapError(
-                f"what a killed gpusnap called for container {container} is still at work: process {pids}",
-                hint=f"wait for it, or kill {pids}, and run gpusnap recover again",
+                f"a program that a killed gpusnap started for container {container} is still running: "
+                f"process {pids}",
+                hint=f"wait for it, or kill {pids}, then run gpusnap recover again",
                 code="GPS-020",
             )
         time.sleep(0.02)

@@ -36,7 +36,7 @@ def mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
 
     All of them, a GPU's or not; empty where the process is gone. Raises Unanswered.
     """
-    return question_process.ask(init, "what is mounted in its /dev", _mounted_nodes, init)
+    return question_process.ask(init, "the mounts in its /dev", _mounted_nodes, init)
 
 
 def _mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
@@ -66,7 +66,7 @@ def device_nodes(init: int) -> tuple[tuple[str, int, int, str], ...]:
     if error is not None and error.errno in proc.PASSING:
         raise ContainerError(
             f"/dev of the container of process {init} cannot be read: {reason(error)}",
-            hint="free memory or files, and try again",
+            hint="free memory or close files, then try again",
             code="GPS-004",
         ) from error
     return tuple(sorted(found, key=lambda each: each[3]))
@@ -178,7 +178,7 @@ def _check_mounted(folder: int, name: str, path: str) -> None:
     """See that a mount of a device is there."""
     info = _look("stat", path, lambda: os.stat(name, dir_fd=folder, follow_symlinks=False))
     if not stat.S_ISCHR(info.st_mode) or info.st_dev == os.fstat(folder).st_dev:
-        raise _make_strange_error(path, "is no device that is mounted there")
+        raise _make_strange_error(path, "is not a device mounted there")
 
 
 def _make(folder: int, name: str, path: str) -> None:
@@ -200,7 +200,7 @@ def _open_empty(folder: int, name: str, path: str) -> Iterator[int]:
         info = os.fstat(file)
         own = info.st_dev == os.fstat(folder).st_dev
         if not stat.S_ISREG(info.st_mode) or info.st_size or not own:
-            raise _make_strange_error(path, "lies on something that is no empty file")
+            raise _make_strange_error(path, "is mounted on something other than an empty file")
         yield file
     finally:
         os.close(file)
@@ -240,7 +240,7 @@ def _look(call: str, path: str, work: Callable[[], _T]) -> _T:
 def _make_path_below_dev(path: str) -> str:
     name = path.removeprefix("/dev/")
     if name == path or any(part in ("", ".", "..") for part in name.split("/")):
-        raise _make_strange_error(path, "is no place for a device")
+        raise _make_strange_error(path, "is not a valid location for a device")
     return name
 
 

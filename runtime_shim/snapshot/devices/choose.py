@@ -30,8 +30,8 @@ def driver_for(record: manifest.Manifest, driver: Driver | None) -> Driver | Non
     if driver is None or driver.vendor != record.host.vendor:
         count, model = len(record.gpus), record.gpus[0].model if record.gpus else "unknown"
         raise Refused(
-            f"the checkpoint holds the state of {count} GPU{'s' if count > 1 else ''} "
-            f"({model}), and this host has no {record.host.vendor.upper()} driver",
+            f"the checkpoint holds the state of {count} GPU{'s' if count > 1 else ''} ({model}), but this "
+            f"host has no {record.host.vendor.upper()} driver",
             hint="restore it on a host with such GPUs",
             code="GPS-401",
         )

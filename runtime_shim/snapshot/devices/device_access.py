@@ -43,9 +43,9 @@ def check(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> Non
     lost, why = _give_back(pid, container, nodes, allow)
     if lost:
         raise Refused(
-            f"container {container} may not open {_paths(lost)} any more, so that the GPU's driver cannot "
-            f"restore its GPU state{f': {why}' if why else ''}",
-            hint="gpusnap explain GPS-217 says what takes device nodes away",
+            f"container {container} may no longer open {_paths(lost)}, so the GPU's driver cannot restore "
+            f"its GPU state{f': {why}' if why else ''}",
+            hint="see gpusnap explain GPS-217 for what removes access to device nodes",
             code="GPS-217",
         )
 
@@ -96,8 +96,8 @@ def _give_back(pid: int, container: str, nodes: Sequence[Node], allow: Update) -
     still = [*_list_denied(pid, lost), *_open(pid, others)]
     if lost and not still:
         note(
-            f"container {container} could not open {_paths(lost)} any more, as after podman update; it may "
-            "again",
+            f"container {container} could no longer open {_paths(lost)}, as after podman update; access "
+            "was restored",
             code="GPS-217",
         )
     return still, why

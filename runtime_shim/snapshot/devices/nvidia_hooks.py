@@ -111,7 +111,8 @@ def _run_all(
     except (OSError, _Unfit) as error:
         said = reason(error) if isinstance(error, OSError) else str(error)
         note(
-            f"NVIDIA's hooks were not run again, the container's root cannot be shown to them: {said}",
+            "NVIDIA's hooks were not run again, because the container's root cannot be passed to them: "
+            f"{said}",
             code="GPS-410",
         )
         return
@@ -126,10 +127,10 @@ def _root(config: dict[str, Any], bundle: str) -> str:
     root = config.get("root")
     path = root.get("path") if isinstance(root, dict) else None
     if not isinstance(path, str) or not path or "\0" in path:
-        raise _Unfit("config.json names no root")
+        raise _Unfit("config.json has no root")
     path = os.path.realpath(os.path.join(bundle, path))
     if path == "/" or not os.path.isdir(path):
-        raise _Unfit(f"{path} is no container's root")
+        raise _Unfit(f"{path} is not a container's root")
     return path
 
 
@@ -178,11 +179,11 @@ def _check_options(name: str, words: Sequence[str]) -> Iterator[str]:
     while left:
         word, equals, value = left.pop(0).partition("=")
         if word != option or not (equals or left):
-            raise _Unfit(f"{name} has {word[:80]!r}, and only {option} is known")
+            raise _Unfit(f"{name} has {word[:80]!r}, but only {option} is known")
         value = value if equals else left.pop(0)
         target, colons, path = value.partition("::") if option == "--link" else ("x", "::", value)
         if not colons or "::" in path or not _is_inside(path) or not _PATH.fullmatch(target):
-            raise _Unfit(f"{name} has {option} {value[:80]!r}, which names no path in the container")
+            raise _Unfit(f"{name} has {option} {value[:80]!r}, which is not a path in the container")
         yield from (option, value)
 
 
@@ -215,7 +216,7 @@ def _find(program: str, places: Sequence[str], owner: int) -> tuple[str, tuple[s
             if os.path.exists(path):
                 distrusted = path
     if distrusted:
-        raise _Unfit(f"{distrusted} could be changed by others than root")
+        raise _Unfit(f"{distrusted} can be modified by users other than root")
     raise _Unfit(f"this host has no {program} in {', '.join(places)}")
 
 
@@ -282,7 +283,7 @@ def _run(hook: _Hook, container: Container, found: tuple[str, tuple[str, ...]]) 
             code="GPS-410",
         )
     elif said:
-        note(f"NVIDIA's hook {hook.name} said: {said}")
+        note(f"NVIDIA's hook {hook.name} printed: {said}")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -78,8 +78,8 @@ def make(
     """
     if any(old != new for old, new in pairs) and not record.nodes:
         raise Refused(
-            "the checkpoint does not say which device nodes its container had, so it cannot change GPUs",
-            hint="restore it on the GPUs that it was made on",
+            "the checkpoint does not list the device nodes of its container, so it cannot move to other GPUs",
+            hint="restore it on its original GPUs",
             code="GPS-406",
         )
     here = driver.nodes()
@@ -179,7 +179,8 @@ def _refuse_strange_mounts(sources: Iterable[str], strange: Sequence[Node]) -> N
         node = numbers.get((os.major(found.st_rdev), os.minor(found.st_rdev)))
         if stat.S_ISCHR(found.st_mode) and node is not None:
             raise Refused(
-                f"the checkpoint asks to mount {source}, the device of GPU {node.gpu}, which is not its own",
+                f"the checkpoint asks to mount {source}, the device of GPU {node.gpu}, which does not "
+                "belong to it",
                 code="GPS-604",
             )
 
@@ -209,10 +210,10 @@ def _refuse_other_builds(record: Manifest, sources: Mapping[str, str]) -> None:
         why = explain_difference(path, library.size, library.build_id, mode=library.mode)
         if why:
             raise Refused(
-                f"the container's processes run {library.path} of driver {record.host.driver_version}, "
-                f"and {why}",
-                hint="a process cannot change the driver's code under its feet: restore on a host with the "
-                "same driver build",
+                f"the container's processes execute {library.path} of driver "
+                f"{record.host.driver_version}, but {why}",
+                hint="a process cannot change the driver code that it is executing: restore on a host "
+                "with the same driver build",
                 code="GPS-405",
             )
 
@@ -261,9 +262,9 @@ def settle(init: int, found: Remap, driver: Driver) -> None:
     now = tuple(sorted(Node(n.path, n.major, n.minor) for n in driver.nodes(init)))
     if now != found.expected:
         raise GpusnapError(
-            f"the container has the GPU devices {_names(now)} after the restore, and should have "
+            f"the container has the GPU devices {_names(now)} after the restore, but should have "
             f"{_names(found.expected)}",
-            hint="something else changes its /dev",
+            hint="another program changes its /dev",
         )
 
 

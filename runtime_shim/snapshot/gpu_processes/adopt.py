@@ -24,7 +24,8 @@ def adopt(job: Job, asleep: Suspension) -> None:
     job.paused = paused_container.reopen(entry, pids)
     if job.paused is None:
         raise Refused(
-            f"somebody has let the suspended container {job.container.id} run without its GPUs",
+            f"the suspended container {job.container.id} was unpaused by another program, without its GPU "
+            "memory",
             hint=f"gpusnap resume {asleep.name}",
             code="GPS-206",
         )
@@ -33,8 +34,8 @@ def adopt(job: Job, asleep: Suspension) -> None:
         found = proc.process(each.pid)
         if found is None or found.start != each.start:
             raise GpusnapError(
-                f"process {each.pid} of the suspended container {job.container.id} has ended",
-                hint="what it had on the GPU is lost; restore the container from a checkpoint",
+                f"process {each.pid} of the suspended container {job.container.id} has exited",
+                hint="its GPU memory is lost; restore the container from a checkpoint",
                 code="GPS-026",
             )
         job.records[each.pid] = Record(found, each.inner_pid, each.gpus)

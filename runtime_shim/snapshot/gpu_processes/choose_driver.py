@@ -35,8 +35,8 @@ def _find_holder(every: Sequence[Driver], container: containers.Container) -> Dr
     if len(holding) > 1:
         vendors = " and ".join(each.vendor.upper() for each in holding)
         raise Refused(
-            f"the processes of container {container.id} use GPUs of {vendors}, and a checkpoint can hold "
-            "those of one vendor alone",
-            hint="run what uses the one and what uses the other in two containers",
+            f"the processes of container {container.id} use GPUs of {vendors}, but a checkpoint supports "
+            "only one vendor",
+            hint="run the programs for each vendor in separate containers",
         )
     return next(iter(holding), None) or next((each for each in every if each.nodes(container.pid)), None)

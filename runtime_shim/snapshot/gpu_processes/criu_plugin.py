@@ -60,7 +60,7 @@ def refuse_impossible(
         plugins.find(plugin, settings)
     if plugin.running and container.status == "paused":
         raise Refused(
-            f"container {container.id} is paused, and {plugin.what} waits for an answer of its processes",
+            f"container {container.id} is paused, but {plugin.what} needs its processes to run",
             hint='unpause it first; with nvidia.driver = "native" it may stay paused',
             code="GPS-203",
         )
@@ -75,9 +75,9 @@ def refuse_inherited(driver: Driver, processes: Collection[proc.Process]) -> Non
         return
     for process, files in idle_holders(driver, processes).items():
         raise Refused(
-            f"process {process.pid} ({process.comm}) holds {files[0]} and has no GPU state of its own, and "
+            f"process {process.pid} ({process.comm}) has {files[0]} open but no GPU state of its own; "
             f"{plugin.what} leaves that file to CRIU, which cannot dump it",
-            hint='start workers with spawn, or set nvidia.driver = "native", which takes such files away',
+            hint='start workers with spawn, or set nvidia.driver = "native", which closes such files',
             code="GPS-213",
         )
 
@@ -95,11 +95,12 @@ def make_same_gpu_map(record: Manifest, host: Host, request: GpuMap) -> GpuMap:
         asked = next((right for left, right in request if is_meant(left, gpu.index, gpu.uuid)), None)
         same = here.get(gpu.uuid)
         if same is None or (asked is not None and not is_meant(asked, same.index, same.uuid)):
-            why = "this host does not have it" if same is None else f"the GPU map asks for {asked}"
+            why = "this host does not have it" if same is None else f"the GPU map assigns {asked}"
             raise Refused(
-                f"the checkpoint was made through {plugin.what}, which brings a process back on the GPU "
-                f"that it had, {gpu.uuid}, and {why}",
-                hint="restore it on its own GPUs; one made with nvidia.driver = native can move",
+                f"the checkpoint was made with {plugin.what}, which restores a process onto its original "
+                f"GPU, {gpu.uuid}, but {why}",
+                hint="restore it on its original GPUs; a checkpoint made with nvidia.driver = native "
+                "can move",
                 code="GPS-406",
             )
     return tuple((gpu.uuid, gpu.uuid) for gpu in record.gpus)
@@ -117,7 +118,7 @@ def check_came_back(driver: Driver, processes: Iterable[proc.Process]) -> None:
             continue
         if state is not ProcessState.RUNNING:
             raise GpusnapError(
-                f"process {process.pid} ({process.comm}) did not come back with its GPU state",
+                f"process {process.pid} ({process.comm}) was not restored with its GPU state",
                 hint="its own log may say why",
                 code="GPS-509",
             )

@@ -89,7 +89,7 @@ class _Answer(Generic[T]):
             threading.Thread(target=self._run, name="gpusnap-gpu-call", daemon=True).start()
         except RuntimeError as error:
             raise DriverFailed(
-                f"no thread could be started for a call of the GPU driver: {error}",
+                f"a thread for a GPU driver call could not be started: {error}",
                 hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
                 code="GPS-003",
             ) from error
@@ -252,7 +252,7 @@ def _wait_while_running(answer: _Answer[T], pid: int, tid: int, within: float) -
         elif now - since > _STANDING:
             return False
         if now > deadline:
-            raise _no_answer(pid, f"none came within {within:g} s")
+            raise _no_answer(pid, f"no response within {within:g} s")
     return True
 
 
@@ -277,9 +277,9 @@ def _run_threads(
             with contextlib.suppress(GpusnapError):  # the kernel is short of memory: no news
                 why = watch.look()
             if not why and tracer.lost:
-                why = f"its thread cannot be let run: {tracer.lost}"
+                why = f"its thread cannot be resumed: {tracer.lost}"
             if not why and time.monotonic() > deadline:
-                why = f"none came within {within:g} s"
+                why = f"no response within {within:g} s"
     watch.tell()
     return why
 
@@ -310,14 +310,14 @@ def _in_its_hands(pid: int, *, may_lack: bool = False) -> Iterator[None]:
     except GpuError as error:
         lacks = may_lack and isinstance(error, NotInitialized) and not proc.is_dying(pid)
         if not isinstance(error, ProcessGone) and has_ended(pid, within=0 if lacks else _DYING):
-            raise ProcessGone(f"process {pid} ended in the GPU driver's hands: {error}", pid=pid) from error
+            raise ProcessGone(f"process {pid} exited during a GPU driver call: {error}", pid=pid) from error
         raise
 
 
 def _no_answer(pid: int, why: str) -> DriverNotReady:
     return DriverNotReady(
-        f"the GPU driver does not answer for process {pid} ({proc.comm(pid)}): {why}",
-        hint="try again; if it stays so, see with nvidia-smi that the driver works, and look for Xid lines "
-        "in the kernel log",
+        f"the GPU driver does not respond for process {pid} ({proc.comm(pid)}): {why}",
+        hint="try again; if the error persists, check with nvidia-smi that the driver works, and look "
+        "for Xid lines in the kernel log",
         pid=pid,
     )

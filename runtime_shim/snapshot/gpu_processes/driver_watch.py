@@ -104,12 +104,12 @@ class Watch:
             return ""
         quiet = now - self._since
         if wait is None:
-            return self._describe("does not get on") if quiet > _ASLEEP else ""
+            return self._describe("makes no progress") if quiet > _ASLEEP else ""
         first, again, last = (_WAITING, _WAITING_AGAIN, _STUCK)
         if not wait.futex:
             first, again, last = (_YIELDS, _YIELDS_AGAIN, _YIELDING)
         if quiet > last:
-            return self._describe("waits for a lock" if wait.futex else "does not get on")
+            return self._describe("waits for a lock" if wait.futex else "makes no progress")
         if quiet > (again if self._helped else first):
             self._help(wait)
         return ""
@@ -119,8 +119,8 @@ class Watch:
         if self._helped:
             names = ", ".join(proc.thread_name(self._pid, tid) or str(tid) for tid in self._last[:3])
             _notes.append(
-                f"the GPU driver waited for threads of process {self._pid}, which stands: "
-                f"threads were let run {self._helped} times (last: {names})"
+                f"the GPU driver waited for threads of process {self._pid}, which is stopped: threads "
+                f"were resumed {self._helped} times (last: {names})"
             )
 
     def _wait(self, now: float) -> _Wait | None:
@@ -196,7 +196,7 @@ class Watch:
         unsafe = [tid for tid in positions.list_unsafe(self._pid) if tid not in self._threads]
         said = f"its thread {self._threads[0]} {what}"
         for tid in unsafe[:1]:
-            said += f", and thread {tid} ({proc.thread_name(self._pid, tid)}) stands within the C library"
+            said += f", and thread {tid} ({proc.thread_name(self._pid, tid)}) is stopped within the C library"
         return said
 
 

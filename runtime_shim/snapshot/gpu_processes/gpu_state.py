@@ -97,9 +97,9 @@ def _state(driver: Driver, process: proc.Process, held: Collection[int]) -> Proc
     asks = driver.plugin is None or driver.plugin.running
     if asks and process.pid not in held and not _is_running(process.pid):
         raise Refused(
-            f"process {process.pid} ({process.comm}) is stopped, and cannot answer the GPU's driver",
-            hint="gpusnap resume if its container is suspended, gpusnap recover if gpusnap was killed, else "
-            "SIGCONT or unpause it first",
+            f"process {process.pid} ({process.comm}) is stopped, so it cannot respond to the GPU's driver",
+            hint="run gpusnap resume if its container is suspended, gpusnap recover if gpusnap was "
+            "killed; otherwise send SIGCONT or unpause it first",
             code="GPS-207",
         )
     if driver.plugin is not None:
@@ -260,14 +260,14 @@ def _bring_back(
         if not proc.is_running(pid):
             return  # it has ended, and has not gone on
         raise NotInitialized(
-            f"the GPU driver does not know process {pid} ({proc.comm(pid)}), whose GPU state it had taken",
-            hint="see with nvidia-smi that the driver works",
+            f"the GPU driver does not know process {pid} ({proc.comm(pid)}), whose GPU state it had saved",
+            hint="check with nvidia-smi that the driver works",
             pid=pid,
         )
     if state is ProcessState.FAILED:
         raise DriverFailed(
-            f"the GPU state of process {pid} ({proc.comm(pid)}) cannot be restored any more: the driver has "
-            "given it up",
+            f"the GPU state of process {pid} ({proc.comm(pid)}) can no longer be restored: the driver has "
+            "discarded it",
             hint="kill the process, and restore its container from a checkpoint",
             pid=pid,
             code="GPS-026",

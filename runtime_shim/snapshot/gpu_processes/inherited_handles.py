@@ -111,7 +111,9 @@ def say(cleared: Iterable[ClearedProcess]) -> None:
     if pids:
         one = len(pids) == 1
         who = (
-            "1 process holds GPU files that it" if one else f"{len(pids)} processes hold GPU files that they"
+            "1 process has GPU files open that it"
+            if one
+            else f"{len(pids)} processes have GPU files open that they"
         )
         note(
             f"{who} inherited and never used; replaced by /dev/null: {' '.join(map(str, pids))}",
@@ -146,9 +148,9 @@ def _clear(driver: Driver, key: str, pid: int) -> NeutraliseResult | None:
         if not proc.is_running(pid):
             return None
         raise GpusnapError(
-            f"process {pid} ({proc.comm(pid)}) holds GPU files that it inherited, and they cannot be "
-            f"replaced: {reason(error)}",
-            hint="end the debugger that has it, or start such workers with spawn or forkserver",
+            f"process {pid} ({proc.comm(pid)}) has inherited GPU files open that cannot be replaced: "
+            f"{reason(error)}",
+            hint="quit the debugger that traces it, or start such workers with spawn or forkserver",
             code="GPS-213",
         ) from error
 

@@ -162,9 +162,10 @@ def _begin_pause(job: Job, pause: DumpPause) -> None:
         drop_stops(job.records)
         if time.monotonic() > deadline:
             raise GpusnapError(
-                "processes in the container keep stopping and continuing its GPU processes while these are "
+                "processes in the container keep stopping and continuing its GPU processes while they are "
                 "suspended",
-                hint="end what sends them SIGSTOP and SIGCONT (cpulimit, say), and try again",
+                hint="stop the program that sends them SIGSTOP and SIGCONT (such as cpulimit), then "
+                "try again",
             )
         pause.begin(timeout=timeout)
 
@@ -183,7 +184,7 @@ def suspend_all(job: Job) -> None:
         if rounds > job.settings.retries:
             raise Refused(
                 f"processes of container {job.container.id} keep starting to use a GPU",
-                hint="try again when it is quieter",
+                hint="try again when there is less activity",
             )
         _suspend_these(job, fresh)
         rounds += 1
@@ -261,7 +262,7 @@ def check_all_suspended(job: Job) -> None:
     for pid, item in job.records.items():
         if not proc.is_same(pid, item.process.start):
             raise GpusnapError(
-                f"GPU process {pid} ({item.process.comm}) ended before it could be dumped",
+                f"GPU process {pid} ({item.process.comm}) exited before it could be dumped",
                 hint="checkpoint the container again",
             )
     stop(job.records, timeout=job.settings.nvidia.lock_timeout)
@@ -308,7 +309,7 @@ def _take_off(job: Job, records: Mapping[int, Record], all_bytes: int) -> None:
     with job.transaction.step("lock"):
         told = job.transaction.note
         for pid in lock(job.driver, records, timeout=timeout, held=job.held, tell=told):
-            told(f"process {pid} was paused within a call of CUDA, and ran until it had ended")
+            told(f"process {pid} was paused within a CUDA call, and ran until it ended")
     with job.transaction.step("driver checkpoint"):
         standing = partial(_stop_processes, job, timeout)
         try:

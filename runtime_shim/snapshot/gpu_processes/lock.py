@@ -266,7 +266,7 @@ class _Together:
         return LockTimeout(
             f"the GPU driver could not lock process {pid} ({proc.comm(pid)}) at the same time as "
             f"{others} more: its GPU work did not stop within {self._timeout:g} s, in {tries} tries",
-            hint="give it longer (nvidia.lock-timeout), or checkpoint when the program does less GPU work",
+            hint="increase nvidia.lock-timeout, or checkpoint when the program does less GPU work",
             code_name="CUDA_ERROR_NOT_READY",
             pid=pid,
         )

@@ -182,7 +182,7 @@ class Chunks(Pages):
         except OSError as error:
             if proc.is_running(pid):
                 raise GpusnapError(
-                    f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be given back: "
+                    f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be returned to it: "
                     f"{reason(error)}",
                     hint="run gpusnap recover",
                     code="GPS-027",
@@ -315,7 +315,7 @@ class Chunks(Pages):
         with self._lock:
             most = self._settings.ceiling
             if most and self._staged + size > most - _working(self._settings):
-                raise OSError(errno.ENOMEM, f"it is above memory.ceiling, {most} bytes", self._key)
+                raise OSError(errno.ENOMEM, f"it exceeds memory.ceiling, {most} bytes", self._key)
             self._staged += size
         try:
             return self._stage.area(f"{pid}-{address:x}", address, size)
@@ -334,7 +334,7 @@ class Chunks(Pages):
                 self._dropped(area)
             else:
                 raise GpusnapError(
-                    f"the GPU driver has left {covered} of {area.size} bytes of a region in process {pid}",
+                    f"the GPU driver omitted {covered} of {area.size} bytes of a region in process {pid}",
                     hint="set memory.pages to criu",
                     code="GPS-513",
                 )
@@ -413,8 +413,8 @@ class Chunks(Pages):
         except OSError as error:
             if proc.is_running(pid):
                 raise GpusnapError(
-                    f"the GPU memory of process {pid} ({proc.comm(pid)}) is written, but cannot be freed in "
-                    f"it: {reason(error)}",
+                    f"the GPU memory of process {pid} ({proc.comm(pid)}) is written, but its RAM cannot "
+                    f"be freed: {reason(error)}",
                     hint="set memory.pages to criu",
                     code="GPS-513",
                 ) from error

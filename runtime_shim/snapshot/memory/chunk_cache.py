@@ -128,9 +128,9 @@ class Kept:
             why = f"{self._path} cannot be used: {reason(error)}"
         self.drop()
         note(
-            f"the GPU memory of container {self._container} is not kept for its next checkpoint, which will "
-            f"write all of it again: {why}; set memory.keep-folder to a folder beside the images, or "
-            "memory.keep to false",
+            f"the GPU memory of container {self._container} is not kept for its next checkpoint, which "
+            f"will write all of it again: {why}; set memory.keep-folder to a directory next to the "
+            "images, or memory.keep to false",
             code="GPS-514",
         )
 
@@ -249,9 +249,9 @@ def _locked(folder: str, name: str) -> int:
     try:
         for found, where in ((os.stat(folder), folder), (os.fstat(lock), path)):
             if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-                raise _Unkept(f"others may write to {where}")
+                raise _Unkept(f"other users can write to {where}")
         if not try_exclusive(lock) or not is_still_there(lock, path):  # whoever had it has removed it
-            raise _Unkept(f"another gpusnap is at work on {path}")
+            raise _Unkept(f"another gpusnap is working on {path}")
     except BaseException:
         os.close(lock)
         raise
@@ -260,7 +260,7 @@ def _locked(folder: str, name: str) -> int:
 
 def _check_name(name: str, folder: str) -> None:
     if not _ID.fullmatch(name):
-        raise _Unkept(f"{name[:80]!r} is no name for a folder in {folder}")
+        raise _Unkept(f"{name[:80]!r} is not a valid name for a directory in {folder}")
 
 
 @contextmanager
@@ -294,7 +294,7 @@ def _check_room(folder: str, size: int) -> None:
     found = os.statvfs(folder)
     wanted = max(size, found.f_blocks * found.f_frsize // _FREE)
     if _free(folder) < wanted:
-        raise _Unkept(f"{folder} has {human(_free(folder))} free, less than the {human(wanted)} to be left")
+        raise _Unkept(f"{folder} has only {human(_free(folder))} free, but {human(wanted)} must remain free")
 
 
 def _free(path: str) -> int:
@@ -303,7 +303,7 @@ def _free(path: str) -> int:
 
 
 def _elsewhere(folder: str, image: str) -> _Unkept:
-    return _Unkept(f"{folder} is on another file system than {image}, and no links can be made")
+    return _Unkept(f"{folder} is on another file system than {image}, so hard links are not possible")
 
 
 def _link(blobs: Mapping[str, int], image: str, path: str) -> None:

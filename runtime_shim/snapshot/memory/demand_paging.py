@@ -269,9 +269,7 @@ class DemandPaging:
 
     def stop(self) -> None:
         """Nobody waits for it any more."""
-        self.fail(
-            ImageError("the restore was ended before all GPU memory was there", hint="restore it again")
-        )
+        self.fail(ImageError("the restore ended before all GPU memory was read", hint="restore it again"))
 
     def close(self) -> None:
         """End the processes that miss some of it, and let go of the others. After the last `ready`."""
@@ -444,7 +442,7 @@ def _still_mapped(region: _Region, start: int, end: int) -> list[tuple[int, int]
 
 def _too_slow(seconds: float) -> GpusnapError:
     return ImageError(
-        f"the GPU memory of the checkpoint does not come: not a chunk of it in {seconds:.0f} s",
-        hint="see that the disk or the registry that has it answers, and restore again",
+        f"the GPU memory of the checkpoint does not arrive: no chunk of it in {seconds:.0f} s",
+        hint="check that its disk or registry responds, then restore again",
         code="GPS-512",
     )

@@ -153,8 +153,8 @@ class StoreHome:
         self._needed = False
         self._image, self._container, self._settings = image_path, container, settings
         self._why = why or (
-            f"the checkpoint of container {container}; gpusnap recover puts it right, and where that knows "
-            "nothing of it and nobody wants that checkpoint, remove this folder"
+            f"the checkpoint of container {container}; gpusnap recover repairs it; if that does not find "
+            "it and the checkpoint is not needed, remove this directory"
         )
 
     @property
@@ -168,7 +168,7 @@ class StoreHome:
             self._staging = self._store.create().stage()
         except OciError as error:
             raise Refused(
-                f"the store {self.place} cannot be used: {error}", hint="see store.path", code="GPS-704"
+                f"the store {self.place} cannot be used: {error}", hint="check store.path", code="GPS-704"
             ) from error
 
     @classmethod

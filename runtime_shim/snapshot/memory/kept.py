@@ -25,7 +25,7 @@ def free(key: str) -> None:
         raise GpusnapError(
             f"the suspended GPU memory of container {key.partition('@')[0]} cannot be removed: "
             f"{reason(error)}",
-            hint=f"it takes RAM; remove it from {tmpfs.FOLDER}",
+            hint=f"it uses RAM; remove it from {tmpfs.FOLDER}",
             code="GPS-027",
         ) from error
 

@@ -60,7 +60,7 @@ _OF_A_FILE = 2
 # Descriptors that are left to all else: the chunks, the processes, the runtime.
 _SPARE = 64
 # What is staged goes when the restore fails, so that nobody is sent to look for it.
-_CHANGED = "see with gpusnap verify whether the checkpoint is as it was made, and restore another one if not"
+_CHANGED = "run gpusnap verify to check the checkpoint for damage, and restore another one if it is damaged"
 
 
 def _most_of(cores: int) -> int:

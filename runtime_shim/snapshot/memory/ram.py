@@ -36,7 +36,7 @@ class NoHome:
     def known(self) -> AbstractContextManager[Known | None]:
         """Whoever asks is about to write. Raises Refused."""
         raise Refused(
-            "there is no RAM for files with the GPU memory",
+            "there is not enough RAM for files with the GPU memory",
             hint="free some memory, or checkpoint the container: gpusnap checkpoint",
             code="GPS-216",
         )

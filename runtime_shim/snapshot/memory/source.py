@@ -210,7 +210,7 @@ class Fetching:
             except OciError as error:
                 said.append(str(error))
         if missing:
-            raise self._nowhere(missing, said or [f"nor {name} has it" for name in pull_from])
+            raise self._nowhere(missing, said or [f"{name} does not have it either" for name in pull_from])
 
     def _asked(self, text: str, missing: Sequence[Descriptor]) -> list[Descriptor]:
         """Ask one; what it lacks as well. Raises RegistryError."""
@@ -243,8 +243,8 @@ class Fetching:
         return Refused(
             f"the chunk {missing[0].digest}{others} of the checkpoint is not in the store "
             f"{self._store.path}{why}",
-            hint="pull the checkpoint there with gpusnap pull, name its repository in store.pull-from, or "
-            f"set {STORE} to the store that it was made in",
+            hint="pull the checkpoint there with gpusnap pull, add its repository to store.pull-from, "
+            f"or set {STORE} to the store that it was made in",
             code="GPS-609",
         )
 
@@ -376,11 +376,11 @@ class Rebuilding:
         try:
             yield
         except OciError as error:
-            raise ImageError(f"CRIU's images cannot be put together: {error}", code=error.code) from error
+            raise ImageError(f"CRIU's images cannot be assembled: {error}", code=error.code) from error
         except OSError as error:
             raise ImageError(
-                f"CRIU's images cannot be put together in {self._folder or 'RAM'}: {reason(error)}",
-                hint="make room there",
+                f"CRIU's images cannot be assembled in {self._folder or 'RAM'}: {reason(error)}",
+                hint="free some space there",
                 code="GPS-007",
             ) from error
 

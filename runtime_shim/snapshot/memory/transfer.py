@@ -113,7 +113,7 @@ def give(
         except OSError as error:
             if proc.is_running(pid):
                 raise GpusnapError(
-                    f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be given back: "
+                    f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be returned to it: "
                     f"{reason(error)}",
                     hint=hint
                     or f"its bytes are in {os.path.dirname(wanted[pid][0].path)}; run gpusnap recover",
@@ -136,7 +136,7 @@ def copy(pid: int, areas: Sequence[Area]) -> None:
     """Copy staged regions to where the process has memory of its own for them. Raises OSError."""
     for area in areas:
         if area.size > proc.available_memory():
-            raise OSError(errno.ENOMEM, "there is no memory for a copy of what is staged", area.path)
+            raise OSError(errno.ENOMEM, "there is not enough memory to copy the saved GPU memory", area.path)
         copies.write(pid, area.address, area.view(0, area.size))
 
 
@@ -152,9 +152,9 @@ def empty(key: str, pid: int, regions_of: Iterable[tuple[int, int]]) -> None:
     except OSError as error:
         if proc.is_running(pid):
             raise GpusnapError(
-                f"the memory of process {pid} ({proc.comm(pid)}) that its GPU state had cannot be freed: "
-                f"{reason(error)}",
-                hint="it takes RAM until the container is resumed",
+                f"the memory of process {pid} ({proc.comm(pid)}) that contained its GPU state cannot be "
+                f"freed: {reason(error)}",
+                hint="it uses RAM until the container is resumed",
                 code="GPS-027",
             ) from error
 
@@ -185,7 +185,8 @@ def own(key: str, pid: int) -> None:
     except OSError as error:
         if proc.is_running(pid):
             raise GpusnapError(
-                f"memory of process {pid} ({proc.comm(pid)}) is still a file of gpusnap's: {reason(error)}",
+                f"memory of process {pid} ({proc.comm(pid)}) is still mapped from a gpusnap file: "
+                f"{reason(error)}",
                 hint="free some memory, and run gpusnap recover",
                 code="GPS-027",
             ) from error
@@ -209,11 +210,11 @@ def as_image_error(folder: str) -> Iterator[None]:
         if is_full(error):
             raise ImageError(
                 f"there is no RAM left for the GPU memory, which has to pass through {stage.FOLDER}",
-                hint="free some memory, and try again",
+                hint="free some memory and try again",
                 code="GPS-216",
             ) from error
         raise ImageError(
-            f"the GPU memory in {folder} cannot be carried: {reason(error)}", code="GPS-512"
+            f"the GPU memory in {folder} cannot be transferred: {reason(error)}", code="GPS-512"
         ) from error
 
 
@@ -232,7 +233,8 @@ def free(staged: Stage | Unnamed) -> None:
         except OSError as error:
             if attempt == _TRIES - 1:
                 note(
-                    f"what was staged still takes RAM: {reason(error)}; gpusnap recover frees it",
+                    f"temporary copies of GPU memory still use RAM: {reason(error)}; gpusnap recover "
+                    "frees it",
                     code="GPS-027",
                 )
         time.sleep(_PAUSE)

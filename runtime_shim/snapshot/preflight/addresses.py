@@ -22,8 +22,8 @@ from gpusnap.runtime_shim.runtime import loopback
 from gpusnap.runtime_shim.runtime.criu.images.inet_sockets import InetSocket, list_established
 
 _HINT = (
-    "give the network that address first, or restore with --tcp-close, which drops the connections; Podman "
-    "gives a container on a bridge its old address, but not under another name"
+    "add that address to the network first, or restore with --tcp-close, which closes the connections; "
+    "Podman gives a container on a bridge its old address, but not under another name"
 )
 
 
@@ -39,8 +39,8 @@ def check(images: str, config: Mapping[str, Any]) -> None:
     found = list_missing(list_established(images), loopback.network(config) or "")
     for each in found:
         said = (
-            f"the checkpoint has a TCP connection of {each.local} with {each.remote}, and the network that "
-            f"the container gets here does not have the address {each.local}"
+            f"the checkpoint has a TCP connection from {each.local} to {each.remote}, but the container's "
+            f"network here does not have the address {each.local}"
         )
         if ":" not in _unmap_address(each.local):
             raise Refused(said, hint=_HINT, code="GPS-516")

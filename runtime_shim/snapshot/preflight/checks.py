@@ -37,7 +37,7 @@ _Found = TypeVar("_Found")
 # the driver calls it a CUDA process, and what podman exec starts joins one namespace after another.
 _STARTING = 1.0
 _RING = "anon_inode:[io_uring]"
-_OWN_NAMESPACE = "run the container with a PID namespace of its own"
+_OWN_NAMESPACE = "run the container with its own PID namespace"
 _IP = "CR_IP_TOOL"  # the environment variable of CRIU's that names another program than ip
 # As crun names it to dlopen(3) (src/libcrun/criu.c, load_wrapper), or one that is linked with it.
 _CRIU_LIBRARY = compile_later(rb"libcriu\.so\.\d+\0")
@@ -47,33 +47,35 @@ def call(wanted: CheckpointCall, container: Container) -> None:
     """Options and states that cannot work for a container that uses a GPU."""
     if _has_user_namespace(container.pid):
         raise Refused(
-            f"container {container.id} has a user namespace of its own, and no runtime brings it "
-            "back: crun cannot dump such, and what runc dumps it cannot restore",
+            f"container {container.id} has its own user namespace, which no runtime can restore: crun "
+            "cannot dump it, and runc can dump it but not restore it",
             hint="run it without --userns and --uidmap",
         )
     if containers.has_own_v1_freezer(container.pid, container.id):
         raise Refused(
-            f"container {container.id} is in a freezer of cgroup v1, where CRIU would wait for ever for "
-            "a process that stands still",
+            f"container {container.id} is in a cgroup v1 freezer, where CRIU would wait forever for a "
+            "stopped process",
             hint="use a host with cgroup v2 (systemd.unified_cgroup_hierarchy=1)",
         )
     if container.status == "paused" and containers.find_freezer(container) is None:
         raise Refused(
-            f"container {container.id} is paused, and not by a cgroup of its own that could be thawed while "
-            "its GPU is asked",
-            hint="unpause it first; containerd pauses by itself: run it in a cgroup (version 2) of its own",
+            f"container {container.id} is paused, but not by its own cgroup, which could be thawed while "
+            "the GPU is suspended",
+            hint="unpause it first; containerd itself pauses containers for a checkpoint: run it in "
+            "its own version 2 cgroup",
             code="GPS-203",
         )
     for name, given in (("--pre-dump", wanted.pre_dump), ("--lazy-pages", wanted.lazy_pages)):
         if given:
             raise Refused(
-                f"container {container.id} uses a GPU, and {name} cannot carry a GPU's memory",
-                hint="make a whole checkpoint instead, without it",
+                f"container {container.id} uses a GPU, but {name} cannot include GPU memory",
+                hint="make a full checkpoint instead, without it",
             )
     if wanted.page_server:
         raise Refused(
-            f"container {container.id} uses a GPU, and --page-server would leave pages outside of it",
-            hint="make a whole checkpoint instead, without it",
+            f"container {container.id} uses a GPU, but --page-server would leave pages outside the "
+            "checkpoint",
+            hint="make a full checkpoint instead, without it",
         )
 
 
@@ -96,7 +98,7 @@ def check_criu_library(real: RealRuntime) -> None:
         ctypes.CDLL(name)
     except OSError as error:
         raise Refused(
-            f"{real.name} ({real.path}) needs {name} for a checkpoint, and this host does not have it",
+            f"{real.name} ({real.path}) needs {name} for a checkpoint, but this host does not have it",
             hint="install libcriu2 (Debian, Ubuntu) or criu-libs (Fedora)",
         ) from error
 
@@ -113,8 +115,8 @@ def check_network_tool(real: RealRuntime, config: Mapping[str, Any]) -> None:
     name = environment.get(_IP, "ip")
     if shutil.which(name, path=environment.get("PATH")) is None:
         raise Refused(
-            f"the container has a network of its own, which CRIU saves and restores with the program {name}, "
-            "and this host does not have it",
+            f"the container has its own network, which CRIU saves and restores with the program {name}, "
+            "but this host does not have it",
             hint="install iproute2 (Debian, Ubuntu) or iproute (Fedora)",
         )
 
@@ -124,7 +126,7 @@ def check_pycriu(container: Container) -> None:
     if any("freezer" in name.split(",") for name in proc.cgroups(container.pid)):
         pycriu_package.load()
     elif not pycriu_package.is_there():
-        said = pycriu_package.make_missing_error("this host can restore no checkpoint without it")
+        said = pycriu_package.make_missing_error("this host cannot restore checkpoints without it")
         note(said.sentence())
 
 
@@ -144,8 +146,8 @@ def check_states(users: Mapping[proc.Process, ProcessState]) -> None:
     for process, state in users.items():
         if state is not ProcessState.RUNNING:
             raise Refused(
-                f"the GPU state of process {process.pid} ({process.comm}) is {state.name.lower()} already",
-                hint=f"bring it back first: gpusnap recover, or gpusnap resume {process.pid}",
+                f"the GPU state of process {process.pid} ({process.comm}) is already {state.name.lower()}",
+                hint=f"restore it first: gpusnap recover, or gpusnap resume {process.pid}",
                 code="GPS-021",
             )
 
@@ -159,9 +161,10 @@ def refuse_leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]
     holders = _ask_twice(strangers)
     for process, files in holders.items():
         raise Refused(
-            f"process {process.pid} ({process.comm}) holds {files[0]} but has no CUDA state of its own, "
-            "nor did it inherit that handle from a CUDA process: CRIU cannot dump it",
-            hint="end what only watches the GPU (NVML, nvidia-smi) or draws on it; start workers with spawn",
+            f"process {process.pid} ({process.comm}) has {files[0]} open but no CUDA state of its own, "
+            "and did not inherit that handle from a CUDA process: CRIU cannot dump it",
+            hint="stop programs that only monitor the GPU (NVML, nvidia-smi) or draw on it; start "
+            "workers with spawn",
             code="GPS-213",
         )
 
@@ -180,8 +183,8 @@ def refuse_adopted(container: Container) -> None:
     for process in _ask_twice(children):
         raise Refused(
             f"process {process.pid} ({process.comm}) of another container became a child of container "
-            f"{container.id} when its own parent ended, and CRIU cannot dump the one without the other",
-            hint="run the other with a PID namespace of its own, or both in a pod (--share pid)",
+            f"{container.id} when its parent exited, and CRIU cannot dump one without the other",
+            hint="run the other container with its own PID namespace, or both in a pod (--share pid)",
             code="GPS-211",
         )
 
@@ -193,8 +196,8 @@ def refuse_neighbours(wanted: CheckpointCall, container: Container) -> None:
     for process in _ask_twice(lambda: containers.list_beside(container.pid, container.id)):
         raise Refused(
             f"process {process.pid} ({process.comm}) of another container shares the PID namespace of "
-            f"container {container.id}, and would be killed as soon as this one ends",
-            hint="checkpoint it with --leave-running, or end the other first",
+            f"container {container.id}, and would be killed as soon as this one exits",
+            hint="checkpoint it with --leave-running, or stop the other container first",
             code="GPS-211",
         )
 
@@ -209,16 +212,16 @@ def check_complete(
     lost = containers.list_left_out(container.pid, members)
     for process in lost:
         raise Refused(
-            f"process {process.pid} ({process.comm}) of container {container.id} became a child of another "
-            "container when its own parent ended, and a dump would leave it out",
+            f"process {process.pid} ({process.comm}) of container {container.id} became a child of "
+            "another container when its parent exited, and a dump would not include it",
             hint=_OWN_NAMESPACE,
             code="GPS-211",
         )
     for process in list_sessions(container, users):
         raise Refused(
             f"GPU process {process.pid} ({process.comm}) is not a descendant of the init of container "
-            f"{container.id}, and a dump would leave it out",
-            hint="end it: what podman exec starts cannot be checkpointed",
+            f"{container.id}, and a dump would not include it",
+            hint="stop it: processes started by podman exec cannot be checkpointed",
             code="GPS-212",
         )
 
@@ -254,7 +257,7 @@ def refuse_shared(users: Sequence[proc.Process], settings: Nvidia, host: Host) -
     if found is not None:
         raise Refused(
             f"process {found.process.pid} ({found.process.comm}) {found.why}",
-            hint=f"{found.todo}; if you know better: gpusnap checkpoint --force, or set nvidia.allow-nccl",
+            hint=f"{found.todo}; if you are sure, give gpusnap checkpoint --force, or set nvidia.allow-nccl",
             code=found.code,
         )
 
@@ -265,7 +268,8 @@ def refuse_rings(processes: Sequence[proc.Process]) -> None:
         if any(target == _RING for _, target in proc.open_files(process.pid)):
             raise Refused(
                 f"process {process.pid} ({process.comm}) uses io_uring, which CRIU cannot dump",
-                hint="start it without (USE_LIBUV=0 for PyTorch's rendezvous, UV_USE_IO_URING=0 for libuv)",
+                hint="start it without io_uring (USE_LIBUV=0 for PyTorch's rendezvous, "
+                "UV_USE_IO_URING=0 for libuv)",
                 code="GPS-208",
             )
 
@@ -297,9 +301,10 @@ def _refuse_unconnected(found: Sequence[open_sockets.OpenSocket]) -> None:
             if each.inode in holders:
                 holder = holders[each.inode]
                 raise Refused(
-                    f"process {holder.pid} ({holder.comm}) has a TCP connection with {each.peer}, and CRIU "
+                    f"process {holder.pid} ({holder.comm}) has a TCP connection to {each.peer}, and CRIU "
                     "dumps it only if it is told what to do with it",
-                    hint="give --tcp-established, or set criu.tcp-close to have it closed by a restore",
+                    hint="give --tcp-established to keep it, or set criu.tcp-close so that a restore "
+                    "closes it",
                     code="GPS-210",
                 )
 

@@ -119,8 +119,8 @@ def _find_nccl_sharing(users: Sequence[proc.Process], wanted: Mapping[str, str])
             missing = [f"{name}={value}" for name, value in wanted.items() if not _is(now, name, value)]
             return Sharing(
                 process,
-                "is a rank of a job whose NCCL shares GPU memory between processes, which the driver would "
-                "not suspend, or suspend and then fail to restore",
+                "is a rank of a job whose NCCL shares GPU memory between processes; the driver would not "
+                "suspend it, or would suspend it but fail to restore it",
                 f"run it with {' '.join(missing)}",
                 code="GPS-214",
             )
@@ -131,7 +131,7 @@ def _find_nccl_sharing(users: Sequence[proc.Process], wanted: Mapping[str, str])
         ):
             return Sharing(
                 process,
-                "has set NCCL's variables itself, and nothing shows that NCCL read them in time",
+                "has set NCCL's variables itself, and gpusnap cannot verify that NCCL read them in time",
                 f"run it with {' '.join(map('='.join, wanted.items()))} from its start",
                 code="GPS-214",
             )
@@ -222,8 +222,8 @@ def _find_ipc_sharing(users: Sequence[proc.Process]) -> Sharing | None:
         if exporters - {process.ns_pids[-1]}:
             return Sharing(
                 process,
-                "has GPU memory of another process open (CUDA IPC), which the driver would suspend and then "
-                "fail to restore",
+                "has GPU memory of another process open (CUDA IPC); the driver would suspend it but fail "
+                "to restore it",
                 f"share through host memory instead, or use NVIDIA driver {IPC_DRIVER} or later",
                 code="GPS-215",
             )

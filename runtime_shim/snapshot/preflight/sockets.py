@@ -151,7 +151,7 @@ def cure(name: str) -> str:
     """What to do about a protocol that CRIU does not dump."""
     if name in DUMPED:
         return NEWER_CRIU
-    return _CURES.get(name, "end what uses it, or start the program without it")
+    return _CURES.get(name, "stop the program that uses it, or start that program without it")
 
 
 def _is_old(version: str) -> bool:

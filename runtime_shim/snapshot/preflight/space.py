@@ -30,16 +30,16 @@ def check_memory(
     """
     need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
     free = _measure_available()
-    _check_fits(need, "have to move to", "this host", None if free is None else max(0, free - reserved))
-    _check_fits(need, "have to move to", "the container's memory limit", _limit(init))
-    _check_own_cgroup(need, "have to move to", settings)
+    _check_fits(need, "must move to", "this host", None if free is None else max(0, free - reserved))
+    _check_fits(need, "must move to", "the container's memory limit", _limit(init))
+    _check_own_cgroup(need, "must move to", settings)
 
 
 def check_memory_to_restore(record: Manifest, settings: Memory) -> None:
     """The memory that is not in CRIU's images has to fit beside what runs on this host."""
     need = _measure_beside_images(record)
-    _check_fits(need, "have to pass through", "this host", _measure_available())
-    _check_own_cgroup(need, "have to pass through", settings)
+    _check_fits(need, "must pass through", "this host", _measure_available())
+    _check_own_cgroup(need, "must pass through", settings)
 
 
 def has_memory_for_images(record: Manifest, settings: Memory) -> bool:
@@ -72,7 +72,7 @@ def _check_own_cgroup(need: int, how: str, settings: Memory | None) -> None:
 def _check_fits(need: int, how: str, where: str, free: int | None, *, hint: str = "") -> None:
     if free is not None and need > free:
         raise Refused(
-            f"{human(need)} of GPU memory {how} RAM, and {where} leaves {human(free)}",
+            f"{human(need)} of GPU memory {how} RAM, but {where} leaves only {human(free)}",
             hint=hint or ("free some memory" if where == "this host" else f"raise {where}"),
             code="GPS-216",
         )
@@ -108,7 +108,7 @@ def _check_fits_there(folder: str, need: int) -> None:
     free = _free(folder)
     if need > free:
         raise Refused(
-            f"the checkpoint needs up to {human(need)} in {folder}, where {human(free)} are free",
+            f"the checkpoint needs up to {human(need)} in {folder}, but only {human(free)} is free",
             hint=MAKE_ROOM,
             code="GPS-007",
         )

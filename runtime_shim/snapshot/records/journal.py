@@ -177,7 +177,8 @@ def write(
     if len(data) > _MOST:
         container = container_key.id_of(key)
         raise GpusnapError(
-            f"the journal of container {container} would have {len(data) >> 20} MiB, too much to be read",
+            f"the journal of container {container} would have {len(data) >> 20} MiB, which is too large "
+            "to be read",
             hint="set a larger memory.chunk-size",
         )
     _write(_path(key, "json"), data)
@@ -244,7 +245,7 @@ def hold(key: str, *, patience: float = LOOKING) -> Iterator[None]:
     """
     path, container = _path(key, "lock"), container_key.id_of(key)
     busy = GpusnapError(
-        f"another gpusnap is still at work on container {container}", hint="wait for it", code="GPS-020"
+        f"another gpusnap is still working on container {container}", hint="wait for it", code="GPS-020"
     )
     with (
         state_files.lock(
@@ -300,8 +301,8 @@ def read(key: str) -> Entry | None:
         return Entry(key, image, wrote, processes, layout, paused)
     except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
         raise GpusnapError(
-            f"{path} is not as gpusnap writes it: {error}",
-            hint="it was written by another version",
+            f"{path} was not written by this version of gpusnap: {error}",
+            hint="another version wrote it",
             code="GPS-023",
         ) from error
 
@@ -378,8 +379,8 @@ def _pause(key: str) -> Pause | None:
         return Pause(wrote, group, thawed, stopped, str(document.get("runtime", "")), init, groups)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise GpusnapError(
-            f"{path} is not as gpusnap writes it: {error}",
-            hint="it was written by another version",
+            f"{path} was not written by this version of gpusnap: {error}",
+            hint="another version wrote it",
             code="GPS-023",
         ) from error
 
@@ -411,7 +412,7 @@ def _iterate_idle(key: str) -> Iterator[JournalProcess]:
 
 def _path(key: str, kind: str) -> str:
     if not container_key.is_key(key):
-        raise GpusnapError(f"{key[:80]!r} is no container's ID")
+        raise GpusnapError(f"{key[:80]!r} is not a container ID")
     return os.path.join(_folder(kind), f"{key}.{kind}")
 
 
@@ -448,6 +449,6 @@ def _write(path: str, data: bytes) -> None:
 def _make_unwritable_error(path: str, error: OSError) -> GpusnapError:
     return GpusnapError(
         f"the journal {path} cannot be written: {reason(error)}",
-        hint="see that gpusnap runs as root, and that there is room in /run",
+        hint="check that gpusnap runs as root, and that /run has free space",
         code="GPS-007",
     )

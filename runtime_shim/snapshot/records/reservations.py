@@ -99,7 +99,7 @@ def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[GpuCl
     path = os.path.join(folder, _LOCK)
     busy = GpusnapError(
         f"another gpusnap has kept {folder} locked for more than {patience:g} s",
-        hint=f"try again; fuser {path} shows who has it open",
+        hint=f"try again; run fuser {path} to see which process has it open",
     )
     with contextlib.ExitStack() as lock:
         _make_folder(folder)
@@ -132,7 +132,7 @@ def read_reserved(folder: str = FOLDER) -> Mapping[str, int]:
         return {}
     except OSError as error:
         raise GpusnapError(
-            f"{folder} cannot be read: {reason(error)}", hint="do it as root", code="GPS-005"
+            f"{folder} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
         ) from error
 
 
@@ -146,8 +146,8 @@ def sweep(folder: str = FOLDER) -> None:
 
 def _make_unusable_error(path: str, error: OSError) -> GpusnapError:
     return GpusnapError(
-        f"room cannot be reserved in {path}: {reason(error)}",
-        hint="gpusnap needs root and a /run that can be written",
+        f"memory cannot be reserved in {path}: {reason(error)}",
+        hint="gpusnap needs root and a writable /run",
     )
 
 
@@ -159,7 +159,7 @@ def _make_folder(folder: str) -> None:
         raise _make_unusable_error(folder, error) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise GpusnapError(
-            f"room cannot be reserved in {folder}: others can write it, or it is no folder",
+            f"memory cannot be reserved in {folder}: other users can write to it, or it is not a directory",
             hint="remove it",
         )
 

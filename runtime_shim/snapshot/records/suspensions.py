@@ -105,7 +105,9 @@ class Suspension:
     def make_ended_error(self, done: str) -> ContainerError:
         """What to say where its first process is gone, after all. `done`: what was done to it."""
         return ContainerError(
-            f"container {self.name} ended while it was {done}", hint="its own log may say why", code="GPS-316"
+            f"container {self.name} exited while it was {done}",
+            hint="its own log may say why",
+            code="GPS-316",
         )
 
     @property
@@ -155,9 +157,9 @@ def read(key: str) -> Suspension | None:
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise GpusnapError(
-            f"what is on file of the suspended container {container_key.id_of(key)} is not as gpusnap writes "
-            f"it: {error!r}",
-            hint="it was written by another version",
+            f"the record of the suspended container {container_key.id_of(key)} was not written by this "
+            f"version of gpusnap: {error!r}",
+            hint="another version wrote it",
             code="GPS-023",
         ) from error
 
@@ -180,7 +182,7 @@ def make_unfinished_error(found: Suspension) -> GpusnapError:
     """What to say of one on its way there or back, of which the lock says that nobody is at work on it."""
     what = "suspend" if found.stage in THERE else "resume"
     return GpusnapError(
-        f"a {what} of container {found.container} was cut off",
+        f"a {what} of container {found.container} was interrupted",
         hint=f"gpusnap recover {found.container}",
         code="GPS-021",
     )

@@ -68,14 +68,14 @@ def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[st
         raise ImageError(f"{path} cannot be read: {reason(error)}") from error
     with open(descriptor, "rb") as image:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ImageError(f"{path} is no regular file", hint="make the checkpoint anew", code="GPS-601")
+            raise ImageError(f"{path} is not a regular file", hint="make a new checkpoint", code="GPS-601")
         entries = _entries(image, path)
         for entry in entries:
             source = sources.get(entry.volume)
             if source is None and entry.volume not in mounted:
                 raise Refused(
-                    f"the checkpoint has {entry.volume}/{entry.path} open, in a volume of its pod, and the "
-                    f"new container has nothing mounted at {entry.volume}",
+                    f"the checkpoint has {entry.volume}/{entry.path} open, in a volume of its pod, but "
+                    f"the new container has nothing mounted at {entry.volume}",
                     hint="give the new pod the volumes of the old one",
                 )
             try:
@@ -85,15 +85,15 @@ def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[st
                     _put(source, entry, image)
             except OSError as error:
                 raise ImageError(
-                    f"{entry.volume}/{entry.path} cannot be put into the new pod's volume: {reason(error)}",
-                    hint=f"see that {source} has room, and that the checkpoint is whole",
+                    f"{entry.volume}/{entry.path} cannot be copied to the new pod's volume: {reason(error)}",
+                    hint=f"check that {source} has free space, and that the checkpoint is complete",
                 ) from error
 
 
 def _entries(image: IO[bytes], path: str) -> list[Entry]:
     """What the image's first line says. Raises ImageError."""
     broken = ImageError(
-        f"{path} is damaged, or not of gpusnap", hint="make the checkpoint anew", code="GPS-601"
+        f"{path} is damaged, or was not written by gpusnap", hint="make a new checkpoint", code="GPS-601"
     )
     try:
         line = image.readline(_LONGEST_HEADER)
@@ -179,7 +179,7 @@ def _put_file(folder: int, name: str, entry: Entry, image: IO[bytes]) -> None:
                     if len(data) < min(BLOCK, length - begin):
                         raise ImageError(
                             f"{IMAGE} ends within {entry.volume}/{entry.path}",
-                            hint="make the checkpoint anew",
+                            hint="make a new checkpoint",
                             code="GPS-601",
                         )
                     file.write(data)

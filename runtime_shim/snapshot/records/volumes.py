@@ -171,7 +171,8 @@ def _is_deleted(pid: int, target: str, info: os.stat_result) -> bool:
 def _make_renamed_error(process: proc.Process, target: str) -> Refused:
     return Refused(
         f"process {process.pid} ({process.comm}) has {target.removesuffix(_DELETED)} open, a file in a "
-        "volume of its pod whose name was removed while it has another one: a new pod would not have it",
+        "volume of its pod; this name was removed while the file has another one, so a new pod would not "
+        "have it",
         hint="close it, or keep it in a persistent volume or in the container's own file system",
     )
 
@@ -192,9 +193,9 @@ def check(found: Iterable[OpenVolumeFile], limit: int) -> None:
     if large is not None and large.size > limit:
         process = large.process
         raise Refused(
-            f"process {process.pid} ({process.comm}) has {large.volume}/{large.path} of {human(large.size)} "
-            "open, in a volume that ends with its pod, and a checkpoint takes such files along up to "
-            f"{human(limit)}",
+            f"process {process.pid} ({process.comm}) has {large.volume}/{large.path} of "
+            f"{human(large.size)} open, in a volume that is removed with its pod; a checkpoint includes "
+            f"such files up to {human(limit)}",
             hint=f"raise criu.ghost-limit above {human(large.size)}, in the settings or as an annotation, or "
             "keep the file in a persistent volume",
         )
@@ -218,7 +219,7 @@ def take(image_path: str, found: Sequence[OpenVolumeFile]) -> None:
     except OSError as error:
         raise ImageError(
             f"the open files of the pod's volumes cannot be copied to {path}: {reason(error)}",
-            hint="see that there is room",
+            hint="check that there is free space",
         ) from error
 
 
@@ -278,7 +279,7 @@ def _copy_out(each: OpenVolumeFile, entry: Entry, image: int) -> None:
             piece = question_process.ask(each.process.pid, each.link, _piece, each, at, min(_PIECE, end - at))
             if not piece:
                 raise ImageError(
-                    f"{each.volume}/{each.path} became shorter while it was copied",
+                    f"{each.volume}/{each.path} was truncated while it was being copied",
                     hint="checkpoint the container again",
                 )
             _write(image, piece)

@@ -33,10 +33,10 @@ def inspect(container: containers.Container, driver: Driver, name: str) -> Initi
     Raises Refused where that is not possible, GpusnapError.
     """
     if suspensions.read(container.key) is not None:
-        raise Refused(f"container {name} is suspended already", code="GPS-206")
+        raise Refused(f"container {name} is already suspended", code="GPS-206")
     if journal.read(container.key) is not None:
         raise Refused(
-            f"a gpusnap was killed while it was at work on container {container.id}",
+            f"gpusnap was killed while it was working on container {container.id}",
             hint=f"gpusnap recover {container.id}",
             code="GPS-021",
         )
@@ -49,7 +49,7 @@ def inspect(container: containers.Container, driver: Driver, name: str) -> Initi
         )
     if not containers.list_freezable(container):
         raise Refused(
-            f"container {name} has no cgroup (version 2) of its own, by which it could be paused",
+            f"container {name} does not have its own version 2 cgroup, which is needed to pause it",
             hint="run it with cgroups, on a host with cgroup v2 (systemd.unified_cgroup_hierarchy=1)",
             code="GPS-203",
         )
@@ -63,7 +63,7 @@ def inspect(container: containers.Container, driver: Driver, name: str) -> Initi
     if not pids:
         raise Refused(
             f"no process of container {name} uses a GPU",
-            hint="podman pause or ctr task pause pauses it as it is",
+            hint="podman pause or ctr task pause can pause it",
             code="GPS-206",
         )
     used = driver.memory_used(pids)
@@ -74,21 +74,23 @@ def check_place() -> None:
     """Refuse where files in RAM would not outlive us, or this host could write them to a swap device."""
     if not mount_namespace.is_lasting():
         raise Refused(
-            "gpusnap runs in a mount namespace of its own, and what it keeps in RAM would go with that",
-            hint="run it in the host's: in a systemd unit, without PrivateTmp=, ProtectSystem= and the like",
+            "gpusnap runs in its own mount namespace, and its files in RAM would disappear with that",
+            hint="run it in the host's mount namespace: in a systemd unit, without PrivateTmp=, "
+            "ProtectSystem= and the like",
             code="GPS-216",
         )
     try:
         swapped = tmpfs.can_be_swapped()
     except OSError as error:
         raise Refused(
-            f"it cannot be told whether suspended GPU memory would be swapped: {reason(error)}",
+            f"cannot determine whether suspended GPU memory would be swapped: {reason(error)}",
             hint="run gpusnap as root",
             code="GPS-005",
         ) from error
     if swapped:
         raise Refused(
-            "this host has swap, and its kernel (before Linux 6.4) cannot keep GPU memory in RAM out of it",
-            hint="turn swap off (swapoff -a), or use a newer kernel",
+            "this host has swap, but its kernel (before Linux 6.4) cannot exclude GPU memory in RAM from "
+            "swapping",
+            hint="disable swap (swapoff -a), or use a newer kernel",
             code="GPS-216",
         )

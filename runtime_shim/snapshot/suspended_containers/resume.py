@@ -112,19 +112,19 @@ def recover(key: str, settings: Settings, driver: Driver, engine: Engine) -> str
     with make_interruptible(), journal.hold(key), Transaction() as transaction:
         found = suspensions.read(key)
         if found is None:
-            return "somebody else has put it right"
+            return "another process has already repaired it"
         if not found.is_alive:
             sweep.remove(found)
-            return "it has ended, and nothing is left of it"
+            return "it has exited, and nothing is left of it"
         if found.stage is Stage.SUSPENDED:
-            return "it is suspended, and waits for gpusnap resume"
+            return "it is suspended; resume it with gpusnap resume"
         stage = found.stage
         with hold_signals():
             if stage is not Stage.RESUMED:
                 _bring_back(found, settings, driver, transaction, {}, engine.allow, cut_off=True)
             _finish(found, transaction, engine.go_on)
             transaction.commit()
-        return "it was not suspended, and runs on" if stage in suspensions.THERE else "it is resumed"
+        return "it was not suspended, and continues to run" if stage in suspensions.THERE else "it is resumed"
 
 
 def check(
@@ -148,7 +148,7 @@ def check(
         elsewhere = made()
         refused = chosen.make_refusal()
         moves = f"gpusnap checkpoint {found.name}, podman rm and gpusnap restore"
-        there = f"a GPU that container {found.name} does not see would do: {moves} --gpu-map move it there"
+        there = f"it needs a GPU that container {found.name} cannot see: {moves} --gpu-map move it there"
         if refused.hint == FREE:
             refused = NoRoom(str(refused), hint=f"gpusnap swap OTHER {found.name}", code=refused.code)
             refused.more = "" if elsewhere.refusal else f"; {there}"
@@ -252,8 +252,8 @@ def _tell_of_ended(found: Suspension) -> None:
     for each in found.processes:
         if not proc.is_same(each.pid, each.start) or proc.is_dying(each.pid):
             note(
-                f"process {each.pid} of container {found.name} (in it, {each.inner_pid}) was killed while it "
-                "was suspended; the container goes on without it",
+                f"process {each.pid} of container {found.name} (PID {each.inner_pid} in it) was killed "
+                "while it was suspended; the container continues without it",
                 code="GPS-316",
             )
 
@@ -291,8 +291,8 @@ def _finish(found: Suspension, transaction: Transaction, go_on: Callable[[], obj
         except (GpusnapError, OSError) as error:
             why = reason(error) if isinstance(error, OSError) else str(error)
             note(
-                f"what was kept of the suspended container {found.name} is still there: {why}; gpusnap "
-                "recover removes it",
+                f"files of the suspended container {found.name} could not be removed: {why}; gpusnap "
+                "recover removes them",
                 code="GPS-027",
             )
     with transaction.step("go on"):

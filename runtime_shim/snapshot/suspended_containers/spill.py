@@ -59,7 +59,7 @@ def _spill(key: str, settings: Settings) -> int:
             home.commit(tables, kept=False)
         with journal.hold(key), hold_signals(), transaction.step("switch"):
             if _find_suspended(key)[0] != found:
-                raise Refused(f"container {found.name} was resumed meanwhile", code="GPS-206")
+                raise Refused(f"container {found.name} was resumed in the meantime", code="GPS-206")
             journal.write(key, "", records, layout=home.layout.path)
             pages.leave()
             transaction.commit()
@@ -81,8 +81,8 @@ def _free(found: Suspension) -> None:
         tmpfs.remove(found.key)
     except OSError as error:
         raise GpusnapError(
-            f"the GPU memory of {found.name} is in the store, and its RAM cannot be freed: {reason(error)}",
-            hint=f"gpusnap suspend --spill --wait {found.name} tries again",
+            f"the GPU memory of {found.name} is in the store, but its RAM cannot be freed: {reason(error)}",
+            hint=f"run gpusnap suspend --spill --wait {found.name} to try again",
             code="GPS-027",
         ) from error
 

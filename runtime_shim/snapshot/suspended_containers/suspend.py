@@ -62,9 +62,9 @@ def suspend(
             room(seen.memory)
         begun = _make_suspension(container, real, engine, seen.init)
         way_back = _Undo(container, begun, engine)
-        transaction.undo("forgetting the suspend", way_back.forget)
+        transaction.undo("removing the record of the suspend", way_back.forget)
         suspensions.write(begun)
-        transaction.undo("letting the container go on", way_back.go_on)
+        transaction.undo("unpausing the container", way_back.go_on)
         with transaction.step("pause"), import_meanwhile(_TAKE), way_back.unless_paused():
             engine.pause()
         from gpusnap.runtime_shim.snapshot.suspended_containers import take

@@ -77,8 +77,8 @@ def _look(job: Job) -> None:
     preflight.check_states(found)
     if job.paused is None:
         raise GpusnapError(
-            f"container {job.container.id} was paused, and its cgroup is not frozen",
-            hint="try again; somebody may have unpaused it",
+            f"container {job.container.id} was paused, but its cgroup is not frozen",
+            hint="try again; another program may have unpaused it",
             code="GPS-203",
         )
     if not found:

@@ -109,7 +109,7 @@ def test_a_chunk_that_is_no_layer(store: Store) -> None:
         layers = artifact.chunk_layers([("1:0", table) for table in tables])
         kept.load(artifact.write(staging.layout, artifact.Artifact(config, chunks=layers)), staging.layout)
         root = artifact.write(staging.layout, artifact.Artifact(config, chunks=layers[1:]))
-        with pytest.raises(Damaged, match=f"names the chunk {layers[0].digest} of .*, and not among its"):
+        with pytest.raises(Damaged, match=f"names the chunk {layers[0].digest} of .*, but not among its"):
             kept.load(root, staging.layout)
 
 

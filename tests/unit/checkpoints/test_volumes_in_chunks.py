@@ -157,7 +157,7 @@ def test_broken_tables(layout: Layout, what: str) -> None:
         known.popitem()
     else:
         known = {blob: size + 1 for blob, size in known.items()}
-    with pytest.raises(ImageError, match="the volume vol in the store is broken") as raised:
+    with pytest.raises(ImageError, match="the volume vol in the store is damaged") as raised:
         records.decode("vol", data, known, "the store")
     assert raised.value.code == "GPS-604"
 

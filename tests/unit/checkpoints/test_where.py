@@ -75,17 +75,17 @@ def test_a_name_that_looks_like_a_reference() -> None:
 @pytest.mark.parametrize(
     ("word", "kind", "said"),
     [
-        ("oci:", UsageError, "names no folder"),
+        ("oci:", UsageError, "does not name a directory"),
         ("oci:gone:w", NotFound, "there is no store gone"),
         ("./gone.tar", NotFound, "there is no file ./gone.tar"),
         ("./empty", NotFound, "./empty is a directory without a checkpoint"),
-        ("./fifo", UsageError, "./fifo is a FIFO, and no file"),
-        ("fifo", UsageError, "fifo is a FIFO, and no file"),
-        ("oci-archive:fifo", UsageError, "fifo is a FIFO, and no file"),
-        ("/dev/zero", UsageError, "/dev/zero is a device, and no file"),
-        ("two words", UsageError, "'two words' is no checkpoint"),
+        ("./fifo", UsageError, "./fifo is a FIFO, not a file"),
+        ("fifo", UsageError, "fifo is a FIFO, not a file"),
+        ("oci-archive:fifo", UsageError, "fifo is a FIFO, not a file"),
+        ("/dev/zero", UsageError, "/dev/zero is a device, not a file"),
+        ("two words", UsageError, "'two words' is not a checkpoint"),
         ("http://nohost/x", UsageError, "names no registry"),
-        ("registry.example/W:v1", UsageError, "is no name of a repository"),
+        ("registry.example/W:v1", UsageError, "is not a valid repository name: use"),
     ],
 )
 def test_what_stands_for_nothing(word: str, kind: type[Exception], said: str) -> None:
@@ -134,7 +134,7 @@ def test_the_only_one(tmp_path: Path) -> None:
     store = Store("store").create()
     place = locator.find("oci:store")
     assert isinstance(place, InStore)
-    with pytest.raises(NotFound, match=f"nothing is kept in {store.path}"):
+    with pytest.raises(NotFound, match=f"{store.path}"):
         place.entry()
     digest = put(store, "first")
     assert place.entry().descriptor.digest == digest
@@ -149,18 +149,18 @@ def test_an_entry(default: Store) -> None:
     assert locator.in_store("first").entry().descriptor.digest == digest
     with pytest.raises(NotFound, match="did you mean first") as caught:
         locator.in_store("firs").entry()
-    assert caught.value.hint == "gpusnap ls shows what there is"
+    assert caught.value.hint == "gpusnap ls lists the checkpoints"
     elsewhere = Store("elsewhere")
     put(elsewhere, "second")
     with pytest.raises(NotFound) as caught:
         InStore(elsewhere, "first").entry()
-    assert caught.value.hint == f"gpusnap ls oci:{elsewhere.path} shows what there is"
+    assert caught.value.hint == f"gpusnap ls oci:{elsewhere.path} lists the checkpoints"
     assert caught.value.code == "GPS-701"
 
 
 def test_opening(default: Store) -> None:
     """A store that is not there is one sentence; another tool's layout becomes a store for who writes."""
-    with pytest.raises(NotFound, match="is no store, or has no checkpoint yet"):
+    with pytest.raises(NotFound, match="is not a store, or has no checkpoint yet"):
         locator.open_store(default)
     foreign = Layout("foreign").create()
     foreign.commit(Index())

@@ -89,7 +89,7 @@ def test_load_manifest_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("text" * 500, "ascii")
     with pytest.raises(ManifestError, match="is not a checkpoint archive"):
         load_manifest(str(tmp_path / "text"))
-    with pytest.raises(ManifestError, match="is not complete"):
+    with pytest.raises(ManifestError, match="is incomplete"):
         load_manifest(str(tmp_path))
 
 
@@ -116,7 +116,7 @@ def test_inspect_of_chunks(tmp_path: Path, gpusnap: Run) -> None:
     )
     code, out, _ = gpusnap("inspect", str(archive(tmp_path, record)))
     assert code == 0
-    assert "3.0 MiB written in chunks, 2.0 GiB known from before, 1.0 MiB zero" in out
+    assert "3.0 MiB written in chunks, 2.0 GiB already known, 1.0 MiB zero" in out
     assert "driver checkpoint: process 7: no file for it" in out
     assert "pause: " not in out
     steps = (Step("lock", 0.25, 0.5), Step("dump", 0.75, 0.5))
@@ -210,7 +210,7 @@ def test_inspect_of_a_checkpoint_without_gpu(tmp_path: Path, gpusnap: Run) -> No
     (tmp_path / "images/inventory.img").touch()
     code, _, err = gpusnap("inspect", str(tmp_path / "images"))
     assert code == exit_codes.DAMAGED
-    assert "is not complete" in err
+    assert "is incomplete" in err
 
 
 @pytest.mark.parametrize(
@@ -287,10 +287,10 @@ def test_a_full_disk_behind_stdout(word: str) -> None:
     [
         (
             ImportError("libz.so.1: cannot map it"),
-            "a part of gpusnap is missing, .*: libz.so.1: cannot map it",
+            "a module of gpusnap is missing, .*: libz.so.1: cannot map it",
         ),
-        (MemoryError(), "this host has no memory left for gpusnap; free some memory, and try again"),
-        (RuntimeError("can't start new thread"), "no thread could be started: .*; raise the limit on"),
+        (MemoryError(), "this host has no memory left for gpusnap; free some memory and try again"),
+        (RuntimeError("can't start new thread"), "a thread cannot be started: .*; raise the limit on"),
     ],
 )
 def test_what_cannot_be_loaded(
@@ -323,7 +323,7 @@ def test_a_module_with_nothing_in_it(gpusnap: Run, monkeypatch: pytest.MonkeyPat
     module.__file__ = None
     code, _, err = gpusnap("gpus")
     assert code == exit_codes.FAILED
-    assert err.startswith("gpusnap: a part of gpusnap is missing")
+    assert err.startswith("gpusnap: a module of gpusnap is missing")
 
 
 @pytest.mark.parametrize("line", [("--help",), ("-h",), ("inspect", "-h"), ("gpus", "--help")])
@@ -397,7 +397,7 @@ def test_settings(tmp_path: Path, gpusnap: Run, crun: Path) -> None:
     [
         ("retry = 5\n", "unknown setting retry"),
         ("runtime = crun\n", "is not TOML"),
-        ('runtime = """\ncrun"""\n', "written in a way that only checkpoint and restore would understand"),
+        ('runtime = """\ncrun"""\n', "written in a form that only checkpoint and restore understand"),
         ("[store]\nmemory.level = 0\n", "write memory.level above the first [...]"),
         ('[store]\nruntime = "crun"\n', "write runtime above the first [...]"),
     ],
@@ -422,12 +422,12 @@ def test_settings_that_are_not_there(tmp_path: Path, gpusnap: Run, crun: Path) -
 @pytest.mark.parametrize(
     ("text", "program", "said"),
     [
-        ('runtime = "crunn"\n', "", "the real runtime crunn is neither on PATH nor in"),
-        ('runtime = "/nowhere/crun"\n', "", "/nowhere/crun is not a program that can be run"),
+        ('runtime = "crunn"\n', "", "the real runtime crunn is neither in PATH nor in"),
+        ('runtime = "/nowhere/crun"\n', "", "/nowhere/crun is not an executable program"),
         (
             "",
             "#!/bin/sh\necho no library >&2; exit 3\n",
-            "--version failed with exit code 3 and said: no library",
+            "--version failed with exit code 3 and printed: no library",
         ),
         ("", "#!/nosuch/interpreter\n", "cannot be started: it does not exist"),
         ("", None, "there is no real runtime"),

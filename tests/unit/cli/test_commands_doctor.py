@@ -50,9 +50,9 @@ def test_text(gpusnap: Run, checks: list[Check]) -> None:
         "                → do that",
         "",
         "1 failure, 1 warning",
-        "GPU containers cannot be checkpointed and restored on this host until the failures are put right",
+        "GPU containers cannot be checkpointed and restored on this host until the failures are fixed",
     ]
-    assert err == "gpusnap: 1 of 3 checks failed; do what each of them says\n"
+    assert err == "gpusnap: 1 of 3 checks failed; follow the hint of each one\n"
 
 
 def test_a_code(gpusnap: Run, checks: list[Check]) -> None:

@@ -69,7 +69,7 @@ def test_there_and_back(tree: Path) -> None:
     assert set(changes(run(install, tree, "--json")).values()) == {"unchanged"}
     assert set(changes(run(uninstall, tree, "--json")).values()) == {"removed"}
     assert files(tree) == before
-    assert "gpusnap install has put nothing on this host" in run(uninstall, tree)
+    assert "gpusnap install has installed nothing on this host" in run(uninstall, tree)
 
 
 def test_chosen_engines(tree: Path) -> None:
@@ -83,7 +83,7 @@ def test_chosen_engines(tree: Path) -> None:
 def test_no_engine(tree: Path) -> None:
     for name in install_engines.ENGINES:
         (tree / "usr/bin" / name).unlink()
-    with pytest.raises(GpusnapError, match="none of Podman, containerd and CRI-O") as caught:
+    with pytest.raises(GpusnapError, match="Podman, containerd and CRI-O") as caught:
         run(install, tree)
     assert "--podman" in caught.value.hint
 
@@ -113,7 +113,7 @@ def test_hooks_and_default(tree: Path) -> None:
     assert found["/etc/gpusnap/hooks.d/gpusnap-precreate.json"] == "removed"
     assert found[PODMAN] == "replaced"
     assert "hooks" not in (tree / PODMAN[1:]).read_text()
-    with pytest.raises(GpusnapError, match="--hooks is for Podman"):
+    with pytest.raises(GpusnapError, match="--hooks applies to Podman"):
         run(install, tree, "--crio", "--hooks")
 
 
@@ -129,16 +129,16 @@ def test_containerd_of_somebody(tree: Path) -> None:
     before = config.read_text()
     line = 'config.toml:8: BinaryName = "/usr/bin/gpusnap-runtime"'
     with pytest.raises(
-        GpusnapError, match="engines are told of gpusnap-runtime in files that stay"
+        GpusnapError, match="other configuration files still refer to gpusnap-runtime"
     ) as caught:
         run(uninstall, tree)
     assert line in str(caught.value)
     assert "--force" in caught.value.hint
     assert (tree / FRAGMENT[1:]).exists()
-    with pytest.raises(GpusnapError, match="engines are told of gpusnap-runtime in files that stay"):
+    with pytest.raises(GpusnapError, match="other configuration files still refer to gpusnap-runtime"):
         run(uninstall, tree, "--dry-run")
     found = json.loads(run(uninstall, tree, "--force", "--json"))
-    assert any(note.startswith("take this line out") and line in note for note in found["notes"])
+    assert any(note.startswith("remove this line:") and line in note for note in found["notes"])
     assert config.read_text() == before
 
 
@@ -153,7 +153,9 @@ def test_a_default_that_stays(tree: Path) -> None:
     assert "runtime_supports_json" not in str(caught.value)
     drop_in.unlink()
     config.write_text('version = 2\n[a]\n  default_runtime_name = "gpusnap"\n')
-    with pytest.raises(GpusnapError, match=r'stay: .*config\.toml:3: default_runtime_name = "gpusnap"$'):
+    with pytest.raises(
+        GpusnapError, match=r'refer to gpusnap-runtime: .*config\.toml:3: default_runtime_name = "gpusnap"$'
+    ):
         run(uninstall, tree)
     assert files(tree) == before - {str(drop_in)}
     config.write_text("version = 2\n")
@@ -168,7 +170,7 @@ def test_force_leaves_containerds_file(tree: Path) -> None:
     config.write_text(config.read_text() + "\n[metrics]\n")
     found = json.loads(run(install, tree, "--containerd", "--force", "--json"))
     assert {each["path"]: each["what"] for each in found["changes"]}[CONTAINERD] == "left"
-    assert any("has the handler gpusnap already" in note for note in found["notes"])
+    assert any("already has the handler gpusnap" in note for note in found["notes"])
     assert "[metrics]" in config.read_text()
 
 
@@ -193,13 +195,13 @@ def wheel(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_from_a_wheel_to_a_package(tree: Path, wheel: Path) -> None:
     """Its launcher goes once no engine is told of it."""
     found = json.loads(run(install, tree, "--podman", "--json"))
-    assert any(LAUNCHER in note and CRIO in note and "stays" in note for note in found["notes"])
+    assert any(LAUNCHER in note and CRIO in note and "is kept" in note for note in found["notes"])
     assert (tree / LAUNCHER[1:]).exists()
     found = json.loads(run(install, tree, "--crio", "--json"))
     assert found["program"] == "/usr/bin/gpusnap-runtime"
     gone = {each["path"] for each in found["changes"] if each["what"] == "removed"}
     assert gone == {LAUNCHER, install_runtime.ENTRY}
-    assert not any("stays" in note for note in found["notes"])
+    assert not any("is kept" in note for note in found["notes"])
     assert not (tree / LAUNCHER[1:]).exists()
 
 
@@ -212,7 +214,7 @@ def test_a_launcher_in_use(tree: Path, wheel: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(install_engines, "list_used", lambda: [ShimContainer("crio", "0123", "server")])
     parts, notes = commands_install._parts(plan, "/")
     assert "runtime" not in parts
-    assert [note.partition(" stays")[0] for note in notes] == [install_runtime.ENTRY, LAUNCHER]
+    assert [note.partition(" of an earlier")[0] for note in notes] == [install_runtime.ENTRY, LAUNCHER]
     assert "as their runtime: server; run gpusnap install again" in notes[0]
     monkeypatch.setattr(install_engines, "list_used", list)
     assert commands_install._parts(plan, "/") == ({"runtime"}, [])
@@ -221,7 +223,7 @@ def test_a_launcher_in_use(tree: Path, wheel: Path, monkeypatch: pytest.MonkeyPa
 def test_a_program_of_others(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root is not bound to what others can write; with force it is, and told so."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(install_trust, "fault", lambda path: f"everybody can write to {path}")
+    monkeypatch.setattr(install_trust, "fault", lambda path: f"every user can write to {path}")
     reached: list[bool] = []
 
     def put(items: Any, **given: Any) -> list[Any]:
@@ -232,24 +234,24 @@ def test_a_program_of_others(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(record, "load", lambda root: record.Record())
     done = CliRunner().invoke(install, ["--crio"], standalone_mode=False)
     with pytest.raises(
-        GpusnapError, match=r"would run .*/gpusnap-runtime as root, and everybody can"
+        GpusnapError, match=r"would run .*/gpusnap-runtime as root, but every user can"
     ) as caught:
         raise done.exception or AssertionError
     assert "sudo pipx install" in caught.value.hint
     assert reached == []
     done = CliRunner().invoke(install, ["--crio", "--force", "--json"], standalone_mode=False)
-    assert any("everybody can write" in note for note in json.loads(done.stdout)["notes"])
+    assert any("every user can write" in note for note in json.loads(done.stdout)["notes"])
     assert reached == [True]
 
 
 def test_changed_by_somebody(tree: Path) -> None:
     run(install, tree, "--podman")
     (tree / PODMAN[1:]).write_text("[engine]\n")
-    with pytest.raises(GpusnapError, match="not as gpusnap writes it"):
+    with pytest.raises(GpusnapError, match="differs from what gpusnap would write"):
         run(install, tree, "--podman")
     said = run(uninstall, tree)
     assert f"left {PODMAN}\n" in said
-    assert f"{PODMAN} was changed by somebody, and stays" in said
+    assert f"{PODMAN} was modified, and is kept" in said
     assert (tree / PODMAN[1:]).exists()
 
 
@@ -258,7 +260,7 @@ def test_not_root(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     done = CliRunner().invoke(command, [], standalone_mode=False)
     assert isinstance(done.exception, GpusnapError)
-    assert "which only root may do" in str(done.exception)
+    assert "which requires root" in str(done.exception)
     assert "--dry-run" in done.exception.hint
 
 
@@ -298,7 +300,7 @@ def test_a_dry_run_of_what_would_be_refused(monkeypatch: pytest.MonkeyPatch, jso
     monkeypatch.setattr(install_engines, "list_used", lambda: [ShimContainer("podman", "0123", "server")])
     words = ["--dry-run", *(["--json"] if json_ else [])]
     done = CliRunner().invoke(uninstall, words, standalone_mode=False)
-    said = "containers of Podman have gpusnap-runtime as their runtime: server; remove them first"
+    said = "containers of Podman use gpusnap-runtime as their runtime: server; remove them first"
     assert isinstance(done.exception, GpusnapError)
     assert done.exception.sentence().startswith(said)
     assert exit_code(done.exception) == 1

@@ -124,7 +124,7 @@ def test_lines(store: Store, registry: FakeRegistry, tmp_path: Path) -> None:
     digest = store.find("mine").descriptor.digest
     assert made.stdout.startswith(f"mine  {digest}  GPU memory 1.0 MiB, ")
     assert made.stdout.count("\n") == 1
-    assert made.stderr == "w has ended; to continue it: gpusnap restore mine\n"
+    assert made.stderr == "w has stopped; to continue it: gpusnap restore mine\n"
     ref = f"{registry.host}/team/app:v1"
     pushed = ran("push", "mine", f"http://{ref}")
     assert pushed.stdout.startswith(f"{ref}  {digest}  ")
@@ -159,7 +159,7 @@ def test_the_way_back(
     folder.mkdir()
     there = {"folder": folder, "host": registry.host}
     made = ran("checkpoint", "w", *(word.format(**there) for word in words))
-    assert made.stderr == f"w has ended; to continue it: {command.format(**there)}\n"
+    assert made.stderr == f"w has stopped; to continue it: {command.format(**there)}\n"
 
 
 def test_the_way_back_where_a_name_is_taken(store: Store) -> None:
@@ -185,23 +185,23 @@ def test_a_push_that_fails(store: Store, registry: FakeRegistry) -> None:
         ran("checkpoint", "w", "--to", ref, "--plain-http")
     text = raised.value.sentence()
     (name,) = {each.name for each in store.entries()} - {ref}
-    assert f"the checkpoint is in {store.path} as {name}, and was not pushed: " in text
-    assert text.endswith(f"; gpusnap push {name} {ref} --plain-http goes on [GPS-801]")
+    assert f"the checkpoint is in {store.path} as {name}, but was not pushed: " in text
+    assert text.endswith(f"; run gpusnap push {name} {ref} --plain-http to continue [GPS-801]")
     registry.rules.clear()
-    assert ran(*text.rpartition("; gpusnap ")[2].removesuffix(" goes on [GPS-801]").split()).exit_code == 0
+    assert ran(*text.rpartition("; gpusnap ")[2].removesuffix(" [GPS-801]").split()).exit_code == 0
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["checkpoint", "w", "--to", "name"], "is no destination for a checkpoint"),
+        (["checkpoint", "w", "--to", "name"], "is not a valid destination for a checkpoint"),
         (["checkpoint", "w", "--to", "./w.tar", "--name", "x"], "an archive has no name"),
-        (["checkpoint", "w", "--name", "a b"], "cannot be a name"),
-        (["checkpoint", "w", "--label", "=x"], "is no label"),
+        (["checkpoint", "w", "--name", "a b"], "is not a valid name"),
+        (["checkpoint", "w", "--label", "=x"], "is not a valid label"),
         (["checkpoint", "w", "--label", "a=1", "--label", "a=2"], "is given twice"),
-        (["checkpoint", "w", "--to", "./w.tar", "--label", "a=1"], "has no place for labels"),
-        (["checkpoint", "w", "--to", "oci:there:x", "--name", "y"], "are the same thing"),
-        (["pull", "registry.example/w:v1", "--to", "./w.tar"], "is no store"),
+        (["checkpoint", "w", "--to", "./w.tar", "--label", "a=1"], "cannot store labels"),
+        (["checkpoint", "w", "--to", "oci:there:x", "--name", "y"], "are the same; give only one"),
+        (["pull", "registry.example/w:v1", "--to", "./w.tar"], "is not a store"),
         (["checkpoint", "w", "--to", f"registry.example/w@sha256:{'0' * 64}"], "names a digest"),
         (["pull", "w"], "names no registry"),
         (["push", "w", "x"], "names no registry"),

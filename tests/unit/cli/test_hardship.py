@@ -123,7 +123,9 @@ def refused(disk: Path, outcome: tuple[int, str]) -> bool:
     assert code == exit_codes.FAILED
     assert str(disk) in said or "no space left on device" in said.lower(), said
     assert said.count("\n") == 1
-    assert ("is full" in said and "make room" in said) or "nothing is lost" in said or "Podman" in said, said
+    assert (
+        ("is full" in said and "free some space" in said) or "nothing is lost" in said or "Podman" in said
+    ), said
     return True
 
 

@@ -38,8 +38,8 @@ from gpusnap.runtime_shim.settings import Settings
 Run = Callable[..., tuple[int, str]]
 RECORDS = {"config.dump": b'{"name": "w"}', "checkpoint/inventory.img": INVENTORY, "checkpoint": None}
 BELONGS = {
-    "manifest": "the list of what the checkpoint consists of",
-    "part": "the list of what the checkpoint consists of",
+    "manifest": "the list of the checkpoint's parts",
+    "part": "the list of the checkpoint's parts",
     "config": "gpusnap's manifest",
     "records": "the records",
     "rootfs": "the rootfs diff",
@@ -155,7 +155,7 @@ def test_what_the_runtime_finds(gpusnap: Run, store: Store, podman: FakePodman, 
         harm(blob_path(store, blob.digest), how)
     code, said = gpusnap("restore", "w")
     assert code == exit_codes.DAMAGED
-    assert f"the blob {blob.digest} is not to be had; that is of the region " in said
+    assert f"the blob {blob.digest} is not to be had (in the region " in said
 
 
 @pytest.mark.parametrize("how", ["flip", "cut"])

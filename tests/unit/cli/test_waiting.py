@@ -33,10 +33,10 @@ def test_waiting() -> None:
             [restore("b", gone), restore("a", at_work)],
         )
         assert [line(each, Names()) for each in found] == [
-            "a  gpusnap is at work on it  image: /image",
-            "b  its restore was cut off  image: /image",
-            f"c  its checkpoint was cut off; processes: {process.pid}  image: /i",
-            "d  its checkpoint was cut off; processes: none  image: /i",
+            "a  gpusnap is working on it  image: /image",
+            "b  its restore was interrupted  image: /image",
+            f"c  its checkpoint was interrupted; processes: {process.pid}  image: /i",
+            "d  its checkpoint was interrupted; processes: none  image: /i",
         ]
     assert json.loads(as_json(found, Names({"c": "server"})))[2] == {
         "container": "c",
@@ -58,7 +58,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def tell(*, seconds: float) -> dict[str, str]:
         asked.append(seconds)
         if len(asked) > 1:
-            raise GpusnapError("Podman has not answered")
+            raise GpusnapError("Podman did not respond")
         return {other: "server"}
 
     monkeypatch.setattr(podman, "names", tell)
@@ -74,4 +74,4 @@ def test_one_that_podman_has_as_running() -> None:
     asleep = Suspension("k", "llama", "podman", "", Stage.SUSPENDED, (1, 1), (1, 1), "", "crun")
     (found,) = list_waiting([], [], awake=[asleep])
     said = line(found, Names({found.container: found.name}))
-    assert said == f"llama ({found.container[:12]})  it is suspended, but Podman has it as running"
+    assert said == f"llama ({found.container[:12]})  it is suspended, but Podman lists it as running"

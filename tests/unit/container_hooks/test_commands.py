@@ -130,7 +130,7 @@ def test_the_one_after_fails(fake: FakePodman) -> None:
     has(fake, BOTH)
     (fake.folder / "exec.sh").write_text('case "$*" in *up) echo why; exit 8;; esac\n')
     with pytest.raises(
-        ContainerError, match=r"^the checkpoint is made, but the command post-restore .* 8: why$"
+        ContainerError, match=r"^the checkpoint is complete, but the command post-restore .* 8: why$"
     ):
         made(leave_running=True)
 
@@ -169,10 +169,10 @@ def test_interrupted(fake: FakePodman) -> None:
 @pytest.mark.parametrize(
     ("annotations", "said"),
     [
-        ({"io.gpusnap.pre-checkpoint": "[1]"}, "must be a line for sh"),
-        ({**BOTH, "io.gpusnap.post-restore": "[a"}, "must be a line for sh"),
-        ({**BOTH, "io.gpusnap.hook-timeout": "soon"}, "must be seconds"),
-        ({**BOTH, "io.gpusnap.hook-timeout": "nan"}, "must be seconds"),
+        ({"io.gpusnap.pre-checkpoint": "[1]"}, "must be a shell command line"),
+        ({**BOTH, "io.gpusnap.post-restore": "[a"}, "must be a shell command line"),
+        ({**BOTH, "io.gpusnap.hook-timeout": "soon"}, "must be a number of seconds"),
+        ({**BOTH, "io.gpusnap.hook-timeout": "nan"}, "must be a number of seconds"),
     ],
 )
 def test_wrong_values(fake: FakePodman, annotations: dict[str, str], said: str) -> None:

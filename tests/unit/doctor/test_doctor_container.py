@@ -85,9 +85,7 @@ def test_volumes(subject: Subject, driver: FakeDriver, tmp_path: Path) -> None:
     (told,) = found["volumes"].facts["volumes"]
     assert told["name"] == "vol"
     assert told["size"] >= 3 * MIB
-    assert found["volumes"].says.startswith(
-        "vol (3.0 MiB): a checkpoint takes the files along, unless --ignore"
-    )
+    assert found["volumes"].says.startswith("vol (3.0 MiB): a checkpoint includes the files, unless --ignore")
     assert found["duration"].facts["volumes"] == told["size"]
     assert found["duration"].facts["high"] > before["duration"].facts["high"]
     assert "volumes" not in by_name(container.checks(replace(subject, engine="containerd"), driver))
@@ -136,7 +134,7 @@ def test_the_disk_of_the_store(
     def look(images: str, *rest: object, place: str = "") -> None:
         asked.append(place)
         if place:
-            raise Refused("the store is full", hint="make room")
+            raise Refused("the store is full", hint="free some space")
 
     monkeypatch.setattr(space, "check_disk", look)
     found = by_name(container.checks(subject, driver))
@@ -146,9 +144,9 @@ def test_the_disk_of_the_store(
 
 def test_what_the_driver_fails_to_say(subject: Subject, driver: FakeDriver, family: Family) -> None:
     """A question that the driver does not answer is a warning, and the others are asked all the same."""
-    driver.fail("nodes", None, GpuBusy("the driver does not answer"))
+    driver.fail("nodes", None, GpuBusy("the driver does not respond"))
     found = by_name(container.checks(subject, driver))
-    assert found["GPU state"].says == "it cannot be told: the driver does not answer"
+    assert found["GPU state"].says == "cannot determine: the driver does not respond"
     assert "duration" in found
 
 
@@ -191,7 +189,7 @@ def test_where_containerds_checkpoints_go(
     monkeypatch.setattr(free_space, "speed", lambda path: pytest.fail(f"{path} was measured"))
     found = by_name(container.checks(task, driver))
     assert found["disk"].verdict.value == "warning"
-    assert "containerd may be told of another folder" in found["disk"].says
+    assert "containerd may use another directory" in found["disk"].says
     assert found["duration"].facts["disk"] is None
 
 
@@ -236,8 +234,8 @@ def test_refusals(
     monkeypatch.setattr(bind_mounted_nodes, "device_nodes", lambda init: (("c", 10, 229, "/dev/fuse"),))
     found = by_name(container.checks(subject, driver))
     for name, said in (
-        ("GPU state", "is checkpointed already"),
-        ("RAM", "have to move to RAM"),
+        ("GPU state", "is already checkpointed"),
+        ("RAM", "must move to RAM"),
         ("disk", "the checkpoint needs up to"),
         ("devices", "/dev/fuse"),
     ):

@@ -96,7 +96,7 @@ def test_all_is_there(host: Path, gpusnap: Run, monkeypatch: pytest.MonkeyPatch)
 def test_what_is_broken(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that fails, one that says something else, a driver that does not answer, wrong settings."""
     a_program(host, "podman", "exit 125")
-    a_program(host, "criu", "echo nothing of the kind")
+    a_program(host, "criu", "echo nothing of type")
     a_program(host, "crun", "exit 3")
     a_program(host, "runc", "echo runc version unknown-but-something; echo and more")
     (Path(locate.SETTINGS_FILE)).write_text("runtime = './x'\n")
@@ -111,8 +111,8 @@ def test_what_is_broken(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.pop("settings").startswith(f"runtime in {locate.SETTINGS_FILE} is './x'")
     assert found.pop("crun").startswith(f"{host}/crun --version failed with exit code 3")
     assert found == {
-        "Podman": "podman --version does not tell",
-        "CRIU": "criu --version does not tell",
+        "Podman": "podman --version does not report it",
+        "CRIU": "criu --version does not report it",
         "pycriu": "gone",
         "NVIDIA driver": "no libcuda",
     }
@@ -124,5 +124,5 @@ def test_a_runtime_that_the_settings_name_and_that_is_not_there(host: Path) -> N
     Path(locate.SETTINGS_FILE).write_text('runtime = "crun"\n')
     named, other = versions().runtimes
     assert (named.name, named.version) == ("crun", "")
-    assert "neither on PATH nor in" in named.fault
+    assert "neither in PATH nor in" in named.fault
     assert (other.name, other.version) == ("runc", "1.2.3")

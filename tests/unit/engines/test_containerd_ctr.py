@@ -45,7 +45,7 @@ def test_a_blob_that_is_not_there(ctr: FakeCtr, made: Made) -> None:
     ctr.has(made)
     source = InContainerd("team", IMAGE)
     gone = digest_of(b"gone")
-    words = f"does not give the blob {gone}: content digest {gone}: not found"
+    words = f"cannot export the blob {gone}: content digest {gone}: not found"
     with pytest.raises(GpusnapError, match=words) as caught:
         blob_of(source, Descriptor("a/b", gone, 4))
     assert "ctr -n team images check" in caught.value.hint
@@ -109,7 +109,7 @@ def test_an_import_that_fails(ctr: FakeCtr) -> None:
             for _ in range(1000):
                 target.append(bytes(1 << 16))
 
-    with pytest.raises(GpusnapError, match="does not take the image: no room"):
+    with pytest.raises(GpusnapError, match="rejected the image: no room"):
         fill()
 
 

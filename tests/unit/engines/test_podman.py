@@ -42,7 +42,7 @@ def test_a_podman_that_does_not_answer(
     """A lock that nobody gives back, a plugin of volumes that is dead: it is asked for so long, and ends."""
     (fake.folder / "podman").write_text(f"#!/bin/sh\necho $$ >{fake.folder}/pid\nexec sleep 1000\n")
     monkeypatch.setattr(podman_command, "PATIENCE", 0.5)
-    with pytest.raises(GpusnapError, match=r"Podman has not answered within 0.5 s"):
+    with pytest.raises(GpusnapError, match=r"Podman did not respond within 0.5 s"):
         ask()
     assert not Path("/proc", (fake.folder / "pid").read_text().strip()).exists()
 
@@ -77,7 +77,7 @@ def test_asked_ahead(fake: FakePodman) -> None:
     assert child.returncode == -signal.SIGKILL
     with (
         podman.Inspection("w", seconds=0.05) as asked,
-        pytest.raises(GpusnapError, match=r"Podman has not answered within 0\.05 s"),
+        pytest.raises(GpusnapError, match=r"Podman did not respond within 0\.05 s"),
     ):
         asked.container()
     program.write_text("no program")
@@ -119,8 +119,12 @@ def test_no_podman(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ("gpusnap-runtime", "paused", "podman unpause w"),
         ("gpusnap-runtime", "exited", "is not running: it is exited; podman start w"),
-        ("crun", "running", "runs under crun, which knows no GPUs; podman container checkpoint w does"),
-        ("/usr/bin/runc", "running", "runs under /usr/bin/runc"),
+        (
+            "crun",
+            "running",
+            "; if it uses no GPU, run podman container checkpoint w;",
+        ),
+        ("/usr/bin/runc", "running", "uses the runtime /usr/bin/runc"),
     ],
 )
 def test_what_cannot_be_checkpointed(fake: FakePodman, runtime: str, status: str, said: str) -> None:
@@ -137,7 +141,7 @@ def test_one_that_a_checkpoint_ended(fake: FakePodman) -> None:
     fake.has(status="exited", checkpointed=True)
     with pytest.raises(ContainerError) as raised:
         podman.check(podman.inspect_container("w"))
-    assert "a checkpoint ended it; podman container restore w restores it" in raised.value.sentence()
+    assert "a checkpoint stopped it; podman container restore w restores it" in raised.value.sentence()
 
 
 def test_in_the_place_of_another(fake: FakePodman, tmp_path: Path) -> None:
@@ -174,5 +178,5 @@ def test_those_with_processes(fake: FakePodman) -> None:
         ("stopping", False),
     ]
     fake.lists('[{"Id": 1}]')
-    with pytest.raises(GpusnapError, match="is not understood"):
+    with pytest.raises(GpusnapError, match="cannot be parsed"):
         podman_objects.with_processes()

@@ -66,7 +66,7 @@ def test_a_restore(fake: FakePodman, tmp_path: Path) -> None:
 def test_a_runtime_that_was_killed(fake: FakePodman, stderr: str) -> None:
     """In place of Podman's words for it, what to do: the container may stand still."""
     fake.fails(stderr)
-    with pytest.raises(GpusnapError, match="restore, was killed or ended without a message") as raised:
+    with pytest.raises(GpusnapError, match="restore, was killed or exited without a message") as raised:
         podman_work.restore("x", [], {})
     assert "gpusnap recover" in raised.value.hint
 
@@ -156,7 +156,7 @@ def test_a_signal_is_for_the_runtime(fake: FakePodman, tmp_path: Path, number: s
         podman_work.checkpoint(FOUND, str(tmp_path / "out"), [], say=said.append)
     thread.join()
     assert (tmp_path / "got").read_text() == f"{name}\n" * 2
-    assert said == [f"{number.name}: what the checkpoint has done is being undone"]
+    assert said == [f"{number.name}: undoing the checkpoint"]
     assert signal.getsignal(number) == before
 
 
@@ -200,8 +200,6 @@ def test_a_signal_while_podman_exports(fake: FakePodman, tmp_path: Path, failing
                 podman_work.checkpoint(found, str(tmp_path / "out"), [], say=said.append)
         else:
             assert podman_work.checkpoint(found, str(tmp_path / "out"), [], say=said.append)
-            assert said == [
-                "SIGINT: the container has ended; what Podman exports of it is written to the end first"
-            ]
+            assert said == ["SIGINT: the container has stopped; completing Podman's export first"]
             assert (tmp_path / "out").read_bytes() == b"archive"
         thread.join()

@@ -155,7 +155,7 @@ def test_the_journal(
     assert "gone" in failed["error"]
 
 
-@pytest.mark.parametrize("what", ["no folder", "a file", "full", "no log"])
+@pytest.mark.parametrize("what", ["not a directory", "a file", "full", "no log"])
 def test_metrics_that_cannot_be_written(
     metrics: Callable[..., Path],
     gpusnap: Run,
@@ -168,14 +168,16 @@ def test_metrics_that_cannot_be_written(
     (tmp_path / "file").write_text("")
     if what == "full":
         monkeypatch.setattr("gpusnap.metrics.textfile._replace", full)
-    folder = {"no folder": "/nowhere", "a file": str(tmp_path / "file"), "full": str(tmp_path)}.get(what, "")
+    folder = {"not a directory": "/nowhere", "a file": str(tmp_path / "file"), "full": str(tmp_path)}.get(
+        what, ""
+    )
     metrics(textfile=folder, journal=what == "no log")
     code, out, err = gpusnap("checkpoint", "w", "--name", "mine", "--leave-running")
     assert (code, out.startswith("mine  sha256:")) == (0, True)
     key = "journal" if what == "no log" else "textfile"
     assert f"note: metrics.{key}: this checkpoint is not recorded: " in err
     assert what != "no log" or str(tmp_path / "nothing") in err
-    assert (f"there is no directory {folder};" in err) == (what in ("no folder", "a file"))
+    assert (f"there is no directory {folder};" in err) == (what in ("not a directory", "a file"))
 
 
 def full(folder: str, data: bytes) -> None:

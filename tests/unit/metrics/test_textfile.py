@@ -27,10 +27,10 @@ def test_counts_and_values(tmp_path: Path) -> None:
             values.add("gpusnap_checkpoint_written_bytes_total", 1 << 40, container="w")
             values.set("gpusnap_checkpoint_pause_seconds", value, container='a"\\\n}, b="x')
     assert text(tmp_path).splitlines() == [
-        "# HELP gpusnap_checkpoints_total Checkpoints that gpusnap has made.",
+        "# HELP gpusnap_checkpoints_total Checkpoints made by gpusnap.",
         "# TYPE gpusnap_checkpoints_total counter",
         'gpusnap_checkpoints_total{container="w"} 2',
-        "# HELP gpusnap_checkpoint_written_bytes_total Bytes that checkpoints added on disk.",
+        "# HELP gpusnap_checkpoint_written_bytes_total Bytes added on disk by checkpoints.",
         "# TYPE gpusnap_checkpoint_written_bytes_total counter",
         f'gpusnap_checkpoint_written_bytes_total{{container="w"}} {2 << 40}',
         "# HELP gpusnap_checkpoint_pause_seconds How long the last checkpoint stopped the processes.",

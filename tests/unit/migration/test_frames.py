@@ -72,16 +72,16 @@ def test_there_and_back(ends: Ends) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "has said nothing for 0.3 s"),
-        (b"\x00\x00", "has said nothing for 0.3 s"),
+        (b"", "has sent nothing for 0.3 s"),
+        (b"\x00\x00", "has sent nothing for 0.3 s"),
         (b"\x00\x00\x00\x00", "a frame of 0 bytes"),
         (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes"),
-        (b"\x00\x00\x00\x02{]", "a frame that is no JSON"),
-        (b"\x00\x00\x00\x04" + b"[" * 4, "a frame that is no JSON"),
-        (framed([1]), "a frame that is no object"),
-        (framed({"payload": -1}), "a payload of no size"),
-        (framed({"payload": True}), "a payload of no size"),
-        (framed({"payload": 1 << 62}), "a payload of no size"),
+        (b"\x00\x00\x00\x02{]", "a frame that is not JSON"),
+        (b"\x00\x00\x00\x04" + b"[" * 4, "a frame that is not JSON"),
+        (framed([1]), "a frame that is not an object"),
+        (framed({"payload": -1}), "whose payload has no size"),
+        (framed({"payload": True}), "whose payload has no size"),
+        (framed({"payload": 1 << 62}), "whose payload has no size"),
     ],
 )
 def test_what_is_no_frame(ends: Ends, data: bytes, said: str) -> None:
@@ -106,7 +106,7 @@ def test_an_end(ends: Ends) -> None:
 def test_nobody_reads(ends: Ends) -> None:
     """What is sent fills the pipe, and no more is waited for."""
     began = time.monotonic()
-    with pytest.raises(LinkLost, match=r"there has taken nothing for 0\.3 s"):
+    with pytest.raises(LinkLost, match=r"there has received nothing for 0\.3 s"):
         ends.here.send({}, [bytes(1 << 20)], 1 << 20)
     assert time.monotonic() - began < 20 * SILENCE
 
@@ -115,7 +115,7 @@ def test_nobody_reads(ends: Ends) -> None:
 def test_another_greeting(ends: Ends, text: bytes) -> None:
     """A shell's, or another version's: it is shown, and obeyed in nothing."""
     os.write(ends.raw_out, text)
-    with pytest.raises(LinkLost, match="did not answer as gpusnap does, but said: ") as raised:
+    with pytest.raises(LinkLost, match="did not respond as gpusnap does, but with: ") as raised:
         ends.here.expect_greeting()
     assert raised.value.code == "GPS-821"
     assert "\x1b" not in str(raised.value)
@@ -142,7 +142,7 @@ def test_a_side_that_only_lives(ends: Ends, stage: str) -> None:
         with (
             there.keep_alive(lambda: (stage, 7)),
             pytest.raises(
-                LinkLost, match=r"there has got no further for 0\.2 s" + (": restore" if stage else "$")
+                LinkLost, match=r"there has made no progress for 0\.2 s" + (": restore" if stage else "$")
             ),
         ):
             ends.here.receive()
@@ -230,6 +230,6 @@ def test_blobs_of_another_checkpoint(ends: Ends, stores: tuple[Store, Store], tm
     there.send({"ok": {}})
     serve(ends.here, source.layout, blobs_of(source, root), lambda sent: None)
     for _ in range(2):
-        assert "is not of the checkpoint that is being sent" in there.receive()["error"]
+        assert "does not belong to the checkpoint that is being sent" in there.receive()["error"]
     frame = there.receive()
     assert frame == {"blob": root.digest, "payload": root.size}

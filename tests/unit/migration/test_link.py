@@ -49,7 +49,7 @@ def test_hosts(text: str, found: Destination, words: list[str]) -> None:
 )
 def test_what_is_no_host(text: str) -> None:
     """An option for ssh, say."""
-    with pytest.raises(UsageError, match="is no other host"):
+    with pytest.raises(UsageError, match="is not a valid host"):
         destination(text)
 
 
@@ -75,7 +75,7 @@ def an_ssh(folder: Path, script: str) -> Route:
             "GPS-820",
         ),
         ("echo 'gpusnap: it needs root' >&2; exit 1", "gpu2: it needs root", "GPS-820"),
-        ("echo 'Last login: today'; cat", "but said: Last login: today", "GPS-821"),
+        ("echo 'Last login: today'; cat", "but with: Last login: today", "GPS-821"),
     ],
 )
 def test_not_reached(tmp_path: Path, script: str, said: str, code: str) -> None:

@@ -41,7 +41,7 @@ def test_a_request_that_is_late(removed: list[str]) -> None:
     """Once it has been told that nothing came, nothing comes; also when it is asked again."""
     assert records.settle(ID) == "undone"
     assert records.settle(ID) == "undone"
-    with pytest.raises(Refused, match="has given up this migration"):
+    with pytest.raises(Refused, match="has aborted this migration"):
         records.begin(Record(ID, "restoring", "w"))
     assert removed == []
 
@@ -107,10 +107,10 @@ def test_a_living_receiver(dead: list[str], monkeypatch: pytest.MonkeyPatch) -> 
         assert records.list_records()[0].at_work
         assert records.settle(ID) == "undone"
     assert dead == []
-    with pytest.raises(Refused, match="has given up this migration"):
+    with pytest.raises(Refused, match="has aborted this migration"):
         records.advance(Record(ID, "restoring", "w"))
     records.end_record(coming)
-    with pytest.raises(Refused, match="has given up this migration"):
+    with pytest.raises(Refused, match="has aborted this migration"):
         records.begin(coming)
 
 

@@ -58,7 +58,7 @@ def test_its_note(leaving: OutgoingMigration) -> None:
     migrations.check("sha256:" + "1" * 64)
     with pytest.raises(Refused, match="w may run on gpu2") as raised:
         migrations.check(leaving.digest)
-    assert "gpusnap recover asks gpu2" in raised.value.hint
+    assert "run gpusnap recover, which asks gpu2" in raised.value.hint
     assert "gpusnap restore --not-migrated w:20261122-100000" in raised.value.hint
 
 
@@ -80,7 +80,9 @@ def test_a_note_that_is_not_understood(leaving: OutgoingMigration, content: str)
     """The checkpoint is not restored."""
     path = Path(migrations.FOLDER, leaving.digest.removeprefix("sha256:") + ".leaving")
     path.write_text(content)
-    with pytest.raises(GpusnapError, match="not known whether the container runs on another host"):
+    with pytest.raises(
+        GpusnapError, match="gpusnap cannot determine whether the container runs on another host"
+    ):
         migrations.check(leaving.digest)
 
 
@@ -164,7 +166,7 @@ def test_nobody_answers(
 def test_a_checkpoint_that_was_removed(leaving: OutgoingMigration, host_store: Store) -> None:
     """Nothing can be restored twice any more, and nobody need be asked."""
     host_store.remove(leaving.digest)
-    assert "is not there any more" in unfinished.recover_leaving(leaving)
+    assert "no longer exists" in unfinished.recover_leaving(leaving)
     assert migrations.list_outgoing() == ()
 
 

@@ -130,7 +130,7 @@ def test_names(fake: FakePodman, container: str, given: str, name: str) -> None:
 
 def test_a_bad_name_is_said_first(fake: FakePodman) -> None:
     """Before anything is done to the container."""
-    with pytest.raises(GpusnapError, match="cannot be a name"):
+    with pytest.raises(GpusnapError, match="is not a valid name"):
         made(name="two words")
     assert fake.status() == "running"
 
@@ -164,7 +164,7 @@ def test_a_file(
 
 def test_a_file_in_no_folder(fake: FakePodman, tmp_path: Path) -> None:
     """Said before anything is done."""
-    with pytest.raises(GpusnapError, match="is no folder"):
+    with pytest.raises(GpusnapError, match="is not a directory"):
         made(to=locator.InFile(f"{tmp_path}/gone/w.tar"))
     assert fake.status() == "running"
 
@@ -176,7 +176,7 @@ def test_what_is_no_file(fake: FakePodman, tmp_path: Path, kind: str) -> None:
         (tmp_path / "backup").mkdir()
     else:
         os.mkfifo(tmp_path / "backup")
-    with pytest.raises(GpusnapError, match="backup cannot be written: it is"):
+    with pytest.raises(GpusnapError, match=r"backup cannot be written: it .* (directory|not a file)$"):
         made(to=locator.InFile(f"{tmp_path}/backup"))
     assert fake.status() == "running"
     assert [name for name in os.listdir(tmp_path) if "backup" in name] == ["backup"]
@@ -201,12 +201,14 @@ def test_a_file_that_somebody_made_meanwhile(
     folder = tmp_path / "to"
     folder.mkdir()
     fake.first(f"echo the other one >{folder}/w.tar.zst\n")
-    with pytest.raises(GpusnapError, match=r"w\.tar\.zst was made by somebody else meanwhile") as raised:
+    with pytest.raises(
+        GpusnapError, match=r"w\.tar\.zst was created by another process in the meantime"
+    ) as raised:
         made(to=locator.InFile(f"{folder}/w.tar.zst"), leave_running=leave_running)
     assert (folder / "w.tar.zst").read_text() == "the other one\n"
     (aside,) = set(os.listdir(folder)) - {"w.tar.zst"}
     assert re.fullmatch(r"checkpoint-of-w-[0-9a-f]{8}\.tar\.zst", aside)
-    assert f"is whole, and kept as {folder}/{aside}; give that file the name" in raised.value.sentence()
+    assert f"is complete, and kept as {folder}/{aside}; rename that file as" in raised.value.sentence()
     assert (folder / aside).read_bytes() == (fake.folder / "archive").read_bytes()
 
 
@@ -252,22 +254,23 @@ def test_podman_fails_after_the_end(fake: FakePodman) -> None:
     with pytest.raises(GpusnapError) as raised:
         made()
     assert raised.value.sentence() == (
-        "Podman failed: writing the archive: no space left; nothing is lost: Podman has the checkpoint of w "
-        "in its storage; podman container restore w brings it back"
+        "Podman failed: writing the archive: no space left; nothing is lost: Podman has the checkpoint of "
+        "w in its storage; podman container restore w restores it"
     )
 
 
 def test_the_runtime_fails_after_the_end(fake: FakePodman, tmp_path: Path) -> None:
     """The checkpoint has no manifest yet: a restore would be refused before it is completed."""
     fake.first(fake.ends("inventory.img", "gpusnap/manifest.pending"))
-    fake.fails(f"gpusnap: the store is busy; the container is dumped: gpusnap recover {ID} tries again\n")
+    fake.fails(
+        f"gpusnap: the store is busy; the container is dumped: run gpusnap recover {ID} to try again\n"
+    )
     with pytest.raises(GpusnapError) as raised:
         made(to=locator.destination(f"oci:{tmp_path}/there"))
     assert raised.value.sentence() == (
-        f"the store is busy; the container is dumped: gpusnap recover {ID} tries again; nothing is lost: "
-        "Podman has the checkpoint of w in its storage, but for its end; "
-        f"gpusnap recover {ID} completes it, and then GPUSNAP_STORE={tmp_path}/there podman container "
-        "restore w brings it back"
+        f"the store is busy; the container is dumped: run gpusnap recover {ID} to try again; nothing is "
+        "lost: Podman has the checkpoint of w in its storage, but it is incomplete; run gpusnap recover "
+        f"{ID} to complete it, then GPUSNAP_STORE={tmp_path}/there podman container restore w restores it"
     )
 
 
@@ -283,8 +286,8 @@ def test_it_ends_by_itself(fake: FakePodman, earlier: bool) -> None:
     with pytest.raises(GpusnapError) as raised:
         made()
     assert raised.value.sentence() == (
-        "Podman failed: the container is not running; the container w has ended, and there is no checkpoint "
-        "of it"
+        "Podman failed: the container is not running; the container w has stopped, and there is no "
+        "checkpoint of it"
     )
 
 
@@ -300,7 +303,7 @@ def test_we_fail_after_the_end(
     monkeypatch.setattr(convert, "take_in", fails)
     with pytest.raises(GpusnapError) as raised:
         made()
-    assert "podman container restore w brings it back" in raised.value.sentence()
+    assert "podman container restore w restores it" in raised.value.sentence()
     assert isinstance(raised.value, Interrupted) == isinstance(error, KeyboardInterrupt)
     (entry,) = store.entries()
     assert entry.name == ""
@@ -322,7 +325,7 @@ def test_we_fail_and_it_runs_on(pages: FakePodman, store: Store, monkeypatch: py
     monkeypatch.setattr(kept, "forget_pages_of", forget)
     with pytest.raises(GpusnapError, match=r"^the disk is full$") as raised:
         made(leave_running=True)
-    assert raised.value.hint.endswith("; w runs on")
+    assert raised.value.hint.endswith("; w continues to run")
     ((container, since, before),) = forgotten
     assert (container, before) == (ID, set())
     assert since <= datetime.now(UTC)
@@ -351,9 +354,9 @@ def test_we_fail_and_podman_removes_it(
     with pytest.raises(GpusnapError) as raised:
         made(to=place)
     said = raised.value.sentence()
-    (kept_as,) = re.findall(r"what Podman exported of w is kept as (\S+);", said)
+    (kept_as,) = re.findall(r"Podman's export of w is kept as (\S+);", said)
     environment = f"GPUSNAP_STORE={store.path} " if to == "oci" else ""
-    assert f"; {environment}podman container restore --import {kept_as} brings it back" in said
+    assert f"; {environment}podman container restore --import {kept_as} restores it" in said
     assert (f"and gpusnap push {kept_as} {to} pushes it" in said) is (to not in ("", "oci"))
     assert isinstance(raised.value, Interrupted) == isinstance(error, KeyboardInterrupt)
     assert store.collect().spared
@@ -367,7 +370,7 @@ def test_podman_is_about_to_remove_it(fake: FakePodman, store: Store) -> None:
     fake.has(auto_remove=True)
     fake.first(f'{fake.ends("inventory.img")}cp $F/archive "$4"\n')
     fake.fails("Error: cleaning up: no space left\n")
-    with pytest.raises(GpusnapError, match="what Podman exported of w is kept as /"):
+    with pytest.raises(GpusnapError, match="Podman's export of w is kept as /"):
         made()
 
 
@@ -394,7 +397,7 @@ def test_podman_fails_and_removes_it(fake: FakePodman, store: Store, whole: bool
         assert "podman container restore --import /" in raised.value.sentence()
     else:
         assert raised.value.sentence().endswith(
-            "no space left; the container w has ended, and Podman removes it (--rm) with its checkpoint"
+            "no space left; the container w has stopped, and Podman removes it (--rm) with its checkpoint"
         )
     assert len(os.listdir(store.path + "/staging")) == whole
 
@@ -414,7 +417,7 @@ def test_a_removed_container_and_a_file(
         made(to=locator.InFile(f"{tmp_path}/to/w.tar.zst"))
     (left,) = os.listdir(tmp_path / "to")
     assert re.fullmatch(r"checkpoint-of-w-[0-9a-f]{8}\.tar\.zst", left)
-    assert f"podman container restore --import {tmp_path}/to/{left} brings it back" in raised.value.sentence()
+    assert f"ner restore --import {tmp_path}/to/{left} restores it" in raised.value.sentence()
     assert (tmp_path / "to" / left).read_bytes() == (fake.folder / "archive").read_bytes()
 
 
@@ -441,7 +444,7 @@ def test_an_archive_without_its_memory(fake: FakePodman, tmp_path: Path) -> None
     (tmp_path / "with").mkdir()
     fake.exports(an_archive(tmp_path / "with", pages="store"))
     fake.has(auto_remove=True)
-    with pytest.raises(GpusnapError, match="has not its memory, which went to a store"):
+    with pytest.raises(GpusnapError, match="does not contain its memory, which is in a store"):
         made(to=locator.InFile(f"{tmp_path}/w.tar"))
     assert not (tmp_path / "w.tar").exists()
 
@@ -454,7 +457,7 @@ def test_an_archive_without_records(fake: FakePodman, tmp_path: Path) -> None:
     for to in (None, locator.InFile(f"{tmp_path}/w.tar")):
         fake.has()
         with pytest.raises(
-            GpusnapError, match=r"exported of w has no spec\.dump; nothing is lost: Podman has"
+            GpusnapError, match=r"export of w does not contain spec\.dump; nothing is lost: Podman has"
         ):
             made(to=to)
     assert not (tmp_path / "w.tar").exists()
@@ -488,7 +491,7 @@ def test_no_room(fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: py
     for to, need in ((None, 12 << 20), (locator.InFile(f"{tmp_path}/w.tar"), 6 << 20)):
         room(need - 4096)
         with pytest.raises(
-            GpusnapError, match=r"the checkpoint of w needs up to .* in .*, where .* are free"
+            GpusnapError, match=r"the checkpoint of w needs up to .* in .*, but only .* is free"
         ):
             made(to=to)
         assert fake.status() == "running"
@@ -513,7 +516,9 @@ def test_the_whole_amount_on_a_full_disk(
         (locator.InStore(Store(tmp_path / "new"), ""), "66.0 GiB"),
         (locator.InFile(f"{tmp_path}/w.tar"), "63.0 GiB"),
     ):
-        with pytest.raises(GpusnapError, match=rf"needs up to {amount} in .*, where 0 B are free") as caught:
+        with pytest.raises(
+            GpusnapError, match=rf"needs up to {amount} in .*, but only 0 B is free"
+        ) as caught:
             made(to=to)
         assert caught.value.code == "GPS-007"
     assert not (tmp_path / "new").exists()
@@ -617,8 +622,8 @@ def test_a_container_that_depends_on_another(fake: FakePodman, pod: str) -> None
     with pytest.raises(GpusnapError) as raised:
         made()
     assert str(raised.value) == (
-        "the container w depends on the container cdcdcdcdcdcd, and Podman exports no checkpoint of such a "
-        "container"
+        "the container w depends on the container cdcdcdcdcdcd, and Podman cannot export the checkpoint "
+        "of such a container"
     )
     assert raised.value.code == "GPS-204"
     assert fake.calls() == []

@@ -185,7 +185,7 @@ def test_no_room(
     place = places.get(to, InStore(other, "a"))
     what: Source = at(registry) if to == "from a registry" else InStore(store, "w")
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 100)
-    with pytest.raises(GpusnapError, match=r" needs .* in .*, where 100 B are free") as raised:
+    with pytest.raises(GpusnapError, match=r" needs .* in .*, but only 100 B is free") as raised:
         copied(what, place)
     assert raised.value.code == "GPS-007"
     assert not os.path.exists(f"{tmp_path}/w.tar")
@@ -212,7 +212,7 @@ def test_a_pull_onto_a_full_disk(
     with pytest.raises(GpusnapError, match="did not fit"):  # a quota, perhaps: the file system has room
         copied(at(registry), InStore(other, "a"))
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 0)
-    with pytest.raises(Refused, match=r"the pull of .* needs .* in .*, where 0 B are free") as raised:
+    with pytest.raises(Refused, match=r"the pull of .* needs .* in .*, but only 0 B is free") as raised:
         copied(at(registry), InStore(other, "a"))
     assert raised.value.code == "GPS-007"
     whole = kept.load(store.find(digest).descriptor, store.layout).size
@@ -226,7 +226,7 @@ def test_in_the_same_store(store: Store, digest: str) -> None:
     assert (done.name, done.moved.blobs) == ("v", 0)
     assert whole(store) == {"w": digest, "v": digest}
     assert names(store.layout) == before
-    with pytest.raises(UsageError, match="is the store that the checkpoint is in"):
+    with pytest.raises(UsageError, match="is the store that the checkpoint is already in"):
         copied(InStore(store, "w"), InStore(Store(store.path), ""))
 
 
@@ -357,7 +357,7 @@ def test_names_as_destinations(store: Store, tmp_path: Path) -> None:
     for word in ("a b", "abcdef", "oci-archive:", "oci:"):
         with pytest.raises(UsageError):
             locator.copy_destination(word)
-    with pytest.raises(UsageError, match="which only gpusnap copy writes"):
+    with pytest.raises(UsageError, match="only gpusnap copy writes those"):
         locator.destination("oci-archive:./w.tar")
 
 

@@ -67,7 +67,7 @@ def test_its_memory_is_gone(store: Store, tmp_path: Path, fake: FakePodman) -> N
     """Podman could not restore it, so nothing is promised."""
     (tmp_path / "other").mkdir()
     keep(store, an_archive(tmp_path / "other"), ["other"])
-    assert refused(store).hint == "gpusnap ls shows what there is"
+    assert refused(store).hint == "gpusnap ls lists the checkpoints"
     assert in_podman.left(store) == ()
 
 

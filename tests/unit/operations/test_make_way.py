@@ -51,8 +51,8 @@ def test_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is on the GPU, how much is free and needed, and the command."""
     users = {"llama": {"GPU-1": 60 * GIB}, "elsewhere": {"GPU-2": 30 * GIB}}
     assert refused(monkeypatch, 61 * GIB, users, other=30 * GIB) == (
-        "no GPU that container qwen sees can take what it had on GPU 0 (Soft): GPU 0: 19.0 GiB free, "
-        "40.0 GiB needed; container llama uses 60.0 GiB of GPU 0: gpusnap swap llama qwen [GPS-401]"
+        "no GPU that container qwen can see fits its GPU 0 (Soft): GPU 0: 19.0 GiB free, 40.0 GiB needed; "
+        "container llama uses 60.0 GiB of GPU 0: gpusnap swap llama qwen [GPS-401]"
     )
 
 
@@ -67,14 +67,15 @@ def test_the_least_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_none_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """A swap would be refused."""
     users = {name: {"GPU-1": size * GIB} for name, size in (("a", 24), ("b", 25), ("c", 26))}
-    assert refused(monkeypatch, 75 * GIB, users).endswith(": gpusnap suspend c b a makes room [GPS-401]")
+    assert refused(monkeypatch, 75 * GIB, users).endswith(": gpusnap suspend c b a frees memory [GPS-401]")
 
 
 def test_no_container_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of the host do; and another GPU, which it does not see, has room."""
     assert refused(monkeypatch, 75 * GIB, {"a": {"GPU-1": GIB}}, other=0).partition("needed; ")[2] == (
-        "stop what else runs on those GPUs: nvidia-smi lists it; a GPU that container qwen does not see "
-        "would do: gpusnap checkpoint qwen, podman rm and gpusnap restore --gpu-map move it there [GPS-401]"
+        "stop the other programs on those GPUs: nvidia-smi lists it; it needs a GPU that container qwen "
+        "cannot see: gpusnap checkpoint qwen, podman rm and gpusnap restore --gpu-map move it there "
+        "[GPS-401]"
     )
 
 
@@ -82,7 +83,7 @@ def test_who_uses_it_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal stays as it is."""
 
     def fail(_: Driver) -> Mapping[str, Mapping[str, int]]:
-        raise GpusnapError("Podman does not answer")
+        raise GpusnapError("Podman does not respond")
 
     driver = FakeDriver()
     monkeypatch.setattr(usage, "map_running", fail)

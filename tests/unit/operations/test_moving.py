@@ -297,6 +297,6 @@ def test_another_pull_of_the_same_that_does_not_end(
     monkeypatch.setattr(pulling, "_PATIENCE", 0)
     with (
         pulling.fetch(store, at(registry), progress=QUIET),
-        pytest.raises(GpusnapError, match="another process is at work"),
+        pytest.raises(GpusnapError, match="another process is working"),
     ):
         push_pull.pull(at(registry), progress=QUIET)

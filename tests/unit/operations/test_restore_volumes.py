@@ -90,8 +90,10 @@ class TestWhatBecomesOfThem:
         assert (given(fake) == {}) == (kind == "store")
         said = capsys.readouterr().err
         assert said == "".join(
-            f"gpusnap: note: the volume {name} of this host (in use by one and two as well) is used as it is "
-            "now, and may be newer than the memory in the checkpoint [GPS-521]\n"
+            (
+                f"gpusnap: note: the existing volume {name} (also used by one and two) is used as it is, "
+                "and may be newer than the memory in the checkpoint [GPS-521]\n"
+            )
             for name in ("cache", "weights")
         )
 
@@ -102,9 +104,9 @@ class TestWhatBecomesOfThem:
         with pytest.raises(GpusnapError) as raised:
             restored(what)
         assert raised.value.sentence() == (
-            "Podman has the volume cache of the container already, and not the volume weights; remove cache "
-            "(podman volume rm) to restore all from the checkpoint, or give --ignore-volumes to use cache as "
-            "it is, and begin with an empty weights [GPS-518]"
+            "Podman already has the volume cache of the container, but not the volume weights; remove "
+            "cache (podman volume rm) to restore all from the checkpoint, or give --ignore-volumes to use "
+            "cache as it is, and start with an empty weights [GPS-518]"
         )
         assert fake.calls() == []
         restored(what, ignore_volumes=True)
@@ -147,7 +149,7 @@ class TestWhatBecomesOfThem:
             "Error: volume with name cache already exists. Use --ignore-volumes to not restore content of "
             "volumes\n"
         )
-        with pytest.raises(GpusnapError, match="Podman has a volume cache already"):
+        with pytest.raises(GpusnapError, match="Podman already has a volume cache"):
             restored(place(kind, an_archive(tmp_path, "cache", "weights"), store))
         assert fake.volumes() == ["cache"]
 
@@ -213,8 +215,8 @@ def test_pods(fake: FakePodman, tmp_path: Path, was_in: str, wanted: str, there:
 @pytest.mark.parametrize(
     ("was_in", "wanted", "said"),
     [
-        ("p1", "", "the container was in the pod p1, which Podman does not have"),
-        ("", "p1", "the container was in no pod, and Podman does not restore it into the pod p1"),
+        ("p1", "", "the container was in the pod p1, which Podman no longer has"),
+        ("", "p1", "the container was in no pod, and Podman cannot restore it into the pod p1"),
         ("p1", "p2", "Podman has no pod p2"),
     ],
 )
@@ -239,6 +241,6 @@ def test_podman_cannot_say_whether_there_is_a_pod(fake: FakePodman, tmp_path: Pa
     (fake.folder / "broken").write_text("Error: database is locked\n")
     with pytest.raises(GpusnapError) as raised:
         restored(InFile(archive), pod=wanted)
-    what = f"Podman does not tell whether there is a pod {wanted or 'p1'}"
+    what = f"Podman cannot determine whether there is a pod {wanted or 'p1'}"
     assert str(raised.value) == f"{what}: Podman failed: database is locked"
     assert fake.calls() == []

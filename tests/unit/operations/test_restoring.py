@@ -131,7 +131,7 @@ def test_from_a_file(fake: FakePodman, tmp_path: Path, store: Store) -> None:
     assert fake.calls() == [f"container restore --import {tmp_path}/in.tar"]
     assert not {"GPUSNAP_STORE", "GPUSNAP_GPU_MAP"} & fake.environment().keys()
     assert not os.path.exists(store.path)
-    with pytest.raises(UsageError, match="is a folder"):
+    with pytest.raises(UsageError, match="is a directory"):
         restored(InFile(str(tmp_path)))
 
 
@@ -236,7 +236,7 @@ def test_the_container_is_there(
         restored(InStore(store, "w"), name=name)
     found = name or "w"
     assert raised.value.sentence() == (
-        f"Podman has a container {found} already; remove it with podman rm {found}, or give another name "
+        f"Podman already has a container {found}; remove it with podman rm {found}, or give another name "
         "with --name [GPS-508]"
     )
 
@@ -250,9 +250,9 @@ def test_the_container_runs(fake: FakePodman, store: Store, tmp_path: Path) -> N
     with pytest.raises(GpusnapError) as raised:
         restored(InStore(store, "w"), name="x")
     assert raised.value.sentence() == (
-        "Podman has a container x already, and it runs; give a second copy another name with --name; to go "
-        "back to the checkpoint, and lose what the container has done since, remove it first: podman rm "
-        "--force x [GPS-508]"
+        "Podman already has a container x, and it is running; give a second copy another name with "
+        "--name; to return to the checkpoint, and lose what the container has done since, remove it "
+        "first: podman rm --force x [GPS-508]"
     )
 
 
@@ -280,7 +280,7 @@ def test_pages_only(fake: FakePodman, store: Store) -> None:
 
 def test_not_there(fake: FakePodman, store: Store) -> None:
     """No store, no name."""
-    with pytest.raises(NotFound, match="is no store, or has no checkpoint yet"):
+    with pytest.raises(NotFound, match="is not a store, or has no checkpoint yet"):
         restored(InStore(store, "w"))
     store.create()
     with pytest.raises(NotFound):
@@ -315,7 +315,7 @@ def test_a_registry_that_is_away(
     digest = keep(store, an_archive(tmp_path), [NOWHERE])
     assert restored(place).digest == digest
     note = capsys.readouterr().err
-    assert f"taken instead: {NOWHERE} of this host's store {store.path}" in note
+    assert f"using {NOWHERE} from this host's store {store.path} instead" in note
     assert "may have a newer one" in note
 
 
@@ -328,7 +328,7 @@ def test_a_registry_that_has_it_not(
     for act in (restored, lambda place: push_pull.pull(place, progress=QUIET)):
         with pytest.raises(NotFound) as raised:
             act(locator.parse_registry(f"http://{ref}"))
-        assert f"one of that name: oci:{store.path}:{ref}" in raised.value.sentence()
+        assert f"one with that name: oci:{store.path}:{ref}" in raised.value.sentence()
     assert not (fake.folder / "calls").exists()
 
 
@@ -391,7 +391,7 @@ def test_what_cannot_be_looked_through(fake: FakePodman, tmp_path: Path, data: b
 @pytest.mark.parametrize("name", ["a/b", "-x", "bad name", "x\n"])
 def test_a_name_that_podman_would_not_give(fake: FakePodman, tmp_path: Path, name: str) -> None:
     """Podman takes it at a restore, though it refuses it for a new container; gpusnap does not ask it."""
-    with pytest.raises(UsageError, match="is no name of a container"):
+    with pytest.raises(UsageError, match="is not a valid container name"):
         restored(InFile(an_archive(tmp_path)), name=name)
     assert not (fake.folder / "calls").exists()
 

@@ -83,7 +83,7 @@ def test_its_volumes(
     """They are its own: nothing is said of them, unless another container runs with one."""
     with volumes.settled(volumes.in_place(Choice(Inside(("data",)), True, {"data": tuple(users.split())}))):
         pass
-    assert ("data of this host (in use by other as well)" in capsys.readouterr().err) is bool(users)
+    assert ("data (also used by other)" in capsys.readouterr().err) is bool(users)
 
 
 def test_volumes_as_they_are(fake: FakePodman, archive: str) -> None:
@@ -164,6 +164,6 @@ def test_it_fails(fake: FakePodman, archive: str) -> None:
     assert str(raised.value) == (
         f"no GPU fits; nothing is lost: Podman still has {NAME}, stopped, and its checkpoint"
     )
-    assert (raised.value.code, raised.value.hint[:14]) == ("GPS-312", "put that right")
+    assert (raised.value.code, raised.value.hint[:12]) == ("GPS-312", "correct that")
     assert "rm" not in " ".join(fake.calls())
     assert fake.status() == "exited"

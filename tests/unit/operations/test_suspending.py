@@ -75,7 +75,7 @@ def test_names(there: list[Suspension]) -> None:
 
     assert suspended("llama") == ONE
     assert suspended("aaaa0002") == TWO
-    with pytest.raises(GpusnapError, match="several suspended containers are called aaaa"):
+    with pytest.raises(GpusnapError, match="several suspended containers are named aaaa"):
         suspended("aaaa")
     with pytest.raises(NotFound, match="no container mistral is suspended"):
         suspended("mistral")
@@ -132,7 +132,9 @@ def test_a_budget(ram: dict[str, int]) -> None:
     """What fits is not touched; what does not is refused with figures."""
     budget.make_room(settings(0), 1 << 50)
     budget.make_room(settings(100), 30 * MIB)
-    with pytest.raises(Refused, match=r"31.0 MiB of GPU memory .*100.0 MiB, 30.0 MiB are free") as caught:
+    with pytest.raises(
+        Refused, match=r"31.0 MiB of GPU memory .*only 30.0 MiB of suspend.ram, 100.0 MiB, is free"
+    ) as caught:
         budget.make_room(settings(100), 31 * MIB)
     assert "suspend.over" in caught.value.hint
     with pytest.raises(Refused) as caught:  # nothing that is moved away would help

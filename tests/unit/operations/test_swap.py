@@ -88,7 +88,7 @@ def test_it_comes_back(swap: Swap) -> None:
     swap.fails("in", GpusnapError("the driver said no", hint="look at dmesg"))
     with pytest.raises(GpusnapError) as caught:
         swap.run()
-    assert caught.value.sentence() == "the driver said no; look at dmesg; out runs on"
+    assert caught.value.sentence() == "the driver said no; look at dmesg; out continues to run"
     assert swap.resumed == ["in", "out"]
 
 
@@ -117,7 +117,7 @@ def test_only_the_command_of_the_first(swap: Swap) -> None:
     swap.fails("out", ContainerError("out is resumed, but its command failed"), None)
     with pytest.raises(GpusnapError) as caught:
         swap.run()
-    said = "the driver said no; out runs on; out is resumed, but its command failed"
+    said = "the driver said no; out continues to run; out is resumed, but its command failed"
     assert caught.value.sentence() == said
 
 
@@ -125,13 +125,13 @@ def test_a_file_that_cannot_be_read(swap: Swap, monkeypatch: pytest.MonkeyPatch)
     """Takes no error's place, and keeps nobody from coming back."""
 
     def unreadable(_: str) -> None:
-        raise GpusnapError("what is on file is not as gpusnap writes it")
+        raise GpusnapError("the record was not written by this version of gpusnap")
 
     swap.fails("in", GpusnapError("the driver said no"))
     monkeypatch.setattr(suspensions, "read", unreadable)
     with pytest.raises(GpusnapError, match=r"^the driver said no$") as caught:
         swap.run()
-    assert caught.value.hint == "out runs on"
+    assert caught.value.hint == "out continues to run"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -141,15 +141,15 @@ def test_a_signal_between_the_two(swap: Swap, number: int) -> None:
     with pytest.raises(Interrupted) as caught:
         swap.run()
     assert swap.resumed == ["out"]
-    assert caught.value.hint.endswith("; out runs on")
+    assert caught.value.hint.endswith("; out continues to run")
 
 
 def test_the_first_cannot_be_suspended(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise GpusnapError("it is busy", hint="the container runs on")
+        raise GpusnapError("it is busy", hint="the container continues to run")
 
     monkeypatch.setattr(swapping, "suspend_this", fail)
     with pytest.raises(GpusnapError) as caught:
         swap.run()
-    assert caught.value.sentence() == "it is busy; the container runs on"
+    assert caught.value.sentence() == "it is busy; the container continues to run"
     assert swap.resumed == []

@@ -128,7 +128,7 @@ def test_of_conmon() -> None:
         ["/opt/docker" if word == "/opt/podman" else word for word in CONMON],
         ["prune" if word == "cleanup" else word for word in CONMON],
     ],
-    ids=["none", "another engine's", "another container's", "another program", "another command"],
+    ids=["none", "another engine's", "another container", "another program", "another command"],
 )
 def test_of_no_podman(words: list[str]) -> None:
     """Whoever cannot be asked for certain is not asked."""
@@ -195,8 +195,8 @@ def test_swept(scene: Scene, podman: Podman) -> None:
 @pytest.mark.parametrize(
     ("status", "said"),
     [
-        ("created", "Podman has it as created"),
-        ("exited", "Podman has it as exited"),
+        ("created", "Podman lists it as created"),
+        ("exited", "Podman lists it as exited"),
         ("", "Podman knows no such container"),
         ("running", ""),
         ("paused", ""),
@@ -223,7 +223,7 @@ def test_what_podman_says(scene: Scene, podman: Podman, status: str, said: str) 
         f"gpusnap recover {ID}"
     )
     assert proc.is_running(scene.family.init), "saying so ended it"
-    assert unknown_containers.end_container(entry) == f"it was ended: {said}"
+    assert unknown_containers.end_container(entry) == f"it was killed: {said}"
     assert scene.runtime.calls("delete") == [f"--root /r delete --force {ID}"]
     assert journal.list_noted(journal.RESTORED) == ()
 
@@ -234,8 +234,8 @@ def test_its_checkpoint_is_gone(scene: Scene, podman: Podman) -> None:
     (scene.image / "inventory.img").unlink()
     ((one,), _) = list_unknown(restored_containers.list_living())
     assert one.why.endswith(
-        "but Podman has it as exited; Podman has removed its checkpoint, so ending it loses its work unless "
-        f"that is kept elsewhere; to end it: gpusnap recover {ID}"
+        "but Podman lists it as exited; Podman has removed its checkpoint, so ending the container loses "
+        f"its work unless another copy exists; to end it: gpusnap recover {ID}"
     )
 
 
@@ -249,12 +249,12 @@ def test_no_answer(scene: Scene, podman: Podman, monkeypatch: pytest.MonkeyPatch
     if told:
         assert found == ()
         (line,) = lines
-        assert "whether Podman knows is open: Podman has not answered within 0.2 s" in line
-        with pytest.raises(GpusnapError, match="has not answered"):
+        assert "cannot determine whether Podman knows it: Podman did not respond within 0.2 s" in line
+        with pytest.raises(GpusnapError, match="did not respond"):
             unknown_containers.end_container(entry)
         assert proc.is_running(scene.family.init)
     else:
-        assert "gpusnap-runtime was killed before it could tell Podman" in found[0].why
+        assert "gpusnap-runtime was killed before it could report it to Podman" in found[0].why
         assert unknown_containers.end_container(entry) is not None
         assert scene.runtime.calls("delete") != []
 
@@ -281,7 +281,7 @@ def test_while_a_gpusnap_is_at_work(scene: Scene, podman: Podman) -> None:
     entry = came_up(scene, podman.has("created"))
     with journal.hold(KEY):
         assert list_unknown([entry]) == ((), ())
-        with pytest.raises(GpusnapError, match="another gpusnap is still at work"):
+        with pytest.raises(GpusnapError, match="another gpusnap is still working"):
             unknown_containers.end_container(entry)
     assert not (podman.folder / "asked").exists()
     own = proc.process(os.getpid())
@@ -294,10 +294,10 @@ def test_another_of_that_id(scene: Scene, podman: Podman) -> None:
     entry = came_up(scene, podman.has("created"))
     assert entry.init is not None
     scene.runtime.knows(scene.state(pid=scene.family.spawn()), [])
-    with pytest.raises(ContainerError, match="is another one by now"):
+    with pytest.raises(ContainerError, match="is now another one"):
         unknown_containers.end_container(entry)
     restore_record.write(replace(entry, owner=(4194001, 78)), journal.RESTORED)
-    assert unknown_containers.end_container(entry) == "it has ended by itself"
+    assert unknown_containers.end_container(entry) == "it has exited"
     assert scene.runtime.calls("delete") == []
 
 
@@ -320,17 +320,17 @@ def test_the_command(
     came_up(scene, podman.has("running"))
     assert recover() == ("", "nothing to recover\n")
     assert recover("--list", "--json") == ("[]\n", "")
-    with pytest.raises(GpusnapError, match=f"there is nothing to recover for container {ID}"):
+    with pytest.raises(GpusnapError, match=f"there is nothing to recover for the container {ID}"):
         recover(ID)
     podman.has("exited")
     runs = f"it was restored and runs under crun (process {scene.family.init})"
-    line = f"{ID}  {runs}, but Podman has it as exited"
+    line = f"{ID}  {runs}, but Podman lists it as exited"
     for words in ((), ("--list",)):
         out, err = recover(*words)
         assert (out.startswith(line), err) == (True, "")
     (found,) = json.loads(recover("--list", "--json")[0])
     assert (found["container"], found["kind"], found["at_work"]) == (ID, "unknown", False)
-    assert recover(ID[:6])[0] == f"{ID}  it was ended: Podman has it as exited\n"
+    assert recover(ID[:6])[0] == f"{ID}  it was killed: Podman lists it as exited\n"
     assert not proc.is_running(scene.family.init)
     assert recover() == ("", "nothing to recover\n")
 
@@ -365,7 +365,7 @@ def test_cut_off_at_its_end(
     cli.command.main(["recover", ID], standalone_mode=False)
     first, second = capfd.readouterr().out.splitlines()
     assert first == f"{ID}  running: {scene.family.init}"
-    assert second.endswith(f"but Podman has it as created; to end it: gpusnap recover {ID}")
+    assert second.endswith(f"but Podman lists it as created; to end it: gpusnap recover {ID}")
     assert restore_record.entries() == ()
     assert [entry.told for entry in restored_containers.list_living()] == [False]
     assert proc.is_running(scene.family.init)
@@ -408,7 +408,9 @@ def test_whether_it_is_a_name_is_open(podman: Podman, monkeypatch: pytest.Monkey
     """Without Podman's answer a few digits may be a name; an ID as Podman prints it is none."""
     named(podman, monkeypatch)
     podman.does("echo 'Error: the storage is gone' >&2; exit 125")
-    with pytest.raises(GpusnapError, match="whether a container has the name cafe is open") as raised:
+    with pytest.raises(
+        GpusnapError, match="cannot determine whether a container has the name cafe"
+    ) as raised:
         choose_id("cafe", [CAFE])
     assert raised.value.hint == f"give the ID: {CAFE}"
     assert choose_id(CAFE[:12], [CAFE]) == CAFE
@@ -417,7 +419,7 @@ def test_whether_it_is_a_name_is_open(podman: Podman, monkeypatch: pytest.Monkey
 def test_a_podman_that_says_nothing(scene: Scene, podman: Podman) -> None:
     """It has not said that it knows no such container."""
     entry = came_up(scene, podman.does("exit 0"))
-    with pytest.raises(GpusnapError, match="Podman says nothing of the container"):
+    with pytest.raises(GpusnapError, match="Podman reports nothing about the container"):
         unknown_containers.end_container(entry)
     assert proc.is_running(scene.family.init)
 
@@ -434,7 +436,7 @@ def test_a_podman_that_does_not_go(scene: Scene, podman: Podman, monkeypatch: py
     entry = came_up(scene, podman.does("exec sleep 600"))
     with monkeypatch.context() as patched:
         patched.setattr(subprocess.Popen, "kill", kill)
-        with pytest.raises(GpusnapError, match="has not answered"):
+        with pytest.raises(GpusnapError, match="did not respond"):
             unknown_containers.end_container(entry)
     for child in started:
         child.kill()
@@ -448,7 +450,7 @@ def test_before_podman_is_told(scene: Scene, podman: Podman, monkeypatch: pytest
     own = proc.process(os.getpid())
     assert own is not None
     entry = came_up(scene, podman.does("exec sleep 600"), told=False, owner=(own.pid, own.start))
-    with pytest.raises(GpusnapError, match="has yet to tell Podman"):
+    with pytest.raises(GpusnapError, match="has not reported"):
         unknown_containers.end_container(entry)
     assert proc.is_running(scene.family.init)
     assert scene.runtime.calls("delete") == []
@@ -460,7 +462,7 @@ def test_a_file_that_cannot_be_read(scene: Scene, podman: Podman, capfd: pytest.
     path = Path(journal.FOLDER).parent / "restored" / "abc.restored"
     path.write_text("{", encoding="ascii")
     assert restored_containers.list_living() == (entry,)
-    assert "what is on file of a restored container is passed over" in capfd.readouterr().err
+    assert "the record of a restored container is ignored" in capfd.readouterr().err
     assert not restored_containers.is_on_file("abc", scene.family.init)
 
 
@@ -500,5 +502,5 @@ def test_one_that_never_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     found = engine.Container(ID, "w", "crun", "created", init=0)
     monkeypatch.setattr(engine, "inspect_container", lambda _: found)
     said = recover_commands._make_nothing_error("w").sentence()
-    assert said.startswith("there is nothing to recover for container w; Podman has w as created: ")
+    assert said.startswith("there is nothing to recover for the container w; Podman lists w as created: ")
     assert said.endswith("podman rm w removes it")

@@ -66,7 +66,7 @@ def test_records_of_podman(images: Path, name: str, text: bytes) -> None:
     (images / name).write_bytes(text)
     (found,) = verify_one(str(packed(images))).damaged
     assert found.belongs_to == ("Podman's records",)
-    assert found.what.startswith(f"{name} is no JSON")
+    assert found.what.startswith((f"{name} is not JSON", f"{name} is not a JSON object"))
 
 
 def test_a_note_on_digests(images: Path) -> None:
@@ -95,7 +95,7 @@ def test_damage(images: Path, archive: bool, kind: str) -> None:
     # noise(1, 2), the second region.
     assert found.belongs_to == (f"the region {START + (1 << 24):x} of process 1 (sleep), at 0 B",)
     words = {
-        "flipped": "something else",
+        "flipped": "does not match its digest",
         "cut short": f"{CHUNK - 1}",
         "longer": f"{CHUNK + 1}",
         "gone": "missing",
@@ -180,7 +180,7 @@ def test_a_manifest_that_lies(images: Path, pack: bool, encoding: str) -> None:
     )
     (found,) = verify_one(str(packed(images) if pack else images)).damaged
     assert found.digest == chunk.blob
-    assert found.what == f"does not hold the chunk sha256:{fake} of {chunk.size} bytes that it is named for"
+    assert found.what == f"does not contain the expected chunk sha256:{fake} of {chunk.size} bytes"
 
 
 def test_all_of_a_store_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def planted(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_in_it(gpusnap: Run, tmp_path: Path) -> None:
     """A file for its owner alone, with all parts and no secret."""
     code, out, err = gpusnap("report", "--last")
-    assert (code, err) == (0, "look through it before you show it to others\n")
+    assert (code, err) == (0, "review it before you share it\n")
     path = tmp_path / out.strip()
     assert path.stat().st_mode & 0o777 == 0o600
     text = path.read_text()
@@ -107,7 +107,7 @@ def test_what_is_in_it(gpusnap: Run, tmp_path: Path) -> None:
         )
     ]
     assert [name for name, secret in SECRETS.items() if secret in text] == []
-    assert "cannot be had" not in text
+    assert "not available" not in text
     for wanted in (
         'runtime = "crun"',
         "ok       kernel: Linux, all there",
@@ -140,15 +140,15 @@ def test_nothing_fails_it(gpusnap: Run, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(*place, fail)
     code, out, _ = gpusnap("report", "w:1", "-o", "-")
     assert code == 0
-    assert out.count("cannot be had: RuntimeError: broken") == 5
+    assert out.count("not available: RuntimeError: broken") == 5
     assert "host driver_version" in out
 
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("w:1", "--last"), 2, "are both given"),
-        (("a b",), 2, "is no checkpoint"),
+        (("w:1", "--last"), 2, "cannot be combined"),
+        (("a b",), 2, "is not a checkpoint"),
         (("-o", "there.txt"), 1, "exists already"),
         (("-o", "no/folder.txt"), 1, "cannot be written"),
     ],

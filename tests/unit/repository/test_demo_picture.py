@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 PICTURE = ROOT / "docs" / "demo.svg"
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 TOLD = [
-    "gpusnap: checkpoint a container that uses a GPU, remove it, and bring it back.",
+    "gpusnap: checkpoint a container that uses a GPU, remove it, and restore it.",
     f"{BOLD}1. Make an image{PLAIN}",
     "$ podman import /var/lib/gpusnap-demo/image.tar",
     "",

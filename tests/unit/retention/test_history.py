@@ -122,4 +122,4 @@ def test_the_command(store: Store, gpusnap: Run) -> None:
     assert " is damaged: " in out
     code, out, err = gpusnap("history", "gone")
     assert (code, out) == (3, "")
-    assert "has no checkpoint of a container gone" in err
+    assert "has no checkpoint of the container gone" in err

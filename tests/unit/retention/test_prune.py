@@ -178,7 +178,7 @@ def test_what_is_no_whole_checkpoint(store: Store) -> None:
     verdicts = prune(store, LAST)
     assert names(store) == {"", "a:20260101", "a:20260104"}
     assert {entry.descriptor.digest for entry in store.entries()} >= {pages, ageless}
-    assert [each.reasons for each in verdicts] == [("age not known",), (), ("last",)]
+    assert [each.reasons for each in verdicts] == [("age unknown",), (), ("last",)]
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "manifest"])
@@ -246,8 +246,8 @@ def test_what_is_said_of_one_that_is_not_whole(store: Store, gpusnap: Run) -> No
     broken = break_it(store, digests[2], "missing")
     words = ("prune", "--keep-last", "1")
     note = (
-        "gpusnap: note: the checkpoint a:20260103 is not whole, so it counts for no rule and stays: "
-        f"the blob {broken} is missing; gpusnap verify a:20260103 says what is damaged, and "
+        "gpusnap: note: the checkpoint a:20260103 is damaged, so no rule applies to it and it is kept: "
+        f"the blob {broken} is missing; gpusnap verify a:20260103 shows the damage, and "
         "gpusnap rm a:20260103 removes it [GPS-601]\n"
     )
     code, out, err = gpusnap(*words, "--dry-run", "--json")
@@ -403,7 +403,11 @@ def test_the_command(store: Store, gpusnap: Run) -> None:
     assert found["collected"]["blobs"] == before - len([*Path(store.path, "blobs/sha256").iterdir()]) > 0
     assert stagings(store) == []
     code, out, err = gpusnap("prune", "--keep-last", "1", "gone")
-    assert (code, out, err) == (0, f"no checkpoint in {store.path} is of gone; gpusnap ls lists them\n", "")
+    assert (code, out, err) == (
+        0,
+        f"no checkpoint in {store.path} belongs to gone; gpusnap ls lists them\n",
+        "",
+    )
 
 
 def test_the_tense_of_the_total(store: Store, gpusnap: Run) -> None:
@@ -421,9 +425,9 @@ def test_the_tense_of_the_total(store: Store, gpusnap: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "no rule says what to keep, so nothing is removed"),
+        ((), "no rule says which checkpoints to keep, so nothing is removed"),
         (("--keep-last", "0"), "0 is not in the range"),
-        (("--keep-within", "7"), "is no duration"),
+        (("--keep-within", "7"), "is not a duration"),
         (("oci:nowhere", "--keep-last", "1"), "there is no store nowhere"),
     ],
 )

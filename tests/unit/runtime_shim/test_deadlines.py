@@ -40,7 +40,7 @@ def test_answers() -> None:
 
 def test_no_answer(over: threading.Event) -> None:
     """It is said of what; the next question has another thread."""
-    with pytest.raises(TimeoutError, match=r"the kernel did not answer within 0.1 s: '/proc/7/maps'"):
+    with pytest.raises(TimeoutError, match=r"the kernel did not respond within 0.1 s: '/proc/7/maps'"):
         deadlines.ask(over.wait, "/proc/7/maps")
     assert deadlines.ask(lambda: 7, "x") == 7
 
@@ -71,7 +71,9 @@ def test_a_process_that_is_locked(
     (tmp_path / "7").mkdir()
     fifo = tmp_path / "7" / name
     os.mkfifo(fifo)
-    with pytest.raises(GpusnapError, match=rf"{name} cannot be read: the kernel did not answer within 0.1 s"):
+    with pytest.raises(
+        GpusnapError, match=rf"{name} cannot be read: the kernel did not respond within 0.1 s"
+    ):
         ask(7)
     os.close(os.open(fifo, os.O_WRONLY))
 

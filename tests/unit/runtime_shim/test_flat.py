@@ -85,7 +85,7 @@ def test_fold_says_what_failed(tmp_path: Path) -> None:
     (tmp_path / "gpusnap").mkdir()
     (tmp_path / "gpusnap" / "manifest.json").write_bytes(b"")
     (tmp_path / "gpusnap%2Fmanifest.json").mkdir()
-    with pytest.raises(ImageError, match=r"cannot be renamed, as containerd wants them"):
+    with pytest.raises(ImageError, match=r"cannot be renamed to what containerd expects"):
         cri_layout.fold(str(tmp_path))
 
 

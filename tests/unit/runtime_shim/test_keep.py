@@ -185,11 +185,11 @@ def plain_file(path: Path) -> None:
 # What may have happened to it, and whether the checkpoint after it is kept again.
 HARM: dict[str, tuple[Callable[[Path], object], bool]] = {
     "all of it gone": (shutil.rmtree, True),
-    "no record": (lambda path: (path / "kept.json").rename(path.parent / "x"), True),
+    "not one": (lambda path: (path / "kept.json").rename(path.parent / "x"), True),
     "record cut off": (lambda path: os.truncate(path / "kept.json", 9), True),
     "record of another": (record_of_another, True),
-    "record a folder": (record_a_folder, False),
-    "no index": (lambda path: (path / "known.json").rename(path.parent / "x"), True),
+    "record the directory": (record_a_folder, False),
+    "not an index": (lambda path: (path / "known.json").rename(path.parent / "x"), True),
     "index of nonsense": (lambda path: (path / "known.json").write_bytes(b"\xff{"), True),
     "index in a pipe": (index_in_a_pipe, True),
     "no blobs": (lambda path: shutil.rmtree(path / "blobs"), True),
@@ -352,7 +352,7 @@ def test_a_tight_disk(
     checkpoint(tmp_path / "2", settings, bundle)
     assert not kept_folder(settings).exists()
     (line,) = capsys.readouterr().err.splitlines()
-    assert "has 1.6 MiB free, less than the 2.0 MiB to be left" in line
+    assert "has only 1.6 MiB free, but 2.0 MiB must remain free" in line
 
 
 def test_a_full_disk(small_disk: Path, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,7 +437,7 @@ def test_the_same_container_twice_at_once(
         assert one.known is not None
         assert two.known is None
         two.keep(layout, tables)
-        assert "another gpusnap is at work on" in capsys.readouterr().err
+        assert "another gpusnap is working on" in capsys.readouterr().err
         assert set(blobs(kept_folder(settings))) == names(tables)
     with Kept.open(settings, "c", str(bundle)) as three:
         assert three.known is not None

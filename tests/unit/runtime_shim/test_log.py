@@ -168,7 +168,7 @@ def test_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(reading)
     with open(writing, "w") as nobody:
         monkeypatch.setattr(sys, "stderr", nobody)
-        note("it goes on")
+        note("it continues")
         report(GpusnapError("it failed"))
         monkeypatch.undo()
         with contextlib.suppress(OSError):

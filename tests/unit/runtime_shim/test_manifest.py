@@ -124,9 +124,7 @@ def test_a_schema_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a file of gpusnap's own."""
     manifest_json._validator.cache_clear()
     monkeypatch.setattr(os.path, "dirname", lambda _: "/nowhere")
-    with pytest.raises(
-        GpusnapError, match=r"a file of its own, /nowhere/manifest\.schema\.json: it does not"
-    ):
+    with pytest.raises(GpusnapError, match=r"its own file, /nowhere/manifest\.schema\.json: it does not"):
         decode(encode(a_manifest()), "here")
 
 
@@ -301,7 +299,7 @@ def test_draft_becomes_the_manifest(tmp_path: Path) -> None:
     draft.prepare(a_manifest())
     with pytest.raises(ManifestError, match="not complete") as caught:
         manifest_file.read(str(tmp_path))
-    assert caught.value.hint == "the checkpoint was cut off while it was written"
+    assert caught.value.hint == "the checkpoint was interrupted while it was being written"
     (tmp_path / "inventory.img").touch()
     with pytest.raises(ManifestError, match="not complete") as caught:
         manifest_file.read(str(tmp_path))

@@ -270,6 +270,6 @@ def test_a_process_that_is_gone() -> None:
 def test_a_process_that_does_not_stand_still(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence after the deadline, with the process named."""
     monkeypatch.setattr(proc, "is_still", lambda pid: False)
-    with pytest.raises(GpusnapError, match=f"process {counters.pid} .* did not stand still within"):
+    with pytest.raises(GpusnapError, match=f"process {counters.pid} .* did not stop within"):
         stop([counters.pid], timeout=0.05)
     go_on([counters.pid])

@@ -114,4 +114,4 @@ def test_what_is_staged_is_removed_at_last(
     assert capsys.readouterr().err == ""
     failures += [1] * 10
     filling._drop()
-    assert "still takes RAM: Cannot allocate memory; gpusnap recover frees it" in capsys.readouterr().err
+    assert "still use RAM: Cannot allocate memory; gpusnap recover frees it" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def test_nobody_waits() -> None:
 
 def test_a_stop_does_not_reach_the_parent(pair: Pair) -> None:
     """That is why all this is needed."""
-    with pytest.raises(GpusnapError, match="did not stand still"):
+    with pytest.raises(GpusnapError, match="did not stop"):
         stop(pair.pids, timeout=0.3)
 
 

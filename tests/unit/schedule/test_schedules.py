@@ -153,7 +153,7 @@ def test_a_change_that_fails(units: Path, systemctl: Systemctl, fails: str) -> N
     before = {each: each.read_text() for each in units.iterdir()}
     systemctl.calls.clear()
     systemctl.fails = fails
-    with pytest.raises(GpusnapError, match=r"Access denied; the schedule is as it was before$"):
+    with pytest.raises(GpusnapError, match=r"Access denied; the schedule is unchanged$"):
         write(Schedule("w", timedelta(hours=1), ()), run=systemctl)
     assert {each: each.read_text() for each in units.iterdir()} == before
     assert systemctl.calls[-2:] == ["daemon-reload", "start -- gpusnap-checkpoint-w.timer"]
@@ -198,7 +198,7 @@ def test_a_full_disk(units: Path, systemctl: Systemctl, monkeypatch: pytest.Monk
 
 def test_without_systemd(units: Path, systemctl: Systemctl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "_RUNNING", "/nowhere")
-    with pytest.raises(GpusnapError, match="systemd does not run this host"):
+    with pytest.raises(GpusnapError, match="systemd is not running on this host"):
         write(Schedule("w", HALF_HOUR, ()), run=systemctl)
     assert [*units.iterdir()] == []
     assert systemctl.calls == []
@@ -208,9 +208,9 @@ def test_without_systemd(units: Path, systemctl: Systemctl, monkeypatch: pytest.
     ("container", "every", "said"),
     [
         ("w", timedelta(seconds=29), "is too often"),
-        ("a b", HALF_HOUR, "is no name of a container"),
-        ("../x", HALF_HOUR, "is no name of a container"),
-        ("-" + "x", HALF_HOUR, "is no name of a container"),
+        ("a b", HALF_HOUR, "is not a valid container name"),
+        ("../x", HALF_HOUR, "is not a valid container name"),
+        ("-" + "x", HALF_HOUR, "is not a valid container name"),
         ("x" * 250, HALF_HOUR, "too long"),
     ],
 )
@@ -265,7 +265,7 @@ def test_the_commands(host: FakePodman, units: Path, gpusnap: Run) -> None:
     assert [(each["container"], each["every"]) for each in json.loads(out)] == [("w", 1800)]
     code, out, err = gpusnap("schedule", "w", "--remove", "--json")
     assert (code, len(json.loads(out)["removed"])) == (0, 2)
-    assert gpusnap("schedule", "--list")[1] == "no container is scheduled\n"
+    assert gpusnap("schedule", "--list")[1] == "no container has a schedule\n"
 
 
 def test_a_container_that_is_not_there(
@@ -278,18 +278,22 @@ def test_a_container_that_is_not_there(
 
     monkeypatch.setattr("gpusnap.engines.podman.inspect_container", container)
     code, out, err = gpusnap("schedule", "later", "--every", "1h", "--json")
-    assert (code, json.loads(out)["written"], err) == (0, True, "note: there is no container later now\n")
+    assert (code, json.loads(out)["written"], err) == (
+        0,
+        True,
+        "note: there is currently no container later\n",
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "no container is named"),
-        (("w",), "nothing says how often"),
-        (("w", "--every", "soon"), "is no duration"),
-        (("w", "--every", "1h", "--to", "./w.tar"), "is one file"),
-        (("w", "--every", "1h", "--to", "oci:s:w"), "names one checkpoint"),
-        (("w", "--every", "1h", "--label", "=x"), "is no label"),
+        ((), "no container is given"),
+        (("w",), "no interval is given"),
+        (("w", "--every", "soon"), "is not a duration"),
+        (("w", "--every", "1h", "--to", "./w.tar"), "is a single file"),
+        (("w", "--every", "1h", "--to", "oci:s:w"), "names a single checkpoint"),
+        (("w", "--every", "1h", "--label", "=x"), "is not a valid label"),
         (("gone", "--remove"), "there is no schedule"),
     ],
 )

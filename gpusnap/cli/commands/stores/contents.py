@@ -29,7 +29,9 @@ from gpusnap.runtime_shim.records.manifest_json import encode
 @click.argument("what", metavar="WHAT", shell_complete=complete_checkpoint)
 @registry_options
 @click.option(
-    "--processes", is_flag=True, help="Show the processes in CRIU's images, with open files and sockets."
+    "--processes",
+    is_flag=True,
+    help="Show the processes in CRIU's images, with their open files and sockets.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None:
@@ -39,15 +41,15 @@ def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None
     (oci-archive), or a directory of CRIU images. For a checkpoint in a store, the output also lists the other
     checkpoints that share blobs with it. From a registry, only the records are fetched, not the memory.
 
-    --processes shows what CRIU's images contain, of containers without a GPU as well: the tree of processes
+    --processes shows the contents of CRIU's images, also for containers without a GPU: the tree of processes
     with their PIDs in the container, command lines, threads, mapped and stored memory, GPU memory, open
-    files, and sockets with addresses and states. A command line is known where the image of the memory that
-    holds it lies beside the others, and of GPU processes. These are shown as stopped: gpusnap stops them for
-    the dump.
+    files, and sockets with addresses and states. A command line is known for GPU processes, and if the memory
+    image that contains it is next to the others. GPU processes are shown as stopped, because gpusnap stops
+    them for the dump.
 
     As JSON: the manifest (docs/format.md), with statistics (size, zero, repeated, chunks, blobs, plain, zstd,
-    stored, ratio) where it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,
-    chunks, manifests, annotations, labels, shared) where it is kept as one. With --processes instead: a list
+    stored, ratio) if it has chunks, and artifact (where, names, digest, mediaType, size, records, rootfs,
+    chunks, manifests, annotations, labels, shared) if it is stored as one. With --processes instead: a list
     of pid, parent, name, state, command, threads, files (descriptor, kind, path), sockets (descriptor,
     protocol, local, remote, state), memory (mapped, stored, earlier: the bytes in an earlier dump),
     gpuMemory.
@@ -77,7 +79,7 @@ def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None
         show.print_manifest(console, record)
         pause = statistics.measure_stopped(record.timing)
         if pause is not None:
-            show.say(console, f"pause: the processes were stopped for {pause:.2f} s, or until they had ended")
+            show.say(console, f"pause: the processes were stopped for {pause:.2f} s, or until they ended")
         store_tables.print_memory(console, record, figures)
     store_tables.print_sharing(console, shared)
 
@@ -108,9 +110,9 @@ def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
     they differ or not.
 
     As JSON: a and b (what, digest, created), chunks (same, changed, onlyA, onlyB in bytes of memory, newInB,
-    the blobs that A has not, and parts: the same for each process and region, or image), processes (same,
-    changed, onlyA, onlyB), gpus (both, onlyA, onlyB), files (records and rootfs, each with same, changed,
-    onlyA, onlyB).
+    the blobs that A does not have, and parts: the same for each process and region, or image), processes
+    (same, changed, onlyA, onlyB), gpus (both, onlyA, onlyB), files (records and rootfs, each with same,
+    changed, onlyA, onlyB).
     """
     with Progress() as progress, ExitStack() as stack:
         sides = []

@@ -42,7 +42,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print the resul
 @quiet
 @_as_json
 def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool, as_json: bool) -> None:
-    """Check that checkpoints are complete and undamaged, and name every damaged blob.
+    """Check that checkpoints are complete and undamaged, and list every damaged blob.
 
     A checkpoint in a store is read completely, and compared with its digests. In an archive, its end, the
     manifest, CRIU's images and the chunks are checked; the other files have no digests. A registry is asked
@@ -52,7 +52,7 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
     mediaType, size, what, belongsTo), note.
     """
     if everything == bool(what) and not (everything and all(word.startswith("oci:") for word in what)):
-        raise click.UsageError("give one or more of WHAT, or --all")
+        raise click.UsageError("give at least one WHAT, or --all")
     found: list[VerifyResult] = []
     failures: list[GpusnapError] = []
     with Progress() as progress:
@@ -76,27 +76,29 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
         _tell(failures)
         raise Damaged(
             f"{blobs} damaged in {', '.join(each.what for each in damaged)}",
-            hint="take another copy of it, for example with gpusnap pull, and remove this one",
+            hint="use another copy of it, for example with gpusnap pull, and remove this one",
         )
     _raise_first(failures)
 
 
 @click.command()
 @click.argument("what", nargs=-1, required=True, metavar="WHAT...", shell_complete=complete_stored)
-@click.option("--all", "everything", is_flag=True, help="Remove all checkpoints of a name without a tag.")
-@click.option("--gc", "at_once", is_flag=True, help="Free the disk space at once, as `gpusnap gc` does.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Remove all checkpoints with a name, if no tag is given."
+)
+@click.option("--gc", "at_once", is_flag=True, help="Free the disk space immediately, as `gpusnap gc` does.")
 @_as_json
 def rm(what: tuple[str, ...], everything: bool, at_once: bool, as_json: bool) -> None:
     """Remove checkpoints from a store.
 
     A name removes that name, and the checkpoint with its last name; a digest removes the checkpoint with all
     its names. A name without a tag, such as server, removes server:TAG if there is only one; if there are
-    several, nothing is removed, unless --all is given. What refers to a checkpoint, such as a signature, is
-    removed with it. The blobs stay on disk until `gpusnap gc`. After that, Podman cannot restore the stopped
-    container of that checkpoint either.
+    several, nothing is removed, unless --all is given. The referrers of a checkpoint, such as a signature,
+    are removed with it. The blobs stay on disk until `gpusnap gc`. After that, Podman cannot restore the
+    stopped container of that checkpoint either.
 
     As JSON: removed (what, store, digest, names, and left, the names that it still has), collected (null, or
-    a list of what `gpusnap gc` says).
+    a list of the output of `gpusnap gc`).
     """
     removed: list[_Removed] = []
     failures: list[GpusnapError] = []
@@ -117,15 +119,16 @@ def rm(what: tuple[str, ...], everything: bool, at_once: bool, as_json: bool) ->
 
 @click.command()
 @click.argument("store", required=False, metavar="[STORE]", shell_complete=complete_store)
-@click.option("--dry-run", is_flag=True, help="Print what would be removed, and change nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed without removing it.")
 @_as_json
 def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
     """Free the disk space in a store that no checkpoint needs any more.
 
-    STORE is oci:DIR; without it, this host's store. It removes blobs that no checkpoint uses, and what killed
-    writers left. Nothing is removed that another command is reading or writing, or that `gpusnap recover`
-    needs. If the store is damaged, nothing is removed. Memory without a name ("pages only") stays, because
-    the records of its checkpoint may be in Podman's storage or in an archive: the last line says how much.
+    STORE is oci:DIR; without it, this host's store. It removes blobs that no checkpoint uses, and data that
+    killed writers left. Data that another command is reading or writing, or that `gpusnap recover` needs, is
+    not removed. If the store is damaged, nothing is removed. Memory without a name ("pages only") stays,
+    because the records of its checkpoint may be in Podman's storage or in an archive: the last line says how
+    much.
 
     As JSON: store, dryRun, blobs, size, stagings, spared (path, why), liveBlobs, liveSize.
     """
@@ -164,7 +167,7 @@ def tag(what: str, name: str, as_json: bool) -> None:
     if as_json:
         _print({"store": store.path, "digest": digest, "name": name, "movedFrom": moved})
         return
-    was = f"; before, {store_tables.shorten_digest(moved)} had this name" if moved else ""
+    was = f"; previously, {store_tables.shorten_digest(moved)} had this name" if moved else ""
     show.say(show.output(), f"{name} names {store_tables.shorten_digest(digest)}{was}")
 
 
@@ -186,7 +189,7 @@ def find_store(word: str | None) -> Store:
         return default_store()
     place = in_store(word) if word.startswith("oci:") else None
     if place is None or place.wanted:
-        raise UsageError(f"{word[:120]!r} is no store", hint="a store is named oci:DIR", code="GPS-102")
+        raise UsageError(f"{word[:120]!r} is not a store", hint="a store is named oci:DIR", code="GPS-102")
     return place.store
 
 
@@ -239,7 +242,7 @@ def _to_remove(store: Store, wanted: str, *, everything: bool) -> tuple[str, ...
         return (wanted,)
     if len(tags) > 1:
         raise UsageError(
-            f"{wanted} stands for {len(tags)} checkpoints in {store.path}: {format_names(tags)}",
+            f"{wanted} matches {len(tags)} checkpoints in {store.path}: {format_names(tags)}",
             hint=f"name the one to remove, or remove them all with gpusnap rm --all {wanted}",
         )
     return tags
@@ -257,12 +260,12 @@ def _say_removed(removed: Sequence[_Removed], collected: Sequence[tuple[Store, C
             left = ", ".join(name or "(no name)" for name in each.left)
             show.say(console, f"{store_tables.shorten_digest(each.digest)} stays, as {left}")
     if not collected and any(not each.left for each in removed):
-        show.say(console, "gpusnap gc frees the room that it took")
+        show.say(console, "gpusnap gc frees the space that it used")
 
 
 def collect_store(store: Store, *, dry_run: bool) -> Collected:
     with convert_errors(), Progress() as progress:
-        progress.stage("looking for what nothing needs")
+        progress.stage("looking for unused data")
         return open_store(store, write=True).collect(dry_run=dry_run)
 
 

@@ -49,29 +49,29 @@ _LAYOUTS = (((), 2), (("since",), 2), (("since", "store"), 2), (("since", "store
     "--format",
     "form",
     metavar="TEMPLATE",
-    help="json, or fields such as '{{.Name}} {{.State}}', for each container.",
+    help="json, or a template of fields such as '{{.Name}} {{.State}}'.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print only names.")
-@click.option("-w", "--watch", is_flag=True, help=f"Print it again every {_EVERY:g} seconds, until Ctrl-C.")
+@click.option("-w", "--watch", is_flag=True, help=f"Print again every {_EVERY:g} seconds, until Ctrl-C.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def ps(form: str | None, quiet: bool, watch: bool, as_json: bool) -> None:
     """List the containers that use a GPU, and those that are suspended.
 
-    The state is running, paused, suspended or checkpointing; it is "cut off" where a killed checkpoint left
-    processes that stand still, which `gpusnap recover` puts right. "memory" is the GPU memory that a
-    container uses; of a suspended one it is what it needs when it is resumed, and "RAM" and "store" say where
-    that is now. A container of containerd has its namespace before its ID, unless that is "default".
+    The state is running, paused, suspended or checkpointing; it is "cut off" if a killed checkpoint left
+    stopped processes, which `gpusnap recover` resumes. "memory" is the GPU memory that a container uses; for
+    a suspended one it is what it needs when it is resumed, and "RAM" and "store" show where that is now. A
+    containerd container has its namespace before its ID, unless that is "default".
 
     \b
     gpusnap ps --watch
 
-    Fields for --format are Name, State, ID, Engine, GPU, Memory, RAM, Store, Since. With "table " before them
-    there is a heading.
+    Fields for --format are Name, State, ID, Engine, GPU, Memory, RAM, Store, Since. With "table " in front, a
+    heading is printed.
 
     As JSON: containers, a list with name, containerId, engine, state, gpus, gpuMemory, ram, stored, since.
     """
     if as_json + quiet + (form is not None) > 1:
-        raise click.UsageError("give one of --json, --format and --quiet")
+        raise click.UsageError("give only one of --json, --format and --quiet")
     if form == "json":
         form, as_json = None, True
     made = template_of(form, _FIELDS) if form is not None else None

@@ -29,37 +29,37 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was 
 @click.argument(
     "containers", nargs=-1, required=True, metavar="CONTAINER...", shell_complete=complete_container
 )
-@click.option("--spill", is_flag=True, help="Move their GPU memory on to the store: RAM is free too.")
-@click.option("--wait", is_flag=True, help="With --spill: end when the memory is in the store.")
+@click.option("--spill", is_flag=True, help="Move the GPU memory on to the store, which also frees RAM.")
+@click.option("--wait", is_flag=True, help="With --spill: return only when the memory is in the store.")
 @_as_json
 def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool) -> None:
-    """Take running containers off their GPUs, and keep their GPU memory in RAM.
+    """Suspend running containers: free their GPUs, and keep their GPU memory in RAM.
 
-    The GPUs are free then, and the container is paused: its name, network and files stay as they are, and so
-    do its connections. `gpusnap resume` brings it back, onto the same GPU or another. `podman unpause` of it
-    is refused; `podman rm --force` ends it, and frees the RAM.
+    The container is paused: its name, network, files and connections stay as they are. `gpusnap resume`
+    resumes it, on the same GPU or another. `podman unpause` is refused for it; `podman rm --force` removes
+    it, and frees the RAM.
 
-    CONTAINER is Podman's name or ID. A task of containerd is named by its ID, or as NAMESPACE/ID.
+    CONTAINER is Podman's name or ID. A containerd task is named by its ID, or as NAMESPACE/ID.
 
     \b
     gpusnap suspend llama              its GPU is free
     gpusnap resume llama
 
-    With --spill, the GPU memory is written to the store (store.path) in the background, and RAM is free when
-    all of it is on disk. A resume reads it from there. --spill also takes containers that are suspended
-    already. The setting suspend.ram limits how much RAM all suspended containers have together.
+    With --spill, the GPU memory is written to the store (store.path) in the background, and its RAM is freed
+    when all of it is on disk. A resume reads it from there. --spill also accepts containers that are already
+    suspended. The setting suspend.ram limits the RAM of all suspended containers together.
 
-    What is suspended is lost when the host is restarted, in the store too: `gpusnap checkpoint` makes what
-    lasts, also of a suspended container. GPU memory in RAM is not swapped.
+    Suspended containers are lost when the host is restarted, even if their memory is in the store: `gpusnap
+    checkpoint` makes a permanent copy, also of a suspended container. GPU memory in RAM is not swapped.
 
-    Several containers are suspended one after another, each on its own. As JSON: container, containerId,
+    Several containers are suspended one after another, independently. As JSON: container, containerId,
     engine, memory (bytes that it used of GPUs), seconds, driverSeconds, the driver's part of these, and
-    timing, a list of steps; for several a list, results. Of one that was suspended already: container, and
+    timing, a list of steps; for several a list, results. For one that was already suspended: container, and
     with --wait spilled (bytes).
     """
     require_root("suspend")
     if wait and not spill:
-        raise UsageError("--wait goes with --spill")
+        raise UsageError("--wait requires --spill")
     from gpusnap.operations.suspending.ahead import start_ahead
 
     def work(name: str) -> MovedContainer | SpilledContainer:
@@ -82,7 +82,7 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
 
     def show(done: MovedContainer | SpilledContainer) -> None:
         if isinstance(done, SpilledContainer):
-            how = "is in the store already"
+            how = "is already in the store"
             if done.size is None:
                 how = "is moving to the store"
             elif done.size:
@@ -112,22 +112,21 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
 @click.argument(
     "containers", nargs=-1, required=True, metavar="CONTAINER...", shell_complete=complete_suspended
 )
-@click.option("--gpu-map", default="", metavar="MAP", help="Put old GPUs on others: 0=1,1=0, or UUIDs.")
+@click.option("--gpu-map", default="", metavar="MAP", help="Map old GPUs to others: 0=1,1=0, or UUIDs.")
 @_as_json
 def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
-    """Bring suspended containers back onto their GPUs.
+    """Resume suspended containers on their GPUs.
 
-    If no GPU has room for one, this is refused, says why for each GPU, and changes nothing. A container comes
-    back onto the GPU that it was on, or onto another that it can see: one that was started with all GPUs can
-    come back onto any of them. --gpu-map says onto which.
+    If no GPU has enough free memory, the command is refused with the reason for each GPU, and nothing is
+    changed. A container is resumed on the GPU that it was on, or on another one that it can see: one that was
+    started with all GPUs can be resumed on any of them. --gpu-map selects it.
 
     \b
     gpusnap resume llama
     gpusnap resume --gpu-map 0=1 llama
 
-    Numbers in CONTAINER's place that are no container's name are PIDs of single GPU processes, which another
-    program than gpusnap left suspended: their GPU memory is in themselves. `gpusnap recover` puts right what
-    a killed gpusnap left.
+    A number that is not the name of a container is the PID of a single GPU process that another program left
+    suspended, with its GPU memory in its own memory. Use `gpusnap recover` after a killed gpusnap.
 
     As JSON: container, containerId, engine, memory (bytes that it uses of GPUs), seconds, driverSeconds, the
     driver's part of these, and timing, a list of steps; for several a list, results.
@@ -139,7 +138,7 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
     if pids:
         if len(pids) != len(containers) or gpu_map or as_json:
             raise UsageError(
-                f"{pids[0]} is no suspended container, and process IDs stand alone",
+                f"{pids[0]} is not a suspended container, and process IDs cannot be combined with containers",
                 hint="gpusnap ps lists the containers",
             )
         _resume_processes(pids)
@@ -153,7 +152,7 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
 
     def show(done: MovedContainer) -> None:
         moved = [(old, new) for old, new in done.container.pairs if old != new]
-        where = "".join(f", {old} is on {new} now" for old, new in moved)
+        where = "".join(f", {old} is now on {new}" for old, new in moved)
         click.echo(f"{done.container.name}  resumed{where}, {done.seconds:.1f} s")
 
     run_each(
@@ -169,18 +168,21 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
 @click.command()
 @click.argument("out", metavar="OUT", shell_complete=complete_container)
 @click.argument("into", metavar="IN", shell_complete=complete_suspended)
-@click.option("--gpu-map", default="", metavar="MAP", help="Put old GPUs of IN on others: 0=1,1=0, or UUIDs.")
+@click.option(
+    "--gpu-map", default="", metavar="MAP", help="Map the old GPUs of IN to others: 0=1,1=0, or UUIDs."
+)
 @_as_json
 def swap(out: str, into: str, gpu_map: str, as_json: bool) -> None:
     """Suspend the container OUT, and resume IN in its place.
 
-    OUT runs and IN is suspended. If IN would not fit even without OUT, nothing is done. If IN cannot be
-    resumed, OUT is. The one is off the GPU before the other comes: their memory is never on it together.
+    OUT must be running and IN suspended. If IN would not fit even without OUT, nothing is done. If IN cannot
+    be resumed, OUT is resumed again. OUT leaves the GPU before IN is restored: both are never in GPU memory
+    at the same time.
 
     \b
     gpusnap swap llama qwen
 
-    As JSON: out and in, each as `gpusnap suspend` and `gpusnap resume` have it, and seconds.
+    As JSON: out and in, each as in `gpusnap suspend` and `gpusnap resume`, and seconds.
     """
     require_root("swap")
     from gpusnap.operations.suspending.ahead import start_ahead
@@ -243,8 +245,9 @@ def _resume_processes(pids: Sequence[int]) -> None:
     missing = [pid for pid in pids if pid not in holders(driver, pids)]
     if missing:
         raise GpusnapError(
-            f"process {missing[0]} is no GPU process",
-            hint="gpusnap ps lists suspended containers, gpusnap recover --list what a killed gpusnap left",
+            f"process {missing[0]} is not a GPU process",
+            hint="gpusnap ps lists suspended containers, gpusnap recover --list what a killed gpusnap "
+            "left behind",
         )
     noted = {p.pid: entry for entry in journal.entries() for p in list_alive(entry) if p.regions or p.staged}
     for pid in pids:

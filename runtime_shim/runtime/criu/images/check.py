@@ -110,7 +110,7 @@ class Checker:
             if wrong and (self._is_task(wrong[0]) or len(wrong) == len(names)):
                 how = "is missing" if size is None else f"has {size} bytes"
                 listed = self._pagemaps[wrong[0]].present
-                raise self._make_error(pages, f"{how}, and {wrong[0]} lists {listed} pages in it")
+                raise self._make_error(pages, f"{how}, but {wrong[0]} lists {listed} pages in it")
 
     def _readers(self) -> dict[int, list[str]]:
         """By the number of a pages-N.img, the pagemaps whose pages CRIU may read there.
@@ -153,7 +153,7 @@ class Checker:
     def _make_error(self, name: str, why: str) -> ImageError:
         return ImageError(
             f"CRIU's image {name} in {self._where} {why}",
-            hint="take another copy of the checkpoint",
+            hint="use another copy of the checkpoint",
             code="GPS-601",
         )
 
@@ -187,8 +187,8 @@ def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = Map
             raise _make_leads_out_error(top)
         top = parent
     raise ImageError(
-        f"the images in {image_path} have more than {_MOST_PARENTS} earlier dumps below them",
-        hint="do not restore from them: no engine makes so many",
+        f"the images in {image_path} have more than {_MOST_PARENTS} parent dumps",
+        hint="do not restore from them: no engine creates that many",
         code="GPS-604",
     )
 
@@ -205,8 +205,9 @@ def check_parent(link: str, where: str) -> None:
 
 def _make_leads_out_error(where: str) -> ImageError:
     return ImageError(
-        f"the link {PARENT} in {where} leads to no directory beside it, and CRIU would read memory there",
-        hint="do not restore from it, or put the images of the earlier dump beside the others yourself",
+        f"the link {PARENT} in {where} does not point to a directory next to it, so CRIU would read "
+        "memory from elsewhere",
+        hint="do not restore from it, or put the images of the earlier dump next to the others yourself",
         code="GPS-604",
     )
 
@@ -269,7 +270,7 @@ def _read_whole(source: Source, kind: str) -> Any:
     data = source.message()
     message = decode(data, kind)
     if message is None:
-        raise Damage(f"has a message of {len(data)} bytes that cannot be decoded here")
+        raise Damage(f"has a message of {len(data)} bytes that cannot be decoded")
     return message
 
 

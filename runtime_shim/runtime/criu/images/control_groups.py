@@ -47,7 +47,7 @@ def thaw(image_path: str) -> None:
     try:
         entries = list(decode_messages(io.BytesIO(data), len(data), "cgroup"))
     except Damage as damage:
-        raise ImageError(f"{path}, which CRIU has just written, {damage}", hint="see its dump.log") from None
+        raise ImageError(f"{path}, which CRIU just wrote, {damage}", hint="see its dump.log") from None
     frozen = [each for entry in entries for each in _properties(entry) if _is_frozen(each)]
     if not frozen:
         return
@@ -77,4 +77,6 @@ def _properties(entry: Any) -> Iterator[Any]:
 
 
 def _make_unchanged_error(path: str, why: str) -> ImageError:
-    return ImageError(f"{path} cannot be changed: {why}", hint="see that the checkpoint's directory has room")
+    return ImageError(
+        f"{path} cannot be changed: {why}", hint="check that the checkpoint's directory has free space"
+    )

@@ -102,7 +102,7 @@ class _Rules:
         for change in changes:
             name = _make_path_below_dev(change.old.path)
             if name in self._old:
-                dev_tar.refuse(name, "is to be changed twice")
+                dev_tar.refuse(name, "would be changed twice")
             self._old[name], self._new[name] = change.old, change.new
         nodes = [("c", n.major, n.minor, n.path) if isinstance(n, Node) else n for n in allowed]
         self._allowed = {
@@ -125,7 +125,7 @@ class _Rules:
             major, minor = entry.numbers
             dev_tar.refuse(
                 entry.name,
-                f"is a device ({major}:{minor}) that nothing gives the container",
+                f"is a device ({major}:{minor}) that the container was not given",
                 code="GPS-604",
             )
         self._take(entry.name)
@@ -137,11 +137,11 @@ class _Rules:
             return [entry.header]
         old, new = self._old[entry.name], self._new[entry.name]
         if entry.kind != dev_tar.CHARACTER:
-            dev_tar.refuse(entry.name, "has the name of a GPU's device, and is none")
+            dev_tar.refuse(entry.name, "has the name of a GPU device, but is not one")
         if entry.numbers != (old.major, old.minor):
             major, minor = entry.numbers
             dev_tar.refuse(
-                entry.name, f"is {major}:{minor}, and the GPU's device was {old.major}:{old.minor}"
+                entry.name, f"is {major}:{minor}, but the GPU's device was {old.major}:{old.minor}"
             )
         for node in new:
             self._take(_make_path_below_dev(node.path))
@@ -151,9 +151,9 @@ class _Rules:
         """Note where the entry lies: not on another one, and not behind a link."""
         name = entry.name
         if not name and entry.kind != dev_tar.FOLDER:
-            dev_tar.refuse(name, "is no folder")
+            dev_tar.refuse(name, "is not a directory")
         if name in self._kinds and not (name in self._implied and entry.kind == dev_tar.FOLDER):
-            dev_tar.refuse(name, "is there twice")
+            dev_tar.refuse(name, "is listed twice")
         self._implied.discard(name)
         self._kinds[name] = entry.kind
         while b"/" in name:
@@ -161,20 +161,21 @@ class _Rules:
             if name not in self._kinds:
                 self._implied.add(name)
             if self._kinds.setdefault(name, dev_tar.FOLDER) != dev_tar.FOLDER:
-                dev_tar.refuse(entry.name, "lies in what is no folder")
+                dev_tar.refuse(entry.name, "is in something that is not a directory")
             if len(self._kinds) > dev_tar.ENTRIES:
                 raise dev_tar.make_damaged_error(f"has more than {dev_tar.ENTRIES} entries")
 
     def _check_hard_link(self, entry: dev_tar.Entry) -> None:
         if self._kinds.get(entry.target) not in (dev_tar.FILE, dev_tar.SOFT, dev_tar.FIFO):
             dev_tar.refuse(
-                entry.name, f"is a hard link to {dev_tar.make_printable(entry.link)}, which is no file in it"
+                entry.name,
+                f"is a hard link to {dev_tar.make_printable(entry.link)}, which is not a file in the image",
             )
 
     def _take(self, name: bytes) -> None:
         """Give a name to what comes out; none is given twice."""
         if name in self._after:
-            dev_tar.refuse(name, "would be there twice")
+            dev_tar.refuse(name, "would exist twice")
         self._after.add(name)
 
 
@@ -182,5 +183,5 @@ def _make_path_below_dev(path: str) -> bytes:
     name = path.encode("utf-8", "surrogateescape")
     parts = name.removeprefix(b"/dev/").split(b"/")
     if not name.startswith(b"/dev/") or any(part in (b"", b".", b"..") for part in parts):
-        dev_tar.refuse(name, "is no place for a device")
+        dev_tar.refuse(name, "is not a valid location for a device")
     return b"/".join(parts)

@@ -81,7 +81,7 @@ class Entry:
         name, (major, minor) = b"./" + name, numbers
         fields = f"{major:07o}\0{minor:07o}\0".encode()
         if len(name) > _NAME[1] or len(fields) != _MINOR[1] - _MAJOR[0]:
-            refuse(name, "cannot be named in a tar header")
+            refuse(name, "cannot be represented in a tar header")
         old = self.header
         new = name.ljust(_NAME[1], b"\0") + old[_NAME[1] : _MAJOR[0]] + fields + old[_MINOR[1] :]
         return new[: _SUM[0]] + f"{_checksum(new):06o}\0 ".encode() + new[_SUM[1] :]
@@ -135,7 +135,7 @@ class Archive:
         length = 0
         for piece in self._plain.read_rest():
             if piece.strip(b"\0"):
-                raise make_damaged_error("goes on behind its end")
+                raise make_damaged_error("continues after its end")
             yield piece
             length += len(piece)
         if length < _BLOCK or length % _BLOCK:
@@ -146,7 +146,7 @@ def make_damaged_error(what: str, *, code: str = "GPS-601") -> ImageError:
     """The error that says this of the archive."""
     return ImageError(
         f"the image of the container's /dev {what}",
-        hint="the checkpoint is damaged, or not what CRIU wrote",
+        hint="the checkpoint is damaged, or was not written by CRIU",
         code=code,
     )
 
@@ -171,19 +171,19 @@ def _entry(header: bytes, name: bytes, size: int, before: dict[bytes, bytes], ex
         link = _read_long_name(long_link, name)
     kind = _KINDS.get(header[_TYPE : _TYPE + 1])
     if kind is None:
-        refuse(name, "is of a kind that has no place in /dev")
+        refuse(name, "is of a type that is not allowed in /dev")
     if kind != FILE and size:
-        refuse(name, "has content, and is no file")
+        refuse(name, "has content, but is not a file")
     if kind == FILE and name.endswith(b"/"):
-        refuse(name, "is a file with the name of a folder")  # to tar it is one
+        refuse(name, "is a file with the name of a directory")  # to tar it is one
     if not _has_only_times(before.get(_PAX, b"")):
-        refuse(name, "has a pax header that says more than times")
+        refuse(name, "has a pax header with more than times")
     found = Entry(extensions, header, _normalise(name), kind, size, link)
     if found.device:
         field = header[slice(*_NAME)]
         plain_name = all(0x20 < byte < 0x7F for byte in name) and field.rstrip(b"\0") == name
         if long_name is not None or long_link is not None or not plain_name:
-            refuse(name, "is a device whose name is none for a device")
+            refuse(name, "is a device without a valid device name")
         found.numbers  # noqa: B018 - refused here where they are none
     return found
 
@@ -195,7 +195,7 @@ def _header_name(header: bytes) -> bytes:
         refuse(name, "has a wrong checksum")
     magic, prefix = header[slice(*_MAGIC)], _string(header, _PREFIX)
     if magic not in (_USTAR, _GNU):
-        refuse(name, "has a header of a kind that tar does not write")
+        refuse(name, "has a header of a type that tar does not write")
     return prefix + b"/" + name if prefix and magic == _USTAR else name
 
 
@@ -225,7 +225,7 @@ def _map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
         blocks += block
         slots, goes_on = block[slice(*_MORE_MAP)], block[_MORE_MAP_GOES_ON]
     if length != size or found > real or header[slice(*_MAGIC)] != _GNU:
-        refuse(name, "has a map of its holes that does not fit its content")
+        refuse(name, "has a map of its holes that does not match its content")
     return blocks
 
 
@@ -253,7 +253,7 @@ def _string(header: bytes, field: tuple[int, int]) -> bytes:
 def _number(header: bytes, field: tuple[int, int], name: bytes) -> int:
     match = _OCTAL.fullmatch(header, *field)
     if match is None:
-        refuse(name, "has a number that is none")
+        refuse(name, "has an invalid number")
     return int(match[1], 8)
 
 
@@ -265,7 +265,7 @@ def _checksum(header: bytes) -> int:
 def _normalise(name: bytes) -> bytes:
     parts = [part for part in name.split(b"/") if part not in (b"", b".")]
     if name.startswith(b"/") or b".." in parts:
-        refuse(name, "leads out of /dev")
+        refuse(name, "points outside /dev")
     return b"/".join(parts)
 
 

@@ -57,8 +57,8 @@ def take(image_path: str, *, but: Collection[str] = ()) -> tuple[ImageRecord, ..
 def make_differs_error(name: str, where: str) -> ImageError:
     """What is said of an image that is not the one of the dump; `where` names the directory or archive."""
     return ImageError(
-        f"CRIU's image {name} in {where} is not what was dumped: its digest is another one",
-        hint="take another copy of the checkpoint",
+        f"CRIU's image {name} in {where} has changed since the dump: its digest differs",
+        hint="use another copy of the checkpoint",
         code="GPS-601",
     )
 
@@ -88,7 +88,7 @@ class Comparison:
             why = reason(error) if isinstance(error, OSError) else str(error)
             raise ImageError(
                 f"CRIU's image {wanted.name} in {self._where} cannot be read: {why}",
-                hint="take another copy of the checkpoint",
+                hint="use another copy of the checkpoint",
                 code="GPS-601",
             ) from error
         if found != wanted:

@@ -75,7 +75,7 @@ def drop_earlier(image_path: str, there: EarlierImages) -> None:
                     os.unlink(path)
     except OSError as error:
         raise ImageError(
-            f"what an earlier dump left in {image_path} cannot be removed: {reason(error)}",
+            f"the files of an earlier dump in {image_path} cannot be removed: {reason(error)}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",
             code="GPS-515",
         ) from error
@@ -119,7 +119,7 @@ def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], 
         if lost:
             failed(lost[0])
         raise ImageError(
-            f"the images in {image_path} cannot be brought to disk: {why}",
+            f"the images in {image_path} cannot be flushed to disk: {why}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",
             code="GPS-515",
         ) from error

@@ -86,7 +86,7 @@ def list_established(images: str) -> tuple[InetSocket, ...]:
         return tuple(found for found in _sockets(data) if found.is_connection)
     except Damage as damage:
         raise ImageError(
-            f"CRIU's image {_FILES} in {images} {damage}", hint="take another copy of the checkpoint"
+            f"CRIU's image {_FILES} in {images} {damage}", hint="use another copy of the checkpoint"
         ) from None
 
 

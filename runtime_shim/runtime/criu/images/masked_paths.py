@@ -50,7 +50,7 @@ def mounts(
             data = read_below(images, path.name, limit=_LIMIT)
             keys = {mount.ext_key for mount in decode_messages(io.BytesIO(data), len(data), "mountpoints")}
         except Damage as damage:
-            raise ImageError(f"{path} {damage}", hint="take another copy of the checkpoint") from None
+            raise ImageError(f"{path} {damage}", hint="use another copy of the checkpoint") from None
         except (OSError, ValueError) as error:
             why = reason(error) if isinstance(error, OSError) else str(error)
             raise ImageError(f"{path} cannot be read: {why}") from error

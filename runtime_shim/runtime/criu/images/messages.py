@@ -145,7 +145,7 @@ def decode_messages(content: Readable, size: int, kind: str) -> Iterator[Any]:
     while source.count_left:
         found = decode(source.message(), kind)
         if found is None:
-            raise Damage("has a message that cannot be decoded here")
+            raise Damage("has a message that cannot be decoded")
         yield found
 
 
@@ -175,7 +175,7 @@ class Source:
         if magic in (_COMMON, _SERVICE):
             magic = self.number()
         if magic != MAGIC[kind]:
-            raise Damage("does not begin as an image of its name")
+            raise Damage("does not start like an image of that type")
 
     def take(self, size: int) -> bytes:
         """Exactly so many bytes."""

@@ -47,7 +47,7 @@ def view(
         return
     for name in (*replaced, *elsewhere):
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise ImageError(f"{name!r} is no name of an image in {image_path}", code="GPS-604")
+            raise ImageError(f"{name!r} is not a valid image name in {image_path}", code="GPS-604")
     try:
         folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=scratch_files.scratch())
     except OSError as error:
@@ -67,8 +67,8 @@ def _fill(folder: str, image_path: str, replaced: Mapping[str, bytes], elsewhere
     names = os.listdir(real)
     if len(names) > _MOST:
         raise ImageError(
-            f"{image_path} holds {len(names)} files, more than any dump has ({_MOST})",
-            hint="give the checkpoint a directory of its own",
+            f"{image_path} contains {len(names)} files, more than any dump ({_MOST})",
+            hint="use a separate directory for the checkpoint",
         )
     there = {name: os.path.join(real, name) for name in names if name not in replaced}
     there |= {name: os.path.realpath(path) for name, path in elsewhere.items()}
@@ -85,5 +85,5 @@ def _fill(folder: str, image_path: str, replaced: Mapping[str, bytes], elsewhere
 def _make_error(image_path: str, error: OSError) -> ImageError:
     return ImageError(
         f"the images in {image_path} cannot be prepared for the restore: {reason(error)}",
-        hint=f"see that {image_path} can be read and that {scratch_files.scratch()} has room",
+        hint=f"check that {image_path} is readable and that {scratch_files.scratch()} has free space",
     )

@@ -111,11 +111,11 @@ def _numbers(message: bytes) -> list[int | None]:
             elif wire in (1, 5):
                 at += 8 if wire == 1 else 4
             else:
-                raise Damage("does not decode: a field has no known type")
+                raise Damage("does not decode: a field has an unknown type")
     except IndexError:
-        raise Damage("does not decode: a number goes on beyond its message") from None
+        raise Damage("does not decode: a number extends beyond its message") from None
     if at > end:
-        raise Damage("does not decode: a field goes on beyond its message")
+        raise Damage("does not decode: a field extends beyond its message")
     return found
 
 

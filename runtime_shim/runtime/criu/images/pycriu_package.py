@@ -119,5 +119,5 @@ def _make_broken_error(error: Exception) -> Refused:
     said = printable(" ".join(str(error).split()))[:300]
     return Refused(
         f"CRIU's Python package pycriu cannot be imported by {sys.executable}: {said}",
-        hint="install pycriu and protobuf (python3-pycriu, python3-protobuf) of one distribution",
+        hint="install pycriu and protobuf (python3-pycriu, python3-protobuf) from the same distribution",
     )

@@ -79,19 +79,23 @@ WRONG: dict[str, tuple[Callable[[Made], object], type[Exception], str]] = {
     "a digest of another kind": (
         lambda made: made.member("options").update(digest="sha512:" + "0" * 128),
         DigestError,
-        "is no sha256 digest",
+        "is not a sha256 digest",
     ),
-    "no digest": (lambda made: made.member("options").update(digest="../../x"), LayoutError, "no digest"),
-    "a negative size": (lambda made: made.member("options").update(size=-1), LayoutError, "no size"),
+    "no digest": (
+        lambda made: made.member("options").update(digest="../../x"),
+        LayoutError,
+        "is not a digest",
+    ),
+    "a negative size": (lambda made: made.member("options").update(size=-1), LayoutError, "is invalid: -1"),
     "a name that is none": (
         lambda made: made.index.update(annotations={containerd.REF_NAME: "--help x"}),
         LayoutError,
-        "no proper name",
+        "without a valid name",
     ),
     "two sizes": (
         lambda made: made.member("options").update(digest=made.member("config")["digest"], size=1),
         LayoutError,
-        "is named with",
+        "is listed with",
     ),
 }
 
@@ -120,7 +124,7 @@ def test_nested_without_end(made: Made) -> None:
         at = made.add(json.dumps({"schemaVersion": 2, "manifests": [at]}).encode(), INDEX)
     inner.clear()
     inner.update(at)
-    with pytest.raises(LayoutError, match="too deep"):
+    with pytest.raises(LayoutError, match="too deeply"):
         loaded(made)
 
 
@@ -128,7 +132,7 @@ def test_another_manifest(made: Made) -> None:
     """An image of one platform is no index."""
     manifest = made.member("image.manifest")
     root = Descriptor(str(manifest["mediaType"]), str(manifest["digest"]), 1)
-    with pytest.raises(ImageError, match=r"no checkpoint of containerd's, but a .*manifest"):
+    with pytest.raises(ImageError, match=r"not a containerd checkpoint, but of type .*manifest"):
         load(root, lambda one: b"", lambda one: True, "w")
 
 
@@ -150,7 +154,7 @@ def test_the_top(made: Made) -> None:
         {"io.containerd.image.name": BASE, "org.opencontainers.image.ref.name": "latest"},
         {"io.containerd.image.name": IMAGE, "org.opencontainers.image.ref.name": "cp"},
     ]
-    with pytest.raises(LayoutError, match="no name of an image"):
+    with pytest.raises(LayoutError, match="not a valid image name"):
         make_named_entry(image.root, "-x")
 
 

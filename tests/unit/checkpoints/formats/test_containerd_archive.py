@@ -38,7 +38,7 @@ def test_blobs(made: Made, tmp_path: Path) -> None:
         for size, words in ((1, "has .* bytes, not 1"), (0, "not 0")):
             with pytest.raises(BlobError, match=words):
                 blob_of(archive, Descriptor("a/b", digest, size))
-        with pytest.raises(BlobError, match="lacks the blob"):
+        with pytest.raises(BlobError, match="does not contain the blob"):
             blob_of(archive, Descriptor("a/b", digest_of(b"gone"), 4))
 
 
@@ -48,7 +48,7 @@ def test_kinds_of_archives(made: Made, tmp_path: Path) -> None:
     assert is_layout(path)
     with (
         opened_layout(path) as found,
-        pytest.raises(Refused, match="gpusnap push alone reads those"),
+        pytest.raises(Refused, match="gpusnap push reads those"),
     ):
         refuse_containerd(found)
     podmans = written(tmp_path / "podman.tar", None, None)
@@ -72,7 +72,7 @@ def test_wrong_content(made: Made, tmp_path: Path) -> None:
     name = f"blobs/sha256/{digest_of(made.document)[7:]}"
     files[name] = files[name].replace(b"runc", b"rant")
     (tmp_path / "cp.tar").write_bytes(packed(files))
-    with pytest.raises(BlobError, match="holds something else"):
+    with pytest.raises(BlobError, match="does not match"):
         Archive(str(tmp_path / "cp.tar"))
 
 
@@ -87,14 +87,14 @@ def test_no_checkpoint(made: Made, tmp_path: Path) -> None:
     """Nothing in it, too much in it, or nothing that can be read."""
     path = tmp_path / "cp.tar"
     [entry] = json.loads(made.layout()["index.json"])["manifests"]
-    with pytest.raises(GpusnapError, match="has no checkpoint in it"):
+    with pytest.raises(GpusnapError, match="is an image layout without a checkpoint"):
         Archive(changed(made, path, {"schemaVersion": 2, "manifests": []}))
     other = {**entry, "mediaType": "application/vnd.oci.image.manifest.v1+json"}
     with pytest.raises(ImageError, match="is broken"):
         Archive(changed(made, path, {"schemaVersion": 2, "manifests": [other]}))
     with pytest.raises(ImageError, match="not JSON"):
         Archive(changed(made, path, b"{"))
-    with pytest.raises(ImageError, match="a huge one"):
+    with pytest.raises(ImageError, match="it is too large"):
         Archive(changed(made, path, bytes((4 << 20) + 1)))
     path.write_bytes(packed({"oci-layout": b"{}"}))
     with pytest.raises(ImageError, match=r"has no index\.json"):
@@ -128,7 +128,7 @@ def test_names_that_lead_out(made: Made, tmp_path: Path) -> None:
     path = tmp_path / "cp.tar"
     # The sum of a header's bytes counts its name's.
     path.write_bytes(_summed(data))
-    with pytest.raises(Damaged, match="leads out of it"):
+    with pytest.raises(Damaged, match="points outside"):
         Archive(str(path))
 
 

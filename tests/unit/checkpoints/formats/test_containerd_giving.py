@@ -120,7 +120,7 @@ def test_a_missing_blob(tmp_path: Path, layout: Layout, kind: str) -> None:
     gone = str(made.member(kind)["digest"])
     layers = files_of_records(found, layout)
     layers.pop(f"containerd/blobs/sha256/{gone[7:]}")
-    with pytest.raises(BlobError, match=rf"{gone} of \d+ bytes, .*, is not in the checkpoint"):
+    with pytest.raises(BlobError, match=rf"{gone} \(\d+ bytes, .*\) is not in the checkpoint"):
         given(with_records(found, layout, packed(layers)), layout)
 
 
@@ -138,9 +138,9 @@ def files_of_records(found: ArtifactParts, layout: Layout) -> dict[str, bytes | 
 
 
 FOREIGN: dict[str, tuple[str, bytes, type[Exception], str]] = {
-    "what is nobody's": ("etc/passwd", b"x", ImageError, "none of containerd's"),
-    "a manifest of its own": ("checkpoint/gpusnap/manifest.json", b"{}", ImageError, "none of them"),
-    "a chunk of its own": ("checkpoint/gpusnap/blobs/sha256/x", b"", ImageError, "none of them"),
+    "what is nobody's": ("etc/passwd", b"x", ImageError, "not one of containerd's"),
+    "a manifest of its own": ("checkpoint/gpusnap/manifest.json", b"{}", ImageError, "does not belong there"),
+    "a chunk of its own": ("checkpoint/gpusnap/blobs/sha256/x", b"", ImageError, "does not belong there"),
 }
 
 
@@ -160,19 +160,19 @@ def test_a_link_out_of_the_images(tmp_path: Path, layout: Layout) -> None:
     link.type, link.linkname = tarfile.LNKTYPE, "containerd/index.json"
     found = kept_of(a_checkpoint(tmp_path, gpu=False), tmp_path, layout)
     files = {**files_of_records(found, layout), "checkpoint/x": link}
-    with pytest.raises(ImageError, match="leads out of CRIU's images"):
+    with pytest.raises(ImageError, match="points outside CRIU's images"):
         given(with_records(found, layout, packed(files)), layout)
 
 
 def test_no_image_in_the_records(tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """None, two, or such a large one as nobody needs."""
     found = kept_of(a_checkpoint(tmp_path, gpu=False), tmp_path, layout)
-    with pytest.raises(LayoutError, match="name no image"):
+    with pytest.raises(LayoutError, match="name no containerd image"):
         given(with_records(found, layout, packed({"checkpoint/x": b""})), layout)
     files = files_of_records(found, layout)
     index = json.loads(bytes(files["containerd/index.json"]))  # type: ignore[arg-type]
     files["containerd/index.json"] = json.dumps({**index, "manifests": index["manifests"] * 2}).encode()
-    with pytest.raises(LayoutError, match="name 2 images"):
+    with pytest.raises(LayoutError, match="name 2 containerd images"):
         given(with_records(found, layout, packed(files)), layout)
     monkeypatch.setattr(containerd_writer, "_MOST_BESIDE", 100)
     with pytest.raises(LayoutError, match="more than 100 bytes"):
@@ -189,5 +189,5 @@ def test_wrong_records(tmp_path: Path, layout: Layout) -> None:
     path = Path(layout.path, "blobs", "sha256", digest[7:])
     path.write_bytes(right)
     wrong = Descriptor(artifact.IMAGE, digest, len(right))
-    with pytest.raises(BlobError, match="something else"):
+    with pytest.raises(BlobError, match="does not match its digest"):
         given(replace(found, artifact=replace(found.artifact, records=wrong)), layout)

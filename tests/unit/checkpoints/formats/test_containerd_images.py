@@ -89,7 +89,7 @@ def test_by_a_store(registry: FakeRegistry, store: Store, made: Made, tmp_path: 
     push_pull.pull(at(registry), to=InStore(store, "w"), progress=QUIET)
     other = at(registry, "team/other:v1")
     assert push_pull.push(InStore(store, "w"), other, progress=QUIET).digest == pushed.digest
-    with pytest.raises(Refused, match="checkpoint of containerd's, which Podman cannot restore"):
+    with pytest.raises(Refused, match="containerd checkpoint, which Podman cannot restore"):
         restoring.restore(restoring.Wish(what=InStore(store, "w")), QUIET)
     with pytest.raises(Refused, match="which Podman cannot restore"):
         push_pull.push(InStore(store, "w"), other, format="podman", progress=QUIET)
@@ -102,7 +102,9 @@ def test_no_images_for_others(
     """Neither Podman nor CRI-O could restore them."""
     archive = made.written(tmp_path / "cp.tar")
     for what in (InFile(archive), THERE):
-        with pytest.raises(Refused, match=f"no image for {form} can be made"):
+        with pytest.raises(
+            Refused, match=f"a containerd checkpoint cannot be converted to an image for {form}"
+        ):
             push_pull.push(what, at(registry), format=form, progress=QUIET)
     with pytest.raises(Refused, match="is an image layout"):
         restoring.restore(restoring.Wish(what=InFile(archive)), QUIET)
@@ -131,13 +133,13 @@ def test_another_base_image(registry: FakeRegistry, ctr: FakeCtr, made: Made, tm
 def test_names_that_are_taken(registry: FakeRegistry, ctr: FakeCtr, made: Made, tmp_path: Path) -> None:
     """Neither its own base image nor any other image is replaced by it; an earlier checkpoint may be."""
     push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
-    with pytest.raises(Refused, match=f"cannot be called {BASE}, which is the name of its base image"):
+    with pytest.raises(Refused, match=f"cannot be named {BASE}: that is the name of its base image"):
         push_pull.pull(at(registry), to=InContainerd("team", BASE), progress=QUIET)
     base = made.member("image.manifest")
     for name, kind in (("localhost/plain:1", base["mediaType"]), ("localhost/all:1", INDEX)):
         ctr.lists(name, str(base["digest"]), str(kind))
         (ctr.folder / "blobs" / str(base["digest"])).write_bytes(made.blobs[str(base["digest"])])
-        with pytest.raises(Refused, match=f"has an image {name} already, and it is no checkpoint"):
+        with pytest.raises(Refused, match=f"has an image {name} already, which is not a checkpoint"):
             push_pull.pull(at(registry), to=InContainerd("team", name), progress=QUIET)
     assert not ctr.imported.exists()
     (tmp_path / "b").mkdir()
@@ -154,11 +156,11 @@ def test_the_name_in_a_file(registry: FakeRegistry, made: Made, tmp_path: Path) 
     done = CliRunner().invoke(pull, [f"http://{registry.host}/team/app:v1", "-o", str(out)])
     assert done.exit_code == 0, done.output
     name = f"{registry.host}/team/app:v1"
-    assert f"sets the images {name} and {BASE}, in the place of any" in done.stderr
+    assert f"creates the images {name} and {BASE}, and replaces any existing image of" in done.stderr
     assert b"alpine" not in b"".join(files_of(out.read_bytes()).values())
     made.index["annotations"] = {**made.index["annotations"], REF_NAME: name}  # type: ignore[dict-item]
     push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
-    with pytest.raises(Refused, match=f"cannot be called {name}, which is the name of its base image"):
+    with pytest.raises(Refused, match=f"cannot be named {name}: that is the name of its base image"):
         push_pull.pull(at(registry), file=str(tmp_path / "b.tar"), progress=QUIET)
 
 
@@ -178,8 +180,8 @@ def test_what_comes_before_it_is_refused(
         return len(registry.asked("GET", "blobs/")) - before
 
     # The config, which is kept; the records where they have to be looked into.
-    assert blobs(UsageError, "no plain tar", file=str(tmp_path / "out.tar.zst")) == 1
-    assert blobs(Refused, "is no checkpoint", to=InContainerd("x", "localhost/plain:1")) == 0
+    assert blobs(UsageError, "a plain tar archive", file=str(tmp_path / "out.tar.zst")) == 1
+    assert blobs(Refused, "which is not a checkpoint", to=InContainerd("x", "localhost/plain:1")) == 0
     assert blobs(Refused, "another image", to=THERE) == 1
     monkeypatch.setenv("PATH", "/nowhere")
     assert blobs(GpusnapError, "ctr cannot be run", to=THERE) == 0
@@ -222,7 +224,7 @@ def test_the_base_image_is_not_sent_twice(registry: FakeRegistry, made: Made, tm
 def test_other_endings(registry: FakeRegistry, made: Made, tmp_path: Path) -> None:
     """ctr takes plain tars."""
     push_pull.push(InFile(made.written(tmp_path / "cp.tar")), at(registry), progress=QUIET)
-    with pytest.raises(UsageError, match="no plain tar"):
+    with pytest.raises(UsageError, match="a plain tar archive"):
         push_pull.pull(at(registry), file=str(tmp_path / "out.tar.zst"), progress=QUIET)
     assert not (tmp_path / "out.tar.zst").exists()
 
@@ -263,8 +265,8 @@ def test_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTAINERD_NAMESPACE", "blue")
     assert locator.in_containerd("containerd:w") == InContainerd("blue", "w")
     for word in ("containerd:", "containerd:team/", "containerd:-x", 'containerd:a"b', "containerd:a b"):
-        with pytest.raises(UsageError, match="names no image"):
+        with pytest.raises(UsageError, match="does not name an image"):
             locator.in_containerd(word)
     for ask in (locator.find, locator.destination):
-        with pytest.raises(UsageError, match="only gpusnap push and gpusnap pull --to know"):
+        with pytest.raises(UsageError, match="only gpusnap push and gpusnap pull --to handle those"):
             ask("containerd:w")

@@ -100,7 +100,7 @@ def test_authfile(registry: FakeRegistry, archive: str, tmp_path: Path) -> None:
     [
         (["--authfile", "/none"], "there is no file /none"),
         (["--creds", "me"], "has no password"),
-        (["--creds", "me:x", "--authfile", "/none"], "both say who logs in"),
+        (["--creds", "me:x", "--authfile", "/none"], "cannot be combined"),
     ],
 )
 def test_wrong_lines(words: list[str], said: str) -> None:
@@ -130,7 +130,7 @@ def test_registries_conf(registry: FakeRegistry, archive: str, tmp_path: Path) -
     )
     assert ran("inspect", "hub.example/team/app:v1").exit_code == 0
     assert ran("pull", "far.invalid/team/app:v1").stdout.startswith("far.invalid/team/app:v1  sha256:")
-    with pytest.raises(GpusnapError, match="the host name is not known"):
+    with pytest.raises(GpusnapError, match="the host name is unknown"):
         ran("push", archive, "far.invalid/team/app:v2")
     with pytest.raises(GpusnapError, match="blocked on this host") as raised:
         ran("inspect", "bad.example/x:1")

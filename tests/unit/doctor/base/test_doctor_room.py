@@ -22,9 +22,9 @@ HUGE = (gpu(0, total=1 << 60),)
 @pytest.mark.parametrize(
     ("left", "count", "verdict", "said"),
     [
-        (200, 2, "ok", "beside 160.0 GiB of GPU memory"),
-        (100, 2, "ok", "enough for one full GPU (80.0 GiB), not for all"),
-        (40, 1, "warning", "a container that fills a GPU of 80.0 GiB cannot be checkpointed"),
+        (200, 2, "ok", "for 160.0 GiB of GPU memory"),
+        (100, 2, "ok", "enough for one full GPU (80.0 GiB), but not for all"),
+        (40, 1, "warning", "a container that uses all of a GPU with 80.0 GiB cannot be checkpointed"),
         (4, 0, "ok", "4.0 GiB of 256.0 GiB RAM are available"),
     ],
 )

@@ -61,8 +61,8 @@ def test_podmans(monkeypatch: pytest.MonkeyPatch, bundle: Path, family: Family) 
 @pytest.mark.parametrize(
     ("status", "runtime", "said"),
     [
-        ("paused", "gpusnap-runtime", "is paused, and Podman checkpoints none"),
-        ("running", "/usr/bin/crun", "knows no"),
+        ("paused", "gpusnap-runtime", "is paused, and Podman does not checkpoint paused containers"),
+        ("running", "/usr/bin/crun", "does not support GPUs"),
     ],
 )
 def test_what_podman_cannot_have_checkpointed(
@@ -129,7 +129,7 @@ def test_containerds_in_two_namespaces(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_containerds_that_does_not_run(tmp_path: Path) -> None:
     """A task that was made and not started, or has ended."""
     task(tmp_path, "a", "t", 1 << 22)
-    with pytest.raises(ContainerError, match="does not run"):
+    with pytest.raises(ContainerError, match="is not running"):
         subject.find("t", namespace="a", state=str(tmp_path))
 
 

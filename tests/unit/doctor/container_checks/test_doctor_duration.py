@@ -64,9 +64,9 @@ def test_earlier(tmp_path: Path) -> None:
             None,
             "earlier checkpoints in the store (1)",
         ),
-        ([EarlierCheckpoint(ID, GIB >> 4, 9.0)], None, "a disk that was not measured"),
-        ([], Speed(GIB, GIB), "the 1.0 GiB/s that the disk writes"),
-        ([], None, "a disk that was not measured"),
+        ([EarlierCheckpoint(ID, GIB >> 4, 9.0)], None, "an unmeasured disk"),
+        ([], Speed(GIB, GIB), "the disk's write rate, 1.0 GiB/s"),
+        ([], None, "an unmeasured disk"),
     ],
 )
 def test_check(before: list[EarlierCheckpoint], disk: Speed | None, said: str) -> None:

@@ -93,7 +93,7 @@ def test_deleted(stack: ExitStack, tmp_path: Path) -> None:
     ours = [each for each in files.list_open_files([here()]) if each.number in numbers]
     verdict, found = only(files.check_deleted([], ours, 32 * KIB))
     assert verdict == "failure"
-    assert f"{tmp_path}/large of 64.0 KiB" in found.says
+    assert f"{tmp_path}/large open, 64.0 KiB" in found.says
     assert "criu.ghost-limit" in found.todo
     verdict, found = only(files.check_deleted([], ours, 128 * KIB))
     assert (verdict, found.facts["count"]) == ("ok", 2)

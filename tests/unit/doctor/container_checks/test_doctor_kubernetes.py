@@ -20,7 +20,7 @@ POD = {OF_CRI: "container"}
 @pytest.mark.parametrize(
     ("pause", "verdict", "said"),
     [
-        (0.4, "ok", "(failureThreshold - 1) * periodSeconds has to be more than 1"),
+        (0.4, "ok", "(failureThreshold - 1) * periodSeconds must be more than 1"),
         (19.9, "ok", "allows 20 s, and the pause may take 20 s"),
         (20.0, "warning", "failureThreshold: 4"),
         (29.0, "warning", "failureThreshold: 4"),
@@ -49,7 +49,7 @@ def test_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert process is not None
     mount = {"destination": str(volume), "source": str(volume), "options": ["bind"]}
     config: dict[str, Any] = {"annotations": POD, "mounts": [mount]}
-    assert "nothing" in only(kubernetes.open_files(config, [process], 1 << 20))[1].says
+    assert "no file" in only(kubernetes.open_files(config, [process], 1 << 20))[1].says
     (volume / "log").write_bytes(b"x" * (1 << 20))
     with (volume / "log").open():
         verdict, found = only(kubernetes.open_files(config, [process], 4 << 20))

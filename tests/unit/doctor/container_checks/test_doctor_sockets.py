@@ -23,7 +23,7 @@ SOCKET = OpenFile(a_process(), 3, "socket:[77]", None)
         ("UNIX-STREAM", False, "ok", ""),
         ("", False, "ok", ""),
         ("MPTCP", False, "failure", "GODEBUG"),
-        ("AF_VSOCK", False, "failure", "end what uses it"),
+        ("AF_VSOCK", False, "failure", "stop the program that uses it"),
         ("TCP", True, "failure", "CRIU 4.2"),
         ("PACKET", True, "failure", "CRIU 4.2"),
     ],

@@ -28,7 +28,7 @@ def spec(*libraries: str, kind: str = "nvidia.com/gpu") -> str:
     ("content", "driver", "verdict", "said"),
     [
         (spec(LIBRARY), "580.159.04", "ok", "nvidia.com/gpu, 1 device"),
-        (spec(LIBRARY), "610.10", "failure", "made for driver 580.159.04, and 610.10 runs"),
+        (spec(LIBRARY), "610.10", "failure", "made for driver 580.159.04, but the running driver is 610.10"),
         (
             spec(LIBRARY, "/usr/bin/nvidia-smi"),
             "580.159.04",

@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.runtime.criu.images.pycriu_package import Pycriu
         ("4.1.1", "6.18.44-x", "warning", "cannot dump TCP"),
         ("3.17.1", "6.18.0", "warning", "older"),
         ("3.8", "6.12.0", "failure", "too old for Podman"),
-        ("unknown", "6.12.0", "failure", "does not tell its version"),
+        ("unknown", "6.12.0", "failure", "does not report its version"),
     ],
 )
 def test_version(version: str, release: str, verdict: str, said: str) -> None:
@@ -48,7 +48,7 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
 @pytest.mark.parametrize(
     ("answer", "verdict", "said"),
     [
-        (Answer(0, "Looks good.\n", ""), "ok", "finds what it needs"),
+        (Answer(0, "Looks good.\n", ""), "ok", "finds all that it needs"),
         (
             Answer(0, "Looks good.\n", "Warn  (criu/a.c:1): one\nWarn  (criu/a.c:2): two\n"),
             "ok",
@@ -56,7 +56,7 @@ Error (criu/crtools.c:260): Could not initialize kernel features detection.
         ),
         (Answer(1, "", OLD), "failure", "CRIU says: vdso: Unexpected rt vDSO area bounds, and 2 more"),
         (Answer(1, "", ""), "failure", "CRIU says: nothing"),
-        (Answer(-11, "", ""), "failure", "ended by signal 11"),
+        (Answer(-11, "", ""), "failure", "killed by signal 11"),
     ],
 )
 def test_own_check(answer: Answer, verdict: str, said: str) -> None:
@@ -86,18 +86,18 @@ BOTH = {"iptables_restore": "", "ip6tables_restore": ""}
 @pytest.mark.parametrize(
     ("tools", "shown", "options", "verdict", "said"),
     [
-        (BOTH, DEBIAN, (), "ok", "by iptables"),
+        (BOTH, DEBIAN, (), "ok", "with iptables"),
         (
             {"iptables_restore": "", "nft": ""},
             DEBIAN,
             (),
             "failure",
-            "and ip6tables-restore is not installed",
+            "but ip6tables-restore is not installed",
         ),
         ({"nft": ""}, DEBIAN, (), "failure", "iptables-restore and ip6tables-restore are not"),
-        ({"nft": ""}, "", (), "failure", "by iptables"),
+        ({"nft": ""}, "", (), "failure", "with iptables"),
         ({}, NFT, (), "ok", "by nftables"),
-        ({}, NFT, ("network-lock iptables",), "failure", "by iptables"),
+        ({}, NFT, ("network-lock iptables",), "failure", "with iptables"),
         ({}, DEBIAN, ("tcp-close", "network-lock nftables"), "ok", "by nftables"),
         ({}, DEBIAN, ("network-lock=nftables",), "ok", "by nftables"),
         ({}, DEBIAN, ("network-lock skip",), "ok", "not at all"),
@@ -128,7 +128,9 @@ def test_network_lock_of_crius_own_files(tmp_path: Path) -> None:
     assert [*criu.check_network_lock(find=Programs().find)] == []
 
 
-@pytest.mark.parametrize(("accelerated", "said"), [(True, "can be decoded"), (False, "in Python here")])
+@pytest.mark.parametrize(
+    ("accelerated", "said"), [(True, "can be decoded"), (False, "uses its Python implementation")]
+)
 def test_pycriu(monkeypatch: pytest.MonkeyPatch, accelerated: bool, said: str) -> None:
     """It is there, with protobuf in C or in Python."""
     found = Pycriu(None, {}, accelerated)

@@ -65,7 +65,7 @@ def test_no_runtime() -> None:
     [
         (["crun", "runc"], "", "ok", "runc 1.1.15"),
         (["crun"], "", "warning", "install runc"),
-        (["crun", "runc"], "crun", "warning", "leave runtime out of the settings"),
+        (["crun", "runc"], "crun", "warning", "remove runtime from the settings"),
         (["crun"], "crun", "warning", "install runc"),
         (["crun", "runc"], "runc", "ok", "runc 1.1.15"),
     ],
@@ -107,7 +107,7 @@ def test_launcher(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "out", "err", "launcher", "verdict", "said"),
     [
-        (0, f"{__version__} /opt/bin/python", "", __version__, "ok", "by /opt/bin/python, has all"),
+        (0, f"{__version__} /opt/bin/python", "", __version__, "ok", "with /opt/bin/python, has all"),
         (
             1,
             "",
@@ -116,7 +116,7 @@ def test_launcher(tmp_path: Path) -> None:
             "failure",
             "No module named 'yaml'",
         ),
-        (1, "", "gpusnap: checkpoint has no option --gpusnap-check", "", "failure", "of another version"),
+        (1, "", "gpusnap: checkpoint has no option --gpusnap-check", "", "failure", "from another version"),
         (0, "0.0.9 /opt/bin/python", "", __version__, "warning", "is gpusnap 0.0.9"),
         (0, f"{__version__} /opt/bin/python", "", "0.0.8", "warning", "is gpusnap 0.0.8"),
         (127, "", "", "", "failure", "nothing"),
@@ -147,9 +147,9 @@ def test_what_is_left_to_do_for_containerd(tmp_path: Path) -> None:
     }
     root = tree(tmp_path, files)
     fine, unfinished = engines.check_registered(root, find=Programs(podman="", containerd="").find)
-    assert (fine.verdict.value, fine.says) == ("ok", "gpusnap is known to Podman as gpusnap")
+    assert (fine.verdict.value, fine.says) == ("ok", "gpusnap is configured for Podman as gpusnap")
     assert unfinished.verdict.value == "warning"
-    assert unfinished.todo.startswith("cat /etc/gpusnap/containerd.toml >>/etc/containerd/config.toml")
+    assert unfinished.todo.startswith("run cat /etc/gpusnap/containerd.toml >>/etc/containerd/config.toml")
     assert fine.facts["without"] == unfinished.facts["without"] == ["containerd"]
     assert only(engines.check_registered(root, find=Programs(containerd="").find))[0] == "warning"
     assert only(engines.check_registered(root, find=Programs(podman="").find))[0] == "ok"
@@ -211,8 +211,8 @@ def test_registered_with_one_engine_of_two(tmp_path: Path) -> None:
     )
     assert (verdict, found.todo) == ("ok", "")
     assert found.says == (
-        "gpusnap is known to Podman as gpusnap; not to containerd and CRI-O (if wanted: gpusnap install "
-        "--containerd --crio)"
+        "gpusnap is configured for Podman as gpusnap; not for containerd and CRI-O (to add it: gpusnap "
+        "install --containerd --crio)"
     )
 
 

@@ -75,7 +75,7 @@ def test_plugin() -> None:
     """Where it is, or what the settings lack."""
 
     def missing(wanted: object, settings: Settings) -> str:
-        raise Refused("it is not on this host", hint="install it")
+        raise Refused("it is not installed on this host", hint="install it")
 
     assert (
         only(gpus.check_plugin(AMDGPU, Settings(), lambda wanted, settings: "/usr/lib/criu/x.so"))[0] == "ok"

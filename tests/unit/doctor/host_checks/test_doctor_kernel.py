@@ -27,7 +27,7 @@ def config(*without: str) -> str:
     ("without", "verdict", "said"),
     [
         ((), "ok", "all that CRIU asks for"),
-        (("PACKET_DIAG",), "warning", "CONFIG_PACKET_DIAG, so that containers with packet sockets"),
+        (("PACKET_DIAG",), "warning", "CONFIG_PACKET_DIAG, so containers with packet sockets"),
         (("CHECKPOINT_RESTORE", "UNIX_DIAG"), "failure", "without CONFIG_CHECKPOINT_RESTORE"),
     ],
 )
@@ -80,7 +80,12 @@ def test_ptrace_scope(tmp_path: Path, scope: str, verdict: str) -> None:
     [
         ("", 0, "ok", "while the driver reads it"),
         ("there is no /dev/userfaultfd", 0, "warning", "there is no /dev/userfaultfd: a restore fills all"),
-        ("/dev/userfaultfd gives none", 1000, "ok", "only root can tell: /dev/userfaultfd gives none"),
+        (
+            "/dev/userfaultfd gives none",
+            1000,
+            "ok",
+            "only root can determine it: /dev/userfaultfd gives none",
+        ),
     ],
 )
 def test_userfaultfd(monkeypatch: pytest.MonkeyPatch, why: str, user: int, verdict: str, said: str) -> None:
@@ -104,9 +109,9 @@ CPU = "27 20 0:24 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu"
         ([V2], "ok", "version 2"),
         ([V2, FREEZER], "ok", "version 2"),
         ([CPU, V2_BESIDE], "ok", "version 2, in /sys/fs/cgroup/unified"),
-        ([FREEZER, V2_BESIDE], "warning", "freezer in /sys/fs/cgroup/freezer, beside version 2"),
+        ([FREEZER, V2_BESIDE], "warning", "freezer in /sys/fs/cgroup/freezer, and version 2"),
         ([FREEZER], "warning", "version 1"),
-        ([], "warning", "no hierarchy"),
+        ([], "warning", "no"),
     ],
 )
 def test_cgroups(tmp_path: Path, lines: list[str], verdict: str, said: str) -> None:

@@ -21,7 +21,7 @@ AUTH = "/run/containers/0/auth.json"
     ("text", "verdict", "said"),
     [
         ('runtime = "runc"\n', "ok", "is valid"),
-        (None, "ok", "the defaults"),
+        (None, "ok", "defaults are used"),
         ("[memory]\npages = 7\n", "failure", "memory.pages"),
         ("[memory", "failure", "not TOML"),
     ],
@@ -61,7 +61,7 @@ def test_registries(tmp_path: Path) -> None:
     verdict, found = only(site.check_registries(["registry.example/app"], [AUTH, "/none"], root))
     assert verdict == "ok"
     assert {*found.facts["registries"]} == {
-        *("registry.example", "index.docker.io", "gcr.io", "those of docker-credential-pass")
+        *("registry.example", "index.docker.io", "gcr.io", "those in docker-credential-pass")
     }
     assert SECRET not in repr(found)
 

@@ -96,11 +96,11 @@ def test_a_file_that_is_not_ours(tmp_path: Path, program: str, change: str) -> N
         (tmp_path / "x").write_text(text)
     else:
         path.write_text(text.replace("10", "9") if change == "edited" else "{}")
-    with pytest.raises(GpusnapError, match=f"{NAMES[1]} is not as gpusnap writes it") as caught:
+    with pytest.raises(GpusnapError, match=f"{NAMES[1]} already exists, and differs") as caught:
         run("--annotated", folder)
     assert "--force" in caught.value.hint
     assert "always" in (folder / NAMES[0]).read_text()
-    assert f"{path} is not as gpusnap writes it, and stays" in run("--remove", folder)
+    assert f"{path} was modified, and is kept" in run("--remove", folder)
     assert os.listdir(folder) == [NAMES[1]]
     assert f"replaced {path}" in run("--force", folder)
     assert path.read_text() == text
@@ -174,7 +174,7 @@ def test_takes_annotation(version: str, criu: str, takes: bool) -> None:
 def test_criu_config(tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch, takes: bool) -> None:
     """Into precreate's arguments, where the file exists and this host's runtime takes the annotation."""
     file = tmp_path / "criu.conf"
-    with pytest.raises(GpusnapError, match="is no file with an absolute path"):
+    with pytest.raises(GpusnapError, match="is not the absolute path"):
         run("--criu-config", file, tmp_path / "d")
     file.touch()
     found = parse_version(Path("/usr/bin/crun"), "crun version 1.21")

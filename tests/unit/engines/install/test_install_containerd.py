@@ -95,7 +95,7 @@ def test_by_hand(tmp_path: Path, config: str, version: int) -> None:
         assert tomllib.loads(whole)["plugins"][V2]["cni"] == {"bin_dir": "/usr/lib/cni"}
     # Appended, it is found to be there.
     again = plan(tmp_path, whole, version, default=True)
-    assert "has the handler gpusnap already" in again.notes[0]
+    assert "already has the handler gpusnap" in again.notes[0]
     assert "default_runtime_name" in again.notes[1]
 
 
@@ -156,7 +156,7 @@ def test_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", ["", "version = 1\n", "version = 4\n"])
 def test_other_versions(tmp_path: Path, config: str) -> None:
-    with pytest.raises(GpusnapError, match="which gpusnap cannot add to"):
+    with pytest.raises(GpusnapError, match="which gpusnap cannot extend"):
         plan(tmp_path, config, 1)
 
 

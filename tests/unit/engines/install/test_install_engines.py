@@ -84,7 +84,7 @@ def test_each_once(nothing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_podman_that_does_not_tell(nothing: Path) -> None:
     program(nothing / "podman", "echo broken storage >&2; exit 125")
-    with pytest.raises(GpusnapError, match="Podman does not list its containers: broken storage"):
+    with pytest.raises(GpusnapError, match="Podman cannot list its containers: broken storage"):
         list_used()
 
 

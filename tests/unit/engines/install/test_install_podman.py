@@ -81,7 +81,7 @@ def test_what_goes_against_it(tmp_path: Path) -> None:
         (False, False, True),
     ]
     assert all("99-b.conf" in each for each in said)
-    assert "it is the one that counts" in said[0]
+    assert "it takes precedence" in said[0]
 
 
 def test_broken(tmp_path: Path) -> None:

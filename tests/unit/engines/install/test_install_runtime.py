@@ -72,7 +72,7 @@ def test_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "bin"))
     with pytest.raises(GpusnapError, match=r"gpusnap-runtime is not in .* or ") as caught:
         find_program()
-    assert "install gpusnap with pipx" in caught.value.hint
+    assert "install gpusnap, from pipx" in caught.value.hint
 
 
 def test_in_a_tree(script: str, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_roots_own(place: Path) -> None:
 def test_each_place(place: Path, path: str) -> None:
     """The script, its interpreter, the modules, and every folder above, wherever links lead."""
     os.chmod(place / path, 0o757)
-    assert found(place) == f"everybody can write to {place}/{path}".replace(f"{place}/", "")
+    assert found(place) == f"every user can write to {place}/{path}".replace(f"{place}/", "")
     os.chmod(place / path, 0o1757)
     assert found(place)
     os.chmod(place / path, 0o775)
@@ -74,7 +74,7 @@ def test_a_long_first_line(place: Path) -> None:
 
 def test_a_folder_of_everybody() -> None:
     """Sticky, too: there others can put what is not there yet."""
-    assert fault("/tmp/venv/bin/gpusnap-runtime", "/") == "everybody can write to /tmp"
+    assert fault("/tmp/venv/bin/gpusnap-runtime", "/") == "every user can write to /tmp"
 
 
 def test_odd_ones(place: Path) -> None:

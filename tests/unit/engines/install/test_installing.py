@@ -96,7 +96,7 @@ def test_somebodys_file_is_in_the_way(root: str) -> None:
     os.makedirs(root + os.path.dirname(CONF))
     Path(root + CONF).write_text("his\n")
     before = listing(root)
-    with pytest.raises(GpusnapError, match="not as gpusnap writes it") as caught:
+    with pytest.raises(GpusnapError, match="differs from what gpusnap would write") as caught:
         install(ITEMS, root=root)
     assert "--force" in caught.value.hint
     assert listing(root) == before
@@ -105,14 +105,16 @@ def test_somebodys_file_is_in_the_way(root: str) -> None:
     os.makedirs(root + CONF)
     with pytest.raises(GpusnapError) as caught:
         install(ITEMS, root=root, force=True)
-    assert caught.value.hint == "look at it, and move it away"
+    assert caught.value.hint == "inspect it, and move it away"
 
 
 def test_changed_by_somebody(root: str) -> None:
     """An installed file that somebody changed is not replaced, and stays; force removes it."""
     install(ITEMS, root=root)
     Path(root + CONF).write_text("runtime\nmine = 1\n")
-    with pytest.raises(GpusnapError, match=r"90-gpusnap\.conf is there, and not as gpusnap writes it"):
+    with pytest.raises(
+        GpusnapError, match=r"90-gpusnap\.conf already exists, and differs from what gpusnap would write"
+    ):
         install(ITEMS, root=root)
     assert said(uninstall(root=root, dry_run=True)) == ["left", "removed", "removed", "removed"]
     assert said(uninstall(root=root)) == ["left", "removed", "removed", "removed"]
@@ -211,7 +213,7 @@ def test_a_link_out_of_the_tree(root: str, tmp_path_factory: pytest.TempPathFact
     target = {"up": os.path.relpath(outside, link.parent), "nowhere": f"{outside}/none"}
     link.symlink_to(target.get(leads, str(outside)))
     before = listing(root)
-    with pytest.raises(GpusnapError, match=r"is not in the tree .*: a link above it leads to"):
+    with pytest.raises(GpusnapError, match=r"is outside the tree .*: a link in its path points to"):
         install(ITEMS, root=root, force=True)
     assert (listing(root), os.listdir(outside)) == (before, [])
 
@@ -224,7 +226,7 @@ def test_a_link_within_the_tree(root: str) -> None:
     # One that came since leads root nowhere, either.
     Path(root, "etc/engine/conf.d").unlink()
     Path(root, "etc/engine/conf.d").symlink_to("/etc/elsewhere")
-    with pytest.raises(GpusnapError, match="is not in the tree"):
+    with pytest.raises(GpusnapError, match="is outside the tree"):
         uninstall(root=root)
 
 
@@ -321,7 +323,7 @@ def test_two_at_once(root: str) -> None:
     descriptor = os.open(root + "/etc/gpusnap", os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with pytest.raises(GpusnapError, match="another gpusnap install or uninstall is under way"):
+        with pytest.raises(GpusnapError, match="another gpusnap install or uninstall is running"):
             install(ITEMS, root=root)
     finally:
         os.close(descriptor)
@@ -342,9 +344,9 @@ def test_a_damaged_record(root: str, text: str) -> None:
     """By it root removes files, so nothing in it is taken on trust."""
     os.makedirs(root + "/etc/gpusnap")
     Path(root + RECORD).write_text(text)
-    with pytest.raises(GpusnapError, match="of what was installed is damaged"):
+    with pytest.raises(GpusnapError, match="is damaged"):
         install(ITEMS, root=root)
-    with pytest.raises(GpusnapError, match="of what was installed is damaged"):
+    with pytest.raises(GpusnapError, match="is damaged"):
         uninstall(root=root)
 
 

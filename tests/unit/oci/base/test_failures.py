@@ -48,13 +48,13 @@ def test_kinds(kind: type[errors.OciError], expected: type[GpusnapError]) -> Non
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        ("r:1 does not speak TLS: plain HTTP has to be asked for", "--plain-http"),
-        ("the certificate of r:1 is not trusted (x): have its CA among the system's", ""),
-        ("r:1 speaks TLS, and was asked in plain HTTP; r:1/x cannot be read", "leave out --plain-http"),
-        ("r: the host name is not known; r/x cannot be read (2 attempts)", "check the name of the registry"),
+        ("r:1 does not speak TLS; plain HTTP has to be requested explicitly", "give --plain-http"),
+        ("the certificate of r:1 is not trusted (x): add its CA to the system's certificates", ""),
+        ("r:1 speaks TLS, but was asked over plain HTTP; r:1/x cannot be read", "omit --plain-http"),
+        ("r: the host name is unknown; r/x cannot be read (2 attempts)", "check the name of the registry"),
         (
-            "r:1: nobody listens there (connection refused); r:1/x cannot",
-            "see that the registry runs",
+            "r:1: nothing listens there (connection refused); r:1/x cannot",
+            "check that the registry is running",
         ),
         ("r:1 answered 503; r:1/x cannot be read (6 attempts)", "run the same command again"),
     ],

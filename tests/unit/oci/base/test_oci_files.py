@@ -89,7 +89,7 @@ def test_no_such_file(folder: int) -> None:
         name_new("none", "b", folder)
 
 
-@pytest.fixture(params=["unnamed files", "no links", "no /proc", "neither"])
+@pytest.fixture(params=["unnamed files", "so hard links", "no /proc", "neither"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The same with and without O_TMPFILE, hard links and /proc."""
     opened = os.open

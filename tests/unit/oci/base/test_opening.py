@@ -139,10 +139,10 @@ def a_fifo_behind_a_link(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (os.mkfifo, "it is a FIFO, and no file"),
-        (a_fifo_behind_a_link, "it is a FIFO, and no file"),
-        (a_socket, "it is a socket, and no file"),
-        (lambda path: path.symlink_to("/dev/zero"), "it is a device, and no file"),
+        (os.mkfifo, "it is a FIFO, not a file"),
+        (a_fifo_behind_a_link, "it is a FIFO, not a file"),
+        (a_socket, "it is a socket, not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file"),
         (Path.mkdir, "Is a directory"),
     ],
 )

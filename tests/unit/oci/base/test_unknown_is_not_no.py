@@ -119,7 +119,7 @@ def test_a_restored_process(tmp_path: Path, fail: Fail) -> None:
     """An image that cannot be seen says nothing of whether its process was in the dump."""
     (process,) = a_manifest().processes[:1]
     fail("stat", f"/core-{process.pid}.img", errno.EIO)
-    with pytest.raises(ImageError, match=r"whether .*core-\d+.img is there: Input/output error"):
+    with pytest.raises(ImageError, match=r"whether .*core-\d+.img exists: Input/output error"):
         check_all_there([process], (), str(tmp_path))
 
 
@@ -143,7 +143,7 @@ def test_a_driver(present: Callable[[], bool], fail: Fail) -> None:
     """A host whose driver cannot be seen is not taken for one without GPUs: a dump would lose their state."""
     fail("stat", "/proc/driver/nvidia/version", errno.ENOMEM)
     fail("stat", "/dev/kfd", errno.ENOMEM)
-    with pytest.raises(GpuError, match="cannot be told whether this host has"):
+    with pytest.raises(GpuError, match="cannot determine whether this host has"):
         present()
 
 

@@ -215,7 +215,7 @@ def test_same_content_same_bytes(layout: Layout) -> None:
         ({"chunks": (part(RECORDS, "r"),)}, "the chunk sha256:.* is a "),
         (
             {"chunks": (part(ZSTD, "r", 1), part(ZSTD, "r", 2))},
-            "named as a .* of 1 bytes, and as a .* of 2 bytes",
+            "listed as a .* of 1 bytes, and as a .* of 2 bytes",
         ),
     ],
 )
@@ -286,17 +286,20 @@ def layer(*found: Descriptor) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (add(artifactType="a/b"), "no checkpoint of gpusnap, but a a/b"),
-        (add(artifactType=CHUNKS), "no checkpoint of gpusnap, but a application/vnd.gpusnap.chunks"),
-        (add(config=part("a/c", "c").to_json()), "config of an unknown kind, a/c"),
-        (add(annotations={artifact.PARTS: "5"}), "is one of 5 manifests of a checkpoint; take the index"),
+        (add(artifactType="a/b"), "not a gpusnap checkpoint, but of type a/b"),
+        (add(artifactType=CHUNKS), "not a gpusnap checkpoint, but of type application/vnd.gpusnap.chunks"),
+        (add(config=part("a/c", "c").to_json()), "config of an unknown type, a/c"),
+        (add(annotations={artifact.PARTS: "5"}), "is one of 5 manifests of a checkpoint; use the index"),
         (add(annotations={"a": 1}), "the manifest sha256:.* is broken: the annotations"),
-        (add(layers={}), "the manifest sha256:.* is broken: layers is no list"),
+        (add(layers={}), "the manifest sha256:.* is broken: layers is not a list"),
         (add(config=None), "the manifest sha256:.* is broken: "),
-        (layer(part(RECORDS, "more")), "has 2 layers of the kind .*records"),
-        (layer(part(ROOTFS, "more")), "has 2 layers of the kind .*rootfs"),
-        (layer(part(ZSTD, "chunk 1", 8)), "named as a .* of 7 bytes, and as a .* of 8 bytes"),
-        (layer(part(MEDIA_TYPES["plain"], "chunk 1")), "is named as a .*zstd of 7 bytes, and as a .*v1 of 7"),
+        (layer(part(RECORDS, "more")), "has 2 layers of type .*records"),
+        (layer(part(ROOTFS, "more")), "has 2 layers of type .*rootfs"),
+        (layer(part(ZSTD, "chunk 1", 8)), "listed as a .* of 7 bytes, and as a .* of 8 bytes"),
+        (
+            layer(part(MEDIA_TYPES["plain"], "chunk 1")),
+            "is listed as a .*zstd of 7 bytes, and as a .*v1 of 7",
+        ),
     ],
 )
 def test_broken_manifests(layout: Layout, change: Change, message: str) -> None:
@@ -308,7 +311,7 @@ def test_broken_manifests(layout: Layout, change: Change, message: str) -> None:
 
 def test_something_else(layout: Layout) -> None:
     """A blob of another kind is not even read."""
-    with pytest.raises(LayoutError, match=r"no checkpoint of gpusnap, but a application/vnd\.docker"):
+    with pytest.raises(LayoutError, match=r"not a gpusnap checkpoint, but of type application/vnd\.docker"):
         artifact.read(part("application/vnd.docker.distribution.manifest.v2+json", "x"), layout.read_blob)
 
 
@@ -348,12 +351,12 @@ def drop(at: int) -> Change:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (add(artifactType="a/b"), "no checkpoint of gpusnap, but a a/b"),
-        (add(manifests=[]), "has no manifests of a checkpoint, and one is needed"),
+        (add(artifactType="a/b"), "not a gpusnap checkpoint, but of type a/b"),
+        (add(manifests=[]), "has no manifests of a checkpoint instead of one"),
         (drop(0), "has no manifests of a checkpoint"),
-        (drop(1), "manifests of the [0-9]+ that the checkpoint consists of"),
-        (drop(-1), "manifests of the [0-9]+ that the checkpoint consists of"),
-        (add(manifests=3), "manifests is no list"),
+        (drop(1), "of the [0-9]+ manifests of the checkpoint"),
+        (drop(-1), "of the [0-9]+ manifests of the checkpoint"),
+        (add(manifests=3), "manifests is not a list"),
     ],
 )
 def test_broken_indexes(
@@ -371,11 +374,11 @@ def test_broken_indexes(
 @pytest.mark.parametrize(
     ("at", "change", "message"),
     [
-        (0, add(artifactType=CHUNKS), "which has a config of its own"),
+        (0, add(artifactType=CHUNKS), "which has its own"),
         (1, add(artifactType=CHECKPOINT), "has 2 manifests of a checkpoint"),
-        (1, add(config=part(CONFIG, "other").to_json()), "which has a config of its own"),
+        (1, add(config=part(CONFIG, "other").to_json()), "which has its own"),
         (1, layer(part(RECORDS, "records")), "has records or a rootfs in a manifest of chunks"),
-        (1, layer(part(ZSTD, "chunk 0", 8)), "named as a .* of 7 bytes, and as a .* of 8 bytes"),
+        (1, layer(part(ZSTD, "chunk 0", 8)), "listed as a .* of 7 bytes, and as a .* of 8 bytes"),
     ],
 )
 def test_broken_parts(
@@ -404,7 +407,7 @@ def test_too_many_manifests(
 ) -> None:
     """An index that names more than is allowed is refused before they are read."""
     monkeypatch.setattr(artifact, "MOST_MANIFESTS", 2)
-    with pytest.raises(LayoutError, match=r"names [0-9]+ manifests, and 2 are allowed"):
+    with pytest.raises(LayoutError, match=r"lists [0-9]+ manifests, but at most 2 are allowed"):
         artifact.read(large[1], layout.read_blob)
 
 

@@ -102,18 +102,18 @@ def test_descriptors() -> None:
 @pytest.mark.parametrize(
     ("size", "chunks", "words"),
     [
-        (-1, [], "region of -1"),
-        (1 << 60, [], "cannot be"),
+        (-1, [], "a region cannot have -1 bytes"),
+        (1 << 60, [], "a region cannot have"),
         (PAGE, [replace(PACKED, offset=-1)], "chunk 0 at -1 begins before"),
         (9 * PAGE, [PACKED, replace(PLAIN, offset=PAGE - 1)], "chunk 1 at 4095 begins before"),
         (9 * PAGE, [PLAIN, PACKED], "chunk 1 at 0 begins before"),
-        (PAGE - 1, [PACKED], "chunk 0 at 0 reaches over the end"),
+        (PAGE - 1, [PACKED], "chunk 0 at 0 extends beyond the end"),
         (PAGE, [replace(PACKED, size=0)], "size of 0"),
         (1 << 40, [replace(PACKED, size=1 << 31)], "size of 2147483648"),
         (PAGE, [replace(PACKED, stored=0)], "blob of 0 bytes"),
         (PAGE, [replace(PACKED, stored=PAGE + 1)], "blob of 4097 bytes"),
-        (PAGE, [replace(PACKED, blob="sha256:../../x")], "digest that is none"),
-        (PAGE, [replace(PACKED, plain="sha512:" + "0" * 128)], "digest that is none"),
+        (PAGE, [replace(PACKED, blob="sha256:../../x")], "an invalid digest"),
+        (PAGE, [replace(PACKED, plain="sha512:" + "0" * 128)], "an invalid digest"),
         (9 * PAGE, [replace(PLAIN, blob=B)], "stored plain, but"),
         (9 * PAGE, [replace(PLAIN, stored=5)], "stored plain, but"),
         (PAGE, [replace(PACKED, encoding=cast(Encoding, "lz4"))], "unknown encoding 'lz4'"),
@@ -128,7 +128,7 @@ def test_bad_tables(size: int, chunks: list[Chunk], words: str) -> None:
 def test_too_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """More chunks than any region has are refused before they are looked at."""
     monkeypatch.setattr("gpusnap.oci.chunks.table.MOST_CHUNKS", 1)
-    with pytest.raises(ChunkError, match="2 chunks is more"):
+    with pytest.raises(ChunkError, match="2 chunks exceeds"):
         make_table(9 * PAGE, [PACKED, PLAIN])
     with pytest.raises(ChunkError, match="list of at most"):
         from_json({"size": 9 * PAGE, "digest": "sha256", "chunks": [[], []]})

@@ -63,7 +63,7 @@ def test_a_flipped_bit(layout: Layout, at: int) -> None:
         data = bytearray(CONTENTS[at])
         data[place] ^= 1 << at
         path.write_bytes(data)
-        assert faults(layout, root) == {digest: "holds something else"}
+        assert faults(layout, root) == {digest: "does not match its digest"}
 
 
 def test_it_does_not_stop(layout: Layout) -> None:
@@ -80,15 +80,15 @@ def test_it_does_not_stop(layout: Layout) -> None:
     assert found.pop(digests[4]).startswith("cannot be read: the blob sha256:")
     assert found == {
         digests[0]: "missing",
-        digests[1]: "cut short: has 10 of 2997 bytes",
-        digests[2]: "holds something else",
+        digests[1]: "truncated: has 10 of 2997 bytes",
+        digests[2]: "does not match its digest",
         digests[3]: "has 8 bytes instead of 4",
     }
 
 
 @pytest.mark.parametrize(
     ("harm", "what"),
-    [("gone", "missing"), ("changed", "holds something else"), ("short", "cut short: has 3 of")],
+    [("gone", "missing"), ("changed", "does not match its digest"), ("short", "truncated: has 3 of")],
 )
 def test_a_manifest_below_an_index(layout: Layout, harm: str, what: str) -> None:
     """A manifest that is wrong is named, and what the others name is checked."""
@@ -109,7 +109,7 @@ def test_a_manifest_below_an_index(layout: Layout, harm: str, what: str) -> None
 def test_no_manifest(layout: Layout, content: bytes) -> None:
     """A blob that is what its digest says, but no manifest, is a fault of its own."""
     [(_, what)] = faults(layout, layout.add_blob(content, media_type=MANIFEST)).items()
-    assert what.startswith("is no manifest that can be read: ")
+    assert what.startswith("is not a readable manifest: ")
 
 
 def test_another_algorithm(layout: Layout) -> None:
@@ -118,7 +118,7 @@ def test_another_algorithm(layout: Layout) -> None:
     root = layout.add_manifest(Manifest(empty_descriptor(), (other,)))
     layout.add_blob(b"{}")
     assert "sha512" not in faults(layout, root)[other.digest]
-    assert "another kind than sha256" in faults(layout, root)[other.digest]
+    assert "other than sha256" in faults(layout, root)[other.digest]
 
 
 def test_sizes_that_differ(layout: Layout) -> None:
@@ -127,7 +127,7 @@ def test_sizes_that_differ(layout: Layout) -> None:
     layout.add_blob(b"{}")
     root = layout.add_manifest(Manifest(empty_descriptor(), (blob, replace(blob, size=5))))
     assert [str(each) for each in verify(layout, root, threads=1)] == [
-        f"{blob.digest}, a a/b: cut short: has 4 of 5 bytes"
+        f"{blob.digest}, a a/b: truncated: has 4 of 5 bytes"
     ]
 
 
@@ -138,7 +138,7 @@ def test_indexes_for_ever(layout: Layout) -> None:
         root = layout.add_blob(encode_document(Index((root,)).to_json()), media_type=INDEX)
     [fault] = verify(layout, root, threads=1)
     assert isinstance(fault, Fault)
-    assert fault.what == "lies below more than 8 indexes"
+    assert fault.what == "is nested below more than 8 indexes"
 
 
 def test_no_layout(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_what_tables_say(layout: Layout) -> None:
         replace(first, size=first.size + 1),
     ):
         assert {each.digest: each.what for each in told(layout, root, table, wrong)} == {
-            first.blob: f"does not hold the chunk {wrong.plain} of {wrong.size} bytes that it is named for"
+            first.blob: f"does not contain the expected chunk {wrong.plain} of {wrong.size} bytes"
         }
 
 
@@ -170,7 +170,7 @@ def test_what_is_no_zstd(layout: Layout) -> None:
     chunk = Chunk(0, PAGE, digest_of(bytes(PAGE)), digest, 7 * 99, "zstd")
     [fault] = told(layout, root, Table(PAGE, ()), chunk)
     assert fault.digest == digest
-    assert fault.what.startswith("is no zstd: ")
+    assert fault.what.startswith("is not valid zstd: ")
 
 
 @dataclass(frozen=True)

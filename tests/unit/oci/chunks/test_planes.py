@@ -109,12 +109,12 @@ def test_a_blob_from_anybody(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("head", "said"),
     [
-        (struct.pack("<IIIQ", 0x184D2A58, 12, 2, 8), "does not say"),
-        (struct.pack("<IIIQ", 0x184D2A57, 12, 3, 8), "does not say"),
-        (struct.pack("<IIIQ", 0x184D2A57, 12, 2, 9), "does not say"),
+        (struct.pack("<IIIQ", 0x184D2A58, 12, 2, 8), "is not declared"),
+        (struct.pack("<IIIQ", 0x184D2A57, 12, 3, 8), "is not declared"),
+        (struct.pack("<IIIQ", 0x184D2A57, 12, 2, 9), "is not declared"),
         (struct.pack("<IIIQ", 0x184D2A57, 12, 2, 8), "its planes end at"),
         (struct.pack("<IIIQ", 0x184D2A57, 12, 2, 8) + bytes(4), "is too short"),
-        (b"", "does not say"),
+        (b"", "is not declared"),
     ],
 )
 def test_a_wrong_head(head: bytes, said: str) -> None:
@@ -174,7 +174,7 @@ def test_a_table_in_json(layout: Layout) -> None:
     rows = document["chunks"]
     assert isinstance(rows, list)
     rows[0][-1] = "spheres"
-    with pytest.raises(ChunkError, match="is not written as a chunk is"):
+    with pytest.raises(ChunkError, match="has an invalid format"):
         from_json(document)
 
 

@@ -87,15 +87,15 @@ def test_a_leaf() -> None:
 
 
 BROKEN: list[tuple[Callable[[Documents], Descriptor], str]] = [
-    (lambda documents: documents.add(MANIFESTS[0], []), "is no JSON object"),
-    (lambda documents: documents.add(MANIFESTS[0], {"config": CONFIG}), "layers of .* are no list"),
-    (lambda documents: documents.add(MANIFESTS[0], {"layers": []}), "config of .* is no JSON object"),
-    (lambda documents: documents.add(INDEXES[0], {"manifests": {}}), "manifests of .* are no list"),
+    (lambda documents: documents.add(MANIFESTS[0], []), "is not a JSON object"),
+    (lambda documents: documents.add(MANIFESTS[0], {"config": CONFIG}), "layers of .* are not a list"),
+    (lambda documents: documents.add(MANIFESTS[0], {"layers": []}), "config of .* is not a JSON object"),
+    (lambda documents: documents.add(INDEXES[0], {"manifests": {}}), "manifests of .* are not a list"),
     (
         lambda documents: documents.add(INDEXES[1], {"manifests": [3]}),
-        "manifests of .*, 0, is no JSON object",
+        "manifests of .*, 0, is not a JSON object",
     ),
-    (lambda documents: documents.manifest(LAYER | {"size": -1}), "size of .* is no size"),
+    (lambda documents: documents.manifest(LAYER | {"size": -1}), "size of .* is invalid"),
     (lambda documents: documents.manifest(LAYER, LAYER | {"digest": "../x"}), "digest of the layers .*, 1,"),
 ]
 

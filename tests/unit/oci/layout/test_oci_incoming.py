@@ -44,7 +44,7 @@ def test_any_pieces(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -
         (DATA[:-1], "ended after 1899 of 1900 bytes"),
         (b"", "ended after 0 of 1900 bytes"),
         (DATA + b"x", "has more than its 1900 bytes"),
-        (b"X" + DATA[1:], "came as something else than its digest says"),
+        (b"X" + DATA[1:], "was received with content that does not match its digest"),
     ],
 )
 def test_wrong_ones(layout: Layout, content: bytes, message: str) -> None:
@@ -95,7 +95,7 @@ def test_a_full_disk(small_disk: Path) -> None:
 def test_where_there_is_no_layout(tmp_path: Path) -> None:
     """A folder that is no layout, and a digest that is not read here, are refused first."""
     with (
-        pytest.raises(LayoutError, match="is no folder of an image layout"),
+        pytest.raises(LayoutError, match="is not a directory of an image layout"),
         Layout(tmp_path).receive(WANTED),
     ):
         pass

@@ -154,7 +154,7 @@ def test_copy(layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int) -> N
     assert not os.path.samefile(blob_path(layout), blob_path(other))
     blob_path(layout).unlink()
     blob_path(other).write_bytes(DATA[::-1])
-    with pytest.raises(BlobError, match="something else than its digest"):
+    with pytest.raises(BlobError, match="does not match its digest"):
         layout.link_blob(DIGEST, len(DATA), other)
     assert blobs(Path(layout.path)) == {}
 
@@ -236,7 +236,7 @@ def test_folders_are_not_followed(layout: Layout, part: str) -> None:
     folder.rename(layout.path + ".away")
     folder.symlink_to(layout.path + ".away")
     assert not layout.has_blob(DIGEST, len(DATA))
-    with pytest.raises(LayoutError, match=r"no folder of an image layout"):
+    with pytest.raises(LayoutError, match=r"not a directory of an image layout"):
         layout.add_blob(b"other")
     with pytest.raises(LayoutError):
         layout.open_blob(DIGEST)
@@ -249,7 +249,9 @@ def test_an_error_that_names_no_file(layout: Layout, monkeypatch: pytest.MonkeyP
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(layout_module, "open_folder", fail)
-    with pytest.raises(LayoutError, match=f"^{layout.path} is no folder of an image layout: Input/output"):
+    with pytest.raises(
+        LayoutError, match=f"^{layout.path} is not a directory of an image layout: Input/output"
+    ):
         layout.open_blob(DIGEST)
 
 
@@ -267,7 +269,7 @@ def test_read_blob(layout: Layout) -> None:
     with pytest.raises(BlobError, match="are allowed"):
         layout.read_blob(found, limit=10)
     blob_path(layout).write_bytes(DATA[::-1])
-    with pytest.raises(BlobError, match="something else"):
+    with pytest.raises(BlobError, match="does not match its digest"):
         layout.read_blob(found)
 
 
@@ -296,7 +298,7 @@ def test_index_is_no_link(layout: Layout) -> None:
     """A link in the place of the index is not followed."""
     Path(layout.path, "other.json").write_bytes(b'{"schemaVersion":2,"manifests":[]}')
     Path(layout.path, "index.json").symlink_to("other.json")
-    with pytest.raises(LayoutError, match="a link, which is not followed"):
+    with pytest.raises(LayoutError, match="a symbolic link, which is not followed"):
         layout.read_index()
 
 
@@ -425,7 +427,7 @@ def test_what_is_written_again(layout: Layout) -> None:
     assert blob_path(layout, found.digest).stat().st_ino != before[found.digest]
     assert layout.read_blob(found) == DATA
     blob_path(layout, found.digest).write_bytes(bytes(len(DATA)))
-    with pytest.raises(BlobError, match="something else than its digest says"):
+    with pytest.raises(BlobError, match="does not match its digest"):
         layout.write_again(found)
     assert blob_path(layout, found.digest).read_bytes() == bytes(len(DATA))
 
@@ -452,7 +454,7 @@ def test_file_too_large(layout: Layout) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program, layout.path], cwd=root, capture_output=True, text=True, check=False
     )
-    assert "takes no file that large: a blob of 3.9 KiB did not fit" in done.stderr
+    assert "does not allow files of that size: a blob of 3.9 KiB did not fit" in done.stderr
     assert blobs(Path(layout.path)) == {}
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 1000
 

@@ -80,9 +80,9 @@ def test_unknown_fields_and_media_types() -> None:
         ({"size": None}, "size"),
         ({"digest": "sha256:" + "0A" * 32}, "sha256 digest"),
         ({"digest": "sha256:00"}, "sha256 digest"),
-        ({"digest": "nothing"}, "no digest"),
-        ({"digest": GOOD + "\n"}, "no digest"),
-        ({"digest": None}, "no digest"),
+        ({"digest": "nothing"}, "is not a digest"),
+        ({"digest": GOOD + "\n"}, "is not a digest"),
+        ({"digest": None}, "is not a digest"),
         ({"mediaType": "none"}, "media type"),
         ({"mediaType": 3}, "media type"),
         ({"artifactType": "none"}, "media type"),
@@ -101,11 +101,11 @@ def test_bad_descriptors(change: dict[str, object], words: str) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ([], "no JSON object"),
+        ([], "not a JSON object"),
         ({"schemaVersion": 1, "layers": []}, "schemaVersion"),
         ({"schemaVersion": 2, "mediaType": "a/b"}, "media type"),
         ({"schemaVersion": 2, "config": {}}, "config"),
-        ({"schemaVersion": 2, "config": empty_descriptor().to_json()}, "layers is no list"),
+        ({"schemaVersion": 2, "config": empty_descriptor().to_json()}, "layers is not a list"),
         ({"schemaVersion": 2, "config": empty_descriptor().to_json(), "layers": [3]}, "layer 0"),
     ],
 )

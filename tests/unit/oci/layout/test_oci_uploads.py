@@ -223,7 +223,7 @@ def test_a_flipped_bit(registry: FakeRegistry, layout: Layout, data: bytes, at: 
     wrong = bytearray(data)
     wrong[at] ^= 1
     path.write_bytes(wrong)
-    with pytest.raises(BlobError, match=f"the blob {blob.digest} holds something else than its digest says"):
+    with pytest.raises(BlobError, match=f"the blob {blob.digest} does not match its digest"):
         registry.repository().send_blob(blob, layout)
     assert not registry.has(blob.digest)
     assert registry.waits == []
@@ -242,7 +242,7 @@ def test_an_empty_blob_of_another_digest(registry: FakeRegistry, layout: Layout)
     """No bytes are checked, too."""
     wrong = Descriptor("a/b", digest_of(b"x"), 0)
     Path(layout.path, "blobs/sha256", wrong.digest.removeprefix("sha256:")).touch()
-    with pytest.raises(BlobError, match="something else"):
+    with pytest.raises(BlobError, match="does not match its digest"):
         registry.repository().send_blob(wrong, layout)
 
 
@@ -283,11 +283,11 @@ def test_refused(registry: FakeRegistry, layout: Layout) -> None:
     body = b'{"errors":[{"code":"SIZE_INVALID","message":"too much"}]}'
     registry.rule("PUT", "", Say(413, {}, body))
     with pytest.raises(
-        Rejected, match=rf"{blob.digest} of 99999 bytes is not taken by .*SIZE_INVALID: too much"
+        Rejected, match=rf"{blob.digest} of 99999 bytes is rejected by .*SIZE_INVALID: too much"
     ):
         registry.repository().send_blob(blob, layout)
     registry.rule("POST", "", Say(403))
-    with pytest.raises(Unauthorized, match="not allowed with these credentials"):
+    with pytest.raises(Unauthorized, match="access denied with these credentials"):
         registry.repository().send_blob(blob, layout)
 
 

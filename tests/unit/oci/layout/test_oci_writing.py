@@ -182,7 +182,7 @@ def test_ceiling(layout: Layout, monkeypatch: pytest.MonkeyPatch, level: int) ->
     monkeypatch.setattr(mmap, "mmap", mapped)
     need = worker_memory(size, level)
     data = bytearray(fill(8 * size, "random"))
-    with pytest.raises(CeilingError, match=r"do not hold one chunk of 1\.0 MiB"):
+    with pytest.raises(CeilingError, match=r"is not enough for one chunk of 1\.0 MiB"):
         write([Buffer(data)], layout, threads=4, ceiling=need - 1, chunk_size=size, level=level)
     assert made == []
     write([Buffer(data)], layout, threads=4, ceiling=2 * need + 5, chunk_size=size, level=level)

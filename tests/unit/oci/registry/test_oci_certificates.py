@@ -56,7 +56,9 @@ def test_a_ca_of_a_registry(tmp_path: Path, folders: tuple[Path, Path], pair: tu
     both.write_bytes(pair[1].read_bytes() + pair[0].read_bytes())
     with FakeRegistry(tmp_path / "registry", certificate=both) as registry:
         digest = registry.add_blob(DATA)
-        with pytest.raises(Unreachable, match=r"or as a .crt file in the registry's folder in .*containers"):
+        with pytest.raises(
+            Unreachable, match=r"or as a .crt file to the registry's directory in .*containers"
+        ):
             registry.repository(plain_http=False).has_blob(digest)
         folder = folders[1] / registry.host
         folder.mkdir(parents=True)
@@ -74,14 +76,16 @@ def test_a_certificate_for_a_registry(tmp_path: Path, pair: tuple[Path, Path]) -
     certificates.load(context, str(tmp_path))
     argv = ["openssl", "ec", "-aes128", "-passout", "pass:words", "-in", str(pair[1])]
     subprocess.run([*argv, "-out", str(tmp_path / "us.key")], check=True, capture_output=True)
-    with pytest.raises(RegistryError, match=r"us.cert and .*us.key are no certificate and its key in PEM"):
+    with pytest.raises(
+        RegistryError, match=r".*us.cert and .*us.key are not a certificate and its key in PEM"
+    ):
         certificates.load(context, str(tmp_path))
 
 
 def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
     """It is an error, before anything is sent."""
     (tmp_path / "ca.crt").write_text("none")
-    with pytest.raises(RegistryError, match=r"the CA file .*ca.crt holds no certificate in PEM"):
+    with pytest.raises(RegistryError, match=r"the CA file .*ca.crt contains no certificate in PEM"):
         certificates.load(ssl.create_default_context(), str(tmp_path))
     with pytest.raises(RegistryError, match=r"the certificates in .*gone cannot be read: it does"):
         certificates.load(ssl.create_default_context(), str(tmp_path / "gone"))

@@ -74,7 +74,7 @@ def test_nobody_there() -> None:
             Repository(Reference(host, "a"), plain_http=True, attempts=2, wait=lambda _: None) as repository,
             pytest.raises(
                 Unreachable,
-                match=rf"^{host}: nobody listens there .*refused\); .* \(2 attempts\)$",
+                match=rf"^{host}: nothing listens there .*refused\); .* \(2 attempts\)$",
             ),
         ):
             repository.has_blob("sha256:" + "0" * 64)
@@ -90,7 +90,7 @@ def test_nobody_there_and_never_was(registry: FakeRegistry) -> None:
         for words, attempts in (("2 attempts", 1), ("6 attempts", 5)):
             with (
                 Repository(Reference(host, "a"), plain_http=True, wait=waits.append) as repository,
-                pytest.raises(Unreachable, match=f"does not say whether it has the blob .*\\({words}\\)$"),
+                pytest.raises(Unreachable, match=f"does not report whether it has the blob .*\\({words}\\)$"),
             ):
                 repository.has_blob("sha256:" + "0" * 64, pushing=True)
             assert sum(waits) <= 0.5 * 2**attempts
@@ -105,7 +105,7 @@ def test_plain_http_to_tls(registry: FakeRegistry, body: bytes) -> None:
     """A registry that speaks TLS says so in its own way: that is no refusal, and no second attempt helps."""
     for method in ("HEAD", "GET"):
         registry.rule(method, "", Say(400, {"Content-Length": str(len(body))}, body))
-    with pytest.raises(Unreachable, match=rf"^{registry.host} speaks TLS, and was asked in plain HTTP; "):
+    with pytest.raises(Unreachable, match=rf"^{registry.host} speaks TLS, but was asked over plain HTTP; "):
         registry.repository().resolve("v1")
     assert [each.method for each in registry.seen] == ["HEAD", "GET"]
 
@@ -119,7 +119,7 @@ def test_no_dns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", fails)
     with (
         Repository(Reference("registry.example", "a"), attempts=1) as repository,
-        pytest.raises(Unreachable, match=r"^registry.example: the DNS server does not answer; .*1 attempt"),
+        pytest.raises(Unreachable, match=r"^registry.example: the DNS server does not respond; .*1 attempt"),
     ):
         repository.has_blob("sha256:" + "0" * 64)
 
@@ -128,7 +128,7 @@ def test_a_name_that_nobody_has() -> None:
     """A host that is not known is an error in words."""
     with (
         Repository(Reference("nowhere.invalid:1", "a"), attempts=1) as repository,
-        pytest.raises(Unreachable, match=r"nowhere.invalid:1: the host name is not known"),
+        pytest.raises(Unreachable, match=r"nowhere.invalid:1: the host name is unknown"),
     ):
         repository.has_blob("sha256:" + "0" * 64)
 
@@ -140,7 +140,7 @@ def test_retry_after(registry: FakeRegistry) -> None:
     assert registry.repository().has_blob(digest)
     assert sum(registry.waits) == 17
     registry.rule("HEAD", "", Say(503, {"Retry-After": "3600"}))
-    with pytest.raises(Unreachable, match="asks to be left alone for 3600 s: try again then"):
+    with pytest.raises(Unreachable, match="asks to wait 3600 s before the next attempt: try again then"):
         registry.repository().has_blob(digest)
     assert sum(registry.waits) == 17
 
@@ -231,7 +231,7 @@ def test_the_same_host_does(registry: FakeRegistry, layout: Layout) -> None:
 def test_no_end_of_redirects(registry: FakeRegistry) -> None:
     """A circle ends."""
     registry.rule("HEAD", "", Say(302, {"Location": "?again"}), times=99)
-    with pytest.raises(RegistryError, match="sends us on and on"):
+    with pytest.raises(RegistryError, match="more than 5 redirects"):
         registry.repository().has_blob(registry.add_blob(DATA))
     assert len(registry.seen) == 6
 
@@ -240,7 +240,7 @@ def test_no_end_of_redirects(registry: FakeRegistry) -> None:
 def test_no_way_out_of_tls(location: str) -> None:
     """With TLS, nothing leads to where there is none."""
     client = Client("r.example")
-    with pytest.raises(RegistryError, match="where there is no TLS, or no address at all"):
+    with pytest.raises(RegistryError, match="an address without TLS, or to no valid address"):
         client.resolve_location("https://r.example/v2/a/blobs/x", location)
     assert client.resolve_location("https://r.example/v2/x", "../y?z=%3D&a") == "https://r.example/y?z=%3D&a"
 
@@ -273,7 +273,7 @@ def test_tls(tmp_path: Path, certificate: Path) -> None:
         digest = registry.add_blob(DATA)
         assert registry.repository(plain_http=False, ca_file=str(ca)).has_blob(digest)
         with pytest.raises(
-            Unreachable, match=r"of 127.0.0.1:\d+ is not trusted \(self.signed certificate\): have its CA"
+            Unreachable, match=r"of 127.0.0.1:\d+ is not trusted \(self.signed certificate\): add its CA"
         ):
             registry.repository(plain_http=False).has_blob(digest)
         other = Reference(registry.host.replace("127.0.0.1", "localhost"), "team/app")
@@ -287,7 +287,9 @@ def test_tls(tmp_path: Path, certificate: Path) -> None:
 
 def test_plain_http_only_when_said(registry: FakeRegistry) -> None:
     """A registry without TLS is not spoken to, on this host neither, and the message says what to ask for."""
-    with pytest.raises(Unreachable, match=r"does not speak TLS: plain HTTP, .*, has to be asked for"):
+    with pytest.raises(
+        Unreachable, match=r"does not speak TLS; plain HTTP, .*, has to be requested explicitly"
+    ):
         registry.repository(plain_http=False).has_blob(registry.add_blob(DATA))
     assert registry.waits == []
 
@@ -298,7 +300,9 @@ def test_a_ca_file_that_is_none(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "ca.pem"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(RegistryError, match=r"the CA file .*ca.pem (cannot be read: it does|holds no cert)"):
+    with pytest.raises(
+        RegistryError, match=r"the CA file .*ca.pem (cannot be read: it does|contains no cert)"
+    ):
         Client("r.example", ca_file=str(path))
 
 
@@ -319,7 +323,7 @@ def test_a_ca_file_that_is_none(tmp_path: Path, content: str | None) -> None:
 def test_locations_of_two_meanings(location: str) -> None:
     """Where one parser of URLs may see another host than the next one, nobody goes."""
     client = Client("r.example")
-    with pytest.raises(RegistryError, match="where there is no TLS, or no address at all"):
+    with pytest.raises(RegistryError, match="an address without TLS, or to no valid address"):
         client.resolve_location("https://r.example/v2/a/blobs/x", location)
 
 
@@ -331,6 +335,6 @@ def test_a_password_for_another_host(registry: FakeRegistry, tmp_path: Path) -> 
         there = {"Location": f"http://{other.host}\\@{registry.host}/steal"}
         registry.rule("HEAD", "blobs", Say(307, there), skip=1)
         repository = registry.repository(credentials=Credentials("someone", "words"))
-        with pytest.raises(RegistryError, match="no address at all"):
+        with pytest.raises(RegistryError, match="to no valid address"):
             repository.has_blob(digest)
         assert other.seen == []

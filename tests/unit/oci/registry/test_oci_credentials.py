@@ -88,7 +88,7 @@ def test_files_by_variable(tmp_path: Path, environ: dict[str, str]) -> None:
     assert find("r.example", "a", environ) is None
     assert user(find("other.example", "a", environ)) == "given"
     environ["REGISTRY_AUTH_FILE"] = str(tmp_path / "none.json")
-    with pytest.raises(Unauthorized, match=r"REGISTRY_AUTH_FILE names .*none.json, and it does not exist"):
+    with pytest.raises(Unauthorized, match=r"REGISTRY_AUTH_FILE names .*none.json, but it does not exist"):
         find("r.example", "a", environ)
 
 
@@ -145,11 +145,11 @@ def test_kinds_of_entries(tmp_path: Path, environ: dict[str, str]) -> None:
     ("content", "message"),
     [
         ("{" + SECRET, "is not JSON: correct or remove it"),
-        ("[]", "holds no JSON object"),
-        ({"auths": {"r.example": {"auth": SECRET}}}, "no base64 of user:password: log in again"),
-        ({"auths": {"r.example": {"auth": base64.b64encode(SECRET.encode()).decode()}}}, "no base64"),
-        ({"credHelpers": {"r.example": "../" + "x" * 9}}, "a credential helper that can be none"),
-        ({"credHelpers": {"r.example": 7}}, "a credential helper that can be none"),
+        ("[]", "contains no JSON object"),
+        ({"auths": {"r.example": {"auth": SECRET}}}, "is not base64 of user:password: log in again"),
+        ({"auths": {"r.example": {"auth": base64.b64encode(SECRET.encode()).decode()}}}, "is not base64"),
+        ({"credHelpers": {"r.example": "../" + "x" * 9}}, "an invalid credential helper"),
+        ({"credHelpers": {"r.example": 7}}, "an invalid credential helper"),
         ({"credHelpers": {"r.example": "nowhere"}}, "docker-credential-nowhere, which is not in PATH"),
         ({"credsStore": "nowhere"}, "docker-credential-nowhere, which is not in PATH"),
     ],
@@ -205,10 +205,16 @@ def test_helpers(tmp_path: Path, environ: dict[str, str], helper: Callable[[str,
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (f"echo {SECRET}; echo {SECRET} >&2; exit 3", "gave no credentials for r.example: it exited with 3"),
-        (f"echo {SECRET}", "gave something else than credentials for r.example"),
-        (f'echo \'{{"Secret":"{SECRET}"}}\'', "gave something else than credentials"),
-        (f"echo {SECRET}; exec 0<&-; read -r x <{{fifo}}", "gave no credentials for r.example in 0.5 s"),
+        (
+            f"echo {SECRET}; echo {SECRET} >&2; exit 3",
+            "returned no credentials for r.example: it exited with status 3",
+        ),
+        (f"echo {SECRET}", "returned invalid credentials for r.example"),
+        (f'echo \'{{"Secret":"{SECRET}"}}\'', "returned invalid credentials"),
+        (
+            f"echo {SECRET}; exec 0<&-; read -r x <{{fifo}}",
+            "returned no credentials for r.example within 0.5 s",
+        ),
     ],
 )
 def test_helpers_that_fail(

@@ -78,7 +78,7 @@ def test_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("proxy", "error", "message"),
     [
-        ("socks5://s:words@proxy.example:1080", RegistryError, "the proxy 'proxy.example:1080' of the env"),
+        ("socks5://s:words@proxy.example:1080", RegistryError, "the proxy 'proxy.example:1080' from the env"),
         ("http://someone:words@127.0.0.1:1", Unreachable, "r.example through the proxy 127.0.0.1:1: "),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gpusnap.oci.base.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
 from gpusnap.oci.registry.responses import is_worth_retrying, make_refusal, parse_retry_after, printable
 
-WHAT = "r.example/a does not take the blob sha256:12"
+WHAT = "r.example/a rejected the blob sha256:12"
 
 
 def body(code: object, message: object) -> bytes:

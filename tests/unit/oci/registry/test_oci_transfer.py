@@ -161,7 +161,7 @@ def test_a_flipped_bit_is_not_pushed(registry: FakeRegistry, layout: Layout, at:
     data = bytearray(path.read_bytes())
     data[-1] ^= 0x10
     path.write_bytes(data)
-    with pytest.raises(BlobError, match=f"the blob {blob.digest} holds something else"):
+    with pytest.raises(BlobError, match=f"the blob {blob.digest} does not match"):
         push(root, layout, registry.repository(), tag="v1")
     assert registry.manifests == {}
     assert not registry.has(blob.digest)
@@ -177,7 +177,9 @@ def test_a_flipped_bit_is_not_pulled(registry: FakeRegistry, layout: Layout, oth
     data = bytearray(path.read_bytes())
     data[0] ^= 0x01
     path.write_bytes(data)
-    with pytest.raises(BlobError, match=f"the blob {blob.digest} came as something else"):
+    with pytest.raises(
+        BlobError, match=f"the blob {blob.digest} was received with content that does not match"
+    ):
         pull(registry.repository(), "v1", other)
     assert not other.has_blob(blob.digest, blob.size)
 
@@ -248,7 +250,7 @@ def test_a_registry_that_stops_answering(registry: FakeRegistry, layout: Layout)
     root = artifact(layout)
     registry.rule("PUT", "blobs", Say(503), skip=3, times=999)
     with pytest.raises(
-        Unreachable, match=r"team/app does not take the blob sha256:\w+ of \d+ bytes \(12 attempts\)$"
+        Unreachable, match=r"team/app rejected the blob sha256:\w+ of \d+ bytes \(12 attempts\)$"
     ):
         push(root, layout, registry.repository(), tag="v1", threads=1)
     registry.rules.clear()
@@ -257,7 +259,7 @@ def test_a_registry_that_stops_answering(registry: FakeRegistry, layout: Layout)
 
 def test_a_tag_that_is_not_there(registry: FakeRegistry, other: Layout) -> None:
     """Nothing is written."""
-    with pytest.raises(NotInRegistry, match="team/app:v1 cannot be read: it is not there"):
+    with pytest.raises(NotInRegistry, match="team/app:v1 cannot be read: it does not exist"):
         pull(registry.repository(), "v1", other)
     assert blobs(Path(other.path)) == {}
 

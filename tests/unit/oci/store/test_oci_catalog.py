@@ -61,7 +61,7 @@ def test_ambiguous(store: Store) -> None:
         value["manifests"].append(entry | {"annotations": {"org.opencontainers.image.ref.name": "n"}})
     Path(store.path, "index.json").write_text(json.dumps(value))
     for wanted in ("aaaaaa", "n"):
-        with pytest.raises(Ambiguous, match=r"stands for 2 in .*: sha256:a{63}1, sha256:a{63}2"):
+        with pytest.raises(Ambiguous, match=r"matches 2 checkpoints in .*: sha256:a{63}1, sha256:a{63}2"):
             store.find(wanted)
     assert store.find("a" * 63 + "2").descriptor.digest.endswith("2")
 
@@ -79,9 +79,9 @@ BAD_NAMES = ["", " ", "a/", "-a", "a..b", "ä", "a b", "a\n", "n" * 256, "deadbe
 def test_bad_names(store: Store, name: str) -> None:
     """What breaks the grammar, or looks like a digest, is nobody's name."""
     root = commit(store, b"x")
-    with pytest.raises(StoreError, match="cannot be a name: "):
+    with pytest.raises(StoreError, match="is not a valid name: "):
         store.tag(root.digest, name)
-    with store.stage() as staging, pytest.raises(StoreError, match="cannot be a name: "):
+    with store.stage() as staging, pytest.raises(StoreError, match="is not a valid name: "):
         staging.commit(put(staging.layout, b"y"), names=["good", name])
     assert whole(store) == {root.digest: root.digest}
 
@@ -200,7 +200,7 @@ def test_a_full_index(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(store, b"x", names=("a",))
     monkeypatch.setattr("gpusnap.oci.store.index.DOCUMENT_LIMIT", 500)
     with pytest.raises(
-        StoreError, match=r"the index of .* would have [0-9]+ bytes, and 500 are allowed; remove"
+        StoreError, match=r"the index of .* would have [0-9]+ bytes, but at most 500 are allowed; remove"
     ):
         commit(store, b"y", names=("n" * 200,))
     assert [each.name for each in store.entries()] == ["a"]

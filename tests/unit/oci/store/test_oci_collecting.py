@@ -199,12 +199,12 @@ def test_gc_refuses(store: Store, harm: str) -> None:
     wanted = root.digest
     if harm == "media type":
         value["manifests"].append(Descriptor("a/b", other.digest, other.size).to_json())
-        wanted = f"{other.digest}: what a a/b names is not known"
+        wanted = f"{other.digest}: it is unknown what a a/b refers to"
     elif harm == "inner media type":
         strange = Index((Descriptor("a/b", other.digest, other.size),))
         document = encode_document(strange.to_json())
         value["manifests"].append(store.layout.add_blob(document, media_type=INDEX).to_json())
-        wanted = f"what {other.digest}, a a/b, names is not known"
+        wanted = f"gpusnap does not know what {other.digest}, a a/b, refers to"
     elif harm == "missing blob":
         wanted = digest_of(b"x")
         blob_path(store.layout, wanted).unlink()
@@ -215,7 +215,7 @@ def test_gc_refuses(store: Store, harm: str) -> None:
     Path(store.path, "index.json").write_text(json.dumps(value))
     before = names(store.layout)
     for dry_run in (True, False):
-        with pytest.raises(StoreError, match=f"gc removed nothing from .*{wanted}.*remove what is broken"):
+        with pytest.raises(StoreError, match=f"gc removed nothing from .*{wanted}.*remove what is damaged"):
             store.collect(dry_run=dry_run)
     assert names(store.layout) == before
     store.remove("a")

@@ -74,9 +74,9 @@ def test_no_hard_links(store: Store, monkeypatch: pytest.MonkeyPatch, number: in
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", no_link)
-    with pytest.raises(StoreError, match=r"no hard link can be made in it .*; have it on one file system"):
+    with pytest.raises(StoreError, match=r"no hard link can be created in it .*; use one file system"):
         Store(store.path + "2").create()
-    with pytest.raises(StoreError, match="no hard link can be made in it"):
+    with pytest.raises(StoreError, match="no hard link can be created in it"):
         commit(store, b"x")
     assert store.entries() == ()
 
@@ -86,7 +86,7 @@ def test_busy(store: Store) -> None:
     commit(store, b"x", names=("a",))
     hasty = Store(store.path, patience=0.02)
     waits: list[tuple[Callable[[], object], str]] = [
-        (hasty.collect, "gc waited 0.02 s for .*/lock, which another process has; try again later"),
+        (hasty.collect, "gc waited 0.02 s for .*/lock, which another process has locked; try again later"),
         (lambda: hasty.tag("a", "b"), "the name b waited"),
         (lambda: hasty.remove("a"), "the removal of a waited"),
         (hasty.stage, "the staging [0-9a-f]+ waited"),

@@ -78,7 +78,7 @@ def test_as_new(store: Store) -> None:
     digest = add(store, b"1", "server:1", "server:one", created="2026-01-01T00:00:00Z")
     assert store.find("server").descriptor.digest == digest
     add(store, b"2", "server:2", created="2026-01-01T00:00:00Z")
-    with pytest.raises(Ambiguous, match=r"these are as new: server:1, server:2, server:one$"):
+    with pytest.raises(Ambiguous, match=r"these are equally new: server:1, server:2, server:one$"):
         store.find("server")
 
 
@@ -89,7 +89,7 @@ def test_of_another_tool(store: Store) -> None:
     assert not any(each.created for each in store.entries())
     assert store.find("server").descriptor.digest == last
     add(store, b"3", "server:3")
-    with pytest.raises(Ambiguous, match="it is not known when server:3 was made"):
+    with pytest.raises(Ambiguous, match="it is unknown when server:3 was made"):
         store.find("server")
     alone = add(store, b"4", "other:1")
     assert store.find("other").descriptor.digest == alone
@@ -104,7 +104,7 @@ def test_the_beginning_of_a_digest(store: Store) -> None:
     entry["digest"] = "sha256:" + "5" * 64
     value["manifests"].append(entry)
     Path(store.path, "index.json").write_text(json.dumps(value))
-    with pytest.raises(Ambiguous, match=f"may stand for {begin}:1, {digest}$"):
+    with pytest.raises(Ambiguous, match=f"{begin}:1, {digest}$"):
         store.find(begin)
     assert store.find(digest).descriptor.digest == digest
     assert store.find(digest[7:]).descriptor.digest == digest

@@ -230,11 +230,11 @@ def test_an_unknown_field(where: str, changes: dict[str, Any]) -> None:
 def test_a_field_newer_than_the_file(since: str, where: str, changes: dict[str, Any]) -> None:
     """It is refused, and the version that it needs is told; in a file of that version it is not."""
     before = cdi._VERSIONS[cdi._VERSIONS.index(since) - 1]
-    with pytest.raises(CdiError, match=f"came with CDI {since}") as caught:
+    with pytest.raises(CdiError, match=f"was added in CDI {since}") as caught:
         parsed(cdiVersion=before, **changes)
     assert str(caught.value).startswith(f"/etc/cdi/x.json: {where}: ")
     assert since in caught.value.hint
-    assert "came with" not in said_of(a_spec(cdiVersion=since, **changes))
+    assert "was added in" not in said_of(a_spec(cdiVersion=since, **changes))
 
 
 def test_empty_values_need_no_version() -> None:
@@ -247,39 +247,42 @@ def test_empty_values_need_no_version() -> None:
     ("said", "changes"),
     [
         ("cdiVersion: is missing (0.3.0 to 1.1.0)", {"cdiVersion": None}),
-        ("cdiVersion: '1.2.0' is none of those known (0.3.0 to 1.1.0)", {"cdiVersion": "1.2.0", "new": 1}),
-        ("cdiVersion: 1 is none of those known (0.3.0 to 1.1.0)", {"cdiVersion": 1}),
+        ("cdiVersion: '1.2.0' is not a known version (0.3.0 to 1.1.0)", {"cdiVersion": "1.2.0", "new": 1}),
+        ("cdiVersion: 1 is not a known version (0.3.0 to 1.1.0)", {"cdiVersion": 1}),
         ("kind: is missing", {"kind": None}),
-        ("kind: 'gpu' is no vendor and class (nvidia.com/gpu)", {"kind": "gpu"}),
-        ("kind: 'a/b/c' is no vendor and class (nvidia.com/gpu)", {"kind": "a/b/c"}),
-        ("kind: 'a/b\\n' is no vendor and class (nvidia.com/gpu)", {"kind": "a/b\n"}),
+        ("kind: 'gpu' is not in the form vendor/class (nvidia.com/gpu)", {"kind": "gpu"}),
+        ("kind: 'a/b/c' is not in the form vendor/class (nvidia.com/gpu)", {"kind": "a/b/c"}),
+        ("kind: 'a/b\\n' is not in the form vendor/class (nvidia.com/gpu)", {"kind": "a/b\n"}),
         ("devices: lists no device", {"devices": []}),
-        ("devices: is no list", {"devices": {}}),
-        ("devices[0]: is no object with fields", {"devices": ["0"]}),
-        ("devices: the device 'one' is there twice", {"devices": a_spec()["devices"] * 2}),
-        ("devices[0].name: '../a' is no name for a device", {"devices": [{"name": "../a"}]}),
-        ("devices[0].containerEdits: does nothing to a container", {"devices": [{"name": "a"}]}),
-        ("annotations: are no strings by name", {"annotations": {"a": 1}}),
-        ("containerEdits.env[1]: '=b' is no NAME=VALUE", edits(env=["A=b", "=b"])),
-        ("containerEdits.env[0]: is no string", edits(env=[None])),
+        ("devices: is not a list", {"devices": {}}),
+        ("devices[0]: is not an object with fields", {"devices": ["0"]}),
+        ("devices: the device 'one' is listed twice", {"devices": a_spec()["devices"] * 2}),
+        ("devices[0].name: '../a' is not a valid name for a device", {"devices": [{"name": "../a"}]}),
+        ("devices[0].containerEdits: does not edit the container", {"devices": [{"name": "a"}]}),
+        ("annotations: is not a map of strings", {"annotations": {"a": 1}}),
+        ("containerEdits.env[1]: '=b' is not in the form NAME=VALUE", edits(env=["A=b", "=b"])),
+        ("containerEdits.env[0]: is not a string", edits(env=[None])),
         ("containerEdits.deviceNodes[0].path: is missing", edits(deviceNodes=[{}])),
-        ("containerEdits.deviceNodes[0].major: is no whole number", with_node(major=-1)),
-        ("containerEdits.deviceNodes[0].minor: is no whole number", with_node(minor=1.5)),
-        ("containerEdits.deviceNodes[0].uid: is no whole number", with_node(uid=True)),
-        ("containerEdits.deviceNodes[0].type: 'x' is no type", with_node(type="x")),
+        ("containerEdits.deviceNodes[0].major: is not an integer", with_node(major=-1)),
+        ("containerEdits.deviceNodes[0].minor: is not an integer", with_node(minor=1.5)),
+        ("containerEdits.deviceNodes[0].uid: is not an integer", with_node(uid=True)),
+        ("containerEdits.deviceNodes[0].type: 'x' is not a valid type", with_node(type="x")),
         (
-            "containerEdits.deviceNodes[0].permissions: 'rwx' is none of",
+            "containerEdits.deviceNodes[0].permissions: 'rwx' must be",
             with_node(permissions="rwx"),
         ),
         ("containerEdits.mounts[0].hostPath: is missing", edits(mounts=[{"containerPath": "/a"}])),
         ("containerEdits.mounts[0].containerPath: is missing", edits(mounts=[{"hostPath": "/a"}])),
-        ("containerEdits.hooks[0].hookName: 'x' is none of", with_hook(hookName="x")),
-        ("containerEdits.hooks[0].path: 'a' is no absolute", with_hook(path="a")),
+        ("containerEdits.hooks[0].hookName: 'x' is not one of", with_hook(hookName="x")),
+        ("containerEdits.hooks[0].path: 'a' is not an absolute", with_hook(path="a")),
         (
-            "containerEdits.hooks[0].timeout: is no whole number",
+            "containerEdits.hooks[0].timeout: is not an integer",
             with_hook(timeout=0),
         ),
-        ("containerEdits.intelRdt.enableCMT: is no field of CDI 1.1.0", edits(intelRdt={"enableCMT": True})),
+        (
+            "containerEdits.intelRdt.enableCMT: is no longer a field in CDI 1.1.0",
+            edits(intelRdt={"enableCMT": True}),
+        ),
         ("containerEdits.netDevices[0].name: is missing", edits(netDevices=[{"hostInterfaceName": "a"}])),
         ("containerEdits.env: has 5000 entries", edits(env=["A=b"] * 5000)),
         ("containerEdits.env[0]: is too long", edits(env=["A=" + "b" * (1 << 18)])),
@@ -454,7 +457,7 @@ def test_one_folder_by_two_names(folders: Folders, tmp_path: Path) -> None:
 def test_a_device_in_two_files_of_a_folder(folders: Folders) -> None:
     """It is nobody's, as with CDI; the others stay."""
     where = folders({"etc/a.json": of("a.com/a", "one", "two"), "etc/b.json": of("a.com/a", "one")})
-    with pytest.raises(CdiError, match=r"b\.json: device 'one' of a\.com/a is in .*a\.json too"):
+    with pytest.raises(CdiError, match=r"b\.json: device 'one' of a\.com/a is also in .*a\.json"):
         load(where)
     told: list[CdiError] = []
     assert [[d.name for d in spec.devices] for spec in load(where, report=told.append)] == [["two"]]
@@ -477,11 +480,11 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").symlink_to("none")
     told: list[CdiError] = []
     assert load([str(tmp_path)], report=told.append) == ()
-    assert ["is no regular file" in str(told[0]), "it does not exist" in str(told[1])] == [True, True]
+    assert ["is not a regular file" in str(told[0]), "it does not exist" in str(told[1])] == [True, True]
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     """What stands in place of the folder is an error, and is told."""
     (tmp_path / "cdi").write_text("")
-    with pytest.raises(CdiError, match="cannot read the CDI folder"):
+    with pytest.raises(CdiError, match="cannot read the CDI directory"):
         load([str(tmp_path / "cdi")])

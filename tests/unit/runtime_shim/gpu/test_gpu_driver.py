@@ -284,12 +284,12 @@ def test_who_waits_for_an_end(fake: Fake, monkeypatch: pytest.MonkeyPatch, step:
 def test_a_process_that_ends(fake: Fake, child: subprocess.Popen[bytes], step: str) -> None:
     fake.before = lambda: end(child)
     fake.results[step] = 999
-    with pytest.raises(ProcessGone, match=f"process {child.pid} ended while") as caught:
+    with pytest.raises(ProcessGone, match=f"process {child.pid} exited while") as caught:
         STEPS[step](Nvidia(), child.pid)
     assert (caught.value.code_name, caught.value.pid) == ("CUDA_ERROR_UNKNOWN", child.pid)
     assert type(caught.value.__cause__) is DriverFailed
     fake.calls.clear()
-    with pytest.raises(ProcessGone, match=f"process {child.pid} has ended"):
+    with pytest.raises(ProcessGone, match=f"process {child.pid} has exited"):
         STEPS[step](Nvidia(), child.pid)
     assert fake.calls == []
 
@@ -328,7 +328,7 @@ def test_an_nvml_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(nvml, "is_open", lambda: False)
     monkeypatch.setattr(nvidia._COMPANION, "ask", ask)
-    with pytest.raises(DriverNotReady, match="NVML did not answer within 300 s"):
+    with pytest.raises(DriverNotReady, match="NVML did not respond within 300 s"):
         Nvidia().host()
 
 

@@ -62,7 +62,7 @@ def test_maps(text: str, pairs: tuple[tuple[str, str], ...]) -> None:
 )
 def test_what_is_no_map(text: str) -> None:
     """The error says what is wanted, and gives an example."""
-    with pytest.raises(ValueError, match=r"pairs of GPUs such as 0=3,1=2, where a GPU is .* UUID \(GPU- and"):
+    with pytest.raises(ValueError, match=r"pairs of GPUs such as 0=3,1=2; a GPU is .* UUID \(GPU- and"):
         parse_map(text)
 
 

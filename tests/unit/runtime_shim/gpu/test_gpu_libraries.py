@@ -558,10 +558,10 @@ def test_another_build(tmp_path: Path) -> None:
     path.write_bytes(an_elf(note=b"one build"))
     path.chmod(0o644)
     known = describe_mapped(str(path))
-    assert f"has {known.size} bytes here and had 7 at" in explain_difference(str(path), 7, known.build_id)
+    assert f"has {known.size} bytes here but had 7 at" in explain_difference(str(path), 7, known.build_id)
     other = explain_difference(str(path), known.size, "00ff")
-    assert f"another build here ({b'one build'.hex()}) than at the checkpoint (00ff)" in other
-    assert "the mode 100644 here and had 100755" in explain_difference(
+    assert f"another build ({b'one build'.hex()}) than at the checkpoint (00ff)" in other
+    assert "the mode 100644 here but had 100755" in explain_difference(
         str(path), known.size, "", mode=0o100755
     )
     path.write_bytes(bytes(known.size))
@@ -574,4 +574,4 @@ def test_no_file_to_compare(tmp_path: Path) -> None:
     """What is not there, or is no file, cannot be the same; a FIFO is not waited for."""
     assert "it does not exist" in explain_difference(str(tmp_path / "none"), 1, "")
     os.mkfifo(tmp_path / "fifo")
-    assert "is no regular file" in explain_difference(str(tmp_path / "fifo"), 0, "")
+    assert "is not a regular file" in explain_difference(str(tmp_path / "fifo"), 0, "")

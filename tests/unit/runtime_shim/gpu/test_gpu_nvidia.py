@@ -180,7 +180,7 @@ def test_a_process_that_dies_in_the_middle(box: Box, caller: Caller, step: str) 
         caller.do(before, agent.pid)
     kind, sentence, _ = caller.refused(step, agent.pid)
     assert kind == "ProcessGone"
-    assert f"process {agent.pid} ended while the GPU driver was to {step} it" in sentence
+    assert f"process {agent.pid} exited while the GPU driver was about to {step} it" in sentence
     assert caller.do("state", agent.pid) is None
     assert caller.do("holders", [agent.pid]) == []
 

@@ -139,8 +139,8 @@ def test_older_driver() -> None:
     found = plan_assignment([old(0, "a")], MADE_WITH, a_host(new(0, "a"), new(1, "b"), version="570.86.10"))
     assert reasons(found) == ["driver 570.86.10 is older than the checkpoint's 580.159.04"] * 2
     assert message(found) == (
-        "the checkpoint was made with driver 580.159.04, and this host has 570.86.10, which is older; "
-        "update the driver here"
+        "the checkpoint was made with driver 580.159.04, but this host has the older driver "
+        "570.86.10; update the driver here"
     )
     assert found.code == "GPS-402"
 
@@ -192,7 +192,7 @@ def test_unused() -> None:
         == "ac bd"
     )
     found = plan_assignment(wanted, MADE_WITH, a_host(new(0, "c"), new(1, "d", model=A100)))
-    assert "GPU 0 and 1 of the checkpoint need 2 GPUs of this host, and only GPU 0 fits" in message(found)
+    assert "GPU 0 and 1 of the checkpoint need 2 GPUs of this host, but only GPU 0 fits" in message(found)
 
 
 # The choice among several ways.
@@ -274,11 +274,11 @@ def test_map(text: str, expected: str) -> None:
         ("7=0", "the GPU map names GPU 7 of the checkpoint, which has GPU 0 and 1"),
         (
             "0=1,GPU-aaaa=2",
-            "the GPU map gives one GPU two places: 0 and GPU-aaaa are the same GPU of the checkpoint",
+            "the GPU map gives one GPU two destinations: 0 and GPU-aaaa are the same GPU of the checkpoint",
         ),
         (
             "0=1,1=GPU-dddd",
-            "the GPU map gives one place to two GPUs: 1 and GPU-dddd are the same GPU of this host",
+            "the GPU map gives one destination to two GPUs: 1 and GPU-dddd are the same GPU of this host",
         ),
     ],
 )
@@ -311,12 +311,12 @@ def test_ambiguous() -> None:
     twin = replace(new(4, "c"), uuid=uuid("c").replace("GPU-cccc0", "GPU-cccc1"))
     found = plan_assignment(TWO, MADE_WITH, a_host(*FOUR.gpus, twin), request=parse_map("0=GPU-cccc"))
     assert message(found) == (
-        "GPU-cccc in the GPU map may mean any of 2 GPUs of this host; write more of the UUID"
+        "GPU-cccc in the GPU map is ambiguous: 2 GPUs of this host match; give more of the UUID"
     )
     assert moves(plan_assignment(TWO, MADE_WITH, FOUR, request=parse_map("0=GPU-cccc"))) == "ac bb"
     same_number = [old(0, "a"), old(0, "b")]
     found = plan_assignment(same_number, MADE_WITH, FOUR, request=parse_map("0=1"), lenient=True)
-    assert "0 in the GPU map may mean any of 2 GPUs of the checkpoint" in message(found)
+    assert "0 in the GPU map is ambiguous: 2 GPUs of the checkpoint" in message(found)
 
 
 def test_a_map_grants_nothing() -> None:
@@ -324,8 +324,8 @@ def test_a_map_grants_nothing() -> None:
     host = a_host(new(0, "a"), new(1, "c", model=A100), new(2, "d"))
     found = plan_assignment([old(0, "a")], MADE_WITH, host, request=parse_map("0=1"))
     assert message(found) == (
-        "GPU 0 of the checkpoint cannot go to GPU 1 of this host, as the GPU map asks: "
-        f"another model: {A100}; change the GPU map"
+        "GPU 0 of the checkpoint cannot move to GPU 1 of this host, as requested by the GPU map: another "
+        f"model: {A100}; change the GPU map"
     )
 
 
@@ -334,8 +334,8 @@ def test_what_a_map_leaves() -> None:
     host = a_host(new(0, "c"), new(1, "d", model=A100))
     found = plan_assignment(TWO, MADE_WITH, host, request=parse_map("0=0"))
     assert message(found) == (
-        f"no GPU of this host fits GPU 1 of the checkpoint ({H100}): GPU 0: the GPU map gives it to GPU 0; "
-        f"GPU 1: another model: {A100}; change the GPU map"
+        f"no GPU of this host fits GPU 1 of the checkpoint ({H100}): GPU 0: the GPU map assigns it to GPU "
+        f"0; GPU 1: another model: {A100}; change the GPU map"
     )
     assert reasons(found) == ["", f"another model: {A100}"] * 2
 
@@ -346,10 +346,10 @@ def test_what_a_map_leaves() -> None:
 def test_no_gpu_here() -> None:
     """A host without GPUs, and one with too few of them."""
     assert message(plan_assignment(TWO, MADE_WITH, a_host())) == (
-        "the checkpoint needs 2 GPUs, and this host has none; restore on a host that has such GPUs"
+        "the checkpoint needs 2 GPUs, but this host has none; restore on a host that has such GPUs"
     )
-    assert "the checkpoint needs 1 GPU, and" in message(plan_assignment(TWO[:1], MADE_WITH, a_host()))
-    assert "the checkpoint needs 2 GPUs, and this host has 1" in message(
+    assert "the checkpoint needs 1 GPU, but" in message(plan_assignment(TWO[:1], MADE_WITH, a_host()))
+    assert "the checkpoint needs 2 GPUs, but this host has 1" in message(
         plan_assignment(TWO, MADE_WITH, a_host(new(0, "c")))
     )
 
@@ -361,9 +361,9 @@ def test_eight_gpus_in_one_line() -> None:
     host = a_host(*gpus, new(6, "6", model=A100), new(7, "7", model=A100))
     found = plan_assignment([old(0, "a")], MADE_WITH, host)
     assert message(found) == (
-        f"no GPU of this host fits GPU 0 of the checkpoint ({H100}): "
-        "GPU 0 to 2, 4 and 5: 3.0 GiB free, 12.0 GiB needed; GPU 3: in MIG mode; "
-        f"GPU 6 and 7: another model: {A100}; stop what else runs on those GPUs"
+        f"no GPU of this host fits GPU 0 of the checkpoint ({H100}): GPU 0 to 2, 4 and 5: 3.0 GiB free, "
+        f"12.0 GiB needed; GPU 3: in MIG mode; GPU 6 and 7: another model: {A100}; stop the other "
+        "programs on those GPUs"
     )
 
 
@@ -372,8 +372,8 @@ def test_together() -> None:
     wanted = [old(0, "a", used=GIB), old(1, "b"), old(2, "c")]
     host = a_host(new(0, "d"), new(1, "e", free=2 * GIB), new(2, "f", free=2 * GIB))
     assert message(plan_assignment(wanted, MADE_WITH, host)) == (
-        "GPU 1 and 2 of the checkpoint need 2 GPUs of this host, and only GPU 0 fits: "
-        "GPU 1 and 2: 2.0 GiB free, 12.0 GiB needed; stop what else runs on those GPUs"
+        "GPU 1 and 2 of the checkpoint need 2 GPUs of this host, but only GPU 0 fits: GPU 1 and 2: 2.0 "
+        "GiB free, 12.0 GiB needed; stop the other programs on those GPUs"
     )
 
 
@@ -382,8 +382,8 @@ def test_a_place_that_fits_one_of_them() -> None:
     wanted = [replace(old(0, "a"), model=A100), old(1, "b", used=GIB), replace(old(2, "c"), model=A100)]
     host = a_host(new(0, "a"), new(1, "d", model=A100), replace(new(2, "e"), mig=True))
     assert message(plan_assignment(wanted, MADE_WITH, host)) == (
-        "GPU 0 to 2 of the checkpoint need 3 GPUs of this host, and only GPU 0 and 1 fit: "
-        "GPU 2: in MIG mode; turn MIG off, or set the compute mode to default (nvidia-smi)"
+        "GPU 0 to 2 of the checkpoint need 3 GPUs of this host, but only GPU 0 and 1 fit: GPU 2: in MIG "
+        "mode; turn MIG off, or set the compute mode to default (nvidia-smi)"
     )
 
 
@@ -554,4 +554,4 @@ def test_a_checkpoint_of_many_gpus() -> None:
     start = time.process_time()
     found = plan_assignment(wanted, MADE_WITH, FOUR)
     assert time.process_time() - start < 0.5
-    assert found.refusal == "the checkpoint needs 256 GPUs, and this host has 4"
+    assert found.refusal == "the checkpoint needs 256 GPUs, but this host has 4"

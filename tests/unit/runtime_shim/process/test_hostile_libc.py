@@ -55,7 +55,7 @@ def test_headers_without_end(tmp_path: Path) -> None:
     """Each of 65,535 program headers may name a table of 64 KiB."""
     memory = library(tmp_path / "libc.so.6", b"\0fork\0", [1], headers=65535)
     try:
-        with pytest.raises(ValueError, match="an ELF file of 65535 program headers"):
+        with pytest.raises(ValueError, match="an ELF file with 65535 program headers"):
             positions._functions(memory, 0)
     finally:
         os.close(memory)

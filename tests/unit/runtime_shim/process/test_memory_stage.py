@@ -153,7 +153,7 @@ def test_what_a_killed_one_left_is_replaced(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden"])
 def test_names_that_lead_elsewhere(folder: Path, name: str) -> None:
     """A container's ID becomes a folder's name only where it is one."""
-    with pytest.raises(OSError, match="it cannot be a folder's name"):
+    with pytest.raises(OSError, match="it is not a valid directory name"):
         Stage(name).area("a", 0, MIB)
 
 

@@ -179,7 +179,7 @@ def test_a_program_that_others_can_change(host: Host, what: str) -> None:
     """It is not run, wherever it lies."""
     program = host.program()
     (program if what == "program" else host.places).chmod(0o777)
-    assert "could be changed by others than root" in host.rerun(hook(LDCACHE))
+    assert "can be modified by users other than root" in host.rerun(hook(LDCACHE))
     assert host.calls() == []
 
 
@@ -188,7 +188,7 @@ def test_a_link_to_a_program_that_others_can_change(host: Host) -> None:
     other = host.program().rename(host.folder / "nvidia-ctk")
     other.chmod(0o757)
     (host.places / "nvidia-cdi-hook").symlink_to(other)
-    assert "could be changed by others than root" in host.rerun(hook(LDCACHE))
+    assert "can be modified by users other than root" in host.rerun(hook(LDCACHE))
     other.chmod(0o755)
     assert host.rerun(hook(LDCACHE)) == ""
     assert host.words() == ["hook update-ldcache --folder /usr/lib64"]
@@ -230,7 +230,7 @@ def test_no_root(host: Host, path: Any) -> None:
     """Without a folder that is the container's root, and not the host's, no hook runs."""
     host.program()
     host.config["root"] = {"path": path}
-    assert "the container's root cannot be shown to them" in host.rerun(hook(LDCACHE))
+    assert "because the container's root cannot be passed to them" in host.rerun(hook(LDCACHE))
     assert host.calls() == []
 
 
@@ -241,7 +241,7 @@ def test_mounts_that_cannot_be_shown(host: Host) -> None:
     def refuse(pid: int, path: str) -> None:
         raise PermissionError(1, "x")
 
-    assert "cannot be shown to them: it is not allowed" in host.rerun(hook(LDCACHE), show=refuse)
+    assert "cannot be passed to them: it is not allowed" in host.rerun(hook(LDCACHE), show=refuse)
     assert host.calls() == []
 
 
@@ -278,7 +278,7 @@ def test_the_mounts_are_shown(host: Host) -> None:
         said = host.rerun(hook(LDCACHE), show=show_mounts)
         assert (proc.mounts("self"), os.getcwd(), proc.namespace(os.getpid(), "mnt")) == before
         init.communicate(b"\n", timeout=DEADLINE)
-    assert said == "gpusnap: note: NVIDIA's hook update-ldcache said: seen\n"
+    assert said == "gpusnap: note: NVIDIA's hook update-ldcache printed: seen\n"
     assert (host.folder / "new").read_text() == "made\n"
     assert list(host.root.iterdir()) == []
 
@@ -290,5 +290,5 @@ def test_process_that_is_gone(host: Host) -> None:
         pass
     host.container = Container("c0ffee", gone.pid, "running", str(host.folder / "bundle"), {})
     said = host.rerun(hook(LDCACHE), show=show_mounts)
-    assert "cannot be shown to them: it does not exist" in said
+    assert "cannot be passed to them: it does not exist" in said
     assert host.calls() == []

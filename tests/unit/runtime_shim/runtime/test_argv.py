@@ -150,7 +150,7 @@ def test_no_runtime_gets_what_it_does_not_take(runtime: RealRuntime, line: list[
         refusal = error.sentence()
     if refusal:
         assert f"{runtime.name} takes no --" in refusal
-        assert "; leave it out, or " in refusal
+        assert "; omit it, or " in refusal
     else:
         assert options_of(again) == options_of(call) & known
 
@@ -256,7 +256,7 @@ def test_an_id_that_looks_like_an_option() -> None:
         ("checkpoint", "checkpoint was given no container ID"),
         ("restore --detach", "restore was given no container ID"),
         ("restore --", "restore was given no container ID"),
-        ("checkpoint x y", "takes one container ID and was given 'x' 'y'"),
+        ("checkpoint x y", "takes one container ID but was given 'x' 'y'"),
         ("checkpoint --shiny x", "checkpoint has no option --shiny"),
         ("checkpoint --detach x", "checkpoint has no option --detach"),
         ("restore --leave-running x", "restore has no option --leave-running"),
@@ -285,7 +285,7 @@ def test_lines_that_are_refused(line: str, message: str) -> None:
     ("line", "runtime", "message"),
     [
         ("restore --preserve-fds 2 x", RUNC_1_3, "runc 1.3.6 takes no --preserve-fds 2 for restore"),
-        ("checkpoint --manage-cgroups-mode ignore x", RUNC_1_1, "(it came with runc 1.2)"),
+        ("checkpoint --manage-cgroups-mode ignore x", RUNC_1_1, "(added in runc 1.2)"),
         ("checkpoint --network-lock skip x", RUNC_1_3, 'add "network-lock skip" to criu.options'),
         ("--cgroup-manager disabled restore x", RUNC_1_3, "runc 1.3.6 takes no --cgroup-manager disabled;"),
         ("--criu /opt/criu restore x", CRUN_1_28, "crun 1.28 takes no --criu /opt/criu;"),

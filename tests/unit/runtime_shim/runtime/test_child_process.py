@@ -26,7 +26,7 @@ def test_output_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subprocess.Popen, "communicate", fail)
     with pytest.raises(
-        GpusnapError, match=f"what {sys.executable} said cannot be read: Cannot allocate memory"
+        GpusnapError, match=f"the output of {sys.executable} cannot be read: Cannot allocate memory"
     ):
         child_process.run([sys.executable, "-c", ""], started=pids.append)
     with pytest.raises(ProcessLookupError):

@@ -163,7 +163,7 @@ def test_find_nonsense(tmp_path: Path, output: str) -> None:
     """A runtime that answers something else is said to."""
     runtime = FakeRuntime(tmp_path / "r")
     (runtime.folder / "state.json").write_text(output, "ascii")
-    with pytest.raises(RuntimeFailed, match="gave no container state"):
+    with pytest.raises(RuntimeFailed, match="printed no container state"):
         find([str(runtime.path)], ID)
 
 

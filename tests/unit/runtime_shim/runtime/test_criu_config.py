@@ -96,9 +96,9 @@ def test_defaults() -> None:
 @pytest.mark.parametrize("path", ["/usr/lib/a b", "/usr/lib/a#b", "/a\nlibdir /x", '/a"b', "/a'b", "/a\\b"])
 def test_a_path_that_is_no_word(path: str) -> None:
     """A path that CRIU's parser would take apart, or for another line, is refused."""
-    with pytest.raises(ImageError, match="cannot be named to CRIU"):
+    with pytest.raises(ImageError, match="cannot be passed to CRIU"):
         dump_text(Criu(), [DriverMount("gpusnap-0", path, LIBRARY)], masters=False)
-    with pytest.raises(ImageError, match="cannot be named to CRIU"):
+    with pytest.raises(ImageError, match="cannot be passed to CRIU"):
         restore_text(Criu(), [DriverMount("gpusnap-0", LIBRARY, path)])
 
 

@@ -52,7 +52,7 @@ def test_a_manifest_brings_no_other_path(path: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("os.path.exists", lambda _: True)
     good = DRIVER[0]
     for mount in (DriverMount("gpusnap-0", path, good), DriverMount("gpusnap-0", good, path)):
-        with pytest.raises(Refused, match="is no file of the GPU's driver"):
+        with pytest.raises(Refused, match="is not a GPU driver file"):
             check_mounts([mount])
 
 
@@ -67,7 +67,7 @@ def test_a_link_to_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_source_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this host does not have is refused by name, with what to do."""
     monkeypatch.setattr("os.path.exists", lambda _: False)
-    with pytest.raises(Refused, match=r"libcuda\.so\.580\.159\.04 mounted, and this host does not") as caught:
+    with pytest.raises(Refused, match=r"libcuda\.so\.580\.159\.04 mounted, but this host does not") as caught:
         check_mounts([DriverMount("gpusnap-0", DRIVER[0], DRIVER[0])])
     assert "same driver" in caught.value.hint
     check_mounts([])

@@ -80,7 +80,7 @@ def test_a_checkpoint_says_so(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     container = Container("c0ffee", os.getpid(), "running", "/b", {})
     preflight.check_pycriu(container)
     said = capfd.readouterr().err
-    assert "this host can restore no checkpoint without it" in said
+    assert "this host cannot restore checkpoints without it" in said
     assert "python3-pycriu" in said
     groups["cpu,freezer"] = "/c"
     with pytest.raises(Refused, match="CRIU's images cannot be read without it"):

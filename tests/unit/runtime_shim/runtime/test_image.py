@@ -24,7 +24,7 @@ def test_only_what_was_lost_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr(os if call == "fsync" else image, call, fail)
-        with pytest.raises(ImageError, match="cannot be brought to disk: Too many open files"):
+        with pytest.raises(ImageError, match="cannot be flushed to disk: Too many open files"):
             image.sync(str(tmp_path), failed=noted.append)
     assert noted == (["Too many open files"] if call == "fsync" else [])
     image.sync(str(tmp_path), failed=noted.append)
@@ -35,7 +35,7 @@ def write(path: Path, *, at: int) -> None:
     os.utime(path, ns=(at, at))
 
 
-@pytest.mark.parametrize("clock", [10, 1], ids=["goes on", "was put back"])
+@pytest.mark.parametrize("clock", [10, 1], ids=["to continue", "was put back"])
 def test_drop_earlier(tmp_path: Path, clock: int) -> None:
     """CRIU's images that a dump did not write are removed; other files, links and directories stay."""
     gone = ["mm-7.img", "pages-3.img", "pagemap-7.img", "core-7.img"]

@@ -735,8 +735,8 @@ def test_without_the_python_entry(tmp_path: Path, said: str) -> None:
         done = broken.done(command, "x")
         assert (done.returncode, done.stdout) == (127, b"")
         assert done.stderr.decode() == (
-            f"gpusnap-runtime: its Python program {tmp_path / 'entry'} cannot be started: {said}, so nothing "
-            "is checkpointed or restored; install gpusnap anew [GPS-002]\n"
+            f"gpusnap-runtime: its Python program {tmp_path / 'entry'} cannot be started: {said}, so "
+            "nothing is checkpointed or restored; reinstall gpusnap [GPS-002]\n"
         )
 
 

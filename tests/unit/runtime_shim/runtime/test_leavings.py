@@ -90,8 +90,8 @@ def test_let_end_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         scratch_files.let_end(own(), "c0ffee")
     assert caught.value.sentence() == (
-        f"what a killed gpusnap called for container c0ffee is still at work: process {ours.pid}; wait for "
-        f"it, or kill {ours.pid}, and run gpusnap recover again [GPS-020]"
+        "a program that a killed gpusnap started for container c0ffee is still running: process "
+        f"{ours.pid}; wait for it, or kill {ours.pid}, then run gpusnap recover again [GPS-020]"
     )
 
 

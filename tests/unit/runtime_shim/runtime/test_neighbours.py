@@ -201,7 +201,7 @@ def test_a_gpu_process_beside_the_tree() -> None:
         with Family("nsenter", mounts, f"--pid=/proc/{owner.init}/ns/pid") as session:
             a, members = container(owner.init, A), processes(owner.init, A)
             preflight.check_complete(a, members, [each for each in members if each.pid == owner.init])
-            with pytest.raises(Refused, match=f"GPU process {session.init} .* would leave it out"):
+            with pytest.raises(Refused, match=f"GPU process {session.init} .* would not include it"):
                 preflight.check_complete(a, members, members)
         ended = [each for each in members if each.pid == session.init]
         assert ended

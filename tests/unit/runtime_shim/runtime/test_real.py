@@ -90,7 +90,7 @@ def test_identify(tmp_path: Path) -> None:
 
 
 def test_identify_fails(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeFailed, match="failed with exit code 3 and said: no good") as caught:
+    with pytest.raises(RuntimeFailed, match="failed with exit code 3 and printed: no good") as caught:
         real.identify(program(tmp_path / "crun", "echo bad >&2; echo no good >&2; exit 3"))
     assert caught.value.exit_code == 3
     with pytest.raises(RuntimeFailed, match="cannot be started: it does not exist"):
@@ -204,10 +204,10 @@ def test_passes_over_what_is_no_program(own: Path, tmp_path: Path) -> None:
 
 
 def test_names_what_is_missing(own: Path) -> None:
-    with pytest.raises(SettingsError, match="the real runtime kata is neither on PATH") as caught:
+    with pytest.raises(SettingsError, match="the real runtime kata is neither in PATH") as caught:
         real.find("kata")
     assert "install it, or set runtime in /etc/gpusnap/gpusnap.toml" in caught.value.sentence()
-    with pytest.raises(SettingsError, match="/opt/crun is not a program that can be run"):
+    with pytest.raises(SettingsError, match="/opt/crun is not an executable program"):
         real.find("/opt/crun")
 
 
@@ -228,7 +228,7 @@ def test_setting(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot be read"):
         locate.setting(str(tmp_path))
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(SettingsError, match="is no regular file"):
+    with pytest.raises(SettingsError, match="is not a regular file"):
         locate.setting(str(tmp_path / "fifo"))
 
 
@@ -238,5 +238,5 @@ def test_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     hanging.write_text("#!/bin/sh\nexec sleep 60\n")
     hanging.chmod(0o755)
     monkeypatch.setattr(real, "_DEADLINE", 0.2)
-    with pytest.raises(RuntimeFailed, match=r"crun did not end within 0\.2 s"):
+    with pytest.raises(RuntimeFailed, match=r"crun did not finish within 0\.2 s"):
         real.identify(hanging)

@@ -270,7 +270,7 @@ def test_all_parts(host: Host) -> None:
     """What gpusnap doctor asks: with the packages that this interpreter has, and without."""
     done = host.run(*entry.CHECK)
     assert done.returncode == 1
-    assert "a part of gpusnap is missing" in done.stderr
+    assert "a module of gpusnap is missing" in done.stderr
     line = [sys.executable, "-m", "gpusnap.runtime_shim.shim.entry", *entry.CHECK]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"{__version__} {sys.executable}\n")

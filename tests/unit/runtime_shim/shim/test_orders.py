@@ -101,7 +101,7 @@ def test_what_is_no_id_is_refused() -> None:
     """No path can be made of it."""
     assert overrides.apply_orders(Settings(), "../../etc/passwd") == Settings()
     with (
-        pytest.raises(GpusnapError, match="is no container's ID"),
+        pytest.raises(GpusnapError, match="is not a container ID"),
         overrides.order("../x", pages="store"),
     ):
         pass
@@ -109,7 +109,7 @@ def test_what_is_no_id_is_refused() -> None:
 
 def test_no_room(folder: Path) -> None:
     """The sentence names the file."""
-    folder.write_text("in the way")
+    folder.write_text("prevents it")
     with (
         pytest.raises(GpusnapError, match=r"c0ffee\.json cannot be written.*") as caught,
         overrides.order(ID, pages="store"),

@@ -36,7 +36,7 @@ def test_the_sentence(error: Exception, said: str) -> None:
     """Which it was, and the line that it came from: enough to tell us."""
     found = make_unforeseen(raised(error)).sentence()
     assert found.startswith(said)
-    assert found.endswith("; this should have been said better: tell us [GPS-001]")
+    assert found.endswith("; internal error: please report it, with the output of gpusnap report [GPS-001]")
 
 
 def test_a_module_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_a_module_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="Too many levels") as raised:
         importlib.import_module("nowhere")
     found = make_unforeseen(raised.value).sentence()
-    assert found.startswith(f"gpusnap cannot read a file of its own, {path}: Too many levels")
+    assert found.startswith(f"gpusnap cannot read its own file {path}: Too many levels")
     assert found.endswith("[GPS-002]")
 
 
@@ -86,7 +86,7 @@ def test_in_the_log(
     (said,) = [json.loads(each) for each in log.read_text().splitlines()]
     assert said["level"] == "error"
     assert said["msg"].startswith(
-        "gpusnap: a part of gpusnap is missing, so nothing is checkpointed or restored: "
-        "No module named 'zstandard'; install gpusnap anew"
+        "gpusnap: a module of gpusnap is missing, so nothing is checkpointed or restored: No module named "
+        "'zstandard'; reinstall gpusnap"
     )
     assert "Traceback" not in capfd.readouterr().err

@@ -311,10 +311,10 @@ def test_no_mount(make: Make) -> None:
     container = make("/dev/null")
     refused(container, r"\(stat /dev/full\): it does not exist")
     container.do("open('/dev/full', 'w').close()")
-    refused(container, "/dev/full is no device that is mounted there")
-    refused(container, "/dev/full is no device", change("null", "zero"), change("full", "random"))
+    refused(container, "/dev/full is not a device mounted there")
+    refused(container, "/dev/full is not a device", change("null", "zero"), change("full", "random"))
     container.do("os.unlink('/dev/full'); os.mknod('/dev/full', 0o20600, os.makedev(1, 7))")
-    refused(container, "/dev/full is no device that is mounted there")
+    refused(container, "/dev/full is not a device mounted there")
 
 
 def test_the_new_name_is_taken(make: Make) -> None:
@@ -337,7 +337,7 @@ def test_hostile_links(make: Make) -> None:
     refused(container, r"\(open dri\): Not a directory", Change(elsewhere, (node("zero"),)))
     container.do("done(libc.umount2(b'/dev/full', 0)); os.unlink('/dev/full')")
     container.do("os.symlink('/elsewhere/x', '/dev/full')")
-    refused(container, "/dev/full is no device that is mounted there")
+    refused(container, "/dev/full is not a device mounted there")
     container.do("done(libc.umount2(b'/dev', 0)); os.rmdir('/dev'); os.symlink('/elsewhere', '/dev')")
     with pytest.raises(ContainerError, match=r"\(open dev\): Not a directory"):
         replace_nodes(container.pid, [change("full", "zero")])
@@ -357,7 +357,9 @@ def test_what_a_mount_lies_on(make: Make) -> None:
     container = make("/dev/null")
     container.do("open('/dev/full', 'w').write('mine'); mount('/dev/null', '/dev/full', None, BIND)")
     for changes in ([change("full", "zero")], [change("full", "full")]):
-        with pytest.raises(ContainerError, match="/dev/full lies on something that is no empty file"):
+        with pytest.raises(
+            ContainerError, match="/dev/full is mounted on something other than an empty file"
+        ):
             replace_nodes(container.pid, changes)
         assert Path(f"/proc/{container.pid}/root/dev/full").read_text() == "mine"
         container.do("mount('/dev/null', '/dev/full', None, BIND)")
@@ -375,7 +377,11 @@ def test_the_hosts_node(make: Make, tmp_path: Path) -> None:
     refused(
         container, r"open_tree /dev/gpusnap-none\)", Change(node("full"), (Node("/dev/gpusnap-none", 1, 5),))
     )
-    refused(container, "/etc/x is no place for a device", Change(Node("/etc/x", 1, 5), (node("zero"),)))
+    refused(
+        container,
+        "/etc/x is not a valid location for a device",
+        Change(Node("/etc/x", 1, 5), (node("zero"),)),
+    )
 
 
 def test_a_process_that_is_gone(make: Make) -> None:

@@ -119,7 +119,7 @@ def test_none_is_needed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_paused(scene: Scene) -> None:
     """The plugin waits for an answer of processes that cannot give one."""
     here = replace(container(scene.family.init), status="paused")
-    with pytest.raises(Refused, match="is paused, and CRIU's CUDA plugin waits") as caught:
+    with pytest.raises(Refused, match="is paused, but CRIU's CUDA plugin needs") as caught:
         criu_plugin.refuse_impossible(scene.driver, here, (), scene.settings)
     assert 'nvidia.driver = "native"' in caught.value.hint
     criu_plugin.refuse_impossible(FakeDriver(), here, (), scene.settings)
@@ -142,7 +142,7 @@ def test_room_in_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for where the GPU's memory passes through the process, as NVIDIA's does and AMD's does not."""
     monkeypatch.setattr(proc, "available_memory", lambda: 1 << 20)
     pid = scene.driver.use(scene.family.spawn(), memory=1 << 30)
-    assert "of GPU memory have to move to RAM" in scene.checkpoint("--leave-running").sentence()
+    assert "of GPU memory must move to RAM" in scene.checkpoint("--leave-running").sentence()
     (scene.folder / "plugins" / "amdgpu_plugin.so").touch()
     scene.driver.plugin = AMDGPU
     assert scene.checkpoint("--leave-running").code == 0
@@ -180,7 +180,7 @@ def test_one_that_is_left_suspended(scene: Scene) -> None:
     """A plugin that forgot one has not restored the container."""
     pid = restored(scene)
     scene.driver.states[pid] = ProcessState.CHECKPOINTED
-    assert "did not come back with its GPU state" in scene.restore("--detach").sentence()
+    assert "was not restored with its GPU state" in scene.restore("--detach").sentence()
     wait_for(lambda: not proc.is_running(pid), "the end of the container")
 
 
@@ -215,7 +215,7 @@ def test_gpus_stay(scene: Scene) -> None:
     here = Host("nvidia", "580.159.04", "13.0", (gpu(0), gpu(1)))
     assert criu_plugin.make_same_gpu_map(record, here, ()) == ((uuid(0), uuid(0)),)
     assert criu_plugin.make_same_gpu_map(record, here, (("0", "0"),)) == ((uuid(0), uuid(0)),)
-    with pytest.raises(Refused, match="the GPU map asks for 1") as caught:
+    with pytest.raises(Refused, match="the GPU map assigns 1") as caught:
         criu_plugin.make_same_gpu_map(record, here, (("0", "1"),))
     assert "nvidia.driver = native can move" in caught.value.hint
     elsewhere = replace(here, gpus=(gpu(1),))

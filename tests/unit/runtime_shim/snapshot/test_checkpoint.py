@@ -152,7 +152,9 @@ def test_leave_running_and_resume_fails(scene: Scene) -> None:
     scene.driver.fail("restore", broken, DriverFailed("the GPU fell off the bus"))
     sentence = scene.checkpoint("--leave-running").sentence()
     assert "the GPU fell off the bus" in sentence
-    assert f"the checkpoint in {scene.image} is whole and can be restored; gpusnap recover " in sentence
+    assert (
+        f"the checkpoint in {scene.image} is complete and can be restored; run gpusnap recover " in sentence
+    )
     assert scene.driver.states[other] is ProcessState.RUNNING
     assert scene.driver.of("restore").count(broken) > 1
     assert len(whole(scene).processes) == 2
@@ -180,7 +182,7 @@ def test_leave_running_with_two_failures(scene: Scene, monkeypatch: pytest.Monke
     sentence = scene.checkpoint("--leave-running").sentence()
     assert "the disk is full" in sentence
     assert "the GPU fell off the bus" in sentence
-    assert "is whole" not in sentence
+    assert "is complete" not in sentence
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_leave_running_with_two_failures(scene: Scene, monkeypatch: pytest.Monke
     [
         (
             RuntimeError("can't start new thread"),
-            "no thread could be started: can't start new thread;",
+            "a thread cannot be started: can't start new thread;",
         ),
         (OSError(errno.EIO, os.strerror(errno.EIO), "/proc/self/x"), "/proc/self/x: Input/output error"),
     ],
@@ -208,10 +210,10 @@ def test_what_nobody_foresaw_after_the_dump(
     assert sentence.startswith(said)
     assert code
     if options:
-        assert sentence.endswith("; the container runs on")
+        assert sentence.endswith("; the container continues to run")
         assert scene.all_running()
     else:
-        assert sentence.endswith("; the container is dumped: gpusnap recover c0ffee tries again")
+        assert sentence.endswith("; the container is dumped: run gpusnap recover c0ffee to try again")
 
 
 def test_no_sync_no_manifest(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +226,7 @@ def test_no_sync_no_manifest(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> N
     scene.driver.when("restore", lambda _: monkeypatch.setattr(os, "fsync", failing))
     sentence = scene.checkpoint("--leave-running").sentence()
     monkeypatch.undo()
-    assert "cannot be brought to disk" in sentence
+    assert "cannot be flushed to disk" in sentence
     assert scene.all_running()
     assert "gpusnap/manifest.json" not in scene.content()
 
@@ -373,15 +375,15 @@ BEFORE_THE_DUMP: dict[str, tuple[Prepare, str]] = {
     "driver too old": (no_inspect, "the driver has no checkpoint API"),
     "no inventory of GPUs": (no_inventory, "the driver has no inventory"),
     "no config.json": (no_bundle, "config.json cannot be read: it does not exist"),
-    "an option that the runtime lacks": (no_option, "takes no --manage-cgroups-mode ignore"),
-    "a leftover handle": (suspended, "has no CUDA state of its own"),
+    "an option that the runtime lacks": (no_option, "does not support --manage-cgroups-mode ignore"),
+    "a leftover handle": (suspended, "no CUDA state of its own"),
     "folder not writable": (no_folder, "gpusnap cannot be written: access is refused"),
-    "no memory": (no_memory, "of GPU memory have to move to RAM"),
-    "memory for another": (memory_for_another, "this host leaves 0 B"),
+    "no memory": (no_memory, "of GPU memory must move to RAM"),
+    "memory for another": (memory_for_another, "this host leaves only 0 B"),
     "lock of one": (no_lock, "its GPU work did not stop within 0.3 s"),
     "driver checkpoint of one": (no_checkpoint, MANAGED),
     "a process dies in the driver": (dies, "has ended"),
-    "a process dies after it": (dies_after, "ended before it could be dumped"),
+    "a process dies after it": (dies_after, "exited before it could be dumped"),
     "lock of a late starter": (late_and_no_lock, "the late one's work did not stop"),
     "always another late starter": (late_again_and_again, "keep starting to use a GPU"),
     "no room for the manifest": (no_room_for_manifest, "manifest.pending cannot be written: No space left"),
@@ -444,7 +446,7 @@ def test_suspended_already(scene: Scene) -> None:
     scene.driver.states[pid] = ProcessState.CHECKPOINTED
     sentence = scene.checkpoint().sentence()
     assert f"process {pid} (" in sentence
-    assert "is checkpointed already" in sentence
+    assert "is already checkpointed" in sentence
     assert scene.driver.states[pid] is ProcessState.CHECKPOINTED
 
 
@@ -467,7 +469,7 @@ DUMP: dict[str, tuple[Callable[[Scene], object], str, int]] = {
     ),
     "no inventory.img": (
         lambda scene: scene.runtime.script("checkpoint", FAIL + 'rm -f "$image/inventory.img"'),
-        "reported a checkpoint, but wrote no inventory.img",
+        "reported success, but wrote no inventory.img",
         1,
     ),
     "runtime cannot be started": (unstartable, "cannot be started: access is refused", 127),
@@ -555,7 +557,7 @@ def test_no_false_promise(scene: Scene) -> None:
     (pid,) = scene.gpu_processes(1)
     scene.driver.fail("restore", pid, DriverFailed("the GPU fell off the bus"))
     scene.runtime.script("checkpoint", 'say "no"; exit 1')
-    assert "runs on" not in scene.checkpoint().sentence()
+    assert "continues to run" not in scene.checkpoint().sentence()
 
 
 def test_a_state_that_cannot_be_read(scene: Scene) -> None:
@@ -609,8 +611,8 @@ def test_an_exec_session_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
     outcome = scene.checkpoint()
     assert outcome.code == 0
     assert outcome.stderr == (
-        "gpusnap: note: what exec started in the container is not in its checkpoint: "
-        f"process {session} (sleep) [GPS-212]\n"
+        "gpusnap: note: processes that exec started in the container are not in its checkpoint: process "
+        f"{session} (sleep) [GPS-212]\n"
     )
 
 
@@ -699,7 +701,7 @@ def test_a_signal_before_the_dump(scene: Scene, monkeypatch: pytest.MonkeyPatch,
     scene.gpu_processes(2)
     SIGNALS[step](scene, monkeypatch)
     sentence = scene.checkpoint().sentence()
-    assert sentence == "stopped by SIGTERM; the container was left as it was found"
+    assert sentence == "stopped by SIGTERM; the container was left in its original state"
     assert scene.all_running()
     assert scene.content() == before
     assert scene.runtime.calls("checkpoint") == []

@@ -182,5 +182,5 @@ def test_time_for_the_locks(tmp_path: Path) -> None:
 def test_no_place_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library(tmp_path / "default", "cuda_plugin.so")
     monkeypatch.setattr(plugins, "scratch", lambda: str(tmp_path / "none"))
-    with pytest.raises(ImageError, match="folder for CRIU's plugins"), inject(None, Settings()):
+    with pytest.raises(ImageError, match="the directory for CRIU's plugins"), inject(None, Settings()):
         pass

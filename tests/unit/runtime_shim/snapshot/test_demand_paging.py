@@ -420,7 +420,7 @@ def test_given_up_before_the_process_is_there(target: Target, gate: Gate) -> Non
     gate.closed = {chunk.blob for chunk in region.table.chunks}
     with filling_of(gate, (7, [region])) as filling:
         filling.stop()
-        with pytest.raises(ImageError, match="was ended before"):
+        with pytest.raises(ImageError, match="ended before"):
             filling.deliver({7: target.pid})
         ended(target)
         gate.open()
@@ -435,9 +435,9 @@ def test_what_does_not_come(target: Target, gate: Gate, monkeypatch: pytest.Monk
     with filling_of(gate, (7, [region])) as filling:
         filling.deliver({7: target.pid})
         target.tell(region.reads())
-        with pytest.raises(ImageError, match="does not come: not a chunk of it in 0 s") as caught:
+        with pytest.raises(ImageError, match="does not arrive: no chunk of it in 0 s") as caught:
             filling.right()
-        assert "disk or the registry" in caught.value.hint
+        assert "disk or registry" in caught.value.hint
         ended(target)
         gate.open()
 
@@ -451,7 +451,7 @@ def test_closed_in_the_middle(target: Target, gate: Gate) -> None:
     target.tell(region.reads())
     waits(target)
     threading.Timer(0.1, gate.open).start()  # a worker cannot be called off
-    filling._paging.fail(ImageError("given up"))  # type: ignore[union-attr]
+    filling._paging.fail(ImageError("gpusnap gives up"))  # type: ignore[union-attr]
     ended(target)
     filling.close()
     filling.close()
@@ -744,7 +744,7 @@ def test_asked_to_stop(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPat
         pages.look()
         ended(target)
         gate.open()
-        with pytest.raises(GpusnapError, match="was ended before all GPU memory was there"):
+        with pytest.raises(GpusnapError, match="ended before all GPU memory was read"):
             filling.right()
         pages.look()
 

@@ -84,7 +84,7 @@ def _let_go(pid: int) -> bool:
 
 def test_something_under_way(family: Family, driver: FakeDriver) -> None:
     """The driver says that a call is under way: it is asked again while all runs."""
-    answers = iter([LockTimeout("a call is under way"), None])
+    answers = iter([LockTimeout("a call is in progress"), None])
     with a_process(family, driver) as pid:
 
         def call() -> None:
@@ -115,7 +115,7 @@ def test_no_answer(family: Family, driver: FakeDriver, monkeypatch: pytest.Monke
     monkeypatch.setattr(driver_calls, "_MARGIN", 0.05)
     end = threading.Event()
     with a_process(family, driver) as pid:
-        with pytest.raises(DriverNotReady, match=f"does not answer for process {pid} "):
+        with pytest.raises(DriverNotReady, match=f"does not respond for process {pid} "):
             call_or_run(driver, pid, end.wait, timeout=0.05)
         end.set()
 
@@ -142,7 +142,7 @@ def test_a_wait_for_memory_is_no_deadlock(
 
         came: list[float] = []
         begun = time.monotonic()
-        with pytest.raises(DriverNotReady, match=r"none came within 0\.1 s"):
+        with pytest.raises(DriverNotReady, match=r"no response within 0\.1 s"):
             driver_calls.call(driver, pid, end.wait, thread=run_only, within=0.1, waits=waits)
         assert time.monotonic() - begun > 0.3
         assert looks
@@ -172,7 +172,7 @@ def test_a_tracer_that_fails(family: Family, driver: FakeDriver, monkeypatch: py
     end = threading.Event()
     with a_process(family, driver) as pid:
         monkeypatch.setattr(Tracer, "_answer_stops", _fail)
-        with pytest.raises(DriverNotReady, match=r"its thread cannot be let run: .*Input/output error"):
+        with pytest.raises(DriverNotReady, match=r"its thread cannot be resumed: .*Input/output error"):
             driver_calls.call(driver, pid, end.wait, thread=run_only)
         end.set()
 
@@ -190,7 +190,7 @@ def test_one_that_is_killed(family: Family, driver: FakeDriver) -> None:
         os.kill(pid, signal.SIGKILL)
         raise NotSupported("no such process")
 
-    with pytest.raises(GpusnapError, match="ended in the GPU driver's hands"):
+    with pytest.raises(GpusnapError, match="exited during a GPU driver call"):
         call_or_run(driver, pid, call, timeout=60)
 
 

@@ -89,7 +89,7 @@ def test_a_log_without_end(
 
     grower = threading.Thread(target=grow)
     grower.start()
-    with pytest.raises(RuntimeFailed, match="had grown beyond 1 MiB") as caught:
+    with pytest.raises(RuntimeFailed, match="exceeded 1 MiB") as caught:
         RuntimeThread(running(file), str(log)).wait_until_restored(None)
     grower.join()
     assert "gpusnap verify" in caught.value.hint

@@ -199,7 +199,7 @@ def test_a_driver_that_finds_no_process(
     driver.states[pid] = state
     stop([pid], timeout=60)
     forgotten[0] = 10**6
-    with pytest.raises(NotInitialized, match=f"does not know process {pid} .* had taken"):
+    with pytest.raises(NotInitialized, match=f"does not know process {pid} .* had saved"):
         resume(driver, [pid], Pages())
     assert proc.is_still(pid)
     assert driver.states[pid] is state
@@ -269,7 +269,7 @@ def test_a_process_that_does_not_stand_still(
     pid = driver.use(family.spawn(), state=LOCKED)
     with monkeypatch.context() as patch:
         patch.setattr(proc, "is_still", lambda _: False)
-        with pytest.raises(GpusnapError, match="did not stand still"):
+        with pytest.raises(GpusnapError, match="did not stop"):
             suspend(driver, [pid], Pages(), timeout=0.05)
     wait_for(lambda: not proc.is_still(pid), "it goes on")
     assert driver.of("checkpoint") == []

@@ -163,7 +163,7 @@ def test_what_is_found(made_up: Processes) -> None:
     ids=[
         "older",
         "another's name",
-        "above it",
+        "in its path points",
         "beside us",
         "another root",
         "within it",
@@ -218,7 +218,7 @@ def test_one_that_does_not_end(start: Callable[..., int], monkeypatch: pytest.Mo
     criu = start(title(MARK))
     monkeypatch.setattr(incomplete_restore, "_PATIENCE", 0.05)
     monkeypatch.setattr(pidfd, "send", lambda pid, number: None)
-    with pytest.raises(GpusnapError, match=f"do not end though they were killed: {criu}"):
+    with pytest.raises(GpusnapError, match=f"were killed but do not exit: {criu}"):
         incomplete_restore.kill_restored(None, OWNER, ID)
 
 

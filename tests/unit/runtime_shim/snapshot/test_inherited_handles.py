@@ -290,7 +290,7 @@ def test_records(tree: Tree) -> None:
 
 @pytest.mark.parametrize(
     ("count", "begin"),
-    [(1, "1 process holds GPU files that it "), (2, "2 processes hold GPU files that they ")],
+    [(1, "1 process has GPU files open that it "), (2, "2 processes have GPU files open that they ")],
 )
 def test_say(tree: Tree, capsys: pytest.CaptureFixture[str], count: int, begin: str) -> None:
     """One line, with the PIDs."""
@@ -407,8 +407,10 @@ def test_a_checkpoint(scene: Scene) -> None:
     outcome = scene.checkpoint("--leave-running")
     assert outcome.code == 0, outcome.stderr
     assert outcome.stderr.splitlines() == [
-        "gpusnap: note: 3 processes hold GPU files that they inherited and never used; "
-        f"replaced by /dev/null: {' '.join(map(str, sorted(pids)))} [GPS-213]"
+        (
+            "gpusnap: note: 3 processes have GPU files open that they inherited and never used; replaced by "
+            f"/dev/null: {' '.join(map(str, sorted(pids)))} [GPS-213]"
+        )
     ]
     found = read(str(scene.image)).neutralised
     assert [(each.pid, each.descriptors, each.mappings) for each in found] == [

@@ -159,7 +159,7 @@ def test_when(stage: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch) -> Non
     loading = load.begin(FOUND, Memory(), beside=3 * SIZE)
     assert loading is not None
     loading.close()
-    with pytest.raises(Refused, match="of GPU memory have to move to RAM"):
+    with pytest.raises(Refused, match="of GPU memory must move to RAM"):
         load.begin(FOUND, Memory(), beside=3 * SIZE + 1)
     assert load.begin(FOUND, Memory(ceiling=1 << 30), beside=0) is None
     there[0] = Entry(KEY, "", (1, 1), (JournalProcess(7, 1, ()),))

@@ -272,7 +272,7 @@ def test_lock_of_one_that_stands_within_a_call(family: Family, driver: FakeDrive
     """Where the driver cannot lock it as it stands, it runs until it is locked, and stands again."""
     pid, other = driver.use(family.spawn()), driver.use(family.spawn())
     stop([pid, other], timeout=PATIENCE)
-    driver.fail("lock", pid, LockTimeout("a call is under way"), times=1)
+    driver.fail("lock", pid, LockTimeout("a call is in progress"), times=1)
     assert lock(driver, [pid, other], timeout=5, held=[pid, other]) == (pid,)
     assert driver.of("lock").count(pid) == 2
     assert proc.is_still(pid)
@@ -283,7 +283,7 @@ def test_lock_that_does_not_come(family: Family, driver: FakeDriver) -> None:
     """After the deadline it stands all the same, as it was found."""
     pid = driver.use(family.spawn())
     stop([pid], timeout=PATIENCE)
-    driver.fail("lock", pid, LockTimeout("a call is under way"))
+    driver.fail("lock", pid, LockTimeout("a call is in progress"))
     with pytest.raises(LockTimeout):
         lock(driver, [pid], timeout=5, held=[pid])
     assert proc.is_still(pid)

@@ -406,7 +406,7 @@ def test_what_recover_calls_whole_is_on_disk(
         recover_checkpoint._finish(entry, SMALL)
     assert not (path / "gpusnap/manifest.json").exists()
     damaged.write_bytes(good)
-    assert "is whole" in recover_checkpoint._finish(entry, SMALL)
+    assert "is complete" in recover_checkpoint._finish(entry, SMALL)
     # Written anew: of the dead one's files nobody could tell any more.
     assert {file.stat().st_ino for file in (*files, path / "inventory.img")} <= synced
     assert manifest_file.read(str(path)).processes == record.processes
@@ -454,7 +454,7 @@ def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "read", lambda _: entry)
         said = recover_checkpoint.recover(entry, FakeDriver(), SMALL)
-    assert said == "it runs on, and its checkpoint came to nothing"
+    assert said == "it continues to run, and its checkpoint failed"
     assert [each.name for each in path.iterdir() if each.name != "gpusnap"] == []
     assert not (path / "gpusnap").exists()
     assert journal_read("c0ffee") is None
@@ -579,7 +579,7 @@ def test_an_id_that_begins_another(holders: list[Holder]) -> None:
 def test_names_and_nothing() -> None:
     """An ID is no path; where nothing waits there is no entry."""
     assert journal.read("../../etc/passwd") is None
-    with pytest.raises(GpusnapError, match="no container's ID"):
+    with pytest.raises(GpusnapError, match="not a container ID"):
         journal.write("../../etc/passwd", "/image", {})
     journal.remove("never-there")
 
@@ -604,7 +604,7 @@ def test_one_at_a_time(holders: list[Holder]) -> None:
     """Two checkpoints of one container never run at once; the lock goes with its holder."""
     with (
         journal.hold("c0ffee"),
-        pytest.raises(GpusnapError, match="another gpusnap is still at work on container c0ffee"),
+        pytest.raises(GpusnapError, match="another gpusnap is still working on container c0ffee"),
         journal.hold("c0ffee"),
     ):
         pass

@@ -145,7 +145,7 @@ def test_a_frozen_cgroup_within(cell: Cell) -> None:
     (inner / "cgroup.freeze").write_text("1")
     (inner / "cgroup.procs").write_text(str(cell.pids[1]))
     paused = pause(cell)
-    with pytest.raises(GpusnapError, match=r"did not stand still within 0\.2 s"):
+    with pytest.raises(GpusnapError, match=r"did not stop within 0\.2 s"):
         paused.hold(cell.pids, timeout=0.2)
     paused.freeze()
     assert cell.frozen()
@@ -250,7 +250,7 @@ def test_left_without_a_note(cell: Cell) -> None:
 def test_not_as_we_write_it(folder: Path) -> None:
     """A note of another shape is told of, and changes nothing."""
     journal.write_document(ID, journal.PAUSED, {"owner": [1, 1], "group": "/g", "stopped": [[1]]})
-    with pytest.raises(GpusnapError, match="is not as gpusnap writes it"):
+    with pytest.raises(GpusnapError, match="was not written by this version of gpusnap"):
         journal.read(ID)
 
 
@@ -287,7 +287,7 @@ def test_an_image_of_another_kind_thaws(tmp_path: Path) -> None:
     """What is not as CRIU writes it is named, and stays."""
     path = tmp_path / "cgroup.img"
     path.write_bytes(frozen_groups("FROZEN")[:-3])
-    with pytest.raises(ImageError, match=r"cgroup\.img, which CRIU has just written, is cut short"):
+    with pytest.raises(ImageError, match=r"cgroup\.img, which CRIU just wrote, is cut short"):
         control_groups.thaw(str(tmp_path))
     assert path.read_bytes() == frozen_groups("FROZEN")[:-3]
 

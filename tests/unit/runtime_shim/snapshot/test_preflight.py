@@ -118,7 +118,7 @@ def test_connections(program: RealRuntime, monkeypatch: pytest.MonkeyPatch) -> N
             with pytest.raises(Refused) as caught:
                 preflight.refuse_sockets([connected], program, Connections.REFUSED)
             peer = f"127.0.0.1:{one.getpeername()[1]}"
-            assert f"has a TCP connection with {peer}, " in caught.value.sentence()
+            assert f"has a TCP connection to {peer}, " in caught.value.sentence()
             assert "--tcp-established" in caught.value.sentence()
 
 
@@ -159,7 +159,7 @@ def test_a_freezer_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
     here["freezer"] = "/libpod_parent/libpod-c0ffee"
     preflight.call(CheckpointCall(container_id="c"), CONTAINER)
     here[""] = "/"
-    with pytest.raises(Refused, match="a freezer of cgroup v1"):
+    with pytest.raises(Refused, match="a cgroup v1 freezer"):
         preflight.call(CheckpointCall(container_id="c"), CONTAINER)
 
 
@@ -168,7 +168,7 @@ def test_a_user_namespace() -> None:
     """A container with one is refused: runc would dump it, and never restore it."""
     with Family("unshare", "--user", "--fork", "--kill-child") as family:
         container = Container("c0ffee", family.init, "running", "/b", {})
-        with pytest.raises(Refused, match="has a user namespace of its own"):
+        with pytest.raises(Refused, match="has its own user namespace, which"):
             preflight.call(CheckpointCall(container_id="c"), container)
 
 
@@ -205,7 +205,7 @@ def test_states() -> None:
     preflight.check_states({process(1): ProcessState.RUNNING})
     preflight.check_states({})
     for state in set(ProcessState) - {ProcessState.RUNNING}:
-        with pytest.raises(Refused, match=rf"process 2 \(python3\) is {state.name.lower()} already"):
+        with pytest.raises(Refused, match=rf"process 2 \(python3\) is already {state.name.lower()}"):
             preflight.check_states({process(1): ProcessState.RUNNING, process(2): state})
 
 
@@ -219,7 +219,7 @@ def test_leftover(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that opened the GPU's files by itself is refused, with the first of them."""
     monkeypatch.setattr(preflight, "_STARTING", 0.0)
     held = answers({process(7): ("/dev/nvidia0", "/dev/nvidiactl")})
-    with pytest.raises(Refused, match=r"process 7 \(python3\) holds /dev/nvidia0 but") as caught:
+    with pytest.raises(Refused, match=r"process 7 \(python3\) has /dev/nvidia0 open but") as caught:
         preflight.refuse_leftover(lambda: next(held))
     assert "spawn" in caught.value.hint
     assert "NVML" in caught.value.hint
@@ -274,7 +274,7 @@ def test_shared_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match=r"process 7 \(python3\) has memory of another") as caught:
         preflight.refuse_shared([process(7)], Nvidia(), HOST)
     assert caught.value.hint.startswith(
-        "share it through host memory; if you know better: gpusnap checkpoint"
+        "share it through host memory; if you are sure, give gpusnap checkpoint"
     )
     assert caught.value.code == "GPS-215"
     preflight.refuse_shared([process(7)], Nvidia(allow_nccl=True), HOST)
@@ -302,7 +302,9 @@ def test_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     space.check_memory({1: 3 * GIB}, 1)
     space.check_memory({}, 1)
     for too_much in ({1: 4 * GIB}, {1: 2 * GIB, 2: 2 * GIB - 1}):
-        with pytest.raises(Refused, match=r"4\.\d GiB of GPU memory .* this host leaves 4\.0 GiB") as caught:
+        with pytest.raises(
+            Refused, match=r"4\.\d GiB of GPU memory .* this host leaves only 4\.0 GiB"
+        ) as caught:
             space.check_memory(too_much, 1)
         assert caught.value.hint == "free some memory"
 
@@ -342,7 +344,7 @@ def left(need: int) -> str:
     with pytest.raises(Refused) as caught:
         space.check_memory({1: need}, 1)
     assert caught.value.hint == "raise the container's memory limit"
-    return str(caught.value).partition("leaves ")[2]
+    return str(caught.value).partition("leaves only ")[2]
 
 
 def test_limit_of_version_2(cgroups: Cgroups) -> None:
@@ -379,7 +381,7 @@ def test_the_limit_of_what_is_staged(monkeypatch: pytest.MonkeyPatch, plenty: No
     """What is staged counts as ours: over our own limit the kernel would kill us."""
     monkeypatch.setattr(space, "_limit", lambda pid: GIB if pid == os.getpid() else None)
     space.check_memory({1: GIB // 2}, 1, Memory())
-    with pytest.raises(Refused, match=r"limit of gpusnap's own cgroup leaves 1\.0 GiB") as caught:
+    with pytest.raises(Refused, match=r"limit of gpusnap's own cgroup leaves only 1\.0 GiB") as caught:
         space.check_memory({1: GIB}, 1, Memory())
     assert caught.value.hint == (
         "raise the memory limit of gpusnap's own cgroup, or set memory.ceiling below it"
@@ -398,7 +400,7 @@ def test_room_to_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     process = replace(record.processes[0], regions=(region,))
     space.check_memory_to_restore(replace(record, processes=(process,)), Memory())
     process = replace(process, regions=(region, region))
-    with pytest.raises(Refused, match=r"6\.0 GiB of GPU memory have to pass through RAM, and this host"):
+    with pytest.raises(Refused, match=r"6\.0 GiB of GPU memory must pass through RAM, but this host"):
         space.check_memory_to_restore(replace(record, processes=(process,)), Memory())
 
 
@@ -467,9 +469,9 @@ def test_disk(tmp_path: Path) -> None:
         found = proc.process(family.spawn())
         assert found is not None
         space.check_disk(str(tmp_path), 0, [found])
-        with pytest.raises(Refused, match=rf"in {tmp_path}, where .* are free") as caught:
+        with pytest.raises(Refused, match=rf"in {tmp_path}, but only .* is free") as caught:
             space.check_disk(str(tmp_path), free * 2, [found])
-        assert "make room there" in caught.value.hint
+        assert "free some space there" in caught.value.hint
 
 
 def test_disk_counts_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

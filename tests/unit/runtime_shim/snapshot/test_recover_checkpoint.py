@@ -147,7 +147,7 @@ def test_the_driver_fails(cell: Cell, tmp_path: Path) -> None:
     _, entry = killed(cell, str(image))
     driver.use(cell.pids[0], state=ProcessState.CHECKPOINTED)
     driver.fail("open", None, GpuError("the GPU driver is gone"))
-    with pytest.raises(GpusnapError, match="is gone"):
+    with pytest.raises(GpusnapError, match="the GPU driver is gone"):
         recover(entry, driver, Memory())
     assert cell.frozen()
     assert [proc.is_halted(pid) for pid in cell.pids] == [True, False]
@@ -170,7 +170,7 @@ def test_dumped(tmp_path: Path) -> None:
     journal.write(ID, str(image), {gone.pid: ()})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "read", lambda _: entry)
-        assert "is whole" in recover(entry, Driver(), Memory())
+        assert "is complete" in recover(entry, Driver(), Memory())
     assert (image / "cgroup.img").read_bytes() == frozen_groups("THAWED")
 
 
@@ -198,15 +198,15 @@ def test_the_disk_failed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(journal, "read", lambda _: entry)
-    with pytest.raises(GpusnapError, match="cannot be brought to disk"):
+    with pytest.raises(GpusnapError, match="cannot be flushed to disk"):
         recover(entry, Driver(), Memory())
     for _ in range(2):
-        with pytest.raises(GpusnapError, match=r"did not come to disk \(Input/output error\)"):
+        with pytest.raises(GpusnapError, match=r"were not flushed to disk \(Input/output error\)"):
             recover(entry, Driver(), Memory())
     assert not (image / "gpusnap/manifest.json").exists()
     # Whoever has seen to it says so by hand, or gives it up.
     os.rename(image / "gpusnap/manifest.pending", image / "gpusnap/manifest.json")
-    assert "is whole" in recover(entry, Driver(), Memory())
+    assert "is complete" in recover(entry, Driver(), Memory())
     assert os.listdir(journal.FOLDER) == []
 
 

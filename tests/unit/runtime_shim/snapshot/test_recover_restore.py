@@ -103,7 +103,7 @@ def kept(scene: Scene, said: str) -> None:
     assert proc.is_running(scene.family.init)
 
 
-ALONE = "another container of that ID runs by now, and was left alone"
+ALONE = "another container with that ID is running now, and was not touched"
 
 
 def test_the_journal(scene: Scene) -> None:
@@ -113,7 +113,9 @@ def test_the_journal(scene: Scene) -> None:
     assert restore_record.read(KEY) == entry
     assert journal.entries() == (), "it is no checkpoint's"
     Path(journal.FOLDER, f"{KEY}.restore").write_text('{"version": 0}')
-    with pytest.raises(GpusnapError, match=f"restore of container {ID} is not as gpusnap writes it"):
+    with pytest.raises(
+        GpusnapError, match=f"restore of container {ID} was not written by this version of gpusnap"
+    ):
         restore_record.read(KEY)
 
 
@@ -302,8 +304,8 @@ def test_without_a_driver(scene: Scene) -> None:
     with pytest.raises(GpusnapError) as caught:
         recover_restore.recover(KEY, None)
     assert caught.value.sentence() == (
-        "this host has no GPU driver now, which alone could tell whether the restore of container "
-        f"{ID} was complete; load the driver, then gpusnap recover {ID} [GPS-301]"
+        "this host currently has no GPU driver, which is needed to determine whether the restore of "
+        f"container {ID} was complete; load the driver, then run gpusnap recover {ID} [GPS-301]"
     )
     assert restore_record.read(KEY) is not None
     assert scene.runtime.calls("delete") == []
@@ -323,8 +325,8 @@ def test_it_ended(scene: Scene) -> None:
     entry = cut_off(scene, stage=Stage.RESTORE, init=None)
     (scene.runtime.folder / "state.json").unlink()
     assert recover_restore.recover(KEY, scene.driver) == (
-        "crun knows no such container, and of processes that it left nothing is known; "
-        f"its checkpoint in {entry.image} is unharmed"
+        "crun knows no such container, and it is unknown whether processes of it are left; its checkpoint "
+        f"in {entry.image} is unharmed"
     )
     assert restore_record.entries() == ()
 
@@ -335,7 +337,7 @@ def test_its_image_has_gone(scene: Scene) -> None:
     (scene.runtime.folder / "state.json").unlink()
     scene.image.rmdir()
     said = recover_restore.recover(KEY, scene.driver)
-    assert said.endswith("; restore it again from where the checkpoint is")
+    assert said.endswith("ore it again from its checkpoint")
 
 
 def test_its_runtime_does_not_know_it(scene: Scene) -> None:
@@ -347,8 +349,8 @@ def test_its_runtime_does_not_know_it(scene: Scene) -> None:
     with subprocess.Popen(["sleep", "600"], env={**os.environ, scratch_files.CONFIG: config}) as left:
         wait_for(lambda: scratch_files.children(entry.owner), "its environment")
         assert recover_restore.recover(KEY, scene.driver) == (
-            "crun knows no such container, but processes of it stood there and were ended: "
-            f"{left.pid}; its checkpoint in {entry.image} is unharmed"
+            f"crun knows no such container, but processes of it existed and were killed: {left.pid}; its "
+            f"checkpoint in {entry.image} is unharmed"
         )
         assert left.wait(60) == -signal.SIGKILL
     assert restore_record.entries() == ()
@@ -396,7 +398,7 @@ def test_it_is_under_way(scene: Scene) -> None:
     """A restore whose gpusnap is there is not touched, by nobody."""
     entry = cut_off(scene, CHECKPOINTED, standing=True)
     restore_record.write(replace(entry, owner=entry.init))  # type: ignore[arg-type]
-    said = f"gpusnap (process {scene.family.init}) is still at work on container {ID}; wait for it [GPS-020]"
+    said = f"gpusnap (process {scene.family.init}) is still working on container {ID}; wait for it [GPS-020]"
     assert refused(scene) == said
     assert scene.restore("--detach", "--tcp-established").sentence() != ""
     assert scene.runtime.calls("delete") == []
@@ -406,7 +408,7 @@ def test_it_is_held(scene: Scene) -> None:
     """Nor one that somebody else takes away just now."""
     cut_off(scene, CHECKPOINTED, standing=True)
     with journal.hold(KEY):
-        assert f"another gpusnap is still at work on container {ID}" in refused(scene)
+        assert f"another gpusnap is still working on container {ID}" in refused(scene)
     assert scene.runtime.calls("delete") == []
 
 
@@ -420,8 +422,8 @@ def test_two_at_once(scene: Scene) -> None:
     first.start()
     try:
         wait_for(at_it.exists, "the removal")
-        assert f"another gpusnap is still at work on container {ID}" in refused(scene)
-        assert "another gpusnap is still at work" in scene.restore("--detach").sentence()
+        assert f"another gpusnap is still working on container {ID}" in refused(scene)
+        assert "another gpusnap is still working" in scene.restore("--detach").sentence()
     finally:
         go.touch()
         first.join()
@@ -436,7 +438,7 @@ def test_a_checkpoint_meanwhile(scene: Scene) -> None:
     outcomes: list[str] = []
     scene.driver.when("unlock", lambda _: outcomes.append(scene.checkpoint().sentence()))
     kept(scene, "running: " + " ".join(map(str, entry.processes)))
-    assert outcomes == [f"another gpusnap is still at work on container {ID}; wait for it [GPS-020]"]
+    assert outcomes == [f"another gpusnap is still working on container {ID}; wait for it [GPS-020]"]
     assert scene.driver.of("lock") == []
     assert scene.all_running()
 
@@ -453,7 +455,7 @@ def test_a_restore_began_meanwhile(scene: Scene, monkeypatch: pytest.MonkeyPatch
             yield
 
     monkeypatch.setattr(journal, "hold", late)
-    assert f"gpusnap (process {scene.family.init}) is still at work on container {ID}" in refused(scene)
+    assert f"gpusnap (process {scene.family.init}) is still working on container {ID}" in refused(scene)
     assert scene.runtime.calls("delete") == []
 
 
@@ -461,8 +463,8 @@ def test_it_is_paused(scene: Scene) -> None:
     """Frozen processes look as if they stood; nobody can say, so the user has to."""
     cut_off(scene, RUNNING, status="paused")
     assert refused(scene) == (
-        f"container {ID} is paused, and does not tell whether its restore was complete; unpause it, then "
-        f"gpusnap recover {ID} [GPS-203]"
+        f"container {ID} is paused, so gpusnap cannot determine whether its restore was complete; unpause "
+        f"it, then run gpusnap recover {ID} [GPS-203]"
     )
 
 
@@ -551,7 +553,7 @@ def test_the_next_restore(scene: Scene) -> None:
     outcome = scene.restore("--detach")
     assert (outcome.code, outcome.log) == (0, ())
     assert outcome.stderr.startswith(
-        "gpusnap: note: an earlier restore was cut off; the incomplete container was removed"
+        "gpusnap: note: an earlier restore was interrupted; the incomplete container was removed"
     )
     assert scene.all_running()
 
@@ -562,20 +564,20 @@ def test_the_next_checkpoint(scene: Scene, reached: Stage) -> None:
     entry = cut_off(scene, CHECKPOINTED, RUNNING, stage=reached)
     restore_record.write(replace(entry, init=None if reached is Stage.RESTORE else entry.init))
     assert scene.checkpoint().sentence() == (
-        f"a restore of container {ID} was cut off, and what it left has to be removed; "
-        f"gpusnap recover {ID} [GPS-022]"
+        f"a restore of container {ID} was interrupted, and its remains must be removed; gpusnap recover "
+        f"{ID} [GPS-022]"
     )
     assert scene.runtime.calls("delete") == []
     assert all(proc.is_running(pid) for pid in entry.processes)
     assert restore_record.read(KEY) is not None
 
 
-@pytest.mark.parametrize("since", ["nothing", "an end", "done with the GPU", "a stop"])
+@pytest.mark.parametrize("since", ["nothing", "", "done with the GPU", "a stop"])
 def test_the_next_checkpoint_of_one_that_runs(scene: Scene, quick: None, since: str) -> None:
     """Killed after it had come up: whatever its processes did since, it is checkpointed and runs on."""
     entry = cut_off(scene, RUNNING, RUNNING)
     first, second = entry.processes
-    if since == "an end":
+    if since == "":
         scene.family.end(first)
     elif since == "done with the GPU":
         del scene.driver.states[first]
@@ -584,10 +586,10 @@ def test_the_next_checkpoint_of_one_that_runs(scene: Scene, quick: None, since: 
         wait_for(lambda: proc.is_still(first), "that it stands")
     outcome = scene.checkpoint("--leave-running")
     assert outcome.code == 0, outcome.stderr
-    assert outcome.stderr.startswith("gpusnap: note: an earlier restore was cut off; running: ")
+    assert outcome.stderr.startswith("gpusnap: note: an earlier restore was interrupted; running: ")
     assert scene.runtime.calls("delete") == []
     assert [pid for pid in (first, second) if proc.is_running(pid) and not proc.is_stopped(pid)] == (
-        [second] if since == "an end" else [first, second]
+        [second] if since == "" else [first, second]
     )
     assert scene.all_running()
     assert restore_record.entries() == ()

@@ -70,7 +70,7 @@ def test_nodes_and_pairs() -> None:
 
 def test_a_checkpoint_that_names_no_nodes() -> None:
     """It can come back where it was, and nowhere else."""
-    with pytest.raises(Refused, match="does not say which device nodes"):
+    with pytest.raises(Refused, match="does not list the device nodes"):
         made(record(nodes=()))
     assert made(record(nodes=()), pairs=[(uuid(0), uuid(0))]).edits.changes == ()
 
@@ -108,7 +108,9 @@ def test_a_library_of_another_build(tmp_path: Path) -> None:
     config = {"mounts": [{"source": str(path), "destination": "/lib/libcuda.so.1", "options": ["bind"]}]}
     same = DriverLibrary("/lib/libcuda.so.1", here.size, here.build_id, here.mode)
     made(record(libraries=(same,)), config=config)
-    with pytest.raises(Refused, match=r"run /lib/libcuda\.so\.1 of driver 580\.159\.04, and .* 100 bytes"):
+    with pytest.raises(
+        Refused, match=r"execute /lib/libcuda\.so\.1 of driver 580\.159\.04, but .* 100 bytes"
+    ):
         made(record(libraries=(replace(same, size=99),)), config=config)
     made(record(libraries=(replace(same, size=99, path="/opt/own/libcuda.so.1"),)), config=config)
 

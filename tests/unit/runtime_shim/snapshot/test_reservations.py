@@ -214,10 +214,10 @@ def start_of_another() -> dict[str, Any]:
 
 BROKEN: dict[str, Callable[[], str]] = {
     "a PID that nobody has": lambda: entry(pid=NONE),
-    "a PID that somebody else has": lambda: entry(**start_of_another()),
+    "a PID that another process has": lambda: entry(**start_of_another()),
     "empty": lambda: "",
     "cut short": lambda: entry()[:-5],
-    "no object": lambda: "[]",
+    "not an object": lambda: "[]",
     "huge": lambda: entry() + " " * (64 << 10),
     "deep": lambda: "[" * 60000,
     "not UTF-8": lambda: "\udcff",
@@ -290,8 +290,8 @@ def test_the_wait_has_an_end(folder: str) -> None:
         assert time.monotonic() - begin >= 0.1
         assert locked(folder)
     assert caught.value.sentence() == (
-        f"another gpusnap has kept {folder} locked for more than 0.1 s; "
-        f"try again; fuser {folder}/lock shows who has it open"
+        f"another gpusnap has kept {folder} locked for more than 0.1 s; try again; run fuser "
+        f"{folder}/lock to see which process has it open"
     )
 
 
@@ -312,8 +312,8 @@ def test_no_usable_run(folder: str, monkeypatch: pytest.MonkeyPatch, call: str, 
     with pytest.raises(GpusnapError) as caught, claim(folder):
         pytest.fail("claimed nothing")
     text = caught.value.sentence()
-    assert text.startswith(f"room cannot be reserved in {folder}: ")
-    assert text.endswith("gpusnap needs root and a /run that can be written")
+    assert text.startswith(f"memory cannot be reserved in {folder}: ")
+    assert text.endswith("gpusnap needs root and a writable /run")
     assert not any(words in text.lower() for words in POISON)
 
 
@@ -356,7 +356,7 @@ def test_a_folder_that_is_not_ours(folder: str, made: Callable[[Path], None]) ->
     """A folder that others may write, or a link in its place, is not used."""
     made(Path(folder))
     with (
-        pytest.raises(GpusnapError, match="others can write it, or it is no folder") as caught,
+        pytest.raises(GpusnapError, match="other users can write to it, or it is not a directory") as caught,
         claim(folder),
     ):
         pytest.fail("claimed nothing")

@@ -162,9 +162,9 @@ def test_manifest_missing(scene: Scene) -> None:
     suspended(scene)
     path = scene.image / "gpusnap" / "manifest.json"
     path.unlink()
-    assert "is not complete: it has no gpusnap/manifest.json" in refused(scene)
+    assert "is incomplete: it has no gpusnap/manifest.json" in refused(scene)
     path.with_name("manifest.pending").touch()
-    assert "cut off while it was written" in refused(scene)
+    assert "interrupted while it was being written" in refused(scene)
 
 
 def test_manifest_cut_short(scene: Scene) -> None:
@@ -180,7 +180,7 @@ def test_manifest_of_another_version(scene: Scene) -> None:
     suspended(scene)
     path = scene.image / "gpusnap" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": "2.0"}), "ascii")
-    assert "has version '2.0', and gpusnap" in refused(scene)
+    assert "has version '2.0', but gpusnap" in refused(scene)
 
 
 def test_no_driver(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_no_driver(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     suspended(scene)
     monkeypatch.setattr(restore, "find_driver", lambda: None)
     sentence = refused(scene)
-    assert "holds the state of 1 GPU (NVIDIA H100 80GB HBM3), and this host has no NVIDIA driver" in sentence
+    assert "holds the state of 1 GPU (NVIDIA H100 80GB HBM3), but this host has no NVIDIA driver" in sentence
 
 
 def test_processes_without_any_gpu(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_a_container_that_exists(scene: Scene) -> None:
     """A container of that name is refused, and above all not removed."""
     suspended(scene)
     scene.runtime.knows(scene.state(status="stopped"), [*scene.family.pids])
-    assert f"there is a container {scene.state()['id']} already, and it is stopped" in refused(scene)
+    assert f"the container {scene.state()['id']} already exists, and it is stopped" in refused(scene)
     assert proc.is_running(scene.family.init)
 
 
@@ -242,8 +242,8 @@ def test_a_checkpoint_that_was_cut_off(scene: Scene, whose: str) -> None:
     outcome = scene.restore("--detach")
     if whose == "its own":
         assert outcome.sentence() == (
-            f"a checkpoint of container {ID} was cut off, and what it stopped still waits: {pid}; gpusnap "
-            f"recover {ID} [GPS-021]"
+            f"a checkpoint of container {ID} was interrupted, and the processes that it stopped still "
+            f"wait: {pid}; gpusnap recover {ID} [GPS-021]"
         )
         assert scene.runtime.calls("restore") == []
     else:
@@ -452,7 +452,7 @@ def test_one_is_not_listed(scene: Scene) -> None:
     first, second = (scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2))
     image(scene, a_manifest(pids=[first]))
     sentence = scene.restore("--detach").sentence()
-    assert f"process {second} (sleep) came back with its GPU state checkpointed" in sentence
+    assert f"process {second} (sleep) was restored with its GPU state checkpointed" in sentence
     assert "does not list it" in sentence
     assert scene.driver.of("restore") == [], "none goes on before all are known"
     assert len(scene.runtime.calls("delete")) == 1
@@ -464,7 +464,7 @@ def test_none_is_listed(scene: Scene, gpus: bool) -> None:
     pid = scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)
     record = replace(a_manifest(), processes=())
     image(scene, record if gpus else of_no_gpu())
-    assert f"process {pid} (sleep) came back with" in scene.restore("--detach").sentence()
+    assert f"process {pid} (sleep) was restored with" in scene.restore("--detach").sentence()
     assert len(scene.runtime.calls("delete")) == 1
 
 
@@ -493,8 +493,8 @@ def test_one_has_ended_before(scene: Scene) -> None:
     outcome = scene.restore("--detach")
     assert outcome.code == 0
     assert outcome.stderr == (
-        f"gpusnap: note: process {first} (sleep) ended by itself before its GPU state could be restored; "
-        "the rest of the container runs on [GPS-511]\n"
+        f"gpusnap: note: process {first} (sleep) exited before its GPU state could be restored; the rest "
+        "of the container continues to run [GPS-511]\n"
     )
     assert scene.driver.of("restore") == [second]
     assert scene.runtime.calls("delete") == []
@@ -506,7 +506,7 @@ def test_one_was_never_dumped(scene: Scene) -> None:
     scene.runtime.script("restore", f"kill -9 {first}", default=True)
     sentence = scene.restore("--detach").sentence()
     assert (
-        f"process {first} (sleep) of the checkpoint did not come back: CRIU's images do not have" in sentence
+        f"process {first} (sleep) of the checkpoint was not restored: it is not in CRIU's images" in sentence
     )
     assert len(scene.runtime.calls("delete")) == 1
 
@@ -523,7 +523,7 @@ def test_one_ends_as_it_goes_on(scene: Scene) -> None:
     scene.monkeypatch.setattr(restore_gpus, "resume", resume)
     outcome = scene.restore("--detach")
     assert outcome.code == 0
-    assert f"process {first} (sleep) ended by itself as soon as it ran again" in outcome.stderr
+    assert f"process {first} (sleep) exited as soon as it ran again" in outcome.stderr
     assert proc.is_running(second)
 
 
@@ -538,7 +538,7 @@ def test_its_init_ends(scene: Scene) -> None:
         scene.family.end(init)
 
     scene.monkeypatch.setattr(restore_gpus, "resume", resume)
-    assert "did not come back with its GPU state" in scene.restore("--detach").sentence()
+    assert "was not restored with its GPU state" in scene.restore("--detach").sentence()
 
 
 # It fails.
@@ -550,7 +550,7 @@ def test_it_ends_at_once(scene: Scene) -> None:
     ended = json.dumps({**scene.state(), "pid": 0, "status": "stopped"})
     (scene.folder / "ended.json").write_text(ended)
     scene.runtime.script("restore", f'cp {scene.folder}/ended.json "$here/state.json"')
-    assert "ended as soon as it was restored" in scene.restore("--detach").sentence()
+    assert "exited as soon as it was restored" in scene.restore("--detach").sentence()
     assert scene.driver.of("restore") == []
     assert len(scene.runtime.calls("delete")) == 1
 
@@ -666,7 +666,7 @@ def test_the_bytes_come_from_the_first_moment(
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (RuntimeError("can't start new thread"), "no thread could be started"),
+        (RuntimeError("can't start new thread"), "a thread cannot be started"),
         (OSError(errno.EIO, "Input/output error", "/store"), "/store: Input/output error"),
         (ImageError("something is wrong"), "something is wrong"),
     ],
@@ -686,7 +686,9 @@ def test_what_cannot_be_let_go(
     monkeypatch.setattr(Coming, "__exit__", fail)
     outcome = scene.restore("--detach")
     assert outcome.code == 0
-    assert f"the container is restored, and what that took is not all removed: {said}" in outcome.stderr
+    assert (
+        f"the container is restored, but some temporary files could not be removed: {said}" in outcome.stderr
+    )
     assert restore_record.read(KEY) is None
 
 
@@ -755,7 +757,7 @@ FAILURES: dict[str, tuple[Callable[[Scene, list[int]], object], str]] = {
     ),
     "a process dies in the driver": (
         lambda scene, pids: scene.driver.when("restore", scene.family.end, pids[0]),
-        "did not come back with its GPU state",
+        "was not restored with its GPU state",
     ),
     "a signal": (
         lambda scene, pids: scene.driver.when("restore", lambda _: os.kill(os.getpid(), signal.SIGTERM)),

@@ -236,7 +236,7 @@ def test_a_chunk_that_is_nowhere(
     with pytest.raises(Refused) as caught:
         Fetching(record, NOWHERE, store.path, sources)
     assert f"the chunk {lost} of the checkpoint is not in the store {store.path}" in str(caught.value)
-    assert ("nor r.example/a has it" in str(caught.value)) == bool(sources)
+    assert ("r.example/a does not have it either" in str(caught.value)) == bool(sources)
     assert "store.pull-from" in caught.value.hint
     assert idle(tmp_path / "store")
 
@@ -407,7 +407,7 @@ def test_what_is_full(stage: Path) -> None:
     with pytest.raises(ImageError, match=said) as caught, transfer.as_image_error("/image"):
         raise OSError(*full, str(stage / "some-key" / "7-1000"))
     assert caught.value.code == "GPS-216"
-    said = "in /image cannot be carried: No space left"
+    said = "in /image cannot be transferred: No space left"
     for where in (f"{stage}d/file", None):
         with pytest.raises(ImageError, match=said) as caught, transfer.as_image_error("/image"):
             raise OSError(*full, where)

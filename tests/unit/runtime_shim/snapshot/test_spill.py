@@ -80,7 +80,7 @@ def test_ram_that_cannot_be_freed(pages: Pages, monkeypatch: pytest.MonkeyPatch)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(tmpfs, "remove", remove)
-    with pytest.raises(GpusnapError, match="in the store, and its RAM cannot be freed"):
+    with pytest.raises(GpusnapError, match="in the store, but its RAM cannot be freed"):
         spill.spill(KEY, Settings())
     assert (layout(), pages.done) == (LAYOUT, ["close"])
     monkeypatch.setattr(tmpfs, "remove", freed.append)

@@ -97,7 +97,7 @@ def test_a_file_of_another_version(folder: Path) -> None:
     """Is no suspended container, and said so."""
     found = suspension()
     journal.write_document(found.key, journal.SUSPENDED, {"stage": "floating"})
-    with pytest.raises(GpusnapError, match="c0ffee is not as gpusnap writes it"):
+    with pytest.raises(GpusnapError, match="c0ffee was not written by this version of gpusnap"):
         suspensions.read(found.key)
 
 
@@ -204,8 +204,8 @@ def test_a_container_that_somebody_else_has_paused(monkeypatch: pytest.MonkeyPat
         raise AlreadyPaused("w")
 
     container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun", pid=1)
-    engine = an_engine(lambda: done.append("goes on"), pause)
-    with pytest.raises(AlreadyPaused, match="the container w was paused by somebody else"):
+    engine = an_engine(lambda: done.append("to continue"), pause)
+    with pytest.raises(AlreadyPaused, match="the container w was paused by another process"):
         suspend.suspend(container, None, Settings(), FakeDriver(), engine)  # type: ignore[arg-type]
     assert done == []
     assert list(suspensions.find()) == []
@@ -232,8 +232,8 @@ def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(suspend, "_make_suspension", lambda *_: begun)
     monkeypatch.setattr(take, "_describe", lambda *_: replace(begun, stage=Stage.SUSPENDED, init=GONE))
     container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun", pid=1)
-    engine = an_engine(lambda: done.append("goes on"))
-    with pytest.raises(ContainerError, match="container w ended while it was suspended"):
+    engine = an_engine(lambda: done.append("to continue"))
+    with pytest.raises(ContainerError, match="container w exited while it was suspended"):
         suspend.suspend(container, None, Settings(), FakeDriver(), engine)  # type: ignore[arg-type]
     assert done == ["frozen", "goes on"]
     assert [each.stage for each in suspensions.find()] == [Stage.UNDONE]  # `forget` would drop it
@@ -319,18 +319,14 @@ def test_the_gpu_of_a_resume() -> None:
     room, full = 1 << 29, 1 << 10
     assert resume.check(one, host(room, room), ()) == (("GPU-1", "GPU-1"),)
     assert dict(resume.check(two, host(full, room), ())) == {"GPU-1": "GPU-2", "GPU-2": "GPU-1"}
-    with pytest.raises(
-        resume.NoRoom, match="no GPU that container w sees can take what it had on GPU 0"
-    ) as caught:
+    with pytest.raises(resume.NoRoom, match="no GPU that container w can see fits its GPU 0") as caught:
         resume.check(one, host(full, room), ())
-    assert caught.value.hint.startswith(
-        "gpusnap swap OTHER w; a GPU that container w does not see would do: "
-    )
+    assert caught.value.hint.startswith("gpusnap swap OTHER w; it needs a GPU that container w cannot see: ")
     with pytest.raises(resume.NoRoom) as caught:
         resume.check(one, host(full, full), ())
     assert caught.value.sentence() == (
-        "no GPU that container w sees can take what it had on GPU 0 (Soft): GPU 1: 0.0 MiB free, 1.0 MiB "
-        "needed; gpusnap swap OTHER w [GPS-401]"
+        "no GPU that container w can see fits its GPU 0 (Soft): GPU 1: 0.0 MiB free, 1.0 MiB needed; "
+        "gpusnap swap OTHER w [GPS-401]"
     )
     with pytest.raises(Refused):
         resume.check(one, host(room, room), (), {"GPU-1": room, "GPU-2": room})
@@ -343,10 +339,16 @@ def test_the_gpu_of_a_resume() -> None:
         (
             "0=2",
             (1 << 29, 1 << 29),
-            "GPU 0 of container w cannot go to GPU 2 of this host, as the GPU map asks: container w does not "
-            "see it; a GPU that container w does not see would do: ",
+            (
+                "GPU 0 of container w cannot move to GPU 2 of this host, as requested by the GPU map: "
+                "container w cannot see it; it needs a GPU that container w cannot see: "
+            ),
         ),
-        ("0=1", (0, 0), "GPU 0 of container w cannot go to GPU 1 of this host, as the GPU map asks: "),
+        (
+            "0=1",
+            (0, 0),
+            "GPU 0 of container w cannot move to GPU 1 of this host, as requested by the GPU map: ",
+        ),
     ],
 )
 def test_what_a_refused_resume_speaks_of(request_: str, here: tuple[int, ...], said: str) -> None:
@@ -364,7 +366,7 @@ def test_a_suspended_container_whose_gpu_is_gone() -> None:
     with pytest.raises(Refused) as caught:
         resume.check(suspension(), replace(host(1 << 29), gpus=()), ())
     assert caught.value.sentence() == (
-        "container w needs 1 GPU, and this host has none; gpusnap checkpoint w, podman rm and gpusnap "
+        "container w needs 1 GPU, but this host has none; gpusnap checkpoint w, podman rm and gpusnap "
         "restore move it to a host that has such GPUs [GPS-401]"
     )
 
@@ -525,5 +527,5 @@ def test_what_cannot_be_removed(
     assert gone_on == ["w"]
     assert suspensions.read(found.key) is None
     said = capsys.readouterr().err
-    assert "what was kept of the suspended container w is still there" in said
-    assert "gpusnap recover removes it" in said
+    assert "files of the suspended container w could not be removed" in said
+    assert "gpusnap recover removes them" in said

@@ -235,7 +235,9 @@ def test_removed_with_another_name(old: Path, seen: ExitStack) -> None:
     os.link(path, old / "sem.b")
     seen.enter_context(path.open())
     path.unlink()
-    with pytest.raises(Refused, match=r"sem\.a open, .* whose name was removed while it has another one"):
+    with pytest.raises(
+        Refused, match=r"sem\.a open, .* this name was removed while the file has another one"
+    ):
         found(old)
 
 
@@ -320,7 +322,7 @@ def write(image: Path, *entries: dict[str, Any], data: bytes = b"evil") -> None:
 )
 def test_an_image_that_is_none(new: Path, image: Path, changed: dict[str, Any]) -> None:
     write(image, ENTRY | changed)
-    with pytest.raises(ImageError, match="is damaged, or not of gpusnap"):
+    with pytest.raises(ImageError, match="is damaged, or was not written by gpusnap"):
         restore(image, Path("/cache"), new)
     assert list(new.iterdir()) == []
 
@@ -351,7 +353,7 @@ def test_links_lead_nowhere(new: Path, image: Path, tmp_path: Path, kind: str) -
     (new / "a").symlink_to(outside / "a")
     entry = ENTRY | {"kind": kind} | ({"extents": []} if kind != "file" else {})
     write(image, entry | {"path": "out/b"})
-    with pytest.raises(ImageError, match="cannot be put into the new pod's volume"):
+    with pytest.raises(ImageError, match="cannot be copied to the new pod's volume"):
         restore(image, Path("/cache"), new)
     write(image, entry)
     if kind == "file":
@@ -359,7 +361,7 @@ def test_links_lead_nowhere(new: Path, image: Path, tmp_path: Path, kind: str) -
         assert (new / "a").read_text() == "evil"
         assert not (new / "a").is_symlink()
     else:
-        with pytest.raises(ImageError, match="cannot be put into the new pod's volume"):
+        with pytest.raises(ImageError, match="cannot be copied to the new pod's volume"):
             restore(image, Path("/cache"), new)
     assert [path.name for path in outside.iterdir()] == ["a"]
     assert (outside / "a").read_text() == "mine"
