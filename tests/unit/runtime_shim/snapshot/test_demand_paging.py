@@ -38,9 +38,9 @@ from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote
 from gpusnap.runtime_shim.process.ptrace.tracee import held
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
-from gpusnap.runtime_shim.snapshot.memory import demand_paging, prefetch
-from gpusnap.runtime_shim.snapshot.memory.demand_paging import DemandPaging
-from gpusnap.runtime_shim.snapshot.memory.prefetch import Arriving, Filling
+from gpusnap.runtime_shim.snapshot.loading import demand_paging, prefetch
+from gpusnap.runtime_shim.snapshot.loading.demand_paging import DemandPaging
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Arriving, Filling
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import only
 

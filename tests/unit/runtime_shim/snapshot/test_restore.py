@@ -28,7 +28,7 @@ from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot import restore, restore_gpus, restore_plan, restore_record
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
-from gpusnap.runtime_shim.snapshot.memory.demand_paging import Waits
+from gpusnap.runtime_shim.snapshot.loading.demand_paging import Waits
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
 
 CHECKPOINTED = ProcessState.CHECKPOINTED

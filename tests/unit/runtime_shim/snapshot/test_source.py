@@ -27,10 +27,10 @@ from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Store as Settings
-from gpusnap.runtime_shim.snapshot.memory import source as module
+from gpusnap.runtime_shim.snapshot.loading import source as module
+from gpusnap.runtime_shim.snapshot.loading.source import Fetching, Rebuilding, rebuild
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact, labelled
-from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding, rebuild
 
 KIB = 1 << 10
 SIZE = 64 * KIB

@@ -17,8 +17,7 @@ import io
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ImageError, Refused, reason
 from gpusnap.runtime_shim.process.memory import copy as copies
-from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage, Unnamed
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
@@ -271,12 +270,9 @@ class Rebuilding:
         *,
         threads: int,
         ceiling: int,
-        stage: Stage | Unnamed | None = None,
-        reads: AbstractContextManager[object] | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        stage: Stage | None = None,
     ) -> None:
-        """`folder`: for the files; "" where they may be in RAM alone. `stage`: for them in RAM, if it can be
-        had. `reads` and `progress` as for gpusnap.oci.chunks.reader.Reading.
+        """`folder`: for the files. `stage`: for them in RAM, if there is room.
 
         A file on a disk is written by one thread at a time (its inode is locked), memory by all of them, and
         nothing of it is to stay. Where others take the RAM meanwhile, `result` begins anew on the disk.
@@ -284,7 +280,6 @@ class Rebuilding:
         """
         self._folder, self._files, self._blobs = folder, files, blobs
         self._threads, self._ceiling = threads or copies.cores(), ceiling
-        self._reads, self._progress = reads, progress
         self._stage = stage
         self._in_ram = True
         """Whether that is to be tried."""
@@ -304,11 +299,6 @@ class Rebuilding:
         """As gpusnap.oci.chunks.reader.Reading.begun."""
         return self._reading.begun
 
-    @property
-    def descriptors(self) -> dict[str, int]:
-        """Those of files in RAM, by their names, until `close`."""
-        return {self._files[at].name: area.descriptor for at, area in self._areas.items()}
-
     def _begin(self) -> reading.Reading:
         return reading.Reading(
             [each.table for each in self._files],
@@ -317,8 +307,6 @@ class Rebuilding:
             ceiling=self._ceiling,
             targets=[self._target(at, each) for at, each in enumerate(self._files)],
             prepare=partial(transfer.populate, self._areas),
-            reads=self._reads,
-            progress=self._progress,
         )
 
     def _target(self, at: int, record: FileRecord) -> Target:
@@ -329,8 +317,7 @@ class Rebuilding:
                 self.paths[record.name] = area.path
                 return area
             except OSError:
-                if not self._folder:
-                    raise
+                pass
         path = self.paths[record.name] = os.path.join(self._folder, record.name)
         file = self._opened.enter_context(open(path, "xb", buffering=0))
         os.ftruncate(file.fileno(), record.table.size)
@@ -342,7 +329,7 @@ class Rebuilding:
             try:
                 self._reading.wait()
             except OSError as error:
-                if not self._folder or not transfer.is_full(error):
+                if not transfer.is_full(error):
                     raise
                 self._on_disk()
                 self._reading.wait()
@@ -379,7 +366,7 @@ class Rebuilding:
             raise ImageError(f"CRIU's images cannot be put together: {error}", code=error.code) from error
         except OSError as error:
             raise ImageError(
-                f"CRIU's images cannot be put together in {self._folder or 'RAM'}: {reason(error)}",
+                f"CRIU's images cannot be put together in {self._folder}: {reason(error)}",
                 hint="make room there",
                 code="GPS-007",
             ) from error
