@@ -112,7 +112,8 @@ def _start_reading(job: Job) -> Rebuilding | Joined | None:
             images = images_ahead.join(job.record.files, job.key, memory, rebuild) or rebuild()
             job.cleanup.callback(images.close)
     if job.driver is not None and any(process.regions for process in job.record.processes):
-        filling = Filling(job.images, job.record, memory, job.key, job.fetching, images)
+        meter = job.fetching.meter if job.fetching is not None else None
+        filling = Filling(job.images, job.record, memory, job.key, job.fetching, images, meter)
         job.filling = job.cleanup.enter_context(filling)
     return images
 

@@ -111,14 +111,15 @@ def test_it_is_never_far_from_the_shortest(
 
 
 def test_a_time_is_measured_once() -> None:
-    """The shortest of three, for each byte; anew for data of which another tenth is left."""
-    ticks = iter([0.0, 9.0, 10.0, 14.0, 20.0, 25.0, 30.0, 33.0, 40.0, 42.0, 50.0, 51.0])
+    """The shortest of five, for each byte; anew for data of which another tenth is left."""
+    took = [9.0, 8.0, 4.0, 7.0, 5.0, 3.0, 2.0, 1.0, 6.0, 6.0]
+    ticks = itertools.accumulate(tick for each in took for tick in (100.0, each))
     times = DecodeTimes(lambda: next(ticks))
     did: list[str] = []
     assert times.of("zstd", 0.41, 2, lambda: did.append("a")) == 2.0
     assert times.of("zstd", 0.49, 2, lambda: did.append("b")) == 2.0
     assert times.of("zstd", 0.51, 2, lambda: did.append("c")) == 0.5
-    assert did == ["a"] * 3 + ["c"] * 3
+    assert did == ["a"] * 5 + ["c"] * 5
 
 
 def test_what_is_measured(layout: Layout) -> None:
@@ -126,7 +127,7 @@ def test_what_is_measured(layout: Layout) -> None:
     ticks = itertools.count()
     times = DecodeTimes(lambda: float(next(ticks)))
     assert kinds(stored(layout, WEIGHTS, speed(1 << 60, times=times))) == ["plain"]
-    assert next(ticks) == 2 * 3 * 5, "copy, hash, zstd and two widths, three times each"
+    assert next(ticks) == 2 * 5 * 5, "copy, hash, zstd and two widths, five times each"
     assert kinds(stored(layout, TEXT, speed(1 << 60, times=times))) == ["zstd"], "of it 1 % is left"
 
 
@@ -141,7 +142,7 @@ def test_samples_are_really_decoded(layout: Layout, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(planes, "join", counted)
     stored(layout, WEIGHTS, speed(1.0, times=DecodeTimes()))
-    assert sum(found) == 2 * 3 * 4 * encoding.SAMPLE
+    assert sum(found) == 2 * 5 * 4 * encoding.SAMPLE
 
 
 # Written
