@@ -36,8 +36,9 @@ SAMPLE = 64 << 10
 _TIMES = 5
 ZSTD = 0
 """In place of the width of numbers in planes: zstd alone."""
-# What a Taster holds: its own memory, the packed samples of each way, and zstd's memory to unpack one.
-MEMORY = 3 * SAMPLE + (1 + len(planes.WIDTHS)) * _SAMPLES * SAMPLE + (1 << 18)
+_WHOLE = _SAMPLES * SAMPLE
+# What a Taster holds: its own memory, the packed samples, and zstd's memory to unpack them.
+MEMORY = 3 * _WHOLE + _WHOLE // 2 + _WHOLE + (1 << 18)
 
 
 class DecodeTimes:
@@ -52,11 +53,12 @@ class DecodeTimes:
         self._clock = clock
         self._found: dict[tuple[str, int], float] = {}
 
-    def of(self, what: str, left: float, size: int, action: Callable[[], object]) -> float:
-        """Seconds for each of the `size` bytes that `action` is about, which is called where nobody knows."""
+    def of(self, what: str, left: float, size: int, prepare: Callable[[], Callable[[], object]]) -> float:
+        """Seconds for each of `size` bytes; where nobody knows, of what `prepare` returns, which does it."""
         key = what, int(left * 10)
         found = self._found.get(key)
         if found is None:
+            action = prepare()
             # Another thread may have been first.
             found = self._found.setdefault(key, min(self._once(action) for _ in range(_TIMES)) / size)
         return found
@@ -109,13 +111,14 @@ class Taster:
     def __init__(self, speed: ReadSpeed | None) -> None:
         """`speed`: of whoever will read the chunks; None where that is not known."""
         self._speed = speed
-        self._low, self._top, self._plain = Memory(SAMPLE), Memory(SAMPLE // 2), Memory(SAMPLE)
+        self._sample, self._plain = Memory(_WHOLE), Memory(_WHOLE)
+        self._low, self._top = Memory(_WHOLE), Memory(_WHOLE // 2)
         self._compressor = zstandard.ZstdCompressor(level=1)
         self._decompressor = zstandard.ZstdDecompressor()
 
     def free(self) -> None:
         """Give the memory back."""
-        for memory in (self._low, self._top, self._plain):
+        for memory in (self._sample, self._plain, self._low, self._top):
             memory.free()
 
     def choose(self, plain: memoryview) -> int | None:
@@ -130,52 +133,63 @@ class Taster:
         stride = (size - SAMPLE) // (_SAMPLES - 1) // 4 * 4
         pieces = [plain[at * stride : at * stride + SAMPLE] for at in range(_SAMPLES)]
         widths = (ZSTD, *(planes.WIDTHS if size % max(planes.WIDTHS) == 0 else ()))
-        packed = {width: [self._pack(piece, width) for piece in pieces] for width in widths}
-        left = {width: _left(frames, width) for width, frames in packed.items()}
+        left = {width: self._left(pieces, width) for width in widths}
         order = sorted(left, key=lambda width: (left[width], -width))
-        worth = [width for width in order if left[width] < WORTH]
+        worth = {width: left[width] for width in order if left[width] < WORTH}
         if self._speed is None or not worth:
             return next(iter(worth), None)
-        return self._quickest(pieces, {width: packed[width] for width in worth}, self._speed)
+        return self._quickest(pieces, worth, self._speed)
+
+    def _left(self, pieces: Sequence[memoryview], width: int) -> float:
+        """Which part is left of the samples, each packed alone."""
+        packed = sum(len(self._pack(piece, width)) for piece in pieces) / _WHOLE
+        return packed + (width - 1) / width if width else packed
 
     def _quickest(
-        self, pieces: Sequence[memoryview], packed: Mapping[int, Sequence[bytes]], speed: ReadSpeed
+        self, pieces: Sequence[memoryview], packed: Mapping[int, float], speed: ReadSpeed
     ) -> int | None:
-        whole = _SAMPLES * SAMPLE
-        copied = speed.times.of("copy", 1, whole, lambda: self._copy(pieces))
-        hashed = speed.times.of("hash", 1, whole, lambda: [digest_of(piece) for piece in pieces])
+        """As `choose`; `packed` has what is left in each way."""
+
+        def measure(what: str, left: float, prepare: Callable[[memoryview], Callable[[], object]]) -> float:
+            return speed.times.of(what, left, _WHOLE, lambda: prepare(self._joined(pieces)))
+
+        copied = measure("copy", 1, lambda sample: partial(Buffer(sample).read, 0, self._plain.view))
+        hashed = measure("hash", 1, lambda sample: partial(digest_of, sample))
         found = {}
-        for width, frames in packed.items():
-            left = _left(frames, width)
+        for width, left in packed.items():
             way = f"planes {width}" if width else "zstd"
-            decoded = speed.times.of(way, left, whole, partial(self._unpack, frames, width))
+            decoded = measure(way, left, partial(self._unpacking, width))
             found[width] = Candidate(left, copied * left + decoded + hashed)
         return choose(Candidate(1, copied + hashed), found, speed)
 
-    def _pack(self, piece: memoryview, width: int) -> bytes:
+    def _joined(self, pieces: Sequence[memoryview]) -> memoryview:
+        """All samples as one: with less at a time, what each call costs would count for more than it does."""
+        for at, piece in enumerate(pieces):
+            self._sample.view[at * SAMPLE : (at + 1) * SAMPLE] = piece
+        return self._sample.view
+
+    def _pack(self, sample: memoryview, width: int) -> bytes:
         """A sample as zstd, or of its numbers the highest bytes."""
         if not width:
-            return self._compressor.compress(piece)
-        count = SAMPLE // width
-        planes.split(piece, self._low.view[: (width - 1) * count], self._top.view[:count], width)
-        return self._compressor.compress(self._top.view[:count])
+            return self._compressor.compress(sample)
+        low, top = self._planes(sample.nbytes, width)
+        planes.split(sample, low, top, width)
+        return self._compressor.compress(top)
 
-    def _unpack(self, frames: Sequence[bytes], width: int) -> None:
-        """Decode all samples; which lower bytes come out is all the same to the time that it takes."""
-        count = SAMPLE // width if width else SAMPLE
-        into = self._top.view[:count] if width else self._plain.view
-        for frame in frames:
+    def _unpacking(self, width: int, sample: memoryview) -> Callable[[], object]:
+        """What decodes a sample."""
+        frame, plain = self._pack(sample, width), self._plain.view
+        low, top = self._planes(sample.nbytes, width) if width else (plain, plain)
+
+        def unpack() -> None:
             with self._decompressor.stream_reader(frame) as reader:
-                reader.readinto(into)
+                reader.readinto(top)
             if width:
-                planes.join(self._plain.view, self._low.view[: (width - 1) * count], into, width)
+                planes.join(plain, low, top, width)
 
-    def _copy(self, pieces: Sequence[memoryview]) -> None:
-        for piece in pieces:
-            Buffer(piece).read(0, self._plain.view)
+        return unpack
 
-
-def _left(frames: Sequence[bytes], width: int) -> float:
-    """Which part is left of the samples."""
-    left = sum(len(frame) for frame in frames) / (_SAMPLES * SAMPLE)
-    return left + (width - 1) / width if width else left
+    def _planes(self, size: int, width: int) -> tuple[memoryview, memoryview]:
+        """Memory for the lower bytes of so many bytes of numbers, and for the highest ones."""
+        count = size // width
+        return self._low.view[: (width - 1) * count], self._top.view[:count]

@@ -37,7 +37,7 @@ class Fixed(DecodeTimes):
         super().__init__()
         self.seconds = {"copy": 0.1, "hash": 0.6, "planes 2": 0.4, "planes 4": 0.4, "zstd": 0.8, **seconds}
 
-    def of(self, what: str, left: float, size: int, action: Callable[[], object]) -> float:
+    def of(self, what: str, left: float, size: int, prepare: Callable[[], Callable[[], object]]) -> float:
         return self.seconds[what] / GIB
 
 
@@ -116,9 +116,9 @@ def test_a_time_is_measured_once() -> None:
     ticks = itertools.accumulate(tick for each in took for tick in (100.0, each))
     times = DecodeTimes(lambda: next(ticks))
     did: list[str] = []
-    assert times.of("zstd", 0.41, 2, lambda: did.append("a")) == 2.0
-    assert times.of("zstd", 0.49, 2, lambda: did.append("b")) == 2.0
-    assert times.of("zstd", 0.51, 2, lambda: did.append("c")) == 0.5
+    assert times.of("zstd", 0.41, 2, lambda: lambda: did.append("a")) == 2.0
+    assert times.of("zstd", 0.49, 2, lambda: lambda: did.append("b")) == 2.0
+    assert times.of("zstd", 0.51, 2, lambda: lambda: did.append("c")) == 0.5
     assert did == ["a"] * 5 + ["c"] * 5
 
 
