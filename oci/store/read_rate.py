@@ -35,7 +35,7 @@ def remembered(store: str | os.PathLike[str]) -> float | None:
 def remember(store: str | os.PathLike[str], rate: float) -> None:
     """Take note of a measurement, in bytes per second. Where it cannot be written nothing is said of it."""
     if _is_possible(rate):
-        rates = [*_read(store), round(rate)][-_KEPT:]
+        rates = [*_read(store)[1 - _KEPT :], round(rate)]
         with suppress(OSError):
             replace_below(os.fspath(store), _NAME, json.dumps({_KEY: rates}).encode("ascii"), sync=False)
 
@@ -52,4 +52,4 @@ def _read(store: str | os.PathLike[str]) -> list[float]:
 
 
 def _is_possible(rate: Any) -> bool:
-    return type(rate) in (int, float) and _SLOWEST <= rate <= _FASTEST  # NaN is not
+    return isinstance(rate, int | float) and _SLOWEST <= rate <= _FASTEST  # NaN is not

@@ -30,9 +30,7 @@ def test_the_median_of_the_last(tmp_path: Path) -> None:
     for _ in range(3):
         remember(tmp_path, 7 * GIB)
     assert remembered(tmp_path) == 7 * GIB
-    for _ in range(1000):
-        remember(tmp_path, 3 * GIB)
-    assert (tmp_path / NAME).stat().st_size < 200
+    assert len(json.loads((tmp_path / NAME).read_text())["bytes-per-second"]) == 5
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, 1.0, 1e300, float("nan"), float("inf"), float("-inf")])
