@@ -119,7 +119,8 @@ def _start_reading(job: Job) -> Rebuilding | JoinedImages | None:
             images = JoinedImages(joined, rebuild) if joined is not None and joined.files else rebuild()
             job.cleanup.callback(images.close)
     if has_regions:
-        filling = Filling(job.images, job.record, memory, job.key, job.fetching, images, joined)
+        meter = job.fetching.meter if job.fetching is not None else None
+        filling = Filling(job.images, job.record, memory, job.key, job.fetching, images, joined, meter)
         job.filling = job.cleanup.enter_context(filling)
     elif joined is not None:
         joined.drop_areas()

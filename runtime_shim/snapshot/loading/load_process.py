@@ -18,15 +18,19 @@ the command.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import threading
 from collections.abc import Sequence
 from functools import partial
 
 from gpusnap.oci.chunks import reader as reading
+from gpusnap.oci.chunks.read_meter import ReadMeter
 from gpusnap.oci.chunks.table import Chunk
 from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store import read_rate
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
@@ -54,6 +58,23 @@ _READS = 2
 _PART_AT_FIRST = 2
 
 
+class _Metered:
+    """Blobs whose reading is measured."""
+
+    def __init__(self, blobs: Blobs, meter: ReadMeter) -> None:
+        self._blobs, self._meter = blobs, meter
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        """As Blobs.open_blob."""
+        file = self._blobs.open_blob(digest, size)
+        self._meter.opened(file, size or 0)
+        return file
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        """As Blobs.check_blob."""
+        self._blobs.check_blob(wanted)
+
+
 class Loading:
     """Files and regions on their way into files without a name, in threads of this process. To be closed."""
 
@@ -63,8 +84,13 @@ class Loading:
         regions: Sequence[tuple[int, RegionRecord]],
         blobs: Blobs,
         settings: Memory,
+        store: str = "",
     ) -> None:
-        """Raises OSError, GpusnapError, OciError, and RuntimeError where no thread can be started."""
+        """`store`: where to note what its disk delivers.
+
+        Raises OSError, GpusnapError, OciError, and RuntimeError where no thread can be started.
+        """
+        self._store, self._meter = store, ReadMeter()
         self._stage = Unnamed()
         self._areas: list[Area] = []
         self._board: Board | None = None
@@ -77,7 +103,7 @@ class Loading:
             for pid, region in regions:
                 name = f"{pid}-{region.start:x}"
                 self._areas.append(self._stage.area(name, region.start, region.table.size))
-            self._begin(files, regions, blobs, settings)
+            self._begin(files, regions, _Metered(blobs, self._meter), settings)
         except BaseException:
             self.close()
             raise
@@ -118,7 +144,7 @@ class Loading:
                     groups=[pid for pid, _ in regions] if first else (),
                     prepare=partial(transfer.populate, dict(enumerate(areas))),
                     placed=partial(placed, first),
-                    reads=self._reads,
+                    reads=self._meter.around(self._reads),
                     turns=self._turns,
                     behind=self._readings[0] if self._readings else None,
                 )
@@ -164,6 +190,8 @@ class Loading:
                     one.check()
                 if all(one.complete for one in self._readings):
                     board.write_state(State.DONE)
+                    if self._store and (rate := self._meter.rate) is not None:
+                        read_rate.remember(self._store, rate)
                     return
         except Exception:  # the runtime comes upon it as well, and reports it
             for one in self._readings:
@@ -183,7 +211,7 @@ def load(record: Manifest, path: str, settings: Memory) -> str:
     files, regions = choose_contents(record, settings)
     if not files and not regions:
         return ""
-    loading = Loading(files, regions, Layout(path), settings)
+    loading = Loading(files, regions, Layout(path), settings, path)
     _loadings.append(loading)
     return loading.path
 

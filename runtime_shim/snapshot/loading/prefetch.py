@@ -27,6 +27,7 @@ from functools import partial
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import Target
+from gpusnap.oci.chunks.read_meter import ReadMeter
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.layout import Layout
@@ -65,11 +66,6 @@ _SPARE = 64
 _CHANGED = "see with gpusnap verify whether the checkpoint is as it was made, and restore another one if not"
 
 
-def _most_of(cores: int) -> int:
-    """Some are left to the runtime and to CRIU, which nobody would wait for any shorter else."""
-    return max(1, cores * 3 // 4)
-
-
 def _may_open(count: int) -> bool:
     """Whether there may be so many descriptors more, and some for all else that is to be opened."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -79,7 +75,7 @@ def _may_open(count: int) -> bool:
 def can_be_staged(regions: Sequence[tuple[int, RegionRecord]], settings: Memory, *, more: int = 0) -> bool:
     """Whether regions may have a file each, with so many more files: the ceiling and this host allow it."""
     working = max((c.stored for _, r in regions for c in r.table.chunks), default=0)
-    working *= settings.threads or _most_of(copies.cores())
+    working *= transfer.reading_threads(settings)
     if not mount_namespace.lasting() or not _may_open(_OF_A_FILE * (len(regions) + more)):
         return False
     return not settings.ceiling or sum(r.table.size for _, r in regions) <= settings.ceiling - working
@@ -110,9 +106,11 @@ class Filling:
         blobs: Blobs | None = None,
         behind: reading.Begun | None = None,
         joined: Joined | None = None,
+        meter: ReadMeter | None = None,
     ) -> None:
         """`key`: of the container that it becomes. `blobs`: the chunks, if not in the image directory.
         `behind`: what CRIU waits for, which is read first. `joined`: a load process that has begun already.
+        `meter`: of the disk that `blobs` are on.
 
         Raises ImageError where the manifest's tables or the layout cannot be right.
         """
@@ -122,11 +120,12 @@ class Filling:
         self._regions = list_regions(record)
         self._blobs = blobs or Layout(self._path)
         self._ceiling = transfer.ceiling(settings)
+        self._meter = meter
         self._loaded: JoinedMemory | None = None
         self._areas = joined.areas if joined is not None and joined.regions else self._staged(settings)
         self._paging = self._demand_paging() if settings.demand_paging else None
         self._reads = threading.Semaphore(_READS)
-        self._workers = settings.threads or _most_of(copies.cores())
+        self._workers = transfer.reading_threads(settings)
         self._turns = threading.Semaphore(max(1, min(_AT_FIRST, self._workers // _PART_AT_FIRST)))
         self._checking: threading.Thread | None = None
         self._wrong: ImageError | None = None
@@ -171,7 +170,7 @@ class Filling:
                 groups=[pid for pid, _ in self._regions],
                 prepare=partial(transfer.populate, dict(enumerate(self._areas))) if self._areas else None,
                 placed=placed,
-                reads=self._reads,
+                reads=self._meter.around(self._reads) if self._meter is not None else self._reads,
                 turns=self._turns,
                 behind=behind,
                 progress=reporter.move,

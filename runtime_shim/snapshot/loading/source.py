@@ -25,10 +25,12 @@ from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, OciError
 from gpusnap.oci.base.threads import for_each
 from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import File, Target
+from gpusnap.oci.chunks.read_meter import ReadMeter
 from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.blobs import Blobs, FirstOf
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store import read_rate
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
@@ -75,6 +77,8 @@ class Fetching:
         self._guard = threading.Lock()
         self.fetched = 0
         """Bytes."""
+        self.meter = ReadMeter()
+        """Of the store's disk, for whoever reads the blobs."""
         every = descriptors(record.tables)
         wanted = self._beside.lacks(every)
         self._there = {each.digest for each in every} - {each.digest for each in wanted}
@@ -122,7 +126,7 @@ class Fetching:
         if digest in self._there:
             return self._beside.open_blob(digest, size)
         if self._staging is None:
-            return self._store.layout.open_blob(digest, size)
+            return self._metered(self._store.layout.open_blob(digest, size), size)
         repository = self._remote.get(digest)
         if repository is not None and size is not None:
             with self._guard:
@@ -130,7 +134,7 @@ class Fetching:
             with lock:
                 if not self._staging.layout.has_blob(digest, size):
                     self._fetch(repository, self._staging.layout, digest, size)
-        return self._staging.layout.open_blob(digest, size)
+        return self._metered(self._staging.layout.open_blob(digest, size), size)
 
     def check_blob(self, wanted: Descriptor) -> None:
         """As Layout.check_blob. Raises BlobError."""
@@ -139,8 +143,10 @@ class Fetching:
     def finish(self) -> None:
         """Have the store keep what was fetched, if it has all of it then, as a checkpoint here would have.
 
-        Raises ImageError; the container runs all the same.
+        It also keeps what its disk has delivered. Raises ImageError; the container runs all the same.
         """
+        if (rate := self.meter.rate) is not None:
+            read_rate.remember(self._store.path, rate)
         if self._staging is not None and self.fetched and not self._there:
             with transfer.as_image_error(self._store.path):
                 self._staging.commit(
@@ -156,6 +162,10 @@ class Fetching:
             staging, self._staging = self._staging, None
             with contextlib.suppress(OciError, OSError):  # a leftover is gc's
                 staging.close()
+
+    def _metered(self, file: io.FileIO, size: int | None) -> io.FileIO:
+        self.meter.opened(file, size or 0)
+        return file
 
     def _hold(self, artifact: str, wanted: Sequence[Descriptor]) -> bool:
         """Keep an artifact of the store, with all its chunks, from gc; whether it has those that are wanted.
