@@ -10,6 +10,14 @@ cache, but for the rows named "durable": there the clock of a write stops after 
 
 The default run stays below a minute on two idle cores: it changes one thing at a time, and measures what zstd
 packs on a part of the region; the column MiB says how much. --all measures every setting on all of it.
+
+    python3 bench/chunks.py --encodings
+
+shows which encoding a chunk gets for disks of some speeds and restores with so many threads: the choice as
+the writer makes it, from times that it measures itself. Beside it what was measured on the whole region:
+the part that the smallest encoding leaves, and GiB that a thread reads of that, and of plain chunks, in each
+second of processor time, from a warm page cache. In brackets: how many times shorter a restore of plain
+chunks is, by these, than with the smallest.
 """
 
 from __future__ import annotations
@@ -37,7 +45,9 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT))
 
 from gpusnap.oci.chunks.buffers import Buffer, Memory  # noqa: E402
+from gpusnap.oci.chunks.encoding import ReadSpeed  # noqa: E402
 from gpusnap.oci.chunks.reader import read  # noqa: E402
+from gpusnap.oci.chunks.table import CHUNK_SIZE, Table  # noqa: E402
 from gpusnap.oci.chunks.writer import worker_memory, write  # noqa: E402
 from gpusnap.oci.layout.digests import digest_of  # noqa: E402
 from gpusnap.oci.layout.documents import Index  # noqa: E402
@@ -45,6 +55,11 @@ from gpusnap.oci.layout.layout import Layout  # noqa: E402
 
 MIB, GIB = 1 << 20, 1 << 30
 KINDS = ["random", "zero", "bf16", "text"]
+# Of --encodings: the data, the GiB/s that a disk delivers, and the threads that read. A restore on 16 cores
+# has 12 of them, and 4 until CRIU is done.
+ENCODED = ["bf16", "fp32", "random", "text"]
+DISKS = [1, 2, 5, 20]
+READERS = [1, 4, 12]
 # One pattern of this size is repeated, with its number in each copy: zstd sees no further than a few MiB.
 BLOCK = 16 * MIB
 # Weights of a layer: mean 0, deviation 0.02.
@@ -74,10 +89,15 @@ def seconds(action: Callable[[], object]) -> float:
 
 def weights(size: int) -> bytes:
     """Numbers as bf16 weights have them: sign and exponent of a normal distribution, a mantissa of noise."""
+    return numbers(size, 2)
+
+
+def numbers(size: int, width: int) -> bytes:
+    """The same of so many bytes each: 4 for fp32."""
     floats = array.array("f", [STEPS.inv_cdf((at + 0.5) / 256) for at in range(256)]).tobytes()
     made = bytearray(os.urandom(size))
     # The upper byte of each number: one of 256 equally likely ones, chosen by a random byte.
-    made[1::2] = made[1::2].translate(floats[3::4])
+    made[width - 1 :: width] = made[width - 1 :: width].translate(floats[3::4])
     return bytes(made)
 
 
@@ -98,7 +118,13 @@ def fill(memory: Memory, kind: str) -> None:
         for at in range(0, len(view), mmap.PAGESIZE):
             view[at] = 0
         return
-    block = b"" if kind == "random" else {"bf16": weights, "text": prose}[kind](BLOCK)
+    makers: dict[str, Callable[[int], bytes]] = {
+        "random": os.urandom,
+        "bf16": weights,
+        "fp32": lambda size: numbers(size, 4),
+        "text": prose,
+    }
+    block = b"" if kind == "random" else makers[kind](BLOCK)
     for at in range(0, len(view), BLOCK):
         room = len(view[at : at + BLOCK])
         view[at : at + BLOCK] = (block or os.urandom(room))[:room]
@@ -200,6 +226,75 @@ def chunks(
     return Row(what, kind, chunk // MIB, level, threads, size // MIB, size / GIB / wrote, fast, ratio)
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """What one kind of data becomes: for each number of threads and GiB/s of a disk, an encoding."""
+
+    data: str
+    smallest: str
+    left: float
+    read: float
+    read_plain: float
+    chosen: dict[int, dict[int, str]]
+
+    def cell(self, threads: int, disk: int) -> str:
+        """The encoding; of plain chunks, how many times shorter a restore is than with the smallest."""
+        kind = self.chosen[threads][disk]
+        if kind != "plain" or kind == self.smallest:
+            return kind
+        small = max(self.left / disk, 1 / (self.read * threads))
+        return f"{kind} ({small / max(1 / disk, 1 / (self.read_plain * threads)):.2f})"
+
+
+def encoded(folder: Path, kind: str, memory: memoryview, back: memoryview) -> Encoded:
+    """Write the data for each disk, and read the smallest and the plain chunks in one thread."""
+    size = len(memory)
+
+    def stored(speed: ReadSpeed | None, level: int, each: Callable[[Layout, Table], float]) -> float:
+        layout = Layout(folder / "layout").create()
+        ceiling = 2 * worker_memory(CHUNK_SIZE, 1)
+        (table,) = write([Buffer(memory)], layout, threads=1, ceiling=ceiling, level=level, speed=speed)
+        found = each(layout, table)
+        shutil.rmtree(folder / "layout")
+        return found
+
+    def rate(layout: Layout, table: Table) -> float:
+        targets, ceiling = [Buffer(back)], 2 * worker_memory(CHUNK_SIZE, 1)
+        took = []
+        for _ in range(3):
+            begun = time.process_time()
+            read([table], layout, targets, threads=1, ceiling=ceiling)
+            took.append(time.process_time() - begun)
+        if back != memory:
+            raise SystemExit(f"{kind} data came back wrong")
+        return size / GIB / min(took)
+
+    def part(layout: Layout, table: Table) -> float:
+        named.append(table.chunks[0].encoding)
+        return table.stored / size
+
+    named: list[str] = []
+    left = stored(None, 1, part)
+    chosen: dict[int, dict[int, str]] = {}
+    for threads in READERS:
+        for disk in DISKS:
+            stored(ReadSpeed(disk * GIB, threads), 1, part)
+            chosen.setdefault(threads, {})[disk] = named[-1]
+    return Encoded(kind, named[0], left, stored(None, 1, rate), stored(None, 0, rate), chosen)
+
+
+def printed_encodings(rows: list[Encoded]) -> str:
+    """As a table of the documentation."""
+    head = ["data", "smallest", "left", "read", "plain read", "threads", *(f"{disk} GiB/s" for disk in DISKS)]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * 4 + "---|" * len(DISKS)]
+    for row in rows:
+        for threads in READERS:
+            first = [row.data, row.smallest, f"{row.left:.2f}", f"{row.read:.2f}", f"{row.read_plain:.2f}"]
+            cells = [row.cell(threads, disk) for disk in DISKS]
+            lines.append("| " + " | ".join([*first, str(threads), *cells]) + " |")
+    return "\n".join(lines)
+
+
 def floor(memory: Memory, back: Memory) -> list[Row]:
     """memcpy and sha256 of the region, one thread each."""
     size = len(memory.view)
@@ -232,8 +327,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, nargs="+", default=[4, 16, 64], help="chunk sizes in MiB")
     parser.add_argument("--level", type=int, nargs="+", default=[0, 1, 3], help="zstd levels, 0 for none")
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
-    parser.add_argument("--data", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--data", nargs="+", default=KINDS, choices=[*KINDS, "fp32"])
     parser.add_argument("--all", action="store_true", help="every setting, on the whole region")
+    parser.add_argument("--encodings", action="store_true", help="only which encoding chunks get")
     parser.add_argument("--durable", action="store_true", help="only the rows that wait for the disk")
     parser.add_argument("--folder", help="where to write; the default is the system's temporary folder")
     parser.add_argument("--json", help="write the figures there too")
@@ -243,7 +339,7 @@ def arguments() -> argparse.Namespace:
 def settings(options: argparse.Namespace, kind: str) -> list[tuple[int, int, int, int]]:
     """Chunk size in MiB, level, threads, and the MiB to measure on."""
     middle, most = options.chunk[len(options.chunk) // 2], max(options.threads)
-    packs = kind in ("bf16", "text")
+    packs = kind in ("bf16", "fp32", "text")
     found = []
     for level, chunk, threads in itertools.product(options.level, options.chunk, options.threads):
         mib = options.mib
@@ -269,7 +365,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
     kind = "random"
     for threads in () if options.durable else options.threads:
         rows.append(plain_files(folder, memory, back, middle, threads, durable=False))
-    for kind in () if options.durable else sorted(options.data, key=KINDS.index):
+    for kind in () if options.durable else sorted(options.data, key=[*KINDS, "fp32"].index):
         if kind != "random":
             fill(memory, kind)
         for chunk, level, threads, mib in settings(options, kind):
@@ -280,10 +376,23 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
     return rows
 
 
+def encodings(folder: Path) -> list[Encoded]:
+    """For all kinds of data, on as much of each as takes some seconds."""
+    memory, back = Memory(64 * MIB), Memory(64 * MIB)
+    rows = []
+    for kind in ENCODED:
+        fill(memory, kind)
+        rows.append(encoded(folder, kind, memory.view, back.view))
+    return rows
+
+
 def main() -> int:
     options = arguments()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         begun = time.monotonic()
+        if options.encodings:
+            print(printed_encodings(encodings(Path(folder))))
+            return 0
         rows = measure(options, Path(folder))
         took = time.monotonic() - begun
     print(f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, {took:.0f} s")

@@ -23,6 +23,7 @@ import errno
 import gc
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -110,11 +111,20 @@ class _Worker:
             raise _Raised(error)
         return value
 
-    def leave(self) -> None:
-        """Kill it, and wait for nothing."""
-        with suppress(ProcessLookupError):
-            # Its parent, the forker, never reaps one: no other process can have that PID.
-            os.kill(self.pid, signal.SIGKILL)
+    def leave(self, within: float = 0.0) -> None:
+        """Kill it, and wait so many seconds for its end."""
+        # Its parent, the forker, never reaps one: no other process can have that PID.
+        with suppress(OSError):
+            ended = os.pidfd_open(self.pid) if within else -1
+            try:
+                os.kill(self.pid, signal.SIGKILL)
+                if ended >= 0:
+                    poll = select.poll()
+                    poll.register(ended, select.POLLIN)
+                    poll.poll(within * 1000)
+            finally:
+                if ended >= 0:
+                    os.close(ended)
         self._channel.close()
 
     def forget(self) -> None:
@@ -188,16 +198,18 @@ class Companion:
     crashes, would end us where we asked ourselves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, here: bool = True) -> None:
+        """`here`: what has no worker is asked in this process."""
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
+        self._here = here
         _State.companions.append(self)
 
     def ask(self, function: Callable[..., T], *arguments: object, within: float) -> T:
         """What `function` gives, asked in the worker; here, without a deadline, where there never was one.
 
         Raises what the function raises; TimeoutError after `within` seconds; GpusnapError where two workers
-        were ended by it.
+        were ended by it, and where there is none and this process is not to be asked.
         """
         question = pickle.dumps((function, arguments))
         ended: _Ended | None = None
@@ -219,13 +231,15 @@ class Companion:
                     raise
         if ended is not None:
             raise _was_ended(f"asked {function.__name__}") from ended
+        if not self._here:
+            raise GpusnapError(f"there is no child process for {function.__name__}", code="GPS-003")
         return function(*arguments)
 
-    def end(self) -> None:
-        """End the worker, if it does not answer just now."""
+    def end(self, within: float = 0.0) -> None:
+        """End the worker, if it does not answer just now, and wait so many seconds for that."""
         if self._lock.acquire(blocking=False):
             try:
-                self._leave()
+                self._leave(within)
             finally:
                 self._lock.release()
 
@@ -236,9 +250,9 @@ class Companion:
             self._worker.forget()
             self._worker = None
 
-    def _leave(self) -> None:
+    def _leave(self, within: float = 0.0) -> None:
         if self._worker is not None:
-            self._worker.leave()
+            self._worker.leave(within)
             self._worker = None
 
 

@@ -200,6 +200,7 @@ TABLE: dict[str, Key] = {
     "suspend.over": Key(_make_choice_check("refuse", "spill")),
     "store.path": Key(_folder),
     "store.pull-from": Key(_repositories),
+    "store.read-rate": Key(_size),
     "metrics.textfile": Key(_path),
     "metrics.journal": Key(_boolean),
 }

@@ -125,6 +125,9 @@ class Store:
     pull_from: tuple[str, ...] = ()
     """Repositories that a restore may fetch missing chunks from, in this order: host[:port]/name, with
     http:// before it for a registry without TLS."""
+    read_rate: int = 0
+    """Bytes per second that the store's disk delivers; 0: what earlier restores from it have measured. It
+    decides which encoding of a new chunk makes a restore shortest."""
 
 
 @dataclass(frozen=True, slots=True)

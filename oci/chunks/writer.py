@@ -21,8 +21,9 @@ import zstandard
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import CeilingError, ChunkError, LayoutError, binary_size
 from gpusnap.oci.base.threads import Crew, SharedIterator
-from gpusnap.oci.chunks import planes
+from gpusnap.oci.chunks import encoding, planes
 from gpusnap.oci.chunks.buffers import Memory, Source, is_zero
+from gpusnap.oci.chunks.encoding import WORTH, ReadSpeed, Taster
 from gpusnap.oci.chunks.index import Known, Place
 from gpusnap.oci.chunks.table import (
     CHUNK_SIZE,
@@ -42,20 +43,14 @@ LEVEL = 1
 HIGHEST_LEVEL = 19
 PAGE = 4096
 
-# A chunk is compressed where four pieces of it, spread evenly, shrink below this part of their size.
-_WORTH = 0.97
-_SAMPLES = 4
-_SAMPLE = 64 << 10
-
 
 def worker_memory(chunk_size: int, level: int) -> int:
     """Bytes that one worker needs: its chunk and, where it compresses, as much again and zstd's memory."""
     if level == 0:
         return chunk_size
     parameters = zstandard.ZstdCompressionParameters.from_level(level, source_size=chunk_size)
-    # What the stream holds beside its context: a window and two blocks of 128 KiB at most; then the taster,
-    # and its planes.
-    streams = (1 << parameters.window_log) + (2 << 17) + (1 << 19) + _SAMPLE
+    # What the stream holds beside its context: a window and two blocks of 128 KiB at most; then the taster.
+    streams = (1 << parameters.window_log) + (2 << 17) + (1 << 19) + encoding.MEMORY
     return 2 * chunk_size + chunk_size // 2 + int(parameters.estimated_compression_context_size()) + streams
 
 
@@ -67,6 +62,7 @@ def write(
     ceiling: int,
     chunk_size: int = CHUNK_SIZE,
     level: int = LEVEL,
+    speed: ReadSpeed | None = None,
     known: Known | None = None,
     trust: bool = True,
     met: Mapping[str, Chunk] = MappingProxyType({}),
@@ -77,7 +73,8 @@ def write(
     """Write the regions as blobs; one table for each, in order.
 
     chunk_size: bytes, a multiple of 4096. level: zstd's, 1 to 19; 0 never compresses. ceiling: bytes that all
-    workers together may hold; fewer than `threads` run where that is not enough for all. known: chunks found
+    workers together may hold; fewer than `threads` run where that is not enough for all. speed: of whoever
+    will read the chunks; without it each is stored in the encoding that is smallest. known: chunks found
     there are linked, not compressed and written. trust: whether a blob that the layout has is taken for what
     its name and size say, rather than written again. met: chunks that are in the layout by now, by the digest
     of their plain bytes; they are taken as they are. pieces: the chunks to write, as (place of the source,
@@ -105,7 +102,7 @@ def write(
         )
     count = sum(-(-source.size // chunk_size) for source in sources)
     crew = Crew()
-    writing = _Writing(sources, layout, chunk_size, level, known, trust, written, progress, crew)
+    writing = _Writing(sources, layout, chunk_size, level, speed, known, trust, written, progress, crew)
     writing.begin(met, pieces)
     crew.start(max(1, min(threads, ceiling // need, count)), writing.work)
     crew.join()
@@ -124,26 +121,26 @@ class _Stored:
 class _Tools:
     """What one worker has for itself, used for chunk after chunk."""
 
-    def __init__(self, chunk_size: int, level: int) -> None:
+    def __init__(self, chunk_size: int, level: int, speed: ReadSpeed | None) -> None:
         self.plain = Memory(chunk_size)
         self.packed = Memory(chunk_size if level else 0)
         self.top = Memory(chunk_size // 2 if level else 0)
-        self._low = Memory(_SAMPLE if level else 0)
         self._compressor = zstandard.ZstdCompressor(level=level)
-        self._taster = zstandard.ZstdCompressor(level=1)
+        self._taster = Taster(speed)
 
     def free(self) -> None:
         """Give the memory back, whoever still refers to it."""
-        for memory in (self.plain, self.packed, self.top, self._low):
+        for memory in (self.plain, self.packed, self.top):
             memory.free()
+        self._taster.free()
 
     def pack(self, plain: memoryview) -> tuple[memoryview, Encoding] | None:
         """The chunk encoded, in this worker's memory, and how; None where that is not worth it."""
         size = plain.nbytes
-        width = self._choose(plain)
+        width = self._taster.choose(plain)
         if width is None:
             return None
-        packed = self.packed.view[: int(size * _WORTH)]
+        packed = self.packed.view[: int(size * WORTH)]
         if width:
             count = planes.encode(plain, width, packed, self.top.view, self._compressor)
             return (packed[:count], "planes") if count else None
@@ -152,29 +149,6 @@ class _Tools:
             count = reader.readinto(packed)
             # Full to the brim, it may have been cut off.
             return (packed[:count], "zstd") if count < packed.nbytes else None
-
-    def _choose(self, plain: memoryview) -> int | None:
-        """The width of the numbers that it is to be taken for; 0 for zstd alone, None for neither.
-
-        By what is left of the samples. Planes are decoded faster than zstd alone, which has less to do then:
-        where both leave as much, it is planes.
-        """
-        size = plain.nbytes
-        if size <= 2 * _SAMPLES * _SAMPLE:
-            return 0
-        stride = (size - _SAMPLE) // (_SAMPLES - 1) // 4 * 4
-        pieces = [plain[at * stride : at * stride + _SAMPLE] for at in range(_SAMPLES)]
-        left = {0: sum(len(self._taster.compress(piece)) for piece in pieces)}
-        for width in planes.WIDTHS if size % max(planes.WIDTHS) == 0 else ():
-            left[width] = sum(self._left_in_planes(piece, width) for piece in pieces)
-        best = min(left, key=lambda width: (left[width], -width))
-        return best if left[best] < _WORTH * _SAMPLES * _SAMPLE else None
-
-    def _left_in_planes(self, piece: memoryview, width: int) -> int:
-        count = piece.nbytes // width
-        low, top = self._low.view[: (width - 1) * count], self.top.view[:count]
-        planes.split(piece, low, top, width)
-        return low.nbytes + len(self._taster.compress(top))
 
 
 class _Writing:
@@ -186,6 +160,7 @@ class _Writing:
         layout: Layout,
         chunk_size: int,
         level: int,
+        speed: ReadSpeed | None,
         known: Known | None,
         trust: bool,
         written: Callable[[str], None] | None,
@@ -196,6 +171,7 @@ class _Writing:
         self._layout = layout
         self._chunk_size = chunk_size
         self._level = level
+        self._speed = speed
         self._known = known
         self._trust = trust
         self._tell = written
@@ -224,7 +200,7 @@ class _Writing:
 
     def work(self) -> None:
         """What each worker does."""
-        tools = _Tools(self._chunk_size, self._level)
+        tools = _Tools(self._chunk_size, self._level, self._speed)
         try:
             for at, offset, size in self._pieces:
                 self._crew.check()

@@ -5,6 +5,7 @@
         blobs/sha256/<64 hex>         the blobs of all that index.json names, each there once
         known.json                    which chunk is in which blob (gpusnap.oci.chunks.index); where broken,
                                       all are new
+        read-rate.json                what its disk delivers (read_rate.py)
         lock                          flock, exclusive: had by who changes one of these, or begins a staging
         staging/<name>/               a layout without index: one writer's blobs; flocked while he lives
             precious                  why nobody may remove it, though he has died

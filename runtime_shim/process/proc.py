@@ -270,6 +270,12 @@ def is_same(pid: int, start: int) -> bool:
     return stat is not None and stat[0] not in "ZX" and int(stat[19]) == start
 
 
+def exists(pid: int, start: int) -> bool:
+    """Whether the process that began at `start` still has this PID, be it as a zombie."""
+    stat = _stat(pid)
+    return stat is not None and int(stat[19]) == start
+
+
 def parent(pid: int) -> int:
     """The parent of a process; 0 where it is gone, or has none in our PID namespace."""
     stat = _stat(pid)

@@ -162,7 +162,8 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
 
     for entry in found:
         log.note(
-            f"an earlier checkpoint was interrupted; {recover(entry, driver, _require_valid(settings).memory)}",
+            "an earlier checkpoint was interrupted; "
+            f"{recover(entry, driver, _require_valid(settings).memory)}",
             code="GPS-021",
         )
     return True

@@ -150,7 +150,8 @@ def _home(call: CheckpointCall, settings: Settings, container: containers.Contai
     """This host's store, where the chunks go there."""
     if settings.memory.pages != StoreHome.kind:
         return None
-    return StoreHome(settings.store.path, str(call.images()), container.id, settings.memory)
+    store, images = settings.store, str(call.images())
+    return StoreHome(store.path, images, container.id, settings.memory, read_rate=store.read_rate)
 
 
 def _inspect(job: Job) -> None:

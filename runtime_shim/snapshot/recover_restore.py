@@ -10,9 +10,9 @@ left, but never one that runs: one that had come up just then, or a later one of
 days old, and then says nothing of what runs; the driver does. Incomplete is only a container with a process
 whose GPU state the driver has not given back: none runs like that, and no other sign counts.
 
-But where memory was still on its way into the processes (memory/demand_paging.py), the kernel has ended those
-that waited for it, and what the driver says of another one may be true of memory that never came. No process
-went on by then, which the entry says (`arriving`): the container is incomplete, whatever runs in it.
+But where memory was still on its way into the processes (loading/demand_paging.py), the kernel has ended
+those that waited for it, and what the driver says of another one may be true of memory that never came. No
+process went on by then, which the entry says (`arriving`): the container is incomplete, whatever runs in it.
 """
 
 from __future__ import annotations

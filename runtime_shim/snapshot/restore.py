@@ -43,7 +43,7 @@ from gpusnap.runtime_shim.snapshot import (
 from gpusnap.runtime_shim.snapshot.devices.choose import driver_for
 from gpusnap.runtime_shim.snapshot.foreground import RuntimeThread, pid_file
 from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin
-from gpusnap.runtime_shim.snapshot.memory.source import Fetching
+from gpusnap.runtime_shim.snapshot.loading.source import Fetching
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.restore_gpus import restore_gpus, settle
 from gpusnap.runtime_shim.snapshot.restore_job import Job

@@ -15,8 +15,8 @@ from gpusnap.runtime_shim.snapshot.devices.nvidia_hooks import rerun
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin, driver_watch
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import resume
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Arriving
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.memory.prefetch import Arriving
 from gpusnap.runtime_shim.snapshot.restore_job import Job
 from gpusnap.runtime_shim.stopping.stop import stop
 

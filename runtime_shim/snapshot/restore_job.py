@@ -19,8 +19,8 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap
-from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
-from gpusnap.runtime_shim.snapshot.memory.source import Fetching
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.loading.source import Fetching
 from gpusnap.runtime_shim.transaction import Transaction
 
 

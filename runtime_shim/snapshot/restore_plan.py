@@ -34,11 +34,12 @@ from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.devices import remap
 from gpusnap.runtime_shim.snapshot.devices.choose import choose, gpu_request, list_given
-from gpusnap.runtime_shim.snapshot.memory import images_ahead, transfer
+from gpusnap.runtime_shim.snapshot.loading import join
+from gpusnap.runtime_shim.snapshot.loading.join import JoinedImages
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.loading.source import Fetching, Rebuilding
+from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
-from gpusnap.runtime_shim.snapshot.memory.images_ahead import Joined
-from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
-from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding
 from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records.reservations import GpuClaim, claim
@@ -80,7 +81,7 @@ def plan(job: Job, config: dict[str, Any]) -> None:
     if coming is not None:
         coming.result()
         elsewhere = dict(coming.paths)
-        job.ahead = isinstance(coming, Joined) and coming.taken
+        job.ahead = isinstance(coming, JoinedImages) and coming.taken
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
     criu_mounts.check_mounts(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else bundle.Edits()
@@ -90,14 +91,20 @@ def plan(job: Job, config: dict[str, Any]) -> None:
     job.transaction.undo("restoring config.json", undo)
 
 
-def _start_reading(job: Job) -> Rebuilding | Joined | None:
+def _start_reading(job: Job) -> Rebuilding | JoinedImages | None:
     """Have the bytes come from now on; CRIU's images that are in chunks.
 
     Only CRIU waits for its images, and only the driver for the GPUs' memory.
     """
     memory = job.settings.memory
-    images: Rebuilding | Joined | None = None
-    if job.driver is not None and any(process.regions for process in job.record.processes):
+    images: Rebuilding | JoinedImages | None = None
+    has_regions = job.driver is not None and any(process.regions for process in job.record.processes)
+    joined = None
+    if job.record.pages == StoreHome.kind:
+        joined = join.join(job.record, job.key, memory)
+        if joined is not None:
+            job.cleanup.callback(joined.close)
+    if has_regions and (joined is None or not joined.regions):
         space.check_memory_to_restore(job.record, memory)
     if job.record.pages == StoreHome.kind:
         fetching = job.fetching = job.cleanup.enter_context(
@@ -109,11 +116,14 @@ def _start_reading(job: Job) -> Rebuilding | Joined | None:
             folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=where)
             job.cleanup.callback(scratch_files.remove_folder, folder)
             rebuild = partial(_rebuild, job, fetching, folder)
-            images = images_ahead.join(job.record.files, job.key, memory, rebuild) or rebuild()
+            images = JoinedImages(joined, rebuild) if joined is not None and joined.files else rebuild()
             job.cleanup.callback(images.close)
-    if job.driver is not None and any(process.regions for process in job.record.processes):
-        filling = Filling(job.images, job.record, memory, job.key, job.fetching, images)
+    if has_regions:
+        meter = job.fetching.meter if job.fetching is not None else None
+        filling = Filling(job.images, job.record, memory, job.key, job.fetching, images, joined, meter)
         job.filling = job.cleanup.enter_context(filling)
+    elif joined is not None:
+        joined.drop_areas()
     return images
 
 

@@ -39,6 +39,7 @@ _MORE: Mapping[str, str] = {
     "registry.minimum-speed": "[registries](#registries)",
     "store.path": "[the store](#the-store)",
     "store.pull-from": "[the store](#the-store)",
+    "store.read-rate": "[the store](#the-store)",
 }
 _MORE_OF_A_SECTION: Mapping[str, str] = {"amd": "[amd.md](amd.md)"}
 

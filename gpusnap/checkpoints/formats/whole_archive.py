@@ -19,7 +19,7 @@ from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest
 from gpusnap.runtime_shim.runtime.criu import scratch_files
-from gpusnap.runtime_shim.snapshot.memory import source as fetching
+from gpusnap.runtime_shim.snapshot.loading import source as fetching
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import ImageHome
 

@@ -49,7 +49,6 @@ from gpusnap.oci.tar.archive import Entry
 from gpusnap.operations import pull, push_pull, sources
 from gpusnap.operations.open import open_repository
 from gpusnap.operations.restoring import in_place, in_podman, in_use, volumes
-from gpusnap.operations.restoring.read_ahead import reading_ahead
 from gpusnap.operations.restoring.volumes import Choice, Inside, inside
 from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, board, watch_growth
@@ -57,8 +56,8 @@ from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
 from gpusnap.runtime_shim.progress import VARIABLE
 from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
-from gpusnap.runtime_shim.snapshot.memory import images_ahead
-from gpusnap.runtime_shim.snapshot.memory import source as fetching
+from gpusnap.runtime_shim.snapshot.loading import source as fetching
+from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
 from gpusnap.user_errors import Damaged, Killed, convert_errors
 
 # Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): what may not come in that time is
@@ -322,19 +321,19 @@ def _from_artifact(
     ):
         found.check_podman()
         memory = settings_file.load().memory
-        with _room(store) as folder:
+        with LoadProcess(found.record, store.layout.path, memory) as loading, _room(store) as folder:
             archive, choice = _records(wish, found, store.layout, folder, progress)
-            with (
-                images_ahead.ahead(found.record, store.layout, memory) as begun,
-                reading_ahead(store.layout, found.record),
-            ):
-                environment = {fetching.STORE: store.path, fetching.ARTIFACT: found.root.digest, **begun}
-                try:
-                    container = _run(wish, archive, environment, progress, choice, ids=listing.ids)
-                except GpusnapError as error:
-                    if (damaged := _of_damage(error, found, store)) is not None:
-                        raise damaged from error
-                    raise
+            environment = {
+                fetching.STORE: store.path,
+                fetching.ARTIFACT: found.root.digest,
+                **loading.environment(),
+            }
+            try:
+                container = _run(wish, archive, environment, progress, choice, ids=listing.ids)
+            except GpusnapError as error:
+                if (damaged := _of_damage(error, found, store)) is not None:
+                    raise damaged from error
+                raise
             return container, found.root.digest
 
 

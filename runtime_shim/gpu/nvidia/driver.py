@@ -140,7 +140,8 @@ class Nvidia:
             return None
         except ValueError:
             raise DriverFailed(
-                f"the GPU driver reports that {_name_pid(pid)} is in state {state}, which gpusnap does not know",
+                f"the GPU driver reports that {_name_pid(pid)} is in state {state}, which gpusnap "
+                "does not know",
                 hint="use a version of gpusnap that supports this driver",
                 pid=pid,
             ) from None
@@ -186,7 +187,8 @@ class Nvidia:
         for minor in held:
             if minor not in gpus:
                 raise NoDevice(
-                    f"{_name_pid(pid)} has the device of GPU minor {minor} open, which the driver does not list",
+                    f"{_name_pid(pid)} has the device of GPU minor {minor} open, which the driver "
+                    "does not list",
                     hint=NoDevice.advice,
                     pid=pid,
                 )

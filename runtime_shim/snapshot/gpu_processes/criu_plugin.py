@@ -45,7 +45,8 @@ def pages(image_path: str, container: containers.Container, settings: Settings) 
     """The way of the memory: it is in CRIU's images, and with these in a store, if that is asked for."""
     memory: Memory = settings.memory
     if memory.pages == StoreHome.kind:
-        home = StoreHome(settings.store.path, image_path, container.id, memory)
+        store = settings.store
+        home = StoreHome(store.path, image_path, container.id, memory, read_rate=store.read_rate)
         return Chunks(image_path, container.key, memory, container.bundle, home=home)
     return Pages(image_path, container.key, memory.threads)
 

@@ -285,7 +285,7 @@ class Chunks(Pages):
         """None where nothing can be written ahead; what is wrong then the writing itself will say."""
         with contextlib.suppress(OciError), self._home.known() as known:
             self._layout.create()
-            return Early(self._layout, self._settings, known, self._flush)
+            return Early(self._layout, self._settings, known, self._flush, self._home.speed)
         return None
 
     def _flush(self, blob: str) -> None:
@@ -382,6 +382,7 @@ class Chunks(Pages):
                 ceiling=_working(self._settings),
                 chunk_size=self._settings.chunk_size,
                 level=self._settings.level,
+                speed=self._home.speed,
                 known=known if not live else None,
                 trust=False,  # an earlier checkpoint in the same place may have been damaged
                 met=self._early.end() if self._early is not None else {},

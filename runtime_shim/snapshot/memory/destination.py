@@ -21,10 +21,12 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import File
+from gpusnap.oci.chunks.encoding import ReadSpeed
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table, descriptors
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store.read_rate import remembered
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import Refused
@@ -49,6 +51,8 @@ class Home(Protocol):
     """What the manifest calls it."""
     place: str
     """A folder of the file system that they come to lie on."""
+    speed: ReadSpeed | None
+    """How fast a restore will read them; None where nobody knows."""
 
     @property
     def layout(self) -> Layout:
@@ -89,6 +93,7 @@ class ImageHome:
     """The folder gpusnap/ of the image's directory."""
 
     kind = "chunks"
+    speed: ReadSpeed | None = None  # most go into an archive, and from there to wherever
 
     def __init__(self, image_path: str, container: str, settings: Memory, bundle: str = "") -> None:
         self._image = image_path
@@ -143,15 +148,27 @@ class StoreHome:
     kind = "store"
 
     def __init__(
-        self, path: str, image_path: str, container: str, settings: Memory, *, why: str = ""
+        self,
+        path: str,
+        image_path: str,
+        container: str,
+        settings: Memory,
+        *,
+        why: str = "",
+        read_rate: int = 0,
     ) -> None:
-        """`path` is the store's. `why`: for whom nobody may remove it, in place of a checkpoint."""
+        """`path` is the store's. `why`: for whom nobody may remove it, in place of a checkpoint.
+
+        `read_rate`: as store.read-rate.
+        """
         # The layout follows no links, but an operator may have put the store elsewhere.
         self.place = os.path.realpath(path)
         self._store = Store(self.place)
         self._staging: Staging | None = None
         self._needed = False
         self._image, self._container, self._settings = image_path, container, settings
+        rate = read_rate or remembered(self.place)
+        self.speed = ReadSpeed(rate, transfer.reading_threads(settings)) if rate is not None else None
         self._why = why or (
             f"the checkpoint of container {container}; gpusnap recover repairs it; if that does not find "
             "it and the checkpoint is not needed, remove this directory"
@@ -220,6 +237,7 @@ class StoreHome:
                 ceiling=transfer.ceiling(self._settings),
                 chunk_size=min(self._settings.chunk_size, _IMAGE_CHUNK),
                 level=self._settings.level,
+                speed=self.speed,
                 known=self._store.open_known_chunks(),
             )
             self.layout.sync()

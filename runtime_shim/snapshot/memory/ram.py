@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+from gpusnap.oci.chunks.encoding import ReadSpeed
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.layout import Layout
@@ -22,6 +23,7 @@ class NoHome:
 
     kind = "ram"
     place = ""
+    speed: ReadSpeed | None = None
 
     def __init__(self, key: str) -> None:
         # Never made; the journal wants a path.

@@ -192,6 +192,14 @@ def own(key: str, pid: int) -> None:
             ) from error
 
 
+def reading_threads(settings: Memory) -> int:
+    """How many threads of a restore read and decode the GPUs' memory.
+
+    Some cores are left to the runtime and to CRIU, which nobody would wait for any shorter else.
+    """
+    return settings.threads or max(1, copies.cores() * 3 // 4)
+
+
 def ceiling(settings: Memory) -> int:
     """Bytes that gpusnap may hold for chunks under way."""
     return settings.ceiling or max(proc.available_memory() // _SHARE, 256 << 20)

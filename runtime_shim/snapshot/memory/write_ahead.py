@@ -16,6 +16,7 @@ from contextlib import suppress
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import is_zero
+from gpusnap.oci.chunks.encoding import ReadSpeed
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.layout import Layout
@@ -37,10 +38,16 @@ class Early:
     """What is written of regions ahead of time. Nothing here fails: what is not written now is later."""
 
     def __init__(
-        self, layout: Layout, settings: Memory, known: Known | None, written: Callable[[str], None]
+        self,
+        layout: Layout,
+        settings: Memory,
+        known: Known | None,
+        written: Callable[[str], None],
+        speed: ReadSpeed | None = None,
     ) -> None:
-        """`written` is told each new blob."""
+        """`written` is told each new blob. `speed`: as for gpusnap.oci.chunks.writer.write."""
         self._layout, self._settings, self._known, self._tell = layout, settings, known, written
+        self._speed = speed
         self._new: set[str] = set()
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
@@ -72,6 +79,7 @@ class Early:
                 ceiling=threads * writing.worker_memory(size, level),
                 chunk_size=size,
                 level=level,
+                speed=self._speed,
                 known=self._known,
                 trust=False,
                 written=self._wrote,

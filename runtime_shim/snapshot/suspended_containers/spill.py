@@ -43,7 +43,8 @@ def _spill(key: str, settings: Settings) -> int:
                 _free(found)  # one that was killed between its last two steps has left it
         return 0
     memory = settings.memory
-    home = StoreHome(settings.store.path, settings.store.path, found.container, memory, why=WHOSE + key)
+    store, why = settings.store, WHOSE + key
+    home = StoreHome(store.path, store.path, found.container, memory, why=why, read_rate=store.read_rate)
     pages = Asleep("", key, memory, home=home)
     transaction = Transaction()
     pages.prepare()

@@ -9,7 +9,6 @@ import lzma
 import os
 import tarfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, SettingsError, UsageError
 from gpusnap.runtime_shim.records.manifest import VERSION, Manifest
 from gpusnap.runtime_shim.settings import Memory, load
-from gpusnap.runtime_shim.snapshot.memory import images_ahead
+from gpusnap.runtime_shim.snapshot.loading.board import VARIABLE
 from gpusnap.user_errors import Damaged, NotFound
 
 QUIET = Progress(shown=False)
@@ -106,23 +105,30 @@ def test_what_podman_is_asked_afterwards(
     assert len([call for call in calls if call.startswith("container inspect")]) == asked
 
 
-def test_images_ahead(
+def test_the_load_process(
     fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are put together while Podman works, and its runtime has where."""
+    """It works while Podman does, and its runtime has where."""
     keep(store, an_archive(tmp_path), ["w"])
     seen: list[object] = []
 
-    @contextmanager
-    def ahead(record: Manifest, blobs: Layout, settings: Memory) -> Iterator[dict[str, str]]:
-        seen.extend((record.version, blobs.path, settings, fake.calls()))
-        yield {images_ahead.VARIABLE: "/where"}
-        seen.append(len(fake.calls()))
+    class Process:
+        def __init__(self, record: Manifest, layout: str, settings: Memory) -> None:
+            seen.extend((record.version, layout, settings, fake.calls()))
 
-    monkeypatch.setattr(images_ahead, "ahead", ahead)
+        def __enter__(self) -> Process:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            seen.append(len(fake.calls()))
+
+        def environment(self) -> dict[str, str]:
+            return {VARIABLE: "/where"}
+
+    monkeypatch.setattr(restoring, "LoadProcess", Process)
     restored(InStore(store, "w"))
     assert seen == [VERSION, store.layout.path, Memory(), [], 1]
-    assert fake.environment()[images_ahead.VARIABLE] == "/where"
+    assert fake.environment()[VARIABLE] == "/where"
 
 
 def test_from_a_file(fake: FakePodman, tmp_path: Path, store: Store) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Filling
 
 
 def _refuse(thread: threading.Thread) -> None:
@@ -69,7 +69,8 @@ def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is staged for a restore is let go of, though the thread that was to check it never began."""
     filling = Filling.__new__(Filling)
     done: list[str] = []
-    filling._checking, filling._areas, filling._regions = None, [object()], []  # type: ignore[list-item]
+    filling._checking, filling._areas, filling._regions = None, [object()], ()  # type: ignore[list-item]
+    filling._loaded = None
     filling._path, filling._key, filling._paging = "", "", None
     filling._reads = filling._turns = threading.Semaphore()
     filling._workers = 1
@@ -86,7 +87,7 @@ def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpusnap.runtime_shim.snapshot.memory.transfer.give", lambda *_, **__: {})
     monkeypatch.setattr(threading.Thread, "start", _refuse)
     monkeypatch.setattr(
-        "gpusnap.runtime_shim.snapshot.memory.prefetch.zip", lambda *_, **__: (), raising=False
+        "gpusnap.runtime_shim.snapshot.loading.prefetch.zip", lambda *_, **__: (), raising=False
     )
     with pytest.raises(GpusnapError, match="no thread could be started"):
         filling.deliver({})

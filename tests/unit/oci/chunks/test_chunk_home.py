@@ -10,8 +10,11 @@ import pytest
 from fakes import a_manifest
 
 from gpusnap.oci.chunks import artifact
+from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.encoding import ReadSpeed
 from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.store.read_rate import remember
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
@@ -83,6 +86,38 @@ def test_all_the_way(home: StoreHome, image: Path, tmp_path: Path) -> None:
         chunk.blob for _, table in labelled(record) for chunk in table.chunks
     }
     assert store.collect().blobs == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "measured", "found"),
+    [(0, None, None), (0, 3 << 30, 3 << 30), (1 << 20, 3 << 30, 1 << 20), (2 << 30, None, 2 << 30)],
+)
+def test_how_fast_it_is_read(
+    image: Path, tmp_path: Path, setting: int, measured: int | None, found: int | None
+) -> None:
+    """As the setting says, else as restores have measured; with as many threads as a restore has."""
+    (tmp_path / "store").mkdir()
+    if measured is not None:
+        remember(tmp_path / "store", measured)
+    home = StoreHome(str(tmp_path / "store"), str(image), ID, MEMORY, read_rate=setting)
+    assert home.speed == (ReadSpeed(found, 2) if found is not None else None)
+    assert ImageHome(str(image), ID, MEMORY).speed is None
+
+
+def test_images_for_such_a_disk(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are stored for the disk that they will come from."""
+    found: list[object] = []
+
+    def asked_to_write(*_: object, speed: object, **options: object) -> tuple[()]:
+        found.append(speed)
+        return ()
+
+    monkeypatch.setattr(writing, "write", asked_to_write)
+    home = StoreHome(str(tmp_path / "store"), str(image), ID, MEMORY, read_rate=5 << 30)
+    home.begin()
+    home.images()
+    home.discard(earlier=False)
+    assert found == [ReadSpeed(5 << 30, 2)]
 
 
 def test_the_store_knows_the_chunks_of_earlier_ones(home: StoreHome, image: Path, tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ import pytest
 from fakes import wait_for
 
 from gpusnap.oci.chunks import writer as writing
+from gpusnap.oci.chunks.encoding import ReadSpeed
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.reader import read
+from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.settings import Memory
@@ -73,6 +75,23 @@ def test_what_is_there_is_written_ahead(area: Area, layout: Layout) -> None:
     read([table], layout, [back], threads=2, ceiling=64 << 20)
     assert bytes(back.view(0, back.size)) == content
     back.close()
+
+
+def test_for_the_disk_that_it_is_read_from(
+    area: Area, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It chooses encodings as the writing at the end will."""
+    speed, asked = ReadSpeed(5 << 30, 2), list[object]()
+
+    def write(*given: object, speed: object, **options: object) -> tuple[Table, ...]:
+        asked.append(speed)
+        return (Table(area.size, ()),)
+
+    monkeypatch.setattr(writing, "write", write)
+    early = Early(layout, MEMORY, None, lambda blob: None, speed)
+    early.begin(area)
+    early.end()
+    assert asked == [speed]
 
 
 def test_a_wrong_guess_costs_a_blob(area: Area, layout: Layout) -> None:

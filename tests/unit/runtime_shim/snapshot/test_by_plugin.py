@@ -6,13 +6,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from criu_images import INVENTORY
 from fakes import FakeDriver, Scene, a_manifest, gpu, uuid, wait_for
 
 from gpusnap.runtime_shim.errors import Refused
-from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
+from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA, Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Host, ProcessState
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest_file
@@ -21,9 +23,11 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.runtime.criu import plugins
-from gpusnap.runtime_shim.settings import Criu, Memory, Nvidia, Settings
+from gpusnap.runtime_shim.settings import Criu, Memory, Nvidia, Settings, Store
+from gpusnap.runtime_shim.snapshot import checkpoint
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.gpu_processes import choose_driver, criu_plugin
+from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 
 STEPS = ("lock", "checkpoint", "restore", "unlock")
 
@@ -276,3 +280,16 @@ def test_pages() -> None:
     for pages, name in (("chunks", "criu"), ("criu", "criu"), ("store", "store")):
         settings = Settings(memory=Memory(pages=pages), criu=Criu())
         assert criu_plugin.pages("/nowhere", here, settings).name == name
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+@pytest.mark.parametrize("plugin", [AMDGPU, None])
+def test_the_rate_of_the_setting(tmp_path: Path, asleep: bool, plugin: Plugin | None) -> None:
+    """Whoever takes the memory into a store, it is encoded for the disk of the settings."""
+    given = Settings(memory=Memory(pages="store"), store=Store(path=str(tmp_path), read_rate=5 << 30))
+    call: Any = SimpleNamespace(images=lambda: tmp_path, leave_running=False)
+    driver = FakeDriver(vendor="amd", plugin=plugin)
+    pages = checkpoint._pages(call, given, driver, Container("c", 1, "running", "", {}), asleep=asleep)
+    assert isinstance(pages, Chunks)
+    assert pages._home.speed is not None
+    assert pages._home.speed.disk == 5 << 30

@@ -25,6 +25,7 @@ from memory_target import MIB, Target
 
 from gpusnap.oci.base.errors import BlobError, Unreachable
 from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.read_meter import ReadMeter
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
@@ -38,9 +39,9 @@ from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote
 from gpusnap.runtime_shim.process.ptrace.tracee import hold
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
-from gpusnap.runtime_shim.snapshot.memory import demand_paging, prefetch
-from gpusnap.runtime_shim.snapshot.memory.demand_paging import DemandPaging
-from gpusnap.runtime_shim.snapshot.memory.prefetch import Arriving, Filling
+from gpusnap.runtime_shim.snapshot.loading import demand_paging, prefetch
+from gpusnap.runtime_shim.snapshot.loading.demand_paging import DemandPaging
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Arriving, Filling
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import run_only
 
@@ -145,6 +146,22 @@ def record_of(*processes: tuple[int, list[Region]]) -> Manifest:
 def filling_of(gate: Gate, *processes: tuple[int, list[Region]], threads: int = 1) -> Filling:
     settings = replace(ONE_WORKER, threads=threads)
     return Filling("/nonexistent", record_of(*processes), settings, KEY, gate)
+
+
+def test_its_disk_is_measured(target: Target, gate: Gate) -> None:
+    """What it reads counts for the meter of the disk that the blobs are on."""
+    region = Region(target, gate.layout, random_bytes(6 * MIB))
+    counted: list[bool] = []
+
+    class Meter(ReadMeter):
+        def end(self, *, whole: bool) -> None:
+            counted.append(whole)
+
+    record = record_of((7, [region]))
+    with Filling("/nonexistent", record, ONE_WORKER, KEY, gate, meter=Meter()) as filling:
+        filling.deliver({7: target.pid})
+        filling.right()
+    assert counted == [True] * len(region.table.chunks)
 
 
 def in_fault(target: Target) -> bool:

@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import FakeDriver, a_manifest
 
+from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import is_zero
+from gpusnap.oci.chunks.encoding import ReadSpeed
+from gpusnap.oci.chunks.table import Table
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.process import mount_namespace
 from gpusnap.runtime_shim.process.memory import copy as copies
@@ -32,10 +36,11 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import bring_back, recover_checkpoint
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Filling
 from gpusnap.runtime_shim.snapshot.memory import capture as pages
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
-from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.memory.destination import ImageHome
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
@@ -163,6 +168,31 @@ def test_what_runs_again_does_not_change_what_is_written(holders: list[Holder], 
         filling.deliver({7: pids[0]})
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == [digests[0], changed[1]]
+    chunks.close()
+
+
+def test_for_the_disk_that_it_is_read_from(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place of the chunks says how fast that is; both who writes ahead and who writes the rest ask."""
+    home = ImageHome(str(image(tmp_path)), "c0ffee", SMALL)
+    home.speed = ReadSpeed(5 << 30, 2)
+    asked: list[object] = []
+    write: Callable[..., tuple[Table, ...]] = writing.write
+
+    def asked_to_write(*given: Any, **options: Any) -> tuple[Table, ...]:
+        asked.append(options["speed"])
+        return write(*given, **options)
+
+    monkeypatch.setattr(writing, "write", asked_to_write)
+    chunks = Chunks(home.place, "c0ffee", SMALL, home=home)
+    suspended(chunks, holders)
+    early = chunks._begun()
+    chunks.take([holder.pid for holder in holders])
+    chunks.write()
+    assert early is not None
+    assert [early._speed, *set(asked)] == [home.speed] * 2
+    chunks.give_back([holder.pid for holder in holders])
     chunks.close()
 
 

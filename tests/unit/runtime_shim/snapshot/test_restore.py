@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from criu_images import CORE, INVENTORY, PAGE, pagemap
@@ -21,6 +23,7 @@ from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.gpu.api.driver import Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest, RegionRecord
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
@@ -28,7 +31,8 @@ from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot import restore, restore_gpus, restore_plan, restore_record
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
-from gpusnap.runtime_shim.snapshot.memory.demand_paging import Waits
+from gpusnap.runtime_shim.snapshot.loading.demand_paging import Waits
+from gpusnap.runtime_shim.snapshot.loading.source import Fetching
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
@@ -650,6 +654,29 @@ def test_the_journal_says_that_memory_is_on_its_way(scene: Scene, coming: list[i
     assert told[0] == ("restore", True)  # the second may begin when the first has all of its memory
     assert [arriving for what, arriving in told if what == "unlock"] == [False, False]
     assert len(told) == 4
+
+
+@pytest.mark.parametrize("pages", ["chunks", "store"])
+def test_the_disk_of_its_store_is_measured(
+    scene: Scene, coming: list[int], monkeypatch: pytest.MonkeyPatch, pages: str
+) -> None:
+    """By what reads the memory; a checkpoint that has its chunks beside it has nothing to measure."""
+    given: list[tuple[Any, ...]] = []
+
+    class Measured(Coming):
+        def __init__(self, *each: Any) -> None:
+            super().__init__()
+            given.append(each)
+
+    monkeypatch.setattr(restore_plan, "Filling", Measured)
+    monkeypatch.setenv("GPUSNAP_STORE", str(scene.folder / "store"))
+    record = replace(manifest_file.read(str(scene.image)), pages=pages)
+    shutil.rmtree(scene.image)
+    image(scene, record)
+    assert scene.restore("--detach").code == 0
+    ((*_, fetching, _, _, meter),) = given
+    assert isinstance(fetching, Fetching) == (pages == "store")
+    assert meter is (fetching.meter if pages == "store" else None)
 
 
 def test_the_bytes_come_from_the_first_moment(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 from contextlib import closing
@@ -16,23 +17,25 @@ from kept_checkpoints import keep_pages
 
 from gpusnap.oci.base.errors import BlobError, Unreachable
 from gpusnap.oci.chunks.buffers import Buffer
-from gpusnap.oci.chunks.reader import read
+from gpusnap.oci.chunks.read_meter import ReadMeter
+from gpusnap.oci.chunks.reader import Reading, read
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.registry.repository import Repository
+from gpusnap.oci.store.read_rate import remembered
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Store as Settings
-from gpusnap.runtime_shim.snapshot.memory import source as module
+from gpusnap.runtime_shim.snapshot.loading import source as module
+from gpusnap.runtime_shim.snapshot.loading.source import Fetching, Rebuilding, rebuild
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact, labelled
-from gpusnap.runtime_shim.snapshot.memory.source import Fetching, Rebuilding, rebuild
 
-KIB = 1 << 10
+KIB, MIB = 1 << 10, 1 << 20
 SIZE = 64 * KIB
 NOWHERE = "/nonexistent"
 ROOM = {"at first": "area", "on the way": "populate"}
@@ -128,6 +131,40 @@ def test_all_of_it_is_in_the_store(
         fetching.finish()
     assert registry.asked == []
     assert idle(tmp_path / "store")
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_the_disk_is_measured(
+    tmp_path: Path, made: tuple[Manifest, Layout], monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    """What blobs of the store's needed to come from the disk is remembered there, whoever holds them."""
+    record, layout = made
+    store = stored(tmp_path / "store", record, layout)
+    artifact = store.entries()[0].descriptor.digest if held else ""
+    ticks = itertools.count()
+    monkeypatch.setattr("gpusnap.oci.chunks.read_meter._LEAST", SIZE)
+    with Fetching(record, NOWHERE, store.path, [], artifact) as fetching:
+        fetching.meter = ReadMeter(lambda: next(ticks) / 1024, lambda file, size: False)
+        table, room = region_of(record), bytearray(SIZE)
+        reads = fetching.meter.around()
+        with Reading([table], fetching, threads=1, ceiling=MIB, targets=[Buffer(room)], reads=reads) as each:
+            each.wait()
+        fetching.finish()
+    assert remembered(store.path) == 4 * MIB, "4 KiB in each 1024th of a second"
+
+
+def test_what_is_beside_the_images_is_no_measure(
+    tmp_path: Path, made: tuple[Manifest, Layout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie on another disk, maybe."""
+    record, layout = made
+    monkeypatch.setattr("gpusnap.oci.chunks.read_meter._LEAST", 1)
+    shutil.copytree(layout.path, tmp_path / "image" / "gpusnap")
+    with Fetching(record, str(tmp_path / "image"), str(tmp_path / "store"), []) as fetching:
+        fetching.meter = ReadMeter(cached=lambda file, size: False)
+        with fetching.open_blob(region_of(record).chunks[0].blob, 4 * KIB), fetching.meter.around():
+            pass
+        assert fetching.meter.rate is None
 
 
 def test_the_artifact_is_held(

@@ -13,7 +13,7 @@ import pytest
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
-from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.settings import Settings, Store
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.journal import StagedRegion
@@ -28,6 +28,8 @@ class Pages:
 
     def __init__(self) -> None:
         self.done: list[str] = []
+        self.given: Any = []
+        """What its place in the store was made with."""
 
     def records(self) -> dict[int, tuple[()]]:
         return {os.getpid(): ()}
@@ -49,7 +51,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
     made = Pages()
     layout = SimpleNamespace(path=LAYOUT, close=lambda: None)
     home = SimpleNamespace(layout=layout, place="", needed=lambda: None, commit=lambda *_, **__: None)
-    monkeypatch.setattr(spill, "StoreHome", lambda *_, **__: home)
+    monkeypatch.setattr(spill, "StoreHome", lambda *_, **given: made.given.append(given) or home)
     monkeypatch.setattr(spill, "Asleep", lambda *_, **__: made)
     monkeypatch.setattr(space, "check_disk", lambda *_: None)
     monkeypatch.setattr(tmpfs, "remove", lambda key: None)
@@ -70,6 +72,12 @@ def layout() -> str:
 def test_all_of_it(pages: Pages) -> None:
     assert spill.spill(KEY, Settings()) == 4096
     assert (layout(), pages.done) == (LAYOUT, [])
+
+
+def test_the_rate_of_the_setting(pages: Pages) -> None:
+    """It is encoded for the disk of the settings."""
+    spill.spill(KEY, Settings(store=Store(read_rate=5 << 30)))
+    assert [each["read_rate"] for each in pages.given] == [5 << 30]
 
 
 def test_ram_that_cannot_be_freed(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,14 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import Target
-from gpusnap.oci.chunks.table import Chunk
+from gpusnap.oci.chunks.read_meter import ReadMeter
+from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import threads
@@ -39,10 +40,12 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.process.memory.userfault import Userfault
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote
 from gpusnap.runtime_shim.progress import reporter
-from gpusnap.runtime_shim.records.manifest import FOLDER, Manifest
+from gpusnap.runtime_shim.records.manifest import FOLDER, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.loading.board import list_regions
+from gpusnap.runtime_shim.snapshot.loading.demand_paging import DemandPaging, Waits, in_pages
+from gpusnap.runtime_shim.snapshot.loading.join import Joined, JoinedMemory
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.memory.demand_paging import DemandPaging, Waits, in_pages
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.transaction import is_asked_to_stop
 
@@ -63,15 +66,19 @@ _SPARE = 64
 _CHANGED = "run gpusnap verify to check the checkpoint for damage, and restore another one if it is damaged"
 
 
-def _most_of(cores: int) -> int:
-    """Some are left to the runtime and to CRIU, which nobody would wait for any shorter else."""
-    return max(1, cores * 3 // 4)
-
-
 def _may_open(count: int) -> bool:
     """Whether there may be so many descriptors more, and some for all else that is to be opened."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return most == resource.RLIM_INFINITY or len(os.listdir("/proc/self/fd")) + count + _SPARE <= most
+
+
+def can_be_staged(regions: Sequence[tuple[int, RegionRecord]], settings: Memory, *, more: int = 0) -> bool:
+    """Whether regions may have a file each, with so many more files: the ceiling and this host allow it."""
+    working = max((c.stored for _, r in regions for c in r.table.chunks), default=0)
+    working *= transfer.reading_threads(settings)
+    if not mount_namespace.is_lasting() or not _may_open(_OF_A_FILE * (len(regions) + more)):
+        return False
+    return not settings.ceiling or sum(r.table.size for _, r in regions) <= settings.ceiling - working
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,42 +105,41 @@ class Filling:
         key: str,
         blobs: Blobs | None = None,
         behind: reading.Begun | None = None,
+        joined: Joined | None = None,
+        meter: ReadMeter | None = None,
     ) -> None:
         """`key`: of the container that it becomes. `blobs`: the chunks, if not in the image directory.
-        `behind`: what CRIU waits for, which is read first.
+        `behind`: what CRIU waits for, which is read first. `joined`: a load process that has begun already.
+        `meter`: of the disk that `blobs` are on.
 
         Raises ImageError where the manifest's tables or the layout cannot be right.
         """
         self._path = os.path.join(image_path, FOLDER)
         self._key = key
         self._stage = Stage(key)
-        self._regions = [(p.pid, region) for p in record.processes for region in p.regions]
-        self._areas = self._staged(settings)
+        self._regions = list_regions(record)
+        self._blobs = blobs or Layout(self._path)
+        self._ceiling = transfer.ceiling(settings)
+        self._meter = meter
+        self._loaded: JoinedMemory | None = None
+        self._areas = joined.areas if joined is not None and joined.regions else self._staged(settings)
         self._paging = self._demand_paging() if settings.demand_paging else None
         self._reads = threading.Semaphore(_READS)
-        self._workers = settings.threads or _most_of(copies.cores())
+        self._workers = transfer.reading_threads(settings)
         self._turns = threading.Semaphore(max(1, min(_AT_FIRST, self._workers // _PART_AT_FIRST)))
         self._checking: threading.Thread | None = None
         self._wrong: ImageError | None = None
         # The workers hold the interpreter for moments only, but by default who waits for it waits 5 ms.
         sys.setswitchinterval(_SWITCH)
+        self._reading: reading.Reading | JoinedMemory
         try:
-            with transfer.as_image_error(self._path):
-                self._reading = reading.Reading(
-                    [region.table for _, region in self._regions],
-                    blobs or Layout(self._path),
-                    threads=self._workers,
-                    ceiling=transfer.ceiling(settings),
-                    targets=self._areas or None,
-                    later=self._paging is None,
-                    groups=[pid for pid, _ in self._regions],
-                    prepare=partial(transfer.populate, dict(enumerate(self._areas))) if self._areas else None,
-                    placed=self._placed if self._paging is not None else None,
-                    reads=self._reads,
-                    turns=self._turns,
-                    behind=behind,
-                    progress=reporter.move,
-                )
+            if joined is not None and joined.regions:
+                read = partial(self._read, later=False)
+                self._reading = self._loaded = JoinedMemory(joined, self._placed, reporter.move, read)
+            else:
+                tables = [region.table for _, region in self._regions]
+                placed = self._placed if self._paging is not None else None
+                self._reading = self._read(tables, placed, later=self._paging is None, behind=behind)
         except BaseException:
             self._drop()
             raise
@@ -143,6 +149,32 @@ class Filling:
         except BaseException:
             self.close()
             raise
+
+    def _read(
+        self,
+        tables: Sequence[Table],
+        placed: Callable[[int, Chunk], None] | None,
+        *,
+        later: bool,
+        behind: reading.Begun | None = None,
+    ) -> reading.Reading:
+        """Read chunks of the regions. Raises ImageError."""
+        with transfer.as_image_error(self._path):
+            return reading.Reading(
+                tables,
+                self._blobs,
+                threads=self._workers,
+                ceiling=self._ceiling,
+                targets=self._areas or None,
+                later=later,
+                groups=[pid for pid, _ in self._regions],
+                prepare=partial(transfer.populate, dict(enumerate(self._areas))) if self._areas else None,
+                placed=placed,
+                reads=self._meter.around(self._reads) if self._meter is not None else self._reads,
+                turns=self._turns,
+                behind=behind,
+                progress=reporter.move,
+            )
 
     def __enter__(self) -> Filling:
         return self
@@ -177,7 +209,9 @@ class Filling:
         """
         for each in (self._reads, self._turns):
             each.release(self._workers)  # CRIU is done
-        if not self._areas:
+        if self._loaded is not None:
+            self._loaded.look_closely()
+        if isinstance(self._reading, reading.Reading) and not self._areas:
             with transfer.as_image_error(self._path):
                 targets: list[Target] = [
                     transfer.Part(by_inner[pid], region.start, region.table.size)
@@ -198,7 +232,7 @@ class Filling:
         areas = {pid: [self._areas[at] for at in regions] for pid, regions in found.items()}
         for error in transfer.give(self._key, areas, hint=_CHANGED).values():
             raise error
-        if self._paging is None:
+        if self._paging is None and self._loaded is None:
             checking = threading.Thread(target=self._check, name="gpusnap-check")
             threads.start(checking)
             self._checking = checking
@@ -264,6 +298,7 @@ class Filling:
 
     def _check(self) -> None:
         try:
+            assert isinstance(self._reading, reading.Reading)
             with transfer.as_image_error(self._path):
                 # The driver copies in a single thread, and all cores' hashing would take its memory from it.
                 self._reading.verify(threads=max(1, copies.cores() * 3 // 8))
@@ -271,8 +306,8 @@ class Filling:
             self._wrong = error
 
     def _placed(self, at: int, chunk: Chunk) -> None:
-        assert self._paging is not None
-        self._paging.ready(at, chunk.offset)
+        if self._paging is not None:
+            self._paging.ready(at, chunk.offset)
 
     def _demand_paging(self) -> DemandPaging | None:
         """None where the driver cannot wait for what is missing."""
@@ -283,11 +318,7 @@ class Filling:
 
     def _staged(self, settings: Memory) -> list[Area]:
         """A file for each region; none where the ceiling or this host does not allow it."""
-        working = max((c.stored for _, r in self._regions for c in r.table.chunks), default=0)
-        working *= settings.threads or _most_of(copies.cores())
-        if not mount_namespace.is_lasting() or not _may_open(_OF_A_FILE * len(self._regions)):
-            return []
-        if settings.ceiling and sum(r.table.size for _, r in self._regions) > settings.ceiling - working:
+        if not can_be_staged(self._regions, settings):
             return []
         areas: list[Area] = []
         try:

@@ -17,8 +17,7 @@ import io
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,16 +25,18 @@ from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, OciError
 from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import File, Target
+from gpusnap.oci.chunks.read_meter import ReadMeter
 from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.blobs import Blobs, FirstOf
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store import read_rate
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ImageError, Refused, reason
 from gpusnap.runtime_shim.process.memory import copy as copies
-from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage, Unnamed
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
@@ -76,6 +77,8 @@ class Fetching:
         self._guard = threading.Lock()
         self.fetched = 0
         """Bytes."""
+        self.meter = ReadMeter()
+        """Of the store's disk, for whoever reads the blobs."""
         every = descriptors(record.tables)
         wanted = self._beside.list_missing(every)
         self._there = {each.digest for each in every} - {each.digest for each in wanted}
@@ -123,7 +126,7 @@ class Fetching:
         if digest in self._there:
             return self._beside.open_blob(digest, size)
         if self._staging is None:
-            return self._store.layout.open_blob(digest, size)
+            return self._metered(self._store.layout.open_blob(digest, size), size)
         repository = self._remote.get(digest)
         if repository is not None and size is not None:
             with self._guard:
@@ -131,7 +134,7 @@ class Fetching:
             with lock:
                 if not self._staging.layout.has_blob(digest, size):
                     self._fetch(repository, self._staging.layout, digest, size)
-        return self._staging.layout.open_blob(digest, size)
+        return self._metered(self._staging.layout.open_blob(digest, size), size)
 
     def check_blob(self, wanted: Descriptor) -> None:
         """As Layout.check_blob. Raises BlobError."""
@@ -140,8 +143,10 @@ class Fetching:
     def finish(self) -> None:
         """Have the store keep what was fetched, if it has all of it then, as a checkpoint here would have.
 
-        Raises ImageError; the container runs all the same.
+        It also keeps what its disk has delivered. Raises ImageError; the container runs all the same.
         """
+        if (rate := self.meter.rate) is not None:
+            read_rate.remember(self._store.path, rate)
         if self._staging is not None and self.fetched and not self._there:
             with transfer.as_image_error(self._store.path):
                 self._staging.commit(
@@ -157,6 +162,10 @@ class Fetching:
             staging, self._staging = self._staging, None
             with contextlib.suppress(OciError, OSError):  # a leftover is gc's
                 staging.close()
+
+    def _metered(self, file: io.FileIO, size: int | None) -> io.FileIO:
+        self.meter.opened(file, size or 0)
+        return file
 
     def _hold(self, artifact: str, wanted: Sequence[Descriptor]) -> bool:
         """Keep an artifact of the store, with all its chunks, from gc; whether it has those that are wanted.
@@ -271,12 +280,9 @@ class Rebuilding:
         *,
         threads: int,
         ceiling: int,
-        stage: Stage | Unnamed | None = None,
-        reads: AbstractContextManager[object] | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        stage: Stage | None = None,
     ) -> None:
-        """`folder`: for the files; "" where they may be in RAM alone. `stage`: for them in RAM, if it can be
-        had. `reads` and `progress` as for gpusnap.oci.chunks.reader.Reading.
+        """`folder`: for the files. `stage`: for them in RAM, if there is room.
 
         A file on a disk is written by one thread at a time (its inode is locked), memory by all of them, and
         nothing of it is to stay. Where others take the RAM meanwhile, `result` begins anew on the disk.
@@ -284,7 +290,6 @@ class Rebuilding:
         """
         self._folder, self._files, self._blobs = folder, files, blobs
         self._threads, self._ceiling = threads or copies.cores(), ceiling
-        self._reads, self._progress = reads, progress
         self._stage = stage
         self._in_ram = True
         """Whether that is to be tried."""
@@ -304,11 +309,6 @@ class Rebuilding:
         """As gpusnap.oci.chunks.reader.Reading.begun."""
         return self._reading.begun
 
-    @property
-    def descriptors(self) -> dict[str, int]:
-        """Those of files in RAM, by their names, until `close`."""
-        return {self._files[at].name: area.descriptor for at, area in self._areas.items()}
-
     def _begin(self) -> reading.Reading:
         return reading.Reading(
             [each.table for each in self._files],
@@ -317,8 +317,6 @@ class Rebuilding:
             ceiling=self._ceiling,
             targets=[self._target(at, each) for at, each in enumerate(self._files)],
             prepare=partial(transfer.populate, self._areas),
-            reads=self._reads,
-            progress=self._progress,
         )
 
     def _target(self, at: int, record: FileRecord) -> Target:
@@ -329,8 +327,7 @@ class Rebuilding:
                 self.paths[record.name] = area.path
                 return area
             except OSError:
-                if not self._folder:
-                    raise
+                pass
         path = self.paths[record.name] = os.path.join(self._folder, record.name)
         file = self._opened.enter_context(open(path, "xb", buffering=0))
         os.ftruncate(file.fileno(), record.table.size)
@@ -342,7 +339,7 @@ class Rebuilding:
             try:
                 self._reading.wait()
             except OSError as error:
-                if not self._folder or not transfer.is_full(error):
+                if not transfer.is_full(error):
                     raise
                 self._on_disk()
                 self._reading.wait()
@@ -379,7 +376,7 @@ class Rebuilding:
             raise ImageError(f"CRIU's images cannot be assembled: {error}", code=error.code) from error
         except OSError as error:
             raise ImageError(
-                f"CRIU's images cannot be assembled in {self._folder or 'RAM'}: {reason(error)}",
+                f"CRIU's images cannot be assembled in {self._folder}: {reason(error)}",
                 hint="free some space there",
                 code="GPS-007",
             ) from error

@@ -1,0 +1,110 @@
+"""What a disk delivers, measured in passing while blobs are read from it.
+
+A `ReadMeter` knows which blob each thread has open, and looks at it when the thread begins to read: only a
+blob of which neither end is in the kernel's page cache counts. What is counted is bytes against the time in
+which at least one such blob was being read; whatever a thread does besides, such as decoding, is left out.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+# Fewer bytes say little: a disk begins slowly, and has a cache of its own.
+_LEAST = 256 << 20
+
+
+class _Of(threading.local):
+    """What one thread reads."""
+
+    file: io.FileIO | None = None
+    size = 0
+    counted = False
+
+
+class ReadMeter:
+    """Used by any number of threads."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        cached: Callable[[io.FileIO, int], bool] | None = None,
+    ) -> None:
+        """`clock`: in seconds. `cached`: in place of `in_page_cache`."""
+        self._clock, self._cached = clock, cached or in_page_cache
+        self._own = _Of()
+        self._lock = threading.Lock()
+        self._reading, self._since = 0, 0.0
+        self._bytes, self._seconds = 0, 0.0
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second; None where too little was read from the disk."""
+        with self._lock:
+            return self._bytes / self._seconds if self._bytes >= _LEAST and self._seconds > 0 else None
+
+    def opened(self, file: io.FileIO, size: int) -> None:
+        """The calling thread reads this file next, all of it: `size` bytes."""
+        self._own.file, self._own.size = file, size
+
+    def around(self, reads: AbstractContextManager[object] | None = None) -> AbstractContextManager[None]:
+        """For `reads` of gpusnap.oci.chunks.reader.Reading, around what would be there."""
+        return _Reads(self, reads or nullcontext())
+
+    def begin(self) -> None:
+        """The calling thread begins to read."""
+        file, self._own.file = self._own.file, None
+        self._own.counted = file is not None and self._own.size > 0 and not self._cached(file, self._own.size)
+        if self._own.counted:
+            with self._lock:
+                if not self._reading:
+                    self._since = self._clock()
+                self._reading += 1
+
+    def end(self, *, whole: bool) -> None:
+        """It has ended; `whole`: with all that it was to read."""
+        if self._own.counted:
+            self._own.counted = False
+            with self._lock:
+                self._reading -= 1
+                if not self._reading:
+                    self._seconds += self._clock() - self._since
+                self._bytes += self._own.size if whole else 0
+
+
+class _Reads(AbstractContextManager[None]):
+    """For all threads at once."""
+
+    def __init__(self, meter: ReadMeter, reads: AbstractContextManager[object]) -> None:
+        self._meter, self._reads = meter, reads
+
+    def __enter__(self) -> None:
+        self._reads.__enter__()
+        self._meter.begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._meter.end(whole=kind is None)
+        self._reads.__exit__(kind, error, trace)
+
+
+def in_page_cache(file: io.FileIO, size: int) -> bool:
+    """Whether the first or the last byte of a file is in the page cache; so also where nobody can say.
+
+    preadv2(2) with RWF_NOWAIT gives EAGAIN for what would have to come from the disk.
+    """
+    for offset in (size - 1, 0):
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            continue
+        except (OSError, ValueError):
+            return True
+        return True
+    return False

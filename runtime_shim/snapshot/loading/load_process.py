@@ -1,0 +1,230 @@
+"""A process that loads the memory of a checkpoint while Podman, the runtime and CRIU make the container.
+
+`gpusnap restore` knows the manifest a second before gpusnap-runtime does. It has a process forked that reads,
+decompresses and checks all chunks meanwhile, CRIU's images first, with an interpreter of its own: threads of
+the command or of the runtime would hold that up.
+
+    gpusnap restore      `begin_loading` ──> load process: files without a name on the tmpfs of
+                           │                 process/memory/tmpfs.py, and a Board (board.py)
+                           │  GPUSNAP_LOADING=/proc/PID/fd/N, as Podman and conmon pass it on
+    gpusnap-runtime      `join.py`: opens the files, and gives them names in the container's directory
+
+Nothing has a name before it is the runtime's, so nothing is left of a load process that is killed, or of a
+runtime that never comes. Nobody depends on the load process: where it has ended, has failed or gets no
+further, the runtime ends it and loads the rest itself, and reports what is wrong with a chunk. It ends with
+the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+from gpusnap.oci.chunks import reader as reading
+from gpusnap.oci.chunks.read_meter import ReadMeter
+from gpusnap.oci.chunks.table import Chunk
+from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.store import read_rate
+from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Unnamed
+from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.loading.board import (
+    Board,
+    Facts,
+    State,
+    digest_contents,
+    list_regions,
+    number_chunks,
+)
+from gpusnap.runtime_shim.snapshot.loading.prefetch import can_be_staged
+from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.preflight import space
+
+# Seconds between two looks at what the runtime waits for.
+_LOOK = 0.002
+# Blobs that are read at once until the processes are there. CRIU opens hundreds of files, and where these
+# come from the same disk each waits behind what the disk was asked for before: 45 ms with 12 blobs of 4 MiB.
+_READS = 2
+# Workers at work until then: a half of the cores is left to Podman, the runtime and CRIU.
+_PART_AT_FIRST = 2
+
+
+class _Metered:
+    """Blobs whose reading is measured."""
+
+    def __init__(self, blobs: Blobs, meter: ReadMeter) -> None:
+        self._blobs, self._meter = blobs, meter
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        """As Blobs.open_blob."""
+        file = self._blobs.open_blob(digest, size)
+        self._meter.opened(file, size or 0)
+        return file
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        """As Blobs.check_blob."""
+        self._blobs.check_blob(wanted)
+
+
+class Loading:
+    """Files and regions on their way into files without a name, in threads of this process. To be closed."""
+
+    def __init__(
+        self,
+        files: Sequence[FileRecord],
+        regions: Sequence[tuple[int, RegionRecord]],
+        blobs: Blobs,
+        settings: Memory,
+        store: str = "",
+    ) -> None:
+        """`store`: where to note what its disk delivers.
+
+        Raises OSError, GpusnapError, OciError, and RuntimeError where no thread can be started.
+        """
+        self._store, self._meter = store, ReadMeter()
+        self._stage = Unnamed()
+        self._areas: list[Area] = []
+        self._board: Board | None = None
+        self._readings: list[reading.Reading] = []
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            for file in files:
+                self._areas.append(self._stage.area(file.name, 0, file.table.size))
+            for pid, region in regions:
+                name = f"{pid}-{region.start:x}"
+                self._areas.append(self._stage.area(name, region.start, region.table.size))
+            self._begin(files, regions, _Metered(blobs, self._meter), settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(
+        self,
+        files: Sequence[FileRecord],
+        regions: Sequence[tuple[int, RegionRecord]],
+        blobs: Blobs,
+        settings: Memory,
+    ) -> None:
+        tables = [*(file.table for file in files), *(region.table for _, region in regions)]
+        self._numbers = number_chunks(tables)
+        own = proc.process(os.getpid())
+        owner = os.getpid(), own.start if own is not None else 0
+        identity = digest_contents(files, regions)
+        descriptors = tuple(each.descriptor for each in self._areas)
+        facts = Facts(owner, identity, bool(files), bool(regions), descriptors)
+        board = self._board = Board.create(len(self._numbers), facts)
+        workers = settings.threads or copies.cores()
+        self._workers = workers
+        self._reads = threading.Semaphore(_READS)
+        self._turns = threading.Semaphore(max(1, workers // _PART_AT_FIRST))
+        ceiling = transfer.ceiling(settings)
+
+        def placed(first: int, at: int, chunk: Chunk) -> None:
+            board.note_loaded(self._numbers[first + at, chunk.offset])
+
+        for first, count in ((0, len(files)), (len(files), len(regions))):
+            areas = self._areas[first : first + count]
+            self._readings.append(
+                reading.Reading(
+                    tables[first : first + count],
+                    blobs,
+                    threads=workers,
+                    ceiling=ceiling,
+                    targets=areas,
+                    groups=[pid for pid, _ in regions] if first else (),
+                    prepare=partial(transfer.populate, dict(enumerate(areas))),
+                    placed=partial(placed, first),
+                    reads=self._meter.around(self._reads),
+                    turns=self._turns,
+                    behind=self._readings[0] if self._readings else None,
+                )
+            )
+        self._first_region = len(files)
+        self._places = {number: place for place, number in self._numbers.items()}
+        thread = threading.Thread(target=self._watch, name="gpusnap-loading", daemon=True)
+        thread.start()
+        self._thread = thread
+        self.path = board.path
+        """Where the runtime opens the board."""
+
+    def close(self) -> None:
+        """End it, wherever it is, and let go of the files."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        for each in self._readings:
+            each.close()
+        if self._board is not None:
+            self._board.close()
+        for area in self._areas:
+            area.close()
+        with contextlib.suppress(OSError):
+            self._stage.remove()
+
+    def _watch(self) -> None:
+        """Do what the runtime asks for, and report the end."""
+        board = self._board
+        assert board is not None
+        restored = False
+        try:
+            while not self._over.wait(_LOOK):
+                for number in board.take_wanted():
+                    at, offset = self._places[number]
+                    if at >= self._first_region:
+                        self._readings[1].hurry(at - self._first_region, offset)
+                if not restored and board.are_processes_restored():
+                    restored = True
+                    for each in (self._reads, self._turns):
+                        each.release(self._workers)
+                for one in self._readings:
+                    one.check()
+                if all(one.complete for one in self._readings):
+                    board.write_state(State.DONE)
+                    if self._store and (rate := self._meter.rate) is not None:
+                        read_rate.remember(self._store, rate)
+                    return
+        except Exception:  # the runtime comes upon it as well, and reports it
+            for one in self._readings:
+                one.close()
+            board.write_state(State.FAILED)
+
+
+_loadings: list[Loading] = []
+"""What this process has begun; it goes on until the process ends."""
+
+
+def load(record: Manifest, path: str, settings: Memory) -> str:
+    """Begin to load the memory of a checkpoint from the layout at `path`; where the board is.
+
+    "" where there is nothing to load, or no RAM for it. Raises as `Loading`.
+    """
+    files, regions = choose_contents(record, settings)
+    if not files and not regions:
+        return ""
+    loading = Loading(files, regions, Layout(path), settings, path)
+    _loadings.append(loading)
+    return loading.path
+
+
+def choose_contents(
+    record: Manifest, settings: Memory
+) -> tuple[tuple[FileRecord, ...], tuple[tuple[int, RegionRecord], ...]]:
+    """CRIU's images, and the GPUs' memory with its processes' PIDs, that a restore has in RAM."""
+    files = record.files if space.has_memory_for_images(record, settings) else ()
+    regions = list_regions(record)
+    try:
+        if regions:
+            space.check_memory_to_restore(record, settings)
+    except Refused:  # which the runtime reports
+        return (), ()
+    return files, regions if can_be_staged(regions, settings, more=len(files)) else ()

@@ -1,0 +1,76 @@
+"""How `gpusnap restore` has the memory of a checkpoint loaded by a process of its own; see load_process.py.
+
+What the load process needs is imported there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping
+from functools import partial
+
+from gpusnap.oci.base.errors import OciError
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.question_process import Companion
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.loading.board import VARIABLE
+
+# Seconds for the load process to begin, and to end once it is killed: a disk that hangs may keep it.
+_START, _ENDING = 5.0, 10.0
+
+_process = Companion(here=False)
+
+
+class LoadProcess:
+    """A load process, or none where it cannot be. A context manager: it ends with the block."""
+
+    def __init__(self, record: Manifest | None, layout: str, settings: Memory) -> None:
+        """Begin to load a checkpoint from the layout at a path, without waiting for that."""
+        self._path = ""
+        self._thread: threading.Thread | None = None
+        if record is None:
+            return
+        work = partial(self._begin, record, os.path.abspath(layout), settings)
+        thread = threading.Thread(target=work, name="gpusnap-load-process", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread can be started, and this only saves time
+            thread.start()
+            self._thread = thread
+
+    def __enter__(self) -> LoadProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def environment(self) -> Mapping[str, str]:
+        """What the restore's runtime needs to find it; empty where nothing is loaded."""
+        if self._thread is not None:
+            self._thread.join(_START)
+        return {VARIABLE: self._path} if self._path else {}
+
+    def end(self) -> None:
+        """Kill it, and unmount the tmpfs of its files where nothing else uses that."""
+        if self._thread is None:
+            return
+        self._thread.join(_START)
+        self._thread = None
+        _process.end(within=_ENDING)
+        if self._path:
+            from gpusnap.runtime_shim.process.memory import tmpfs
+
+            with contextlib.suppress(OSError):
+                tmpfs.tidy()
+
+    def _begin(self, record: Manifest, layout: str, settings: Memory) -> None:
+        with contextlib.suppress(OSError, GpusnapError, OciError, RuntimeError):
+            self._path = _process.ask(_load, record, layout, settings, within=_START)
+
+
+def _load(record: Manifest, layout: str, settings: Memory) -> str:
+    """In the load process."""
+    from gpusnap.runtime_shim.snapshot.loading import load_process
+
+    return load_process.load(record, layout, settings)

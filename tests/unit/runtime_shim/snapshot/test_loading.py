@@ -1,0 +1,611 @@
+"""The memory of a checkpoint that a load process begins to load, and gpusnap-runtime uses."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import a_manifest, wait_for
+
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.reader import Reading
+from gpusnap.oci.chunks.table import Chunk, Table
+from gpusnap.oci.chunks.writer import write
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
+from gpusnap.runtime_shim import question_process
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused
+from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.loading import board as boards
+from gpusnap.runtime_shim.snapshot.loading import join as module
+from gpusnap.runtime_shim.snapshot.loading import load_process, start
+from gpusnap.runtime_shim.snapshot.loading.board import VARIABLE, Board, Facts, State
+from gpusnap.runtime_shim.snapshot.loading.join import Joined, JoinedImages, JoinedMemory, join
+from gpusnap.runtime_shim.snapshot.loading.load_process import Loading
+from gpusnap.runtime_shim.snapshot.loading.source import Rebuilding
+from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
+from gpusnap.runtime_shim.snapshot.preflight import space
+
+KIB = 1 << 10
+KEY = "some-key"
+NAME = "pages-1.img"
+PID = 7
+ADDRESS = (1 << 30) + 4 * KIB
+
+
+class Gate:
+    """The blobs of a layout. Those whose digests are in `closed` come when it is opened."""
+
+    def __init__(self, layout: Layout, closed: Sequence[str]) -> None:
+        self._layout, self._closed, self._opened = layout, set(closed), threading.Event()
+        self.asked: list[str] = []
+
+    def open(self) -> None:
+        """Let all of them come."""
+        self._opened.set()
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        """As gpusnap.oci.layout.blobs.Blobs."""
+        self.asked.append(digest)
+        if digest in self._closed:
+            self._opened.wait(60)
+        return self._layout.open_blob(digest, size)
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        """Likewise."""
+        self._layout.check_blob(wanted)
+
+
+@pytest.fixture
+def content() -> bytes:
+    """Of the file, and of the region."""
+    return os.urandom(64 * KIB)
+
+
+@pytest.fixture
+def memory() -> bytes:
+    """Of the region: its second chunk has zeros alone, and is in no blob."""
+    found = bytearray(os.urandom(64 * KIB))
+    found[4 * KIB : 8 * KIB] = bytes(4 * KIB)
+    return bytes(found)
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return Layout(tmp_path / "layout").create()
+
+
+@pytest.fixture
+def record(layout: Layout, content: bytes, memory: bytes) -> Manifest:
+    sources = [Buffer(bytearray(each)) for each in (content, memory)]
+    file, region = write(sources, layout, threads=2, ceiling=64 << 20, chunk_size=4 * KIB, level=0)
+    (process,) = a_manifest().processes
+    process = replace(process, pid=PID, regions=(RegionRecord(ADDRESS, region),))
+    return replace(a_manifest(), pages="store", processes=(process,), files=(FileRecord(NAME, file),))
+
+
+@pytest.fixture(autouse=True)
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The tmpfs of a test's own, of which nothing is left."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a tmpfs")
+    folder = tmp_path / "gpusnap" / "stage"
+    monkeypatch.setattr(tmpfs, "FOLDER", str(folder))
+    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: True)
+    yield folder
+    assert not os.path.ismount(folder)
+
+
+def file_blobs(record: Manifest) -> list[str]:
+    """The digests of the blobs of the file."""
+    return [chunk.blob for chunk in record.files[0].table.chunks]
+
+
+def memory_blobs(record: Manifest) -> list[str]:
+    """The digests of the blobs of the region."""
+    return [chunk.blob for chunk in record.processes[0].regions[0].table.chunks]
+
+
+@contextmanager
+def loading(record: Manifest, blobs: Gate | Layout) -> Iterator[dict[str, str]]:
+    """A loading in this process; what its runtime's environment has."""
+    files, regions = load_process.choose_contents(record, Memory(threads=2))
+    with closing(Loading(files, regions, blobs, Memory(threads=2))) as found:
+        yield {VARIABLE: found.path}
+
+
+@contextmanager
+def child(record: Manifest, blobs: Gate | Layout) -> Iterator[tuple[dict[str, str], int]]:
+    """A load process that can be killed; what its runtime's environment has, and its PID."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            with loading(record, blobs) as environment:
+                os.write(writing, environment[VARIABLE].encode())
+                threading.Event().wait(60)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        path = os.read(reading, 4096).decode()
+        assert path
+        yield {VARIABLE: path}, pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+        tmpfs.tidy()
+
+
+class Runtime:
+    """What a runtime does with a load process."""
+
+    def __init__(self, record: Manifest, layout: Layout, folder: Path) -> None:
+        self.record, self.begun, self.restarted = record, 0, list[Table]()
+        self.placed: list[int] = []
+        self._layout, self._folder = layout, folder
+
+    @contextmanager
+    def joined(self, environment: dict[str, str]) -> Iterator[Joined]:
+        """Join what such an environment says."""
+        found = join(self.record, KEY, Memory(), environment)
+        assert found is not None
+        with closing(found):
+            yield found
+            found.drop_areas()
+
+    @contextmanager
+    def images(self, joined: Joined) -> Iterator[JoinedImages]:
+        """CRIU's images of it."""
+        with closing(JoinedImages(joined, self._rebuild)) as found:
+            yield found
+
+    @contextmanager
+    def memory(self, joined: Joined) -> Iterator[JoinedMemory]:
+        """The GPUs' memory of it."""
+
+        def read(tables: Sequence[Table], placed: Callable[[int, Chunk], None]) -> Reading:
+            self.restarted = list(tables)
+            return Reading(
+                tables, self._layout, threads=2, ceiling=64 << 20, targets=joined.areas, placed=placed
+            )
+
+        def placed(at: int, chunk: Chunk) -> None:
+            assert at == 0
+            self.placed.append(chunk.offset)
+
+        with closing(JoinedMemory(joined, placed, lambda *_: None, read)) as found:
+            yield found
+
+    def content(self, joined: Joined) -> bytes:
+        """What the region holds."""
+        (area,) = joined.areas
+        return bytes(area.view(0, area.size))
+
+    def _rebuild(self) -> Rebuilding:
+        self.begun += 1
+        self._folder.mkdir(exist_ok=True)
+        return Rebuilding(self.record.files, self._layout, str(self._folder), threads=2, ceiling=64 << 20)
+
+
+@pytest.fixture
+def runtime(record: Manifest, layout: Layout, tmp_path: Path) -> Runtime:
+    return Runtime(record, layout, tmp_path / "images")
+
+
+def read_state(environment: dict[str, str]) -> State:
+    """How far a load process is."""
+    with closing(Board.open(environment[VARIABLE])) as board:
+        return board.read_state()
+
+
+def wait_until_done(environment: dict[str, str]) -> None:
+    wait_for(lambda: read_state(environment) is State.DONE, "the end of the loading")
+
+
+def damage(layout: Layout, blob: str) -> None:
+    """Make a blob another one."""
+    (Path(layout.path) / "blobs" / "sha256" / blob.removeprefix("sha256:")).write_bytes(os.urandom(4 * KIB))
+
+
+def test_a_runtime_that_comes_when_all_is_there(
+    runtime: Runtime, record: Manifest, layout: Layout, stage: Path, content: bytes, memory: bytes
+) -> None:
+    """It has the files by name, and loads nothing."""
+    with loading(record, layout) as environment:
+        wait_until_done(environment)
+        assert list(stage.iterdir()) == [], "nothing has a name before"
+        with runtime.joined(environment) as joined:
+            with runtime.images(joined) as images:
+                assert images.begun
+                images.result()
+                assert images.paths == {NAME: str(stage / KEY / f"images-{NAME}")}
+                assert Path(images.paths[NAME]).read_bytes() == content
+                assert images.taken
+            with runtime.memory(joined) as found:
+                found.wait()
+                assert runtime.content(joined) == memory
+            assert runtime.placed == [chunk.offset for chunk in record.processes[0].regions[0].table.chunks]
+        assert list(stage.iterdir()) == []
+    assert (runtime.begun, runtime.restarted) == (0, [])
+
+
+def test_a_runtime_that_comes_before(
+    runtime: Runtime, record: Manifest, layout: Layout, content: bytes, memory: bytes
+) -> None:
+    """It waits for what is left of the images, then of the memory."""
+    gate = Gate(layout, [file_blobs(record)[-1]])
+    with (
+        loading(record, gate) as environment,
+        runtime.joined(environment) as joined,
+        runtime.images(joined) as images,
+        runtime.memory(joined) as found,
+    ):
+        waiting = threading.Thread(target=images.result)
+        waiting.start()
+        assert not images.begun
+        assert not images.paths
+        gate.open()
+        waiting.join(60)
+        assert Path(images.paths[NAME]).read_bytes() == content
+        found.look_closely()
+        found.wait()
+        assert runtime.content(joined) == memory
+    assert (runtime.begun, runtime.restarted) == (0, [])
+
+
+def test_memory_that_is_waited_for_comes_first(record: Manifest, layout: Layout, runtime: Runtime) -> None:
+    """A thread of the container has touched it."""
+    blobs = memory_blobs(record)
+    gate = Gate(layout, blobs[:2])
+    with (
+        loading(record, gate) as environment,
+        runtime.joined(environment) as joined,
+        runtime.memory(joined) as found,
+    ):
+        wait_for(lambda: set(blobs[:2]) <= set(gate.asked), "two workers at the first chunks")
+        table = record.processes[0].regions[0].table
+        found.hurry(0, table.chunks[-1].offset + 5)
+        board = joined.board
+        wait_for(lambda: not any(board._memory[64 + board.chunks : 64 + 2 * board.chunks]), "the look")
+        gate.open()
+        found.wait()
+    asked = [digest for digest in gate.asked if digest in blobs]
+    assert asked.index(blobs[-1]) == 2
+
+
+@pytest.mark.parametrize("at", ["images", "memory"])
+def test_a_load_process_that_is_killed_at_work(
+    runtime: Runtime, record: Manifest, layout: Layout, content: bytes, memory: bytes, at: str
+) -> None:
+    """The runtime loads what is missing, and nothing twice."""
+    blobs = file_blobs(record) if at == "images" else memory_blobs(record)
+    with (
+        child(record, Gate(layout, [blobs[-1]])) as (environment, pid),
+        runtime.joined(environment) as joined,
+    ):
+        missing = len(record.files[0].table.chunks) + len(memory_blobs(record)) - 1
+        if at == "memory":
+            wait_for(lambda: sum(joined.board.read_loaded()) == missing, "all but the last")
+        else:
+            wait_for(lambda: sum(joined.board.read_loaded()) > 3, "some chunks")
+        os.kill(pid, signal.SIGKILL)
+        with runtime.images(joined) as images, runtime.memory(joined) as found:
+            images.result()
+            assert Path(images.paths[NAME]).read_bytes() == content
+            assert images.taken == (at == "memory")
+            found.wait()
+            assert runtime.content(joined) == memory
+    assert runtime.begun == (at == "images")
+    if at == "memory":
+        (rest,) = runtime.restarted
+        assert [chunk.blob for chunk in rest.chunks] == blobs[-1:]
+    assert sorted(runtime.placed) == [each.offset for each in record.processes[0].regions[0].table.chunks]
+
+
+def test_a_load_process_that_is_killed_when_all_is_there(
+    runtime: Runtime, record: Manifest, layout: Layout, content: bytes, memory: bytes
+) -> None:
+    """The files are as good as before."""
+    with child(record, layout) as (environment, pid):
+        wait_until_done(environment)
+        with runtime.joined(environment) as joined:
+            os.kill(pid, signal.SIGKILL)
+            with runtime.images(joined) as images, runtime.memory(joined) as found:
+                images.result()
+                found.wait()
+                assert Path(images.paths[NAME]).read_bytes() == content
+                assert runtime.content(joined) == memory
+    assert (runtime.begun, runtime.restarted) == (0, [])
+
+
+def test_a_load_process_that_is_killed_before_the_runtime_comes(
+    record: Manifest, layout: Layout, stage: Path
+) -> None:
+    """There is nothing to join, and nothing but an empty tmpfs, which the next one unmounts."""
+    with child(record, layout) as (environment, pid):
+        wait_until_done(environment)
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not proc.is_running(pid), "its end")
+        assert join(record, KEY, Memory(), environment) is None
+        assert list(stage.iterdir()) == []
+
+
+def test_a_load_process_that_gets_no_further_is_killed(
+    runtime: Runtime,
+    record: Manifest,
+    layout: Layout,
+    memory: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is stopped, say. It must not write once the runtime does."""
+    with (
+        child(record, Gate(layout, memory_blobs(record)[1:])) as (environment, pid),
+        runtime.joined(environment) as joined,
+    ):
+        joined._patience = 0.2
+        with runtime.memory(joined) as found:
+            found.wait()
+            assert not proc.is_running(pid)
+            assert runtime.content(joined) == memory
+    assert runtime.restarted
+
+
+def test_a_load_process_that_cannot_be_killed(
+    runtime: Runtime, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still write to what the container would have: the restore fails."""
+    monkeypatch.setattr(module, "_ENDING", 0.01)
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+    with (
+        child(record, Gate(layout, memory_blobs(record)[1:])) as (environment, _),
+        runtime.joined(environment) as joined,
+    ):
+        joined._patience = 0.0
+        with runtime.memory(joined) as found, pytest.raises(GpusnapError, match="has not ended"):
+            found.wait()
+    assert not runtime.restarted
+
+
+@pytest.mark.parametrize("at", ["images", "memory"])
+def test_a_chunk_that_is_damaged(runtime: Runtime, record: Manifest, layout: Layout, at: str) -> None:
+    """The runtime comes upon it itself, and reports it as ever."""
+    blob = (file_blobs(record) if at == "images" else memory_blobs(record))[3]
+    damage(layout, blob)
+    with loading(record, layout) as environment, runtime.joined(environment) as joined:
+        wait_for(lambda: read_state(environment) is State.FAILED, "the end of the loading")
+        with runtime.images(joined) as images, runtime.memory(joined) as found:
+            if at == "images":
+                with pytest.raises(ImageError, match=blob):
+                    images.result()
+            else:
+                with pytest.raises(OciError, match=blob):
+                    found.wait()
+                with pytest.raises(OciError, match=blob):
+                    found.check()
+
+
+def test_a_runtime_that_gives_up(runtime: Runtime, record: Manifest, layout: Layout) -> None:
+    """CRIU failed, say: nobody waits for what does not come."""
+    gate = Gate(layout, memory_blobs(record)[1:])
+    with loading(record, gate) as environment:
+        with runtime.joined(environment) as joined, runtime.memory(joined) as found:
+            found.close()
+            with pytest.raises(OciError):
+                found.wait()
+        gate.open()
+
+
+def test_a_runtime_that_never_comes(record: Manifest, layout: Layout, stage: Path) -> None:
+    """Podman failed, or was killed: nothing is left."""
+    before = os.listdir("/proc/self/fd")
+    with loading(record, layout) as environment:
+        wait_until_done(environment)
+        assert os.path.ismount(stage)
+    assert not os.path.ismount(stage)
+    new = set(os.listdir("/proc/self/fd")).difference(before)
+    assert not [name for name in map(read_target, new) if "gpusnap" in name]
+
+
+def read_target(number: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except FileNotFoundError:
+        return ""
+
+
+@pytest.mark.parametrize("when", ["area", "populate"])
+def test_a_full_tmpfs(
+    runtime: Runtime,
+    record: Manifest,
+    layout: Layout,
+    content: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+) -> None:
+    """Nothing is begun, or nothing comes of it; the runtime does as it does there."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere")
+
+    monkeypatch.setattr(tmpfs.Unnamed if when == "area" else tmpfs.Area, when, full)
+    if when == "area":
+        with pytest.raises(OSError, match="somewhere"), loading(record, layout):
+            pass
+        return
+    with (
+        loading(record, layout) as environment,
+        runtime.joined(environment) as joined,
+        runtime.images(joined) as images,
+    ):
+        images.result()
+        assert Path(images.paths[NAME]).read_bytes() == content
+    assert runtime.begun == 1
+
+
+def test_two_restores_of_one_checkpoint(
+    runtime: Runtime, record: Manifest, layout: Layout, content: bytes
+) -> None:
+    """Each has files of its own, and none takes the tmpfs from the other when it ends."""
+    with loading(record, layout) as first:
+        with loading(record, layout) as other:
+            assert other[VARIABLE] != first[VARIABLE]
+        with runtime.joined(first) as joined, runtime.images(joined) as images:
+            images.result()
+            assert Path(images.paths[NAME]).read_bytes() == content
+    assert runtime.begun == 0
+
+
+def test_files_that_get_no_name(
+    record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch, stage: Path
+) -> None:
+    """The tmpfs is another one by now, say: the load process is ended, and no half of them is left."""
+
+    def gone(*_: object) -> str:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(tmpfs.Stage, "take", gone)
+    with child(record, layout) as (environment, pid):
+        assert join(record, KEY, Memory(), environment) is None
+        assert not proc.is_running(pid)
+        assert not stage.exists() or list(stage.iterdir()) == []
+
+
+def test_another_process_with_the_number_of_the_load_process(
+    record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with child(record, layout) as (environment, pid), monkeypatch.context() as patched:
+        patched.setattr(proc, "is_same", lambda pid, start: False)
+        patched.setattr(proc, "exists", lambda pid, start: False)
+        assert join(record, KEY, Memory(), environment) is None
+        assert proc.is_running(pid), "it is somebody else"
+
+
+def test_what_is_not_joined(
+    record: Manifest, layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another checkpoint's, what is not a board, and none where memory.ceiling limits what is used."""
+    (tmp_path / "file").write_bytes(b"x")
+    (table,) = write(
+        [Buffer(bytearray(os.urandom(64 * KIB)))], layout, threads=2, ceiling=64 << 20, chunk_size=4 * KIB
+    )
+    with child(record, layout) as (environment, pid):
+        other = replace(record, files=(FileRecord(NAME, table),))
+        assert join(other, KEY, Memory(), environment) is None
+        assert join(record, KEY, Memory(ceiling=1 << 30), environment) is None
+        assert join(record, KEY, Memory(), {}) is None
+        for path in (str(tmp_path / "file"), str(tmp_path / "nowhere"), "/proc/self/exe"):
+            assert join(record, KEY, Memory(), {VARIABLE: path}) is None
+        assert proc.is_running(pid), "it may be another restore's"
+
+
+HOSTILE = {
+    "empty": b"",
+    "short": b"\0" * 20,
+    "no JSON": b"\0" * 64 + b"nothing that it says",
+    "more chunks than bytes": b"\0" * 8 + b"\xff" * 8 + b"\0" * 48 + b"{}",
+    "another shape": b"\0" * 64 + b'{"owner": 5, "identity": []}',
+    "a list": b"\0" * 64 + b"[]",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_board_that_is_none(record: Manifest, name: str) -> None:
+    with ExitStack() as stack:
+        found = os.memfd_create(boards.NAME)
+        stack.callback(os.close, found)
+        os.pwrite(found, HOSTILE[name], 0)
+        assert join(record, KEY, Memory(), {VARIABLE: f"/proc/self/fd/{found}"}) is None
+
+
+def test_descriptors_that_are_of_other_files(record: Manifest, layout: Layout, tmp_path: Path) -> None:
+    """They are not opened for writing, nor named: the owner is a process that is no load process."""
+    with open(tmp_path / "file", "wb") as file, child(record, layout) as (_, pid):
+        process = proc.process(pid)
+        assert process is not None
+        files, regions = load_process.choose_contents(record, Memory())
+        count = sum(len(each.table.chunks) for each in files) + len(memory_blobs(record))
+        facts = Facts(
+            (pid, process.start), boards.digest_contents(files, regions), True, True, (file.fileno(), 0)
+        )
+        with closing(Board.create(count, facts)) as board:
+            assert join(record, KEY, Memory(), {VARIABLE: board.path}) is None
+
+
+def test_what_a_load_process_takes(record: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images where there is RAM for two copies; regions where they may be staged."""
+    files, regions = load_process.choose_contents(record, Memory())
+    assert files == record.files
+    assert regions == boards.list_regions(record)
+    assert load_process.choose_contents(record, Memory(ceiling=8 * KIB)) == ((), ())
+    with monkeypatch.context() as patched:
+        patched.setattr(space, "has_memory_for_images", lambda *_: False)
+        assert load_process.choose_contents(record, Memory()) == ((), regions)
+
+    def refuse(*_: object) -> None:
+        raise Refused("there is no RAM")
+
+    monkeypatch.setattr(space, "check_memory_to_restore", refuse)
+    assert load_process.choose_contents(record, Memory()) == ((), ())
+
+
+@pytest.fixture
+def forker() -> Iterator[None]:
+    """What load processes are forked by."""
+    question_process.start()
+    yield
+    question_process.end()
+
+
+def test_the_command(
+    forker: None, runtime: Runtime, record: Manifest, layout: Layout, content: bytes, memory: bytes
+) -> None:
+    """Its load process has another PID, and has ended when it goes on."""
+    with LoadProcess(record, layout.path, Memory()) as process:
+        environment = dict(process.environment())
+        with runtime.joined(environment) as joined:
+            owner = joined.board.read_facts().owner
+            assert owner[0] != os.getpid()
+            with runtime.images(joined) as images, runtime.memory(joined) as found:
+                images.result()
+                found.wait()
+                assert Path(images.paths[NAME]).read_bytes() == content
+                assert runtime.content(joined) == memory
+    assert not proc.is_same(*owner)
+
+
+def test_a_command_without_children(record: Manifest, layout: Layout, stage: Path) -> None:
+    """It loads nothing itself."""
+    with LoadProcess(record, layout.path, Memory()) as process:
+        assert process.environment() == {}
+    with LoadProcess(None, layout.path, Memory()) as process:
+        assert process.environment() == {}
+    assert not stage.exists()
+
+
+def test_a_load_process_that_does_not_begin(
+    forker: None, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restore goes on without it."""
+    monkeypatch.setattr(start, "_START", 0.05)
+    monkeypatch.setattr(start, "_load", hang)
+    with LoadProcess(record, layout.path, Memory()) as process:
+        assert process.environment() == {}
+
+
+def hang(*_: object) -> str:
+    threading.Event().wait(60)
+    return ""
