@@ -108,6 +108,8 @@ class Memory:
     restores."""
     demand_paging: bool = True
     """Let the driver begin to restore while memory still comes, where the kernel can have it wait."""
+    parallel_restore: bool = True
+    """Write large private memory of the processes in many threads while CRIU waits; CRIU itself uses one."""
     sync: bool = True
     """Have the checkpoint on disk before it is called whole; a crash of the host may cost it otherwise."""
     keep: bool = True

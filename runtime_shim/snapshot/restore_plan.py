@@ -34,7 +34,7 @@ from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.devices import remap
 from gpusnap.runtime_shim.snapshot.devices.choose import choose, given, gpu_request
-from gpusnap.runtime_shim.snapshot.memory import images_ahead, transfer
+from gpusnap.runtime_shim.snapshot.memory import bulk_copy, images_ahead, transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.memory.images_ahead import Joined
 from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
@@ -82,6 +82,11 @@ def plan(job: Job, config: dict[str, Any]) -> None:
         elsewhere = dict(coming.paths)
         job.ahead = isinstance(coming, Joined) and coming.taken
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
+    if job.settings.memory.parallel_restore:
+        threads, options = job.settings.memory.threads, job.settings.criu.options
+        job.bulk = bulk_copy.begin(job.images, config, options, threads=threads)
+        if job.bulk is not None:
+            job.cleanup.callback(job.bulk.close)
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else bundle.Edits()
     edits = replace(edits, hook=loopback.hook(job.real.kind, config))
