@@ -167,7 +167,7 @@ CODES = (
     ),
     ErrorCode(
         "GPS-523",
-        "memory-not-written",
+        "memory-not-copied",
         "While CRIU waited, gpusnap could not write the memory of the restored processes: the container's "
         "memory limit or the host has no room for it, a process was ended meanwhile, or the images "
         "contradict one another. The incomplete container was removed; no process has run. The checkpoint "
