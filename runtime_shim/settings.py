@@ -109,7 +109,8 @@ class Memory:
     demand_paging: bool = True
     """Let the driver begin to restore while memory still comes, where the kernel can have it wait."""
     parallel_restore: bool = True
-    """Write large private memory of the processes in many threads while CRIU waits; CRIU itself uses one."""
+    """Write large private memory of the processes in many threads while CRIU waits; CRIU itself uses one.
+    Without effect where a ceiling is set."""
     sync: bool = True
     """Have the checkpoint on disk before it is called whole; a crash of the host may cost it otherwise."""
     keep: bool = True

@@ -82,17 +82,24 @@ def plan(job: Job, config: dict[str, Any]) -> None:
         elsewhere = dict(coming.paths)
         job.ahead = isinstance(coming, Joined) and coming.taken
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
-    if job.settings.memory.parallel_restore:
-        threads, options = job.settings.memory.threads, job.settings.criu.options
-        job.bulk = bulk_copy.begin(job.images, config, options, threads=threads)
-        if job.bulk is not None:
-            job.cleanup.callback(job.bulk.close)
+    job.bulk = _begin_bulk_copy(job, config)
     criu_mounts.checked(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else bundle.Edits()
     edits = replace(edits, hook=loopback.hook(job.real.kind, config))
     noted = partial(_config_changes, job)
     undo = bundle.prepare(str(job.call.bundle_dir()), config, edits, noted=noted)
     job.transaction.undo("putting config.json back", undo)
+
+
+def _begin_bulk_copy(job: Job, config: dict[str, Any]) -> bulk_copy.BulkCopy | None:
+    """Have gpusnap write what it can of the processes' memory; CRIU all of it where RAM is limited."""
+    memory = job.settings.memory
+    if not memory.parallel_restore or memory.ceiling:
+        return None
+    found = bulk_copy.begin(job.images, config, job.settings.criu.options, threads=memory.threads)
+    if found is not None:
+        job.cleanup.callback(found.close)
+    return found
 
 
 def _start_reading(job: Job) -> Rebuilding | Joined | None:

@@ -57,6 +57,8 @@ _MOST_KEPT, _PART_OF_FREE = 256 << 20, 4
 _LARGEST_PAGEMAP = 1 << 20
 _LARGEST_MM = 4 << 20
 _PIECE = 8 << 20
+# Seconds that CRIU waits for a plan; it takes some 10 ms for each 100 MiB that is kept.
+_PATIENCE = 30.0
 _PAGE = 4096
 _NUMBERS = 1 << 32
 _SOCKET, _NEXT = "gate", ".next"
@@ -141,7 +143,11 @@ class BulkCopy:
 
     def _switch(self, _: int, _busy: Busy) -> None:
         """CRIU reads no pagemap before this, and the second ones after it."""
-        for name in self._plan.result().names:
+        try:
+            plan = self._plan.result(_PATIENCE)
+        except TimeoutError:
+            return  # a disk that hangs: CRIU shall wait for it, and reads the first ones
+        for name in plan.names:
             self._switched = True
             path = os.path.join(self._view, name)
             try:

@@ -25,8 +25,9 @@ _STATUS, _NEEDED_STATUS = _REGULAR | _HEAP | _PRIVATE, _REGULAR | _PRIVATE
 # sys/mman.h: MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE; PROT_READ and PROT_WRITE.
 _NEEDED_FLAGS, _FLAGS = 0x2 | 0x20, 0x2 | 0x20 | 0x4000
 _READ_WRITE = 0x1 | 0x2
-# MADV_DONTFORK, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_DONTDUMP (asm-generic/mman-common.h), as bits.
-_ADVICE = 1 << 10 | 1 << 14 | 1 << 15 | 1 << 16
+# MADV_DONTFORK, MADV_NOHUGEPAGE, MADV_DONTDUMP (asm-generic/mman-common.h), as bits. Not MADV_HUGEPAGE: CRIU
+# gives this advice behind the pages, and a write after it would fill the gaps between them with huge pages.
+_ADVICE = 1 << 10 | 1 << 15 | 1 << 16
 _END = 1 << 47
 _PAGE = 4096
 

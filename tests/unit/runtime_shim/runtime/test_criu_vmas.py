@@ -41,7 +41,7 @@ def test_a_plain_one() -> None:
     [
         {"status": REGULAR | PRIVATE | HEAP},
         {"flags": 0x4022},
-        {"madv": 1 << 10 | 1 << 14},
+        {"madv": 1 << 10},
         {"madv": 1 << 15 | 1 << 16},
     ],
     ids=str,
@@ -71,6 +71,7 @@ UNFIT = {
     "uprobes": {"status": REGULAR | PRIVATE | 1 << 17},
     "a plugin's": {"status": REGULAR | PRIVATE | 1 << 27},
     "not regular": {"status": PRIVATE},
+    "MADV_HUGEPAGE": {"madv": 1 << 14},
     "MADV_MERGEABLE": {"madv": 1 << 12},
     "MADV_WIPEONFORK": {"madv": 1 << 18},
     "no whole page": {"start": START + 1},

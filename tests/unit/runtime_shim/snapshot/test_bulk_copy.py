@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -342,6 +343,22 @@ def test_nothing_to_take_out(view: Path, launcher: Path) -> None:
         assert ask(view, "post-restore 1\n") == b"y"
         bulk.check()
         assert bulk.told.bytes == 0
+
+
+def test_a_plan_that_takes_too_long(one: Path, launcher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU restores everything itself."""
+    hanging = threading.Event()
+    monkeypatch.setattr(bulk_copy, "make_plan", lambda _: hanging.wait(30))
+    monkeypatch.setattr(bulk_copy, "_PATIENCE", 0.01)
+    bulk = begun(one)
+    assert bulk is not None
+    try:
+        assert ask(one, "pre-restore 0\n") == b"y"
+        assert ask(one, "post-restore 1\n") == b"y"
+        bulk.check()
+    finally:
+        hanging.set()
+        bulk.close()
 
 
 def test_not_offered(one: Path, launcher: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from criu_images import CORE, INVENTORY, PAGE, pagemap
@@ -181,11 +182,14 @@ def test_memory_that_was_not_written(scene: Scene, monkeypatch: pytest.MonkeyPat
     assert scene.runtime.calls("delete")
 
 
-def test_criu_restores_all_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changed", [{"parallel_restore": False}, {"ceiling": 1 << 30}], ids=str)
+def test_criu_restores_all_memory(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
     """By the settings: CRIU is told of no program."""
     suspended(scene)
     bulk_of(monkeypatch, Bulk())
-    scene.settings = replace(scene.settings, memory=replace(scene.settings.memory, parallel_restore=False))
+    scene.settings = replace(scene.settings, memory=replace(scene.settings.memory, **changed))
     assert scene.restore("--detach").code == 0
     assert "action-script" not in scene.runtime.criu_config()
 
