@@ -181,6 +181,7 @@ TABLE: dict[str, Key] = {
     "memory.ceiling": Key(_size),
     "memory.threads": Key(_make_whole_check(0, 1024)),
     "memory.demand-paging": Key(_boolean),
+    "memory.parallel-restore": Key(_boolean),
     "memory.sync": Key(_boolean),
     "memory.keep": Key(_boolean),
     "memory.keep-folder": Key(_folder),

@@ -108,6 +108,9 @@ class Memory:
     restores."""
     demand_paging: bool = True
     """Let the driver start restoring before all memory has been read, if the kernel supports it."""
+    parallel_restore: bool = True
+    """Write large private memory of the processes in many threads while CRIU waits; CRIU itself uses one.
+    Without effect where a ceiling is set."""
     sync: bool = True
     """Flush the checkpoint to disk before it is reported as complete; otherwise a host crash may lose it."""
     keep: bool = True

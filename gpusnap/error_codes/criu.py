@@ -166,4 +166,14 @@ CODES = (
         "Create a pod that shares the same namespaces as the first one (`podman pod create --share …`), "
         "and restore with `--pod POD`.",
     ),
+    ErrorCode(
+        "GPS-523",
+        "memory-not-copied",
+        "While CRIU waited, gpusnap could not write the memory of the restored processes: the container's "
+        "memory limit or the host has no room for it, a process was ended meanwhile, or the images "
+        "contradict one another. The incomplete container was removed; no process has run. The checkpoint "
+        "is unharmed.",
+        "Raise the container's memory limit, or free memory, and restore again. With "
+        "`memory.parallel-restore = false`, CRIU restores all memory itself.",
+    ),
 )

@@ -11,10 +11,13 @@
  * Nothing that is wrong with gpusnap's settings or its Python may keep a command from a real runtime: the first of
  * its choices (choice.h) that can be started. Python is asked only where none can, so that it says why.
  *
+ * During a restore CRIU runs this program, too, to wait for gpusnap at two of its stages (gate.h).
+ *
  * The Python entry learns in GPUSNAP_LAUNCHER which file started it, so that it does not take that file, perhaps
  * installed as "crun" in front of the real one, for the real runtime. The real runtime never sees that variable.
  */
 #include "choice.h"
+#include "gate.h"
 #include "kernel.h"
 #include "line.h"
 #include "lookup.h"
@@ -156,7 +159,10 @@ static int run(int argc, char **argv, char **envp)
     static struct launch launch;
     struct line line = classify(argc, argv);
     char *asked;
+    int gate = run_gate(argc, envp);
 
+    if (gate >= 0)
+        return gate;
     drop_launcher_variable(envp);
     launch.argv = argv;
     launch.envp = envp;

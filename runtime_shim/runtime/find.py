@@ -66,13 +66,20 @@ SYSTEM_LOG = "/dev/log"
 _HINT = "correct it, then check it with gpusnap settings"
 _PATH_MAX = 4096  # linux/limits.h, with the final NUL
 _own_files = [os.path.abspath(sys.argv[0])] if sys.argv and sys.argv[0] else []
+_launchers: list[str] = []
 
 
 def take_launcher() -> None:
     """Remember the launcher that started us, and take its name out of our environment."""
-    launcher = os.environ.pop(LAUNCHER_VARIABLE, "")
-    if launcher:
-        _own_files.append(launcher)
+    path = os.environ.pop(LAUNCHER_VARIABLE, "")
+    if path:
+        _own_files.append(path)
+        _launchers.append(path)
+
+
+def launcher() -> str:
+    """The path of the launcher that started us; "" without one."""
+    return _launchers[-1] if _launchers else ""
 
 
 def setting(path: str | None = None) -> str:

@@ -199,12 +199,16 @@ def _invoke(job: Job, pid_file: str | None, started: Callable[[int], object] | N
     call = replace(call, tcp_close=call.tcp_close or inventory.has_closed_connections(images))
     mounts = job.remap.mounts if job.remap else job.record.mounts
     mounts = (*mounts, *masked_paths.mounts(images, job.real.kind, call.globals.root))
+    script, gate = job.bulk.offer() if job.bulk is not None else ("", {})
     with inject(job.plugin, job.settings) as extra:
-        text = criu_config.restore_text(extra.criu, mounts, drop_connections=call.tcp_close)
-        return invoke(call, job.real, text, capture=False, started=started, environment=extra.environment)
+        text = criu_config.restore_text(extra.criu, mounts, drop_connections=call.tcp_close, script=script)
+        environment = {**extra.environment, **gate}
+        return invoke(call, job.real, text, capture=False, started=started, environment=environment)
 
 
-def _error(job: Job, done: Invocation) -> RuntimeFailed:
+def _error(job: Job, done: Invocation) -> GpusnapError:
+    if job.bulk is not None and job.bulk.error is not None:
+        return job.bulk.error  # CRIU failed because of it
     said = done.explain(job.criu_log)
     return RuntimeFailed(
         f"{job.real.name} could not restore container {job.call.container_id}: {said}",
@@ -227,6 +231,8 @@ def _restore_container(job: Job) -> None:
 
 def _finish(job: Job) -> None:
     """What the runtime leaves undone: cgroups, and the GPUs."""
+    if job.bulk is not None:
+        job.bulk.check()
     container = containers.find(make_quiet_command(job.call, job.real), job.call.container_id)
     if not container.pid or not proc.is_running(container.pid):
         raise GpusnapError(
@@ -263,6 +269,8 @@ def _say_timing(job: Job) -> None:
         document["memory"] = asdict(job.filling.told)
     if job.fetching is not None:
         document["ahead"] = job.ahead
+    if job.bulk is not None:
+        document["copied"] = asdict(job.bulk.told)
     with contextlib.suppress(OSError):
         replace_below(job.work_path, TIMING, json.dumps(document).encode("ascii"), sync=False)
 

@@ -8,6 +8,9 @@ from contextlib import ExitStack
 from dataclasses import field, replace
 from typing import Any
 
+from gpusnap.runtime_shim.snapshot.loading.bulk_copy import BulkCopy
+from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
+
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver
@@ -19,7 +22,6 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap
-from gpusnap.runtime_shim.snapshot.loading.prefetch import Filling
 from gpusnap.runtime_shim.snapshot.loading.source import Fetching
 from gpusnap.runtime_shim.transaction import Transaction
 
@@ -53,6 +55,8 @@ class Job:
     """Where its chunks come from, if not from the image directory."""
     ahead: bool = False
     """CRIU's images that are in chunks came from the `gpusnap restore` that this is of."""
+    bulk: BulkCopy | None = None
+    """Memory of the processes that CRIU leaves to us."""
     entry: restore_record.Restore | None = None
     """What the journal says of this restore."""
     removed: bool = False

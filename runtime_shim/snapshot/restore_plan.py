@@ -38,7 +38,7 @@ from gpusnap.runtime_shim.snapshot.loading import join
 from gpusnap.runtime_shim.snapshot.loading.join import JoinedImages
 from gpusnap.runtime_shim.snapshot.loading.prefetch import Filling
 from gpusnap.runtime_shim.snapshot.loading.source import Fetching, Rebuilding
-from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory import bulk_copy, transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
@@ -83,12 +83,24 @@ def plan(job: Job, config: dict[str, Any]) -> None:
         elsewhere = dict(coming.paths)
         job.ahead = isinstance(coming, JoinedImages) and coming.taken
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
+    job.bulk = _begin_bulk_copy(job, config)
     criu_mounts.check_mounts(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else bundle.Edits()
     edits = replace(edits, hook=loopback.hook(job.real.kind, config))
     noted = partial(_config_changes, job)
     undo = bundle.prepare(str(job.call.bundle_dir()), config, edits, noted=noted)
     job.transaction.undo("restoring config.json", undo)
+
+
+def _begin_bulk_copy(job: Job, config: dict[str, Any]) -> bulk_copy.BulkCopy | None:
+    """Have gpusnap write what it can of the processes' memory; CRIU all of it where RAM is limited."""
+    memory = job.settings.memory
+    if not memory.parallel_restore or memory.ceiling:
+        return None
+    found = bulk_copy.begin(job.images, config, job.settings.criu.options, threads=memory.threads)
+    if found is not None:
+        job.cleanup.callback(found.close)
+    return found
 
 
 def _start_reading(job: Job) -> Rebuilding | JoinedImages | None:

@@ -13,6 +13,7 @@ __all__ = [
     "frozen_groups",
     "image",
     "images",
+    "mm",
     "numbers",
     "pagemap",
     "varint",
@@ -71,6 +72,12 @@ def pagemap(number: int, runs: Sequence[tuple[int, int, int]]) -> bytes:
     """A pagemap of pages-NUMBER.img: address, pages and flags of each run."""
     parts = [entry(numbers((1, at), (2, count), (4, flags))) for at, count, flags in runs]
     return image("pagemap", entry(numbers((1, number))), *parts)
+
+
+def mm(*vmas: Sequence[tuple[int, int]]) -> bytes:
+    """Those of a process' memory; of each mapping its fields and their numbers (criu/images/vma.proto)."""
+    message = numbers(*((field, 1) for field in range(1, 13)))
+    return image("mm", entry(message + b"".join(_part(14, numbers(*fields)) for fields in vmas)))
 
 
 def images(pages: int = 3, *, pid: int = 1) -> Mapping[str, bytes]:

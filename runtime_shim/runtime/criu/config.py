@@ -73,16 +73,20 @@ def dump_text(
     return _text([*lines, *criu.options])
 
 
-def restore_text(criu: Criu, mounts: Sequence[DriverMount], *, drop_connections: bool = False) -> str:
+def restore_text(
+    criu: Criu, mounts: Sequence[DriverMount], *, drop_connections: bool = False, script: str = ""
+) -> str:
     """The file for a restore; each of `mounts` comes from its source on this host.
 
-    `drop_connections`: the image's TCP connections come back closed.
+    `drop_connections`: the image's TCP connections come back closed. `script`: a program that CRIU runs at
+    each of its stages, before that of the settings (criu/action-scripts.c, add_script).
     """
     lines = [*_iterate_common(criu)]
     if drop_connections:
         lines.append(_CLOSE)
     lines += [f"external mnt[{mount.key}]:{_check_path(mount.source)}" for mount in mounts]
-    return _text([*lines, *criu.options])
+    script_lines = [f"action-script {script}"] if script else []
+    return _text([*lines, *criu.options, *script_lines])
 
 
 def with_flags(call: Call, real: RealRuntime, criu: Criu) -> Call:

@@ -152,8 +152,12 @@ def decode_messages(content: Readable, size: int, kind: str) -> Iterator[Any]:
 def encode_messages(messages: Iterable[Any], kind: str) -> bytes:
     """An image of these messages, as CRIU writes one (criu/image.c, img_write_magic)."""
     parts = [message.SerializePartialToString() for message in messages]
-    head = struct.pack("<II", _COMMON, MAGIC[kind])
-    return head + b"".join(struct.pack("<I", len(part)) + part for part in parts)
+    return encoded_head(kind) + b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def encoded_head(kind: str) -> bytes:
+    """The magic numbers that an image begins with."""
+    return struct.pack("<II", _COMMON, MAGIC[kind])
 
 
 class Source:

@@ -39,6 +39,7 @@ MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "prot": (5, "uint32"),
         "flags": (6, "uint32"),
         "status": (7, "uint32"),
+        "madv": (9, "uint64"),
     },
     "mm_entry": {
         "mm_arg_start": (8, "uint64"),

@@ -80,6 +80,15 @@ def test_restore_text() -> None:
     ]
 
 
+def test_a_script_of_ours() -> None:
+    """It comes last: CRIU runs the last one first (criu/action-scripts.c, add_script)."""
+    found = restore_text(FULL, [], script="/usr/bin/gpusnap-runtime").splitlines()
+    assert [line for line in found if line.startswith("action-script")] == [
+        "action-script /opt/act.sh",
+        "action-script /usr/bin/gpusnap-runtime",
+    ]
+
+
 def test_defaults() -> None:
     """What is not set has no line, except where CRIU's own default is too low."""
     assert dump_text(Criu(), [], masters=False).splitlines() == [

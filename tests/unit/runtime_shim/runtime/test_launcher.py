@@ -7,7 +7,9 @@ import os
 import pty
 import re
 import shutil
+import socket
 import subprocess
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -710,6 +712,64 @@ def test_arguments_and_environment_are_passed_as_they_are(launcher: Launcher) ->
     found = {name: value for name, value in found.items() if name not in (b"_", b"OLDPWD", b"SHLVL")}
     del env["GPUSNAP_LAUNCHER"]
     assert found == {os.fsencode(name): os.fsencode(value) for name, value in env.items()}
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """The path of a socket of its own; nobody listens there."""
+    return tmp_path / "gate"
+
+
+def ask(launcher: Launcher, gate: Path, stage: str, init: str = "0") -> int:
+    """How the launcher ends where CRIU runs it at a stage."""
+    return launcher.done(
+        GPUSNAP_GATE=str(gate), CRTOOLS_SCRIPT_ACTION=stage, CRTOOLS_INIT_PID=init
+    ).returncode
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [(b"y", 0), (b".....y", 0), (b"n", 1), (b"..n", 1), (b"", 1), (b"..", 1), (b"x", 1)],
+)
+@pytest.mark.parametrize("stage", ["probe", "pre-restore", "post-restore"])
+def test_criu_waits_for_gpusnap(launcher: Launcher, gate: Path, stage: str, answer: bytes, code: int) -> None:
+    """It goes on only where the answer is yes; without one, where gpusnap is killed, the launcher fails."""
+    said = []
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(gate))
+        listening.listen()
+        listening.settimeout(30)
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                said.append(connection.recv(100))
+                for at in range(len(answer)):
+                    connection.send(answer[at : at + 1])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert ask(launcher, gate, stage, "4711") == code
+        thread.join()
+    assert said == [f"{stage} 4711\n".encode()]
+
+
+def test_stages_that_need_no_gpusnap(launcher: Launcher, gate: Path) -> None:
+    """At these nobody is asked."""
+    for stage in ("setup-namespaces", "network-unlock", "pre-resume", "post-resume", "post"):
+        assert ask(launcher, gate, stage) == 0
+
+
+def test_nobody_listens(launcher: Launcher, gate: Path) -> None:
+    assert ask(launcher, gate, "post-restore") == 1
+    assert ask(launcher, gate.with_name("x" * 200), "post-restore") == 1
+    assert ask(launcher, gate, "post-restore", "1" * 99) == 1
+
+
+def test_a_command_that_a_script_of_criu_runs(launcher: Launcher, gate: Path) -> None:
+    """With words it is what it always is, whatever the environment has."""
+    found = launcher.run("state", "x", GPUSNAP_GATE=str(gate), CRTOOLS_SCRIPT_ACTION="post-restore")
+    assert found == [*launcher.real("crun"), "state", "x"]
 
 
 BROKEN_ENTRIES: dict[str, Callable[[Path], object]] = {

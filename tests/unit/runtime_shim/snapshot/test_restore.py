@@ -19,7 +19,7 @@ from criu_images import CORE, INVENTORY, PAGE, pagemap
 from fakes import ID, KEY, HandedOver, Scene, a_manifest, gpu, uuid, wait_for
 
 from gpusnap.oci.chunks.table import Chunk, Table
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.gpu.api.driver import Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed
 from gpusnap.runtime_shim.process import proc
@@ -33,6 +33,8 @@ from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
 from gpusnap.runtime_shim.snapshot.loading.demand_paging import Waits
 from gpusnap.runtime_shim.snapshot.loading.source import Fetching
+from gpusnap.runtime_shim.snapshot.memory import bulk_copy
+from gpusnap.runtime_shim.snapshot.memory.bulk_copy import Told
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
@@ -130,6 +132,69 @@ def test_an_old_pid_file(scene: Scene) -> None:
     scene.runtime.script("restore", '[ ! -e "$pid_file" ] || touch "$here/old"; say "no"; exit 5')
     assert scene.restore("--pid-file", str(path)).code == 5
     assert not (scene.runtime.folder / "old").exists()
+
+
+class Bulk:
+    """Stands in for BulkCopy."""
+
+    def __init__(self, error: GpusnapError | None = None, wrong: GpusnapError | None = None) -> None:
+        self.error, self.wrong, self.told = error, wrong, Told(7, 1, 0.5)
+        self.closed = False
+
+    def offer(self) -> tuple[str, dict[str, str]]:
+        return "/launcher", {"GPUSNAP_GATE": "/gate"}
+
+    def check(self) -> None:
+        if self.wrong is not None:
+            raise self.wrong
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def bulk_of(monkeypatch: pytest.MonkeyPatch, bulk: Bulk) -> Bulk:
+    monkeypatch.setattr(bulk_copy, "begin", lambda *_, **__: bulk)
+    return bulk
+
+
+def test_criu_asks_gpusnap(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told what to run at its stages, and whom that asks; the timing says what was written."""
+    suspended(scene)
+    bulk = bulk_of(monkeypatch, Bulk())
+    assert scene.restore("--detach").code == 0
+    assert "action-script /launcher\n" in scene.runtime.criu_config()
+    timing = json.loads((scene.image / restore.TIMING).read_text())
+    assert timing["copied"] == {"bytes": 7, "processes": 1, "seconds": 0.5}
+    assert bulk.closed
+
+
+def test_memory_that_cannot_be_written(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU fails then, and the restore says why."""
+    suspended(scene)
+    bulk = bulk_of(monkeypatch, Bulk(GpusnapError("no room", code="GPS-523")))
+    scene.runtime.script("restore", "exit 1")
+    assert "no room [GPS-523]" in scene.restore("--detach").sentence()
+    assert bulk.closed
+
+
+def test_memory_that_was_not_written(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CRIU that has not asked: the container is taken away."""
+    suspended(scene)
+    bulk_of(monkeypatch, Bulk(wrong=ImageError("not written")))
+    assert "not written" in scene.restore("--detach").sentence()
+    assert scene.runtime.calls("delete")
+
+
+@pytest.mark.parametrize("changed", [{"parallel_restore": False}, {"ceiling": 1 << 30}], ids=str)
+def test_criu_restores_all_memory(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    """By the settings: CRIU is told of no program."""
+    suspended(scene)
+    bulk_of(monkeypatch, Bulk())
+    scene.settings = replace(scene.settings, memory=replace(scene.settings.memory, **changed))
+    assert scene.restore("--detach").code == 0
+    assert "action-script" not in scene.runtime.criu_config()
 
 
 def test_no_driver_for_no_process(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,144 @@
+"""Two stages of a restore at which CRIU waits for gpusnap: before the first process, and after the last.
+
+CRIU runs a program at each of its stages (criu(8), --action-script), and ends the restore, with all that it
+has restored, where that program fails at one of these two (criu/cr-restore.c, restore_root_task):
+
+    pre-restore     no process is there yet
+    post-restore    all of them are, with their memory, and each waits in CRIU's own code
+
+The program is the launcher (runtime_shim/launcher/gate.h). It asks at a socket of ours and waits for the
+answer, so that CRIU goes on only if we say so. Where gpusnap is killed the connection ends, the program
+fails, and so does the restore. As crun and runc call it, CRIU takes the option from its configuration file
+since 3.19.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+
+from gpusnap.oci.base.patterns import compile_later
+from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, unforeseen
+from gpusnap.runtime_shim.runtime.child_process import Child
+from gpusnap.runtime_shim.runtime.criu.version import criu_version
+
+PRE_RESTORE, POST_RESTORE = "pre-restore", "post-restore"
+"""The stages, as CRIU calls them."""
+VARIABLE = "GPUSNAP_GATE"
+"""In the environment of CRIU, and so of the launcher: the path of the socket."""
+_STAGE, _PROBE = "CRTOOLS_SCRIPT_ACTION", "probe"
+_OLDEST = (3, 19)
+_VERSION = compile_later(r"(\d{1,6})\.(\d{1,6})")
+_LINE = 128
+# Seconds for a program that is started to say its line, and for the probe, which takes some milliseconds.
+_PATIENCE = 10.0
+
+Busy = Callable[[], None]
+"""Tells CRIU's side that the work goes on. Raises OSError where nobody waits for it any more."""
+Stage = Callable[[int, Busy], None]
+"""What is to be done at a stage: it is told the PID of the restored init, 0 before. Raises GpusnapError."""
+
+
+class Gate:
+    """Listens until it is closed."""
+
+    def __init__(self, path: str, launcher: str, stages: Mapping[str, Stage]) -> None:
+        """`path`: of the socket, in a directory of root alone. Raises OSError, and RuntimeFailed."""
+        self._path, self._launcher, self._stages = path, launcher, stages
+        self._probed = False
+        self.error: GpusnapError | None = None
+        """Why CRIU was not let on."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(path)
+            self._socket.listen()
+            self._thread = threading.Thread(target=self._serve, name="gpusnap-gate", daemon=True)
+            threads.start(self._thread)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What CRIU's environment needs."""
+        return {VARIABLE: self._path}
+
+    def works(self) -> bool:
+        """Whether this CRIU runs such programs, and the launcher, run as CRIU runs it, is one.
+
+        An earlier version's launcher is none, and a file system may be mounted without the right to execute.
+        """
+        version = _VERSION.match(criu_version())
+        if version is None or (int(version[1]), int(version[2])) < _OLDEST or " " in self._launcher:
+            return False
+        try:
+            child = Child(
+                [self._launcher],
+                env={**self.environment, _STAGE: _PROBE},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except (OSError, ValueError):
+            return False
+        try:
+            return child.wait(_PATIENCE) == 0 and self._probed
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            return False
+
+    def close(self) -> None:
+        """Listen no more; a stage that is under way is waited for. May be called twice."""
+        with contextlib.suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection = self._socket.accept()[0]
+            except OSError:
+                return  # closed
+            with connection:
+                try:
+                    self._answer(connection)
+                except OSError:
+                    continue  # it has ended, and CRIU knows
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(_PATIENCE)
+        stage, _, init = _read_line(connection).partition(" ")
+        connection.sendall(b"y" if self._pass(stage, init, lambda: connection.sendall(b".")) else b"n")
+
+    def _pass(self, stage: str, init: str, busy: Busy) -> bool:
+        if stage == _PROBE:
+            self._probed = True
+            return True
+        try:
+            if stage not in self._stages or not init.isdigit():
+                raise RuntimeFailed(
+                    f"CRIU asks at a stage that is none: {stage!r} of process {init!r}",
+                    hint="set memory.parallel-restore to false",
+                )
+            self._stages[stage](int(init), busy)
+        except Exception as error:
+            self.error = error if isinstance(error, GpusnapError) else unforeseen(error)
+            return False
+        return True
+
+
+def _read_line(connection: socket.socket) -> str:
+    data = b""
+    while not data.endswith(b"\n") and len(data) < _LINE:
+        piece = connection.recv(_LINE)
+        if not piece:
+            break
+        data += piece
+    return os.fsdecode(data).strip()

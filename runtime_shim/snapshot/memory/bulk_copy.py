@@ -1,0 +1,418 @@
+"""Large private memory of restored processes, written by gpusnap in many threads while CRIU waits.
+
+CRIU fills the memory of a process in one thread. So the pages of large mappings that are nobody else's
+(runtime/criu/images/vmas.py) are taken out of the pagemaps that CRIU reads. They come back to CRIU empty, and
+are written to where they belong with process_vm_writev(2), from the same pages file:
+
+    plan           for each process with a large pages file, a second pagemap without those pages, and a
+                   second, small pages file of what is left, both in the directory that CRIU reads (`view`);
+                   CRIU's own names still lead to the images as they were dumped
+    pre-restore    CRIU waits. The second pagemaps take the places of the first ones; each names its own pages
+                   file, so no pagemap is read with the pages of another
+    CRIU           restores all processes, and has none of them run
+    post-restore   CRIU waits. Threads write what was taken out, and only then CRIU goes on
+
+A CRIU that does not ask at pre-restore restores everything itself, from the images as they were dumped. One
+that has asked there asks at post-restore, too, and ends all processes where the answer is no, or gpusnap is
+no more (runtime/criu/gate.py). So no process ever runs without its memory, whether it was stopped at the
+checkpoint or not, and whoever sends it SIGCONT.
+
+The pages are charged to the control group of the process that gets them, as if it had touched them itself
+(mm/memcontrol.c, get_mem_cgroup_from_mm), within its limit: where that is exceeded the kernel ends a process
+of the container, or the write fails with ENOMEM. The NUMA nodes that the container may use (cpuset.mems) the
+kernel would look for in our threads instead, so nothing is taken out where the container has such a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import field
+from functools import partial
+from typing import Any
+
+from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.process.memory import maps
+from gpusnap.runtime_shim.runtime import find as locate
+from gpusnap.runtime_shim.runtime.criu.gate import POST_RESTORE, PRE_RESTORE, Busy, Gate
+from gpusnap.runtime_shim.runtime.criu.images import messages, pagemap, vmas
+
+SMALLEST = 1 << 20
+"""Bytes of a mapping of which pages are taken out."""
+_SMALLEST_PIECE = 256 << 10
+SMALLEST_FILE = 16 << 20
+"""Bytes of a pages file that this is worth the while for."""
+# Bytes of the second pages files, which are in RAM (/run), all together; and the part of what is free there.
+_MOST_KEPT, _PART_OF_FREE = 256 << 20, 4
+# Bytes of a pagemap: to read one costs 1 s for each 10 MiB.
+_LARGEST_PAGEMAP = 1 << 20
+_LARGEST_MM = 4 << 20
+_PIECE = 8 << 20
+# Seconds that CRIU waits for a plan; it takes some 10 ms for each 100 MiB that is kept.
+_PATIENCE = 30.0
+_PAGE = 4096
+_NUMBERS = 1 << 32
+_SOCKET, _NEXT = "gate", ".next"
+# Options of CRIU's by which it reads or changes images in other ways.
+_OTHER_WAYS = ("lazy-pages", "auto-dedup", "stream")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What is to be written into one process."""
+
+    pid: int
+    """Within the container."""
+    path: str
+    """The pages file of all."""
+    pieces: Sequence[tuple[int, int, int]]
+    """Address, offset in that file, and size."""
+
+
+@dataclass(slots=True)
+class Told:
+    """What was done, for the restore's timing."""
+
+    bytes: int = 0
+    processes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Plan:
+    taken: list[Taken] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    """Of pagemaps that have a second one."""
+
+
+class BulkCopy:
+    """Private memory of one restore. To be closed before its view of the images is removed."""
+
+    def __init__(self, view: str, launcher: str, *, threads: int) -> None:
+        """`view`: the directory that CRIU is to read, of root alone. `threads`: 0 for one for each core.
+
+        Raises OSError and GpusnapError; CRIU restores everything then.
+        """
+        self._view, self._launcher = view, launcher
+        self._threads = threads
+        self.told = Told()
+        self._switched = self._copied = False
+        stages = {PRE_RESTORE: self._switch, POST_RESTORE: self._copy}
+        self._gate = Gate(os.path.join(view, _SOCKET), launcher, stages)
+        self._pool = ThreadPoolExecutor(2, "gpusnap-bulk")
+        try:
+            self._works: Future[bool] = self._pool.submit(self._gate.works)
+            self._plan: Future[_Plan] = self._pool.submit(make_plan, view)
+        except BaseException:
+            self.close()
+            raise
+
+    def offer(self) -> tuple[str, Mapping[str, str]]:
+        """The program that CRIU is to run at its stages, and its environment; "" and none without any."""
+        if not self._works.result():
+            return "", {}
+        return self._launcher, self._gate.environment
+
+    @property
+    def error(self) -> GpusnapError | None:
+        """Why CRIU was not let on."""
+        return self._gate.error
+
+    def check(self) -> None:
+        """See that memory which was taken out is there again, when CRIU has ended well. Raises ImageError."""
+        if self._switched and not self._copied:
+            raise ImageError(
+                "CRIU went on before gpusnap had written the memory of the processes",
+                hint="set memory.parallel-restore to false, and report this",
+                code="GPS-523",
+            )
+
+    def close(self) -> None:
+        """End it. May be called twice."""
+        self._pool.shutdown(cancel_futures=True)
+        self._gate.close()
+
+    def _switch(self, _: int, _busy: Busy) -> None:
+        """CRIU reads no pagemap before this, and the second ones after it."""
+        try:
+            plan = self._plan.result(_PATIENCE)
+        except TimeoutError:
+            return  # a disk that hangs: CRIU shall wait for it, and reads the first ones
+        for name in plan.names:
+            self._switched = True
+            path = os.path.join(self._view, name)
+            try:
+                os.replace(path + _NEXT, path)
+            except OSError as error:
+                raise ImageError(f"{path} cannot be replaced: {reason(error)}", code="GPS-523") from error
+
+    def _copy(self, init: int, busy: Busy) -> None:
+        if not self._switched:
+            return
+        begun = time.monotonic()
+        taken = self._plan.result().taken
+        try:
+            write_all(init, taken, busy, threads=self._threads)
+        except OSError as error:
+            raise _failed(error) from error
+        self._copied = True
+        size = sum(piece[2] for each in taken for piece in each.pieces)
+        self.told = Told(size, len(taken), round(time.monotonic() - begun, 6))
+
+
+def begin(view: str, config: Mapping[str, Any], options: Sequence[str], *, threads: int) -> BulkCopy | None:
+    """Plan what CRIU need not restore of the images in a view; None where it shall restore everything.
+
+    `config`: the container's config.json; `options`: those of CRIU that the settings name.
+    """
+    launcher = locate.launcher()
+    if not launcher or os.uname().machine != "x86_64" or _is_bound(config):
+        return None
+    if any(option.split("#", 1)[0].strip().removeprefix("--") in _OTHER_WAYS for option in options):
+        return None
+    with contextlib.suppress(OSError, GpusnapError):
+        return BulkCopy(view, launcher, threads=threads)
+    return None
+
+
+def _is_bound(config: Mapping[str, Any]) -> bool:
+    """Whether the container may use some NUMA nodes only (runtime-spec, config-linux.md, CPU)."""
+    found: Any = config
+    for name in ("linux", "resources", "cpu", "mems"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return bool(found)
+
+
+def make_plan(view: str) -> _Plan:
+    """Write second pagemaps and pages files into a view, and say what they lack.
+
+    What is wrong with an image, or cannot be read here, CRIU is to say: it then reads the first ones.
+    """
+    plan = _Plan()
+    try:
+        _make_plan(view, plan)
+    except (OSError, GpusnapError, messages.Damage, ValueError):
+        return _Plan()
+    return plan
+
+
+def _make_plan(view: str, plan: _Plan) -> None:
+    names = set(os.listdir(view))
+    sizes = {name: os.stat(os.path.join(view, name)).st_size for name in names if name.startswith("pages-")}
+    if "parent" in names or not any(size >= SMALLEST_FILE for size in sizes.values()):
+        return
+    files = {name: _number(view, name) for name in sorted(names) if name.startswith("pagemap-")}
+    numbers = list(files.values())
+    free = max(*numbers, *(_number_in(name) for name in sizes)) + 1
+    family = _family(view)
+    known: dict[int, Any] = {}
+    room = os.statvfs(view)
+    left = min(_MOST_KEPT, room.f_bavail * room.f_frsize // _PART_OF_FREE)
+    for pid in sorted(family):
+        name = f"pagemap-{pid}.img"
+        number = files.get(name)
+        pages = f"pages-{number}.img"
+        if number is None or numbers.count(number) != 1 or sizes.get(pages, 0) < SMALLEST_FILE:
+            continue
+        own = _mm(view, pid, known)
+        relatives = [_mm(view, each, known) for each in family[pid] if f"mm-{each}.img" in names]
+        if own is None or None in relatives or free >= _NUMBERS:
+            continue
+        spans = vmas.plain(own, relatives, smallest=SMALLEST)
+        with _source(view, name, "pagemap", _LARGEST_PAGEMAP) as source:
+            if source is None or not spans:
+                continue
+            found = pagemap.split(source, spans, number=free, smallest=_SMALLEST_PIECE)
+        if found is None or found.pages * _PAGE != sizes[pages]:
+            continue
+        kept = sum(size for _, size in found.kept)
+        if kept > left or kept > sum(size for _, _, size in found.taken):
+            continue
+        left -= kept
+        _write_kept(view, pages, f"pages-{free}.img", found.kept)
+        free += 1
+        with open(os.path.join(view, name + _NEXT), "xb") as file:
+            file.write(found.image)
+        plan.names.append(name)
+        plan.taken.append(Taken(pid, os.path.realpath(os.path.join(view, pages)), found.taken))
+
+
+def _number_in(name: str) -> int:
+    digits = name.removeprefix("pages-").removesuffix(".img")
+    return int(digits) if digits.isascii() and digits.isdigit() else 0
+
+
+def _number(view: str, name: str) -> int:
+    kind = messages.kind_of(name)
+    with _source(view, name, kind or "pagemap", None) as source:
+        assert source is not None
+        return pagemap.read_number(source)
+
+
+def _family(view: str) -> dict[int, list[int]]:
+    """By the PID of each process in pstree.img, its parent and its children."""
+    parents: dict[int, int] = {}
+    with _source(view, "pstree.img", "pstree", None) as source:
+        while source is not None and source.left:
+            message = messages.decode(source.message(), "pstree")
+            if message is None or message.pid in parents:
+                raise messages.Damage("has a process that cannot be read here")
+            parents[message.pid] = message.ppid
+    found: dict[int, list[int]] = {pid: [] for pid in parents}
+    for pid, parent in parents.items():
+        if parent in found:
+            found[pid].append(parent)
+            found[parent].append(pid)
+    return found
+
+
+def _mm(view: str, pid: int, known: dict[int, Any]) -> Any:
+    """The mm_entry of a process; None where it cannot be decoded."""
+    if pid not in known:
+        with _source(view, f"mm-{pid}.img", "mm", _LARGEST_MM) as source:
+            known[pid] = messages.decode(source.message(), "mm") if source is not None else None
+    return known[pid]
+
+
+@contextlib.contextmanager
+def _source(view: str, name: str, kind: str, largest: int | None) -> Iterator[messages.Source | None]:
+    """An image, behind its magic numbers; None for one that is too large."""
+    with open(_open(os.path.join(view, name)), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if largest is not None and size > largest:
+            yield None
+            return
+        source = messages.Source(file, size)
+        source.begin(kind)
+        yield source
+
+
+def _open(path: str) -> int:
+    """A regular file, through the links of a view. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", path)
+    return descriptor
+
+
+def _write_kept(view: str, pages: str, name: str, kept: Sequence[tuple[int, int]]) -> None:
+    """Write the second pages file: parts of the first one, one behind the other. Raises OSError."""
+    with (
+        open(_open(os.path.join(view, pages)), "rb", buffering=0) as source,
+        open(os.path.join(view, name), "xb", buffering=0) as target,
+    ):
+        for offset, size in kept:
+            done = 0
+            while done < size:
+                sent = os.sendfile(target.fileno(), source.fileno(), offset + done, size - done)
+                if sent == 0:
+                    raise OSError(errno.EIO, "ends too early", pages)
+                done += sent
+
+
+def write_all(init: int, taken: Sequence[Taken], busy: Busy, *, threads: int) -> None:
+    """Write what was taken out into the processes that CRIU has restored and that do not run yet.
+
+    `init`: the restored init, by its PID here. Raises OSError and ImageError.
+    """
+    there = restored(init)
+    with contextlib.ExitStack() as opened:
+        jobs: list[Callable[[], None]] = []
+        chosen: list[proc.Process] = []
+        for each in taken:
+            process = there.get(each.pid)
+            if process is None:
+                raise ImageError(
+                    f"process {each.pid} of the container ended before its memory was written",
+                    hint="the kernel may have ended it: look at the container's memory limit",
+                    code="GPS-523",
+                )
+            chosen.append(process)
+            _check_mapped(process.pid, each)
+            view = _mapped(each.path, opened)
+            for address, offset, size in each.pieces:
+                if offset + size > len(view):
+                    raise ImageError(f"{each.path} is not as it was", code="GPS-523")
+                for at in range(0, size, _PIECE):
+                    part = view[offset + at : offset + min(at + _PIECE, size)]
+                    opened.callback(part.release)
+                    jobs.append(partial(_write, process.pid, address + at, part, busy))
+        copies.work(jobs, threads)
+        for process in chosen:
+            if not proc.same(process.pid, process.start):
+                raise ProcessLookupError(errno.ESRCH, f"process {process.pid} has ended")
+
+
+def _write(pid: int, address: int, part: memoryview, busy: Busy) -> None:
+    copies.write(pid, address, part, threads=1)
+    busy()
+
+
+def _mapped(path: str, opened: contextlib.ExitStack) -> memoryview:
+    descriptor = _open(path)
+    try:
+        mapped = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    opened.callback(mapped.close)
+    return opened.enter_context(memoryview(mapped))
+
+
+def restored(init: int) -> Mapping[int, proc.Process]:
+    """The restored init and what descends from it, by the PIDs that they have in the container."""
+    first = proc.process(init)
+    if first is None:
+        raise ProcessLookupError(errno.ESRCH, f"process {init} has ended")
+    depth = len(first.ns_pids) - 1
+    parents = proc.parents()
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found: dict[int, proc.Process] = {}
+    waiting, seen = [init], set()
+    while waiting:
+        pid = waiting.pop()
+        if pid in seen:
+            continue
+        seen.add(pid)
+        process = proc.process(pid)
+        if process is not None and len(process.ns_pids) > depth:
+            found[process.ns_pids[depth]] = process
+        waiting += children.get(pid, ())
+    return found
+
+
+def _check_mapped(pid: int, taken: Taken) -> None:
+    """See that a process has private anonymous memory where something is to be written. Raises ImageError."""
+    there = maps.mappings(pid)
+    at = 0
+    for address, _, size in taken.pieces:
+        while at < len(there) and there[at].end <= address:
+            at += 1
+        if at == len(there) or not (there[at].start <= address and address + size <= there[at].end):
+            raise ImageError(f"process {taken.pid} has no memory at {address:#x}", code="GPS-523")
+        named = there[at].name in ("", "[heap]") or there[at].name.startswith("[anon:")
+        if there[at].permissions != "rw-p" or there[at].inode or not named:
+            raise ImageError(f"process {taken.pid} has other memory at {address:#x}", code="GPS-523")
+
+
+def _failed(error: OSError) -> GpusnapError:
+    hints = {
+        errno.ENOMEM: "there is not enough memory: look at the container's memory limit, and at the host's",
+        errno.ESRCH: "the kernel may have ended it: look at the container's memory limit (dmesg)",
+    }
+    return GpusnapError(
+        f"the memory of the restored processes cannot be written: {error.strerror or error}",
+        hint=hints.get(error.errno or 0, "the checkpoint is unharmed; try memory.parallel-restore = false"),
+        code="GPS-523",
+    )

@@ -1,0 +1,149 @@
+"""The socket at which CRIU asks whether it may go on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.runtime.criu import gate as gates
+from gpusnap.runtime_shim.runtime.criu.gate import POST_RESTORE, PRE_RESTORE, Busy, Gate
+
+# As the launcher does: it says the stage, and reads the answer.
+PROGRAM = """#!/usr/bin/env python3
+import os, socket, sys
+with socket.socket(socket.AF_UNIX) as asking:
+    asking.connect(os.environ["GPUSNAP_GATE"])
+    asking.send((os.environ["CRTOOLS_SCRIPT_ACTION"] + " 0\\n").encode())
+    sys.exit(asking.recv(9) != b"y")
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Path:
+    path = tmp_path / "launcher"
+    path.write_text(PROGRAM)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def called() -> list[tuple[str, int]]:
+    """The stages that were asked for, and the PIDs."""
+    return []
+
+
+@pytest.fixture
+def gate(tmp_path: Path, launcher: Path, called: list[tuple[str, int]]) -> Iterator[Gate]:
+    def pre(init: int, _: Busy) -> None:
+        called.append((PRE_RESTORE, init))
+
+    def post(init: int, busy: Busy) -> None:
+        called.append((POST_RESTORE, init))
+        busy()
+        if init == 13:
+            raise GpusnapError("thirteen")
+        if init == 14:
+            raise ZeroDivisionError
+
+    with closing(
+        Gate(str(tmp_path / "gate"), str(launcher), {PRE_RESTORE: pre, POST_RESTORE: post})
+    ) as found:
+        yield found
+
+
+def ask(gate: Gate, line: bytes) -> bytes:
+    """All of the answer."""
+    answer = b""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(30)
+        asking.connect(gate.environment["GPUSNAP_GATE"])
+        asking.send(line)
+        asking.shutdown(socket.SHUT_WR)
+        while piece := asking.recv(99):
+            answer += piece
+    return answer
+
+
+def test_both_stages(gate: Gate, called: list[tuple[str, int]]) -> None:
+    assert ask(gate, b"pre-restore 0\n") == b"y"
+    assert ask(gate, b"post-restore 77\n") == b".y"
+    assert called == [(PRE_RESTORE, 0), (POST_RESTORE, 77)]
+    assert gate.error is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"post-restore 13\n", "thirteen"),
+        (b"post-restore 14\n", "ZeroDivisionError"),
+        (b"pre-resume 1\n", "CRIU asks at a stage that is none: 'pre-resume' of process '1'"),
+        (b"post-restore \n", "of process ''"),
+        (b"", "CRIU asks at a stage that is none"),
+        (b"x" * 128, "CRIU asks at a stage that is none"),
+    ],
+    ids=["refused", "unforeseen", "another stage", "no process", "nothing", "too much"],
+)
+def test_criu_may_not_go_on(gate: Gate, line: bytes, said: str) -> None:
+    """The answer is no, and the restore can say why."""
+    assert ask(gate, line).endswith(b"n")
+    assert gate.error is not None
+    assert said in str(gate.error)
+
+
+def test_who_asks_ends(gate: Gate) -> None:
+    """The next one is answered all the same."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(gate.environment["GPUSNAP_GATE"])
+    assert ask(gate, b"pre-restore 0\n") == b"y"
+
+
+def test_it_works(gate: Gate, called: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe is none of the stages."""
+    monkeypatch.setattr(gates, "criu_version", lambda: "4.1.1")
+    assert gate.works()
+    assert called == []
+
+
+@pytest.mark.parametrize("version", ["unknown", "3.18", "2.99", ""])
+def test_a_criu_that_is_too_old(gate: Gate, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gates, "criu_version", lambda: version)
+    assert not gate.works()
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "not executable": lambda path: path.chmod(0o644),
+    "missing": lambda path: path.unlink(),
+    "fails": lambda path: path.write_text("#!/bin/sh\nexit 1\n"),
+    "asks nobody": lambda path: path.write_text("#!/bin/sh\nexit 0\n"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_launcher_that_cannot(
+    gate: Gate, launcher: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier version's, say, or one on a file system that is mounted noexec."""
+    monkeypatch.setattr(gates, "criu_version", lambda: "4.1.1")
+    BROKEN[how](launcher)
+    assert not gate.works()
+
+
+def test_closed(gate: Gate) -> None:
+    """Nobody is answered any more, and no thread stays."""
+    gate.close()
+    gate.close()
+    with pytest.raises(OSError, match="refused"):
+        ask(gate, b"pre-restore 0\n")
+    assert "gpusnap-gate" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_no_room_for_a_name(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="too long"):
+        Gate(os.path.join(tmp_path, "x" * 200), "/launcher", {})
