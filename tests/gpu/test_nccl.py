@@ -1,4 +1,4 @@
-"""Whether `sharing` tells jobs that come back from such that do not, by asking the driver itself.
+"""Whether `find_sharing` tells jobs that come back from such that do not, by asking the driver itself.
 
 Each job runs as plain processes; the driver suspends and restores them all. CRIU has no part in it.
 """

@@ -16,7 +16,7 @@ KINDS = [kind for kind in CLASSES if issubclass(kind, errors.OciError)]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_one(kind: type[errors.OciError]) -> None:
-    """Each becomes a sentence of its own words, by `told` too."""
+    """Each becomes a sentence of its own words, by `convert_errors` too."""
     with pytest.raises(GpusnapError) as raised, convert_errors():
         raise kind("this went wrong")
     assert str(raised.value) == "this went wrong"
@@ -67,7 +67,7 @@ def test_unreachable(words: str, hint: str) -> None:
 
 
 def test_others_pass() -> None:
-    """`told` is for errors of oci alone."""
+    """`convert_errors` is for errors of oci alone."""
     with pytest.raises(ValueError, match="x"), convert_errors():
         raise ValueError("x")
 

@@ -54,7 +54,7 @@ class Fake:
         self.before()
         return self.results.get(call, 0)
 
-    def missing(self) -> tuple[str, ...]:
+    def list_missing(self) -> tuple[str, ...]:
         return self.absent
 
     def init(self) -> int:
