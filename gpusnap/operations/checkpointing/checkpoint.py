@@ -155,7 +155,7 @@ def checkpoint(
         plain_http = " --plain-http" if wish.plain_http or wish.to.plain_http else ""
         raise type(said)(
             f"the checkpoint is in {made.store} as {made.name}, but was not pushed: {said}",
-            hint=f"run gpusnap push {made.name} {wish.to.reference}{plain_http} to continue",
+            hint=f"gpusnap push {made.name} {wish.to.reference}{plain_http} continues it",
             code=said.code or "GPS-710",
         ) from error
     return CheckpointResult(

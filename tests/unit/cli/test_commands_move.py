@@ -186,9 +186,11 @@ def test_a_push_that_fails(store: Store, registry: FakeRegistry) -> None:
     text = raised.value.sentence()
     (name,) = {each.name for each in store.entries()} - {ref}
     assert f"the checkpoint is in {store.path} as {name}, but was not pushed: " in text
-    assert text.endswith(f"; run gpusnap push {name} {ref} --plain-http to continue [GPS-801]")
+    assert text.endswith(f"; gpusnap push {name} {ref} --plain-http continues it [GPS-801]")
     registry.rules.clear()
-    assert ran(*text.rpartition("; gpusnap ")[2].removesuffix(" [GPS-801]").split()).exit_code == 0
+    assert (
+        ran(*text.rpartition("; gpusnap ")[2].removesuffix(" continues it [GPS-801]").split()).exit_code == 0
+    )
 
 
 @pytest.mark.parametrize(

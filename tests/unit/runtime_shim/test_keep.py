@@ -365,7 +365,7 @@ def test_a_full_disk(small_disk: Path, bundle: Path, capsys: pytest.CaptureFixtu
             pass
     with Kept.open(settings, "c", str(bundle)) as kept:
         kept.keep(layout, tables)
-    assert "has 0 B free" in capsys.readouterr().err
+    assert "has only 0 B free" in capsys.readouterr().err
     assert not (small_disk / "kept/c").exists()
     assert load(layout, tables) == [REGION]
 

@@ -259,7 +259,7 @@ def test_types(tmp_path: Path, key: str) -> None:
 
 def test_a_number_in_quotes(tmp_path: Path) -> None:
     """The sentence says what is wrong with it."""
-    for text, said in (("retries = '3'", ", without quotes"), ("retries = 'x'", "between 0 and 100")):
+    for text, said in (("retries = '3'", ", without quotes"), ("retries = 'x'", "from 0 to 100")):
         with pytest.raises(SettingsError) as caught:
             load(file_with(tmp_path, f"{text}\n"))
         assert str(caught.value).endswith(said)
@@ -269,7 +269,7 @@ def test_a_misspelt_key(tmp_path: Path) -> None:
     """What was meant is named, without the list of all."""
     with pytest.raises(SettingsError) as caught:
         load(file_with(tmp_path, 'runtme = "crun"\n'))
-    assert caught.value.hint == "did you mean runtime? See docs/settings.md for all"
+    assert caught.value.hint == "did you mean runtime? See docs/settings.md for all settings"
 
 
 def test_a_misspelt_key_below_a_table(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_what_was_meant(tmp_path: Path, toml: str, named: str, near: str) -> Non
     with pytest.raises(SettingsError) as caught:
         load(path)
     assert str(caught.value) == f"unknown setting {named} in {path}"
-    assert caught.value.hint == f"did you mean {near}? See docs/settings.md for all"
+    assert caught.value.hint == f"did you mean {near}? See docs/settings.md for all settings"
 
 
 def test_for_one_key(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert state_files.read(str(path), limit=100) == {"a": 2}
     assert [os.stat(each).st_mode & 0o777 for each in (path, path.parent)] == [0o600, 0o700]
     assert os.listdir(path.parent) == ["x.json"]
-    with pytest.raises(ValueError, match="8 bytes, and 7 are allowed"):
+    with pytest.raises(ValueError, match="8 bytes, but at most 7 are allowed"):
         state_files.read(str(path), limit=7)
 
 

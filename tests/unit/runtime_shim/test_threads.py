@@ -19,7 +19,7 @@ def _refuse(thread: threading.Thread) -> None:
 def test_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sentence, with what to do."""
     monkeypatch.setattr(threading.Thread, "start", _refuse)
-    with pytest.raises(GpusnapError, match="no thread could be started: can't start new thread") as caught:
+    with pytest.raises(GpusnapError, match="a thread cannot be started: can't start new thread") as caught:
         threads.start(threading.Thread())
     assert "pids.max" in caught.value.hint
 
@@ -89,7 +89,7 @@ def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "gpusnap.runtime_shim.snapshot.loading.prefetch.zip", lambda *_, **__: (), raising=False
     )
-    with pytest.raises(GpusnapError, match="no thread could be started"):
+    with pytest.raises(GpusnapError, match="a thread cannot be started"):
         filling.deliver({})
     filling.close()
     assert done == ["wait", "close", "drop"]

@@ -80,7 +80,7 @@ def test_an_undo_that_fails_does_not_stop_the_others() -> None:
     done: list[str] = []
     transaction = Transaction()
     transaction.undo("first", lambda: done.append("first"))
-    transaction.undo("resuming", raiser(GpusnapError("its GPU memory is lost", hint="reset it")))
+    transaction.undo("resuming", raiser(GpusnapError("the GPU is lost", hint="reset it")))
     transaction.undo("removing", raiser(OSError(errno.ENOENT, "No such file or directory", "x")))
     transaction.undo("last", raiser(ValueError("odd")))
     with pytest.raises(GpusnapError) as caught:
