@@ -8,9 +8,6 @@ from contextlib import ExitStack
 from dataclasses import field, replace
 from typing import Any
 
-from gpusnap.runtime_shim.snapshot.loading.bulk_copy import BulkCopy
-from gpusnap.runtime_shim.snapshot.memory.prefetch import Filling
-
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver
@@ -22,7 +19,9 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Filling
 from gpusnap.runtime_shim.snapshot.loading.source import Fetching
+from gpusnap.runtime_shim.snapshot.memory.bulk_copy import BulkCopy
 from gpusnap.runtime_shim.transaction import Transaction
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import threads
-from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, unforeseen
+from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, make_unforeseen
 from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.runtime_shim.runtime.criu.version import criu_version
 
@@ -129,7 +129,7 @@ class Gate:
                 )
             self._stages[stage](int(init), busy)
         except Exception as error:
-            self.error = error if isinstance(error, GpusnapError) else unforeseen(error)
+            self.error = error if isinstance(error, GpusnapError) else make_unforeseen(error)
             return False
         return True
 

@@ -262,7 +262,7 @@ def _family(view: str) -> dict[int, list[int]]:
     """By the PID of each process in pstree.img, its parent and its children."""
     parents: dict[int, int] = {}
     with _source(view, "pstree.img", "pstree", None) as source:
-        while source is not None and source.left:
+        while source is not None and source.count_left:
             message = messages.decode(source.message(), "pstree")
             if message is None or message.pid in parents:
                 raise messages.Damage("has a process that cannot be read here")
@@ -347,9 +347,9 @@ def write_all(init: int, taken: Sequence[Taken], busy: Busy, *, threads: int) ->
                     part = view[offset + at : offset + min(at + _PIECE, size)]
                     opened.callback(part.release)
                     jobs.append(partial(_write, process.pid, address + at, part, busy))
-        copies.work(jobs, threads)
+        copies.run_jobs(jobs, threads)
         for process in chosen:
-            if not proc.same(process.pid, process.start):
+            if not proc.is_same(process.pid, process.start):
                 raise ProcessLookupError(errno.ESRCH, f"process {process.pid} has ended")
 
 

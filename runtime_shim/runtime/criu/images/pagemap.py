@@ -118,7 +118,7 @@ def split(source: Source, spans: Sequence[tuple[int, int]], *, number: int, smal
     taken: list[tuple[int, int, int]] = []
     known: dict[bytes, tuple[int, int]] = {}
     offset = end = 0
-    while source.left:
+    while source.count_left:
         message = source.message()
         address = _ADDRESS.match(message)
         if address is None:

@@ -39,7 +39,7 @@ def contents(found: reader.Split) -> tuple[dict[int, int], dict[int, int]]:
     reading = source(found.image)
     assert reader.read_number(reading) == 9
     at = 0
-    while reading.left:
+    while reading.count_left:
         fields = dict(_fields(reading.message()))
         if fields[4] & PRESENT:
             for page in range(fields.get(5) or fields[2]):

@@ -24,7 +24,7 @@ def vma(**changed: int) -> list[tuple[int, int]]:
 
 def decoded(*found: list[tuple[int, int]]) -> Any:
     data = mm(*found)
-    (message,) = messages.decoded(io.BytesIO(data), len(data), "mm")
+    (message,) = messages.decode_messages(io.BytesIO(data), len(data), "mm")
     return message
 
 
