@@ -126,18 +126,19 @@ class _Tools:
         self.packed = Memory(chunk_size if level else 0)
         self.top = Memory(chunk_size // 2 if level else 0)
         self._compressor = zstandard.ZstdCompressor(level=level)
-        self._taster = Taster(speed)
+        self._taster = Taster(speed) if level else None
 
     def free(self) -> None:
         """Give the memory back, whoever still refers to it."""
         for memory in (self.plain, self.packed, self.top):
             memory.free()
-        self._taster.free()
+        if self._taster is not None:
+            self._taster.free()
 
     def pack(self, plain: memoryview) -> tuple[memoryview, Encoding] | None:
         """The chunk encoded, in this worker's memory, and how; None where that is not worth it."""
         size = plain.nbytes
-        width = self._taster.choose(plain)
+        width = self._taster.choose(plain) if self._taster is not None else None
         if width is None:
             return None
         packed = self.packed.view[: int(size * WORTH)]
