@@ -18,13 +18,15 @@ from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import default_store, open_store
 from gpusnap.checkpoints.statistics import parts
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, LayoutError
 from gpusnap.oci.base.files import open_named
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks import planes
-from gpusnap.oci.chunks.table import LARGEST_CHUNK, descriptors
-from gpusnap.oci.chunks.verify import Contents, Fault, not_held
+from gpusnap.oci.chunks.blake3_digests import Hasher, differ, start_blake3
+from gpusnap.oci.chunks.table import LARGEST_CHUNK, Chunk, descriptors
+from gpusnap.oci.chunks.verify import Contents, Fault, not_held, other_blake3
 from gpusnap.oci.layout.digests import PREFIX
 from gpusnap.oci.layout.documents import OCTETS, Descriptor
 from gpusnap.oci.layout.layout import Layout
@@ -110,8 +112,7 @@ def describe_unchecked(record: Manifest | None) -> str:
 def in_archive(path: str, progress: Progress) -> VerifyResult:
     """An archive, in one pass: that it is whole, and the chunks in it."""
     found: dict[str, tuple[int, bool]] = {}
-    # By blob, size and digest of what is compressed in it.
-    plain: dict[str, tuple[int, str]] = {}
+    held: dict[str, _Held] = {}
     data = index = None
     ours, broken = False, ""
     images = Images(path)
@@ -129,7 +130,7 @@ def in_archive(path: str, progress: Progress) -> VerifyResult:
                     broken = broken or _explain_no_json(entry)
                 elif entry.name.startswith(_BLOBS) and entry.content is not None:
                     name = entry.name.removeprefix(_BLOBS)
-                    digest, plain[PREFIX + name] = _digests(entry.content)
+                    digest, held[PREFIX + name] = _digests(entry.content)
                     found[PREFIX + name] = entry.info.size, digest == PREFIX + name
                 done += 1
                 progress(min(file.tell(), whole), whole)
@@ -148,7 +149,7 @@ def in_archive(path: str, progress: Progress) -> VerifyResult:
         return _with_part(_with_part(found_all, fault, _IMAGES), broken, _RECORDS)
     named = () if record is None else descriptors(record.tables)
     places = map_manifest_chunks(record)
-    lies = {} if record is None else _lies(record, plain)
+    lies = {} if record is None else _lies(record, held)
     faults = [
         Fault(each, why)
         for each in named
@@ -201,14 +202,29 @@ def _explain(wanted: Descriptor, found: tuple[int, bool] | None) -> str:
     return "" if right else "does not match its digest"
 
 
-def _lies(record: Manifest, plain: Mapping[str, tuple[int, str]]) -> dict[str, str]:
-    """By blob, what compressed chunks do not hold though a manifest says so."""
-    return {
-        chunk.blob: not_held(chunk.plain, chunk.size)
-        for part in parts(record)
-        for chunk in part.table.chunks
-        if chunk.encoding != "plain" and plain.get(chunk.blob) != (chunk.size, chunk.plain)
-    }
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What is compressed in a blob, size 0 where that is nothing; and the BLAKE3 of the blob itself."""
+
+    size: int
+    digest: str
+    blake3: str
+    blob_blake3: str
+
+
+def _lies(record: Manifest, held: Mapping[str, _Held]) -> dict[str, str]:
+    """By blob, what chunks do not hold though a manifest says so."""
+    chunks = (chunk for part in parts(record) for chunk in part.table.chunks)
+    return {chunk.blob: why for chunk in chunks if (why := _lie(chunk, held.get(chunk.blob)))}
+
+
+def _lie(chunk: Chunk, held: _Held | None) -> str:
+    compressed = chunk.encoding != "plain"
+    if compressed and (held is None or (held.size, held.digest) != (chunk.size, chunk.plain)):
+        return not_held(chunk.plain, chunk.size)
+    if held is not None and differ(chunk.blake3, held.blake3 if compressed else held.blob_blake3):
+        return other_blake3(chunk.plain, chunk.size)
+    return ""
 
 
 class _Hashed:
@@ -216,7 +232,7 @@ class _Hashed:
 
     def __init__(self, content: Content) -> None:
         self._content = content
-        self.hash = hashlib.sha256()
+        self.hash, self.blake3 = hashlib.sha256(), start_blake3()
         self._again = b""
         self.head = self._again = self.read(planes.HEAD)
         """Its first bytes, which are read again."""
@@ -227,7 +243,13 @@ class _Hashed:
             return again
         piece = self._content.read(size)
         self.hash.update(piece)
+        self.blake3.update(piece)
         return piece
+
+    def end(self, size: int, plain: Hasher, blake3: Hasher) -> tuple[str, _Held]:
+        """As `_digests`; of what is compressed in it, the size and two hashes."""
+        held = _Held(size, PREFIX + plain.hexdigest(), blake3.hexdigest(), self.blake3.hexdigest())
+        return PREFIX + self.hash.hexdigest(), held
 
 
 def _read_all(source: _Hashed, most: int) -> bytes:
@@ -238,23 +260,28 @@ def _read_all(source: _Hashed, most: int) -> bytes:
     return b"".join(found)
 
 
-def _digests(content: Content) -> tuple[str, tuple[int, str]]:
-    """The digest of a member, and size and digest of what is compressed in it, (0, "") where that is nothing.
+def _digests(content: Content) -> tuple[str, _Held]:
+    """The digest of a member, and what it holds.
 
     The manifest, which says how each one is stored, comes after them. No more than a chunk is decompressed.
     """
-    source, hashed, size = _Hashed(content), hashlib.sha256(), 0
+    source, hashed, blake3, size = _Hashed(content), hashlib.sha256(), start_blake3(), 0
     if 0 < (held := planes.size_of(source.head)) <= LARGEST_CHUNK:
-        found = planes.digest(_read_all(source, LARGEST_CHUNK), held)
+        plain = planes.unpack(_read_all(source, LARGEST_CHUNK), held)
         while source.read(_PIECE):
             pass
-        return PREFIX + source.hash.hexdigest(), (held, found) if found else (0, "")
+        if plain is not None:
+            size = held
+            hashed.update(plain)
+            blake3.update(plain)
+        return source.end(size, hashed, blake3)
     decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_CHUNK)
     with suppress(zstandard.ZstdError):
         reader = decompressor.stream_reader(cast("IO[bytes]", source))
         while size <= LARGEST_CHUNK and (piece := reader.read(_PIECE)):
             hashed.update(piece)
+            blake3.update(piece)
             size += len(piece)
     while source.read(_PIECE):
         pass
-    return PREFIX + source.hash.hexdigest(), (size, PREFIX + hashed.hexdigest()) if size else (0, "")
+    return source.end(size, hashed, blake3)

@@ -29,7 +29,6 @@ from functools import cache
 import zstandard
 
 from gpusnap.oci.base.errors import ChunkError
-from gpusnap.oci.layout.digests import digest_of
 
 WIDTHS = (2, 4)
 """Bytes of a number; little-endian, so that the last one has sign and exponent."""
@@ -95,16 +94,16 @@ def decode(
     join(plain, packed[HEAD:begin], top[:count], width)
 
 
-def digest(packed: bytes, size: int) -> str:
-    """The digest of the numbers in a whole blob, if these are `size` bytes; empty where it holds none."""
+def unpack(packed: bytes, size: int) -> memoryview | None:
+    """The numbers in a whole blob, if these are `size` bytes; None where it holds none."""
     plain, top = bytearray(size), bytearray(size // 2)
     window = max(size, 1 << 10)
     try:
         decompressor = zstandard.ZstdDecompressor(max_window_size=window)
         decode(memoryview(bytearray(packed)), memoryview(plain), memoryview(top), decompressor)
     except (ChunkError, zstandard.ZstdError):
-        return ""
-    return digest_of(memoryview(plain))
+        return None
+    return memoryview(plain)
 
 
 def split(plain: memoryview, low: memoryview, top: memoryview, width: int) -> None:

@@ -6,10 +6,11 @@ the slots out and go on with the rest, chunk after chunk. Where the regions are 
 chunks are read and decompressed straight into them, and there are no slots.
 
 The tables and the blobs may come from anybody. A blob is read only where its size is the one in the table,
-what zstd makes of it never exceeds the chunk, and the digest of that is checked before a region sees it. The
-digest of a compressed blob says nothing more, and is asked only which of the two is wrong. A region that is
-memory of ours sees the bytes before, and holds nothing that may be used until all of it is there and right;
-`later` leaves the digests of its content to `verify`, which may run while something else is done with it.
+what zstd makes of it never exceeds the chunk, and the digest of that is checked before a region sees it:
+BLAKE3 where the table has it and this host can compute it, else SHA-256. The digest of a blob says nothing
+more, and is asked only which of the two is wrong. A region that is memory of ours sees the bytes before, and
+holds nothing that may be used until all of it is there and right; `later` leaves the digests of its content
+to `verify`, which may run while something else is done with it.
 Without `later`, `placed` says of each chunk when it is.
 
 Regions of one group are read one after the other, and groups side by side, so that those who use them get on
@@ -36,6 +37,7 @@ from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkErr
 from gpusnap.oci.base.files import ask_for
 from gpusnap.oci.base.threads import Crew, SharedIterator
 from gpusnap.oci.chunks import planes
+from gpusnap.oci.chunks.blake3_digests import compute_blake3
 from gpusnap.oci.chunks.buffers import Memory, Target
 from gpusnap.oci.chunks.table import CHUNK_SIZE, LARGE_CHUNK, Chunk, Table, make_table
 from gpusnap.oci.layout.blobs import Blobs
@@ -258,7 +260,7 @@ class Reading:
                 self._crew.check()
                 view, chunk = self._place(part), part.chunk
                 assert view is not None
-                if digest_of(view) != chunk.plain:
+                if not _holds(chunk, view):
                     self._layout.check_blob(Descriptor(OCTETS, chunk.blob, chunk.stored))
                     raise _wrong(chunk)
 
@@ -449,8 +451,9 @@ def _fetch(
                 raise BlobError(f"the blob {chunk.blob} ends at {done} of {chunk.stored} bytes")
             done += count
     if chunk.encoding == "plain":
-        if not later:
+        if not later and not _holds(chunk, blob):
             _check_blob(chunk, blob)
+            raise _wrong(chunk)
         return
     try:
         if chunk.encoding == "planes":
@@ -465,9 +468,15 @@ def _fetch(
         raise ChunkError(
             f"the blob {chunk.blob} of the chunk at {chunk.offset} is not valid {chunk.encoding}: {error}"
         ) from error
-    if count != chunk.size or (not later and digest_of(into) != chunk.plain):
+    if count != chunk.size or (not later and not _holds(chunk, into)):
         _check_blob(chunk, blob)
         raise _wrong(chunk)
+
+
+def _holds(chunk: Chunk, plain: memoryview) -> bool:
+    """Whether these are the plain bytes of a chunk: by BLAKE3 if its table and this host have that."""
+    found = compute_blake3(plain) if chunk.blake3 else ""
+    return found == chunk.blake3 if found else digest_of(plain) == chunk.plain
 
 
 def _check_blob(chunk: Chunk, blob: memoryview) -> None:

@@ -6,7 +6,9 @@ that of its blob. A chunk of zeros has no entry: what lies between the entries o
 
 In JSON a table is {"size": bytes, "digest": "sha256", "chunks": [row, …]}, a row either
 [offset, size, plain hex] for a plain blob, [offset, size, plain hex, stored, blob hex] for a zstd one, or the
-same with "planes" at its end.
+same with "planes" at its end. A member "blake3" beside the chunks may have the BLAKE3 of the plain bytes of
+each row, in hex, or null: who can compute it checks the plain bytes by it, as that is quicker. Older readers
+ignore such a member; a longer row they would refuse.
 A table may come from anybody: every number in it is checked here before it is used.
 """
 
@@ -17,6 +19,7 @@ from typing import Literal, TypeAlias
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ChunkError, DigestError
+from gpusnap.oci.chunks.blake3_digests import is_blake3
 from gpusnap.oci.layout.digests import PREFIX, get_hex
 from gpusnap.oci.layout.documents import Descriptor
 
@@ -53,6 +56,8 @@ class Chunk:
     blob: str
     stored: int
     encoding: Encoding
+    blake3: str = ""
+    """Of the plain bytes, in hex; empty where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,14 @@ def make_table(size: int, chunks: Sequence[Chunk]) -> Table:
 
 def to_json(table: Table) -> dict[str, object]:
     """The table as JSON, see above."""
-    return {"size": table.size, "digest": "sha256", "chunks": [_row(chunk) for chunk in table.chunks]}
+    found: dict[str, object] = {
+        "size": table.size,
+        "digest": "sha256",
+        "chunks": [_row(chunk) for chunk in table.chunks],
+    }
+    if any(chunk.blake3 for chunk in table.chunks):
+        found["blake3"] = [chunk.blake3 or None for chunk in table.chunks]
+    return found
 
 
 def from_json(value: object) -> Table:
@@ -116,7 +128,11 @@ def from_json(value: object) -> Table:
     size, rows = value.get("size"), value.get("chunks")
     if type(size) is not int or not isinstance(rows, list) or len(rows) > MOST_CHUNKS:
         raise ChunkError(f"a table of chunks needs a size, and a list of at most {MOST_CHUNKS} chunks")
-    return make_table(size, [_chunk(at, row) for at, row in enumerate(rows)])
+    hashes = value.get("blake3", [None] * len(rows))
+    if not isinstance(hashes, list) or len(hashes) != len(rows):
+        raise ChunkError(f"a table of {len(rows)} chunks does not have as many BLAKE3 digests")
+    pairs = enumerate(zip(rows, hashes, strict=True))
+    return make_table(size, [_chunk(at, row, blake3) for at, (row, blake3) in pairs])
 
 
 def descriptors(tables: Sequence[Table]) -> tuple[Descriptor, ...]:
@@ -144,6 +160,8 @@ def _fault(chunk: Chunk, begin: int, end: int) -> str:
         get_hex(chunk.blob)
     except DigestError as error:
         return f"has an invalid digest: {error}"
+    if chunk.blake3 and not is_blake3(chunk.blake3):
+        return f"has a BLAKE3 digest that is none: {chunk.blake3[:80]!r}"
     if chunk.encoding == "plain":
         same = chunk.plain == chunk.blob and chunk.stored == chunk.size
         return "" if same else "is stored plain, but its blob has another size or digest"
@@ -158,16 +176,19 @@ def _row(chunk: Chunk) -> list[object]:
     return [*row, chunk.stored, get_hex(chunk.blob), *named]
 
 
-def _chunk(at: int, row: object) -> Chunk:
+def _chunk(at: int, row: object, blake3: object) -> Chunk:
+    if blake3 is not None and not is_blake3(blake3):
+        raise ChunkError(f"chunk {at} has a BLAKE3 digest that is none: {str(blake3)[:80]!r}")
+    fast = str(blake3 or "")
     # True and False are integers to Python.
     if isinstance(row, list) and any(isinstance(field, bool) for field in row):
         row = None
     match row:
         case [int(offset), int(size), str(plain)]:
-            return Chunk(offset, size, PREFIX + plain, PREFIX + plain, size, "plain")
+            return Chunk(offset, size, PREFIX + plain, PREFIX + plain, size, "plain", fast)
         case [int(offset), int(size), str(plain), int(stored), str(blob)]:
-            return Chunk(offset, size, PREFIX + plain, PREFIX + blob, stored, "zstd")
+            return Chunk(offset, size, PREFIX + plain, PREFIX + blob, stored, "zstd", fast)
         case [int(offset), int(size), str(plain), int(stored), str(blob), "planes"]:
-            return Chunk(offset, size, PREFIX + plain, PREFIX + blob, stored, "planes")
+            return Chunk(offset, size, PREFIX + plain, PREFIX + blob, stored, "planes", fast)
         case _:
             raise ChunkError(f"chunk {at} has an invalid format")

@@ -15,7 +15,9 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError, reason
 from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks import planes
+from gpusnap.oci.chunks.blake3_digests import compute_blake3, differ, start_blake3
 from gpusnap.oci.chunks.table import LARGE_CHUNK, Table
+from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor
 from gpusnap.oci.layout.graph import INDEXES, MANIFESTS, children, is_document
 from gpusnap.oci.layout.layout import Layout
@@ -47,48 +49,56 @@ class CheckProgress:
 
 
 class Contents:
-    """What compressed blobs hold, as tables of chunks say: a blob's own digest says nothing of that.
+    """What blobs hold, as tables of chunks say: a blob's own digest says nothing of that.
 
-    Whoever wrote a table may have been wrong, or lied.
+    Whoever wrote a table may have been wrong, or lied. Of a blob that is its chunk only BLAKE3 is left to
+    compare; that is done for each chunk, where this host has it.
     """
 
     def __init__(self, tables: Iterable[Table] = ()) -> None:
-        self._told: dict[str, set[tuple[int, str]]] = defaultdict(set)
-        self._planes: dict[str, set[tuple[int, str]]] = defaultdict(set)
+        # By blob: size, digest and BLAKE3 of each chunk that it is named for.
+        self._plain: dict[str, set[tuple[int, str, str]]] = defaultdict(set)
+        self._told: dict[str, set[tuple[int, str, str]]] = defaultdict(set)
+        self._planes: dict[str, set[tuple[int, str, str]]] = defaultdict(set)
         self._alone = threading.Lock()
         for table in tables:
             for chunk in table.chunks:
-                if chunk.encoding != "plain":
-                    told = self._told if chunk.encoding == "zstd" else self._planes
-                    told[chunk.blob].add((chunk.size, chunk.plain))
+                told = {"plain": self._plain, "zstd": self._told, "planes": self._planes}[chunk.encoding]
+                if chunk.encoding != "plain" or chunk.blake3:
+                    told[chunk.blob].add((chunk.size, chunk.plain, chunk.blake3))
 
     def fault(self, layout: Layout, blob: Descriptor) -> str:
         """What a blob, itself right, does not hold, or holds wrongly; "" where all tables are right.
 
         It is decompressed piece by piece, as far as the largest chunk that a table sees in it.
         """
-        for size, digest in sorted(self._planes.get(blob.digest, ())):
-            if what := self._fault_in_planes(layout, blob, size, digest):
+        for size, digest, blake3 in sorted(self._planes.get(blob.digest, ())):
+            if what := self._fault_in_planes(layout, blob, size, digest, blake3):
                 return what
+        if what := self._fault_in_plain(layout, blob):
+            return what
         told = sorted(self._told.get(blob.digest, ()))
         if not told:
             return ""
         largest = max(told[-1][0], 1 << 10)
         # As gpusnap.oci.chunks.reader: a window larger than any chunk is none of ours.
         decompressor = zstandard.ZstdDecompressor(max_window_size=largest)
-        hashed, at = hashlib.sha256(), 0
+        hashed, hashed_fast, at = hashlib.sha256(), start_blake3(), 0
         try:
             with (
                 self._alone if largest > LARGE_CHUNK else nullcontext(),
                 layout.open_blob(blob.digest) as file,
                 decompressor.stream_reader(file, closefd=False) as plain,
             ):
-                for size, digest in told:
+                for size, digest, blake3 in told:
                     while at < size and (piece := plain.read(min(_PIECE, size - at))):
                         hashed.update(piece)
+                        hashed_fast.update(piece)
                         at += len(piece)
                     if at < size or f"sha256:{hashed.hexdigest()}" != digest:
                         return not_held(digest, size)
+                    if differ(blake3, hashed_fast.hexdigest()):
+                        return other_blake3(digest, size)
         except zstandard.ZstdError as error:
             return f"is not valid zstd: {error}"
         except BlobError as error:
@@ -97,21 +107,43 @@ class Contents:
             return f"cannot be read: {reason(error)}"
         return ""
 
-    def _fault_in_planes(self, layout: Layout, blob: Descriptor, size: int, digest: str) -> str:
+    def _fault_in_planes(self, layout: Layout, blob: Descriptor, size: int, digest: str, blake3: str) -> str:
         try:
             with (
                 self._alone if size > LARGE_CHUNK else nullcontext(),
                 layout.open_blob(blob.digest, blob.size) as file,
             ):
-                found = planes.digest(file.read(), size)
+                found = planes.unpack(file.read(), size)
+                if found is None or digest_of(found) != digest:
+                    return not_held(digest, size)
+                return other_blake3(digest, size) if differ(blake3, compute_blake3(found)) else ""
         except (BlobError, OSError) as error:
             return f"cannot be read: {error if isinstance(error, BlobError) else reason(error)}"
-        return "" if found == digest else not_held(digest, size)
+
+    def _fault_in_plain(self, layout: Layout, blob: Descriptor) -> str:
+        told = self._plain.get(blob.digest)
+        if not told:
+            return ""
+        hashed = start_blake3()
+        try:
+            with layout.open_blob(blob.digest, blob.size) as file:
+                while piece := file.read(_PIECE):
+                    hashed.update(piece)
+        except (BlobError, OSError) as error:
+            return f"cannot be read: {error if isinstance(error, BlobError) else reason(error)}"
+        found = hashed.hexdigest()
+        wrong = (other_blake3(digest, size) for size, digest, blake3 in told if differ(blake3, found))
+        return next(wrong, "")
 
 
 def not_held(plain: str, size: int) -> str:
     """What is wrong with a blob that does not hold a chunk, as a table says."""
     return f"does not contain the expected chunk {plain} of {size} bytes"
+
+
+def other_blake3(plain: str, size: int) -> str:
+    """What is wrong with the table of a chunk whose SHA-256 is right: a restore would refuse it."""
+    return f"holds the chunk {plain} of {size} bytes, but its table has another BLAKE3 for that"
 
 
 def verify(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import zstandard
@@ -22,6 +23,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import CeilingError, ChunkError, LayoutError, binary_size
 from gpusnap.oci.base.threads import Crew, SharedIterator
 from gpusnap.oci.chunks import encoding, planes
+from gpusnap.oci.chunks.blake3_digests import compute_blake3
 from gpusnap.oci.chunks.buffers import Memory, Source, is_zero
 from gpusnap.oci.chunks.encoding import WORTH, ReadSpeed, Taster
 from gpusnap.oci.chunks.index import Known, Place
@@ -116,6 +118,8 @@ class _Stored:
     blob: str
     stored: int
     encoding: Encoding
+    blake3: str = ""
+    """Of the chunk, if somebody has computed it."""
 
 
 class _Tools:
@@ -191,7 +195,7 @@ class _Writing:
         self._pieces = SharedIterator(self._cut() if pieces is None else pieces)
         self._given = frozenset(met)
         for plain, chunk in met.items():
-            self._met[plain] = _Stored(chunk.blob, chunk.stored, chunk.encoding)
+            self._met[plain] = _Stored(chunk.blob, chunk.stored, chunk.encoding, chunk.blake3)
 
     def tables(self) -> tuple[Table, ...]:
         """What was written."""
@@ -231,8 +235,9 @@ class _Writing:
             known = 0
         elif plain in self._given:
             known = 0  # whoever wrote it has counted it
-        self._met.setdefault(plain, stored)
-        chunk = Chunk(offset, size, plain, stored.blob, stored.stored, stored.encoding)
+        blake3 = stored.blake3 or compute_blake3(view)
+        self._met.setdefault(plain, replace(stored, blake3=blake3))
+        chunk = Chunk(offset, size, plain, stored.blob, stored.stored, stored.encoding, blake3)
         self._chunks[at].append(chunk)
         self._done(size, known=known, written=written)
 

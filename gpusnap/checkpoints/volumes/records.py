@@ -18,7 +18,7 @@ from gpusnap.oci.chunks.table import Table, from_json, to_json
 from gpusnap.oci.tar.archive import Entry
 from gpusnap.runtime_shim.errors import ImageError
 
-# Bytes of JSON: a row of a chunk takes about 160.
+# Bytes of JSON: a row of a chunk takes about 160, and its BLAKE3 70.
 LARGEST_TABLE = 256 << 20
 
 # libpod, define.NameRegex.

@@ -33,7 +33,7 @@ FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
 # linux/userfaultfd.h
 NEW = 0xAA00
 """ioctl of the device, USERFAULTFD_IOC_NEW: a descriptor for the process that asks."""
-_API, _REGISTER, _UNREGISTER = 0xC018AA3F, 0xC020AA00, 0x8010AA01
+_API, _REGISTER, _UNREGISTER, _WAKE = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0x8010AA02
 _VERSION, _EVENT_PAGEFAULT = 0xAA, 0x12
 _MISSING_SHMEM, _MINOR_SHMEM = 1 << 5, 1 << 10
 _MODE_MISSING, _MODE_MINOR = 1 << 0, 1 << 2
@@ -71,7 +71,12 @@ class Userfault:
         """
         if self._descriptor < 0:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        fcntl.ioctl(self._descriptor, _UNREGISTER, struct.pack("=QQ", address, size))
+        span = struct.pack("=QQ", address, size)
+        fcntl.ioctl(self._descriptor, _UNREGISTER, span)
+        # The kernel wakes those that wait, and only then takes the range out (fs/userfaultfd.c,
+        # userfaultfd_unregister). A thread whose fault holds the lock of the mapping alone (since Linux 6.9)
+        # may begin to wait in between, and would do so for ever. None begins to after it.
+        fcntl.ioctl(self._descriptor, _WAKE, span)
 
     def faults(self) -> Iterator[int]:
         """The addresses that threads wait for, each told once; none where nobody does. Never waits."""

@@ -68,7 +68,8 @@ def digest_contents(files: Sequence[FileRecord], regions: Sequence[tuple[int, Re
     found = hashlib.sha256()
 
     def add(name: str, table: Table) -> None:
-        chunks = "".join(f"{chunk.offset}:{chunk.size}:{chunk.plain};" for chunk in table.chunks)
+        # By any of these digests the bytes may have been checked.
+        chunks = "".join(f"{c.offset}:{c.size}:{c.plain}:{c.blake3};" for c in table.chunks)
         found.update(f"{name}\0{table.size}\0{chunks}\n".encode())
 
     for file in files:

@@ -183,6 +183,30 @@ def test_a_manifest_that_lies(images: Path, pack: bool, encoding: str) -> None:
     assert found.what == f"does not contain the expected chunk sha256:{fake} of {chunk.size} bytes"
 
 
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("encoding", ["plain", "zstd", "planes"])
+def test_a_manifest_with_a_wrong_blake3(images: Path, pack: bool, encoding: str) -> None:
+    """A restore may go by it alone, so it is damage, though SHA-256 is right."""
+    inner = images / "checkpoint/gpusnap"
+    size = 1 << 20
+    content = bytearray(b"text" * (size // 4)) if encoding == "zstd" else bytearray(os.urandom(size))
+    if encoding == "planes":
+        content[1::2] = bytes(byte & 1 for byte in content[1::2])
+    record = replace(with_memory(Layout(inner), content, noise(1, 2), chunk_size=size), pages="chunks")
+    chunk = record.processes[0].regions[0].table.chunks[0]
+    assert chunk.encoding == encoding
+    (inner / "manifest.json").write_bytes(manifest_json.encode(record))
+    assert verify_one(str(packed(images) if pack else images)).damaged == ()
+    (inner / "manifest.json").write_text(
+        manifest_json.encode(record).decode().replace(chunk.blake3, "ab" * 32)
+    )
+    (found,) = verify_one(str(packed(images) if pack else images)).damaged
+    assert found.digest == chunk.blob
+    assert found.what == (
+        f"holds the chunk {chunk.plain} of {chunk.size} bytes, but its table has another BLAKE3 for that"
+    )
+
+
 def test_all_of_a_store_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is removed meanwhile, gc may take; what stays and is damaged is found. No hold is had of each."""
     store = Store(tmp_path / "store").create()

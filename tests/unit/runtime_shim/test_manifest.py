@@ -18,6 +18,7 @@ from fakes import POISON, a_manifest, uuid
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Index
 from gpusnap.oci.layout.layout import Layout
@@ -25,11 +26,13 @@ from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError,
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.records.manifest import (
     DriverMount,
+    FileRecord,
     GpuProcess,
     GpuRecord,
     HostRecord,
     Manifest,
     NeutralisedProcess,
+    RegionRecord,
 )
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.records.manifest_json import decode, encode
@@ -222,6 +225,44 @@ def test_duplicates_are_refused() -> None:
     assert "lists the mount /a twice" in refused(whole)
     whole["mounts"] = [{"key": "gpusnap-0", "destination": f"/{at}", "source": "/b"} for at in range(2)]
     assert "lists the mount key gpusnap-0 twice" in refused(whole)
+
+
+def with_blake3() -> tuple[Manifest, Manifest]:
+    """A manifest with chunks in a region and in an image, with BLAKE3 and without."""
+
+    def made(blake3: str) -> Manifest:
+        digest = digest_of(b"a")
+        table = Table(4096, (Chunk(0, 4096, digest, digest, 4096, "plain", blake3),))
+        plain = a_manifest()
+        processes = (replace(plain.processes[0], regions=(RegionRecord(4096, table),)),)
+        return replace(plain, pages="store", processes=processes, files=(FileRecord("pages-1.img", table),))
+
+    return made("ab" * 32), made("")
+
+
+def test_blake3() -> None:
+    """It comes back, of regions and images; a list that cannot be right is refused."""
+    record, _ = with_blake3()
+    assert decode(encode(record), "here") == record
+    for owner in (("processes", 0, "regions", 0), ("files", 0)):
+        for wrong, words in (([], "not have as many"), (["AB" * 32], "BLAKE3 digest that is none"), ({}, "")):
+            whole = json.loads(encode(record))
+            found = whole
+            for step in owner:
+                found = found[step]
+            found["blake3"] = wrong
+            assert words in refused(whole)
+
+
+def test_a_large_manifest_leaves_blake3_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fitted before fits now; it only makes a restore quicker."""
+    record, without = with_blake3()
+    most = len(encode(without))
+    monkeypatch.setattr(manifest_json, "LARGEST", most)
+    assert decode(encode(record), "here") == without
+    monkeypatch.setattr(manifest_json, "LARGEST", most - 1)
+    with pytest.raises(ManifestError, match="the new manifest has"):
+        encode(record)
 
 
 def test_a_process_with_an_unknown_gpu() -> None:

@@ -144,6 +144,23 @@ def test_samples_are_really_decoded(layout: Layout, monkeypatch: pytest.MonkeyPa
     assert sum(found) == 2 * 5 * 4 * encoding.SAMPLE
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_samples_are_hashed_as_by_a_restore(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    """By BLAKE3 where it is installed, else by SHA-256."""
+    by: list[str] = []
+
+    def compute(plain: memoryview) -> str:
+        by.append("blake3")
+        return "ab" * installed
+
+    monkeypatch.setattr(encoding, "compute_blake3", compute)
+    monkeypatch.setattr(encoding, "digest_of", lambda _: by.append("sha256"))
+    stored(layout, WEIGHTS, speed(1.0, times=DecodeTimes()))
+    assert by == (["blake3"] * 5 if installed else ["blake3", "sha256"] * 5)
+
+
 # Written
 
 

@@ -545,6 +545,19 @@ def test_descriptors_that_are_of_other_files(record: Manifest, layout: Layout, t
             assert join(record, KEY, Memory(), {VARIABLE: board.path}) is None
 
 
+def test_digests_are_part_of_the_contents(record: Manifest) -> None:
+    """A load process may check by BLAKE3 alone: it does not load for a manifest that has another one."""
+
+    def changed(**other: str) -> str:
+        file = record.files[0]
+        first, *rest = file.table.chunks
+        table = Table(file.table.size, (replace(first, **other), *rest))  # type: ignore[arg-type]
+        return boards.digest_contents((replace(file, table=table),), ())
+
+    found = {changed(), changed(blake3="ab" * 32), changed(plain="sha256:" + "ab" * 32)}
+    assert len(found) == 3
+
+
 def test_what_a_load_process_takes(record: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images where there is RAM for two copies; regions where they may be staged."""
     files, regions = load_process.choose_contents(record, Memory())
