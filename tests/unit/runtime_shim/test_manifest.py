@@ -127,7 +127,7 @@ def test_a_schema_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a file of gpusnap's own."""
     manifest_json._validator.cache_clear()
     monkeypatch.setattr(os.path, "dirname", lambda _: "/nowhere")
-    with pytest.raises(GpusnapError, match=r"its own file, /nowhere/manifest\.schema\.json: it does not"):
+    with pytest.raises(GpusnapError, match=r"its own file /nowhere/manifest\.schema\.json: it does not"):
         decode(encode(a_manifest()), "here")
 
 
@@ -335,14 +335,14 @@ def test_draft_becomes_the_manifest(tmp_path: Path) -> None:
     draft = Draft(str(tmp_path))
     draft.begin()
     assert manifest_file.is_ours(str(tmp_path))
-    with pytest.raises(ManifestError, match="not complete"):
+    with pytest.raises(ManifestError, match="incomplete"):
         manifest_file.read(str(tmp_path))
     draft.prepare(a_manifest())
-    with pytest.raises(ManifestError, match="not complete") as caught:
+    with pytest.raises(ManifestError, match="incomplete") as caught:
         manifest_file.read(str(tmp_path))
     assert caught.value.hint == "the checkpoint was interrupted while it was being written"
     (tmp_path / "inventory.img").touch()
-    with pytest.raises(ManifestError, match="not complete") as caught:
+    with pytest.raises(ManifestError, match="incomplete") as caught:
         manifest_file.read(str(tmp_path))
     assert "rename gpusnap/manifest.pending to manifest.json" in caught.value.hint
     (tmp_path / "inventory.img").unlink()
@@ -375,7 +375,7 @@ def test_an_earlier_manifest_stays_until_the_dump(tmp_path: Path) -> None:
     draft.discard()
     assert manifest_file.read(str(tmp_path)) == a_manifest()
     draft.prepare(a_manifest())
-    with pytest.raises(ManifestError, match="not complete"):
+    with pytest.raises(ManifestError, match="incomplete"):
         manifest_file.read(str(tmp_path))
 
 
@@ -475,7 +475,7 @@ def test_an_index_without_the_digest(tmp_path: Path) -> None:
 def test_a_name_that_stands_twice(tmp_path: Path) -> None:
     """Which of two lists of processes counts is not left to the parser."""
     text = encode(a_manifest()).decode().rstrip().removesuffix("}")
-    with pytest.raises(ManifestError, match="has the name 'processes' twice"):
+    with pytest.raises(ManifestError, match="has the member 'processes' twice"):
         manifest_json.decode(f'{text}, "processes": []}}'.encode(), "m")
 
 

@@ -80,7 +80,7 @@ def test_no_answer(silent: Callable[..., object], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(environ, "_pointer", lambda pid: 1)
     first = ask(ME, "x", os.getpid)
     with pytest.raises(
-        Unanswered, match=rf"process {ME} \(.*\) .*variables: .*not answer within 0.3 s"
+        Unanswered, match=rf"process {ME} \(.*\) .*variables: .*not respond within 0.3 s"
     ) as found:
         environ.live_environment(ME)
     assert found.value.code == "GPS-225"
@@ -187,7 +187,7 @@ def test_a_companion_that_is_killed(companion: Companion, tmp_path: Path) -> Non
     os.kill(pid, signal.SIGKILL)
     assert companion.ask(os.getpid, within=9) not in (ME, pid)
     asked = tmp_path / "asked"
-    with pytest.raises(GpusnapError, match="a child process of gpusnap that asked crash was ended"):
+    with pytest.raises(GpusnapError, match="a child process of gpusnap that asked crash was killed"):
         companion.ask(crash, str(asked), within=9)
     assert asked.read_text() == "xx"
 
@@ -289,5 +289,5 @@ def test_places(silent: Callable[..., object], monkeypatch: pytest.MonkeyPatch, 
         return (silent if os.getpid() != ME else real)(*arguments, **more)
 
     monkeypatch.setattr(module, name, only_in_child)
-    with pytest.raises(Unanswered, match=rf"process {ME} \(.*\) cannot be looked at: .* within 0.3 s"):
+    with pytest.raises(Unanswered, match=rf"process {ME} \(.*\) cannot be inspected: .* within 0.3 s"):
         look()

@@ -128,7 +128,7 @@ def test_blake3_decides(layout: Layout, at: int) -> None:
     chunk = stored(layout).chunks[at]
     wrong = alone(chunk, blake3=OTHER)
     for action in (load, load_later):
-        with pytest.raises(ChunkError, match=f"does not hold the chunk at 0, {chunk.plain}"):
+        with pytest.raises(ChunkError, match=f"does not contain the chunk at 0, {chunk.plain}"):
             action(layout, wrong)
     if chunk.encoding == "plain":
         return  # its plain digest is that of the blob
@@ -136,7 +136,7 @@ def test_blake3_decides(layout: Layout, at: int) -> None:
     load(layout, alone(chunk, plain=lie))
     load_later(layout, alone(chunk, plain=lie))
     for action in (load, load_later):
-        with pytest.raises(ChunkError, match=f"does not hold the chunk at 0, {lie}"):
+        with pytest.raises(ChunkError, match=f"does not contain the chunk at 0, {lie}"):
             action(layout, alone(chunk, plain=lie, blake3=""))
 
 
@@ -150,7 +150,7 @@ def test_damage(layout: Layout, at: int, kind: type[Buffer]) -> None:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     target = kind(bytearray(chunk.size))
-    with pytest.raises(BlobError, match=f"{chunk.blob} holds something else"):
+    with pytest.raises(BlobError, match=f"{chunk.blob} does not match its digest"):
         read(alone(chunk), layout, [target], threads=1, ceiling=CEILING)
 
 
@@ -196,7 +196,7 @@ class TestAbsent:
         assert Contents(alone(chunk, blake3=OTHER)).fault(layout, blob) == ""
         if chunk.encoding != "plain":
             for action in (load, load_later):
-                with pytest.raises(ChunkError, match="does not hold the chunk"):
+                with pytest.raises(ChunkError, match="does not contain the chunk"):
                     action(layout, alone(chunk, plain=digest_of(b"other"), blake3=chunk.blake3))
 
 

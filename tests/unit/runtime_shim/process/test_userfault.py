@@ -53,7 +53,7 @@ def file() -> Iterator[int]:
 
 
 def test_who_comes_while_it_is_released_goes_on(file: int) -> None:
-    """The kernel wakes those that wait before it ends their waiting: half of these rounds hung (Linux 6.18)."""
+    """The kernel wakes those that wait before it ends their waiting: half of these rounds hung (6.18)."""
     for _ in range(ROUNDS):
         ours, theirs = multiprocessing.Pipe()
         child = os.fork()

@@ -235,7 +235,7 @@ def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatc
     engine = an_engine(lambda: done.append("to continue"))
     with pytest.raises(ContainerError, match="container w exited while it was suspended"):
         suspend.suspend(container, None, Settings(), FakeDriver(), engine)  # type: ignore[arg-type]
-    assert done == ["frozen", "goes on"]
+    assert done == ["frozen", "to continue"]
     assert [each.stage for each in suspensions.find()] == [Stage.UNDONE]  # `forget` would drop it
 
 
