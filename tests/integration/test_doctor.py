@@ -136,7 +136,7 @@ def test_a_host_with_nothing(crun: None, tmp_path: Path) -> None:
     assert "Traceback" not in done.err
     assert "run it with sudo" in done.out
     assert "Podman, containerd and CRI-O are not installed" in done.out
-    assert "the real runtime /nowhere/runc is not a program" in done.out
+    assert "the real runtime /nowhere/runc is not an executable program" in done.out
 
 
 def test_container(real: str, tmp_path: Path) -> None:
@@ -173,11 +173,11 @@ DEVICE = "import os; os.mknod('/dev/strange', 0o20666, os.makedev(1, 3))"
     ("deed", "name", "verdict", "said"),
     [
         (URING, "io_uring", "failure", "io_uring"),
-        (DELETED, "deleted files", "failure", "/gone of 3.0 MiB"),
+        (DELETED, "deleted files", "failure", "/gone open, 3.0 MiB"),
         (LOCK, "file locks", "warning", "/lock"),
         (TCP, "TCP connections", "warning", "2 TCP connections"),
         (MPTCP, "sockets", "failure", "MPTCP"),
-        (WATCH, "inotify", "warning", "1 file of the container's own"),
+        (WATCH, "inotify", "warning", "1 file of the container"),
         (DEVICE, "devices", "failure", "/dev/strange"),
     ],
     ids=["io_uring", "deleted", "lock", "tcp", "mptcp", "inotify", "device"],

@@ -169,7 +169,7 @@ def test_gpu_process_killed_while_it_is_suspended(real: str, archive: Path) -> N
     container = Container.start("w", script=script, workers=2)
     faults("checkpoint die count=1")
     text = sentence(container.checkpoint(archive))
-    assert "ended" in text
+    assert "exited" in text
     faults("")
     assert container.inspect()["State"]["Status"] == "running"
     alive = {pid for pid in container.ticks() if _inner_alive(container, pid)}

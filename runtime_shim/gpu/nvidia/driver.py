@@ -293,7 +293,7 @@ def _open_library() -> Library:
     if missing:
         raise DriverTooOld(
             f"the GPU driver ({_version(library)}) has no checkpoint API: {missing[0]} is missing; driver "
-            f"{FIRST_DRIVER} was the first with it",
+            f"{FIRST_DRIVER} introduced it",
             hint=DriverTooOld.advice,
         )
     with _without_visible_devices():

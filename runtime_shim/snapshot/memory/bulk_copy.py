@@ -342,7 +342,7 @@ def write_all(init: int, taken: Sequence[Taken], busy: Busy, *, threads: int) ->
             view = _mapped(each.path, opened)
             for address, offset, size in each.pieces:
                 if offset + size > len(view):
-                    raise ImageError(f"{each.path} is not as it was", code="GPS-523")
+                    raise ImageError(f"{each.path} changed during the restore", code="GPS-523")
                 for at in range(0, size, _PIECE):
                     part = view[offset + at : offset + min(at + _PIECE, size)]
                     opened.callback(part.release)

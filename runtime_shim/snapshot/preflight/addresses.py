@@ -44,7 +44,7 @@ def check(images: str, config: Mapping[str, Any]) -> None:
         )
         if ":" not in _unmap_address(each.local):
             raise Refused(said, hint=_HINT, code="GPS-516")
-        note(f"{said}, or not yet", code="GPS-516")
+        note(f"{said}, at least not yet", code="GPS-516")
 
 
 def list_missing(connections: Sequence[InetSocket], network: str) -> tuple[InetSocket, ...]:

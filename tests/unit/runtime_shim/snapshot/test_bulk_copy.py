@@ -246,7 +246,7 @@ def test_a_process_that_has_ended(target: Target, tmp_path: Path) -> None:
 def test_a_file_that_is_shorter(target: Target, tmp_path: Path) -> None:
     (tmp_path / "pages").write_bytes(bytes(MIB))
     address = target.number(f"new({2 * MIB})")
-    with pytest.raises(ImageError, match="is not as it was"):
+    with pytest.raises(ImageError, match="changed during the restore"):
         write(target, tmp_path / "pages", (address, PAGE, MIB))
 
 
