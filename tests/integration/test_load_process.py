@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from support import STORAGE, Container, good, until
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.snapshot.loading.board import NAME
 from gpusnap.runtime_shim.snapshot.restore import TIMING
 
 
@@ -61,5 +63,31 @@ def test_the_command_is_killed(checkpoint: str) -> None:
 
         until(restoring, "a Podman that restores")
         command.send_signal(signal.SIGKILL)
+    Container("w").goes_on()
+    until(nothing_staged, "the end of what is staged")
+
+
+def find_load_process(command: int) -> int:
+    """The load process of a command; 0 while there is none."""
+    forkers = [pid for pid in proc.pids() if proc.parent(pid) == command]
+    for pid in (each for each in proc.pids() if proc.parent(each) in forkers):
+        with contextlib.suppress(OSError):
+            links = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+            if any(NAME in link for link in links):
+                return pid
+    return 0
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_the_load_process_ends(store: Store, signal_: signal.Signals) -> None:
+    """Wherever it is: the runtime loads the rest, and nothing is left in RAM."""
+    container = Container.start("w", "--mib", "256")
+    name = str(done("checkpoint", "w")["name"])
+    container.remove()
+    with subprocess.Popen(
+        [COMMAND, "restore", name], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    ) as command:
+        os.kill(until(lambda: find_load_process(command.pid), "a load process"), signal_)
+        assert command.wait(120) == 0
     Container("w").goes_on()
     until(nothing_staged, "the end of what is staged")
