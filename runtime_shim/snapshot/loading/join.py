@@ -21,7 +21,7 @@ from gpusnap.oci.base.errors import Cancelled
 from gpusnap.oci.chunks.reader import Reading
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.runtime_shim import threads
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import tmpfs
@@ -46,6 +46,8 @@ _STUCK, _SLOWEST = 10.0, 4 << 20
 _ENDING = 10.0
 # Seconds between two looks: while CRIU works, and when somebody waits.
 _LOOK, _LOOK_CLOSELY = 0.01, 0.001
+# What says that a load process' files cannot be used.
+_UNUSABLE = (OSError, ValueError, KeyError, TypeError, GpusnapError)
 _LOADED, _NOT_LOADED = b"\1", b"\0"
 
 
@@ -108,6 +110,12 @@ class Joined:
         for area in self.areas:
             area.close()
 
+    def remove_files(self) -> None:
+        """Remove CRIU's images, which nobody uses: they take RAM."""
+        for path in self.paths.values():
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
     def has_files(self) -> bool:
         """Whether CRIU's images are loaded."""
         return self.board.read_loaded().find(_NOT_LOADED, 0, self.of_files) < 0
@@ -131,7 +139,7 @@ class Joined:
         Raises GpusnapError where it does not end.
         """
         with contextlib.suppress(ValueError):
-            if self.board.read_state() is not State.AT_WORK:
+            if self.board.read_state() is State.DONE:
                 return
         kill_process(*self._owner)
 
@@ -198,13 +206,19 @@ def join(
             joined.drop_areas()
             raise
         return joined
-    except (OSError, ValueError, KeyError, TypeError):
+    except BaseException as error:
         board.close()
         transfer.free(stage)
-        if owner is not None:
-            with contextlib.suppress(GpusnapError):  # its files only take RAM
-                kill_process(*owner)
-        return None
+        if isinstance(error, Interrupted) or not isinstance(error, _UNUSABLE):
+            raise
+    if owner is not None:
+        try:
+            kill_process(*owner)
+        except Interrupted:
+            raise
+        except GpusnapError:  # its files only take RAM
+            return None
+    return None
 
 
 class JoinedImages:
@@ -239,6 +253,7 @@ class JoinedImages:
         if joined.has_files():
             self.paths = joined.paths
             return
+        joined.remove_files()
         self._own = self._rebuild()
         self._own.result()
         self.paths = self._own.paths
@@ -274,6 +289,8 @@ class JoinedMemory:
         self._missing = set(range(len(self._chunks)))
         self._next = 0
         """All chunks before it are loaded."""
+        self._wanted: list[tuple[int, int]] = []
+        """What somebody waited for: each is told once, and the load process may end before it sees that."""
         self._own: Reading | None = None
         self._error: BaseException | None = None
         self._closing, self._ended = threading.Event(), threading.Event()
@@ -289,6 +306,7 @@ class JoinedMemory:
 
     def hurry(self, at: int, offset: int) -> None:
         """As Reading.hurry."""
+        self._wanted.append((at, offset))
         if self._own is not None:
             self._own.hurry(at, offset)
             return
@@ -311,6 +329,8 @@ class JoinedMemory:
     def close(self) -> None:
         """As Reading.close."""
         self._closing.set()
+        if self._own is not None:
+            self._own.close()
         self._thread.join()
         if self._own is not None:
             self._own.close()
@@ -368,4 +388,6 @@ class JoinedMemory:
         own = self._own = self._read(tables, placed)
         if self._closing.is_set():
             own.close()
+        for at, offset in list(self._wanted):
+            own.hurry(at, offset)
         own.wait()

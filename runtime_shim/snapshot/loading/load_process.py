@@ -220,6 +220,8 @@ def choose_contents(
     record: Manifest, settings: Memory
 ) -> tuple[tuple[FileRecord, ...], tuple[tuple[int, RegionRecord], ...]]:
     """CRIU's images, and the GPUs' memory with its processes' PIDs, that a restore has in RAM."""
+    if settings.ceiling:  # it is the runtime's
+        return (), ()
     files = record.files if space.has_memory_for_images(record, settings) else ()
     regions = list_regions(record)
     try:

@@ -30,6 +30,7 @@ class LoadProcess:
     def __init__(self, record: Manifest | None, layout: str, settings: Memory) -> None:
         """Begin to load a checkpoint from the layout at a path, without waiting for that."""
         self._path = ""
+        self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
         if record is None:
             return
@@ -49,12 +50,15 @@ class LoadProcess:
         """What the restore's runtime needs to find it; empty where nothing is loaded."""
         if self._thread is not None:
             self._thread.join(_START)
-        return {VARIABLE: self._path} if self._path else {}
+            if self._thread.is_alive():
+                self._given_up.set()
+        return {VARIABLE: self._path} if self._path and not self._given_up.is_set() else {}
 
     def end(self) -> None:
         """Kill it, and unmount the tmpfs of its files where nothing else uses that."""
         if self._thread is None:
             return
+        self._given_up.set()
         self._thread.join(_START)
         self._thread = None
         _process.end(within=_ENDING)
@@ -66,7 +70,10 @@ class LoadProcess:
 
     def _begin(self, record: Manifest, layout: str, settings: Memory) -> None:
         with contextlib.suppress(OSError, GpusnapError, OciError, RuntimeError):
-            self._path = _process.ask(_load, record, layout, settings, within=_START)
+            path = _process.ask(_load, record, layout, settings, within=_START)
+            if self._given_up.is_set():  # nobody would use it
+                _process.end(within=_ENDING)
+            self._path = path
 
 
 def _load(record: Manifest, layout: str, settings: Memory) -> str:

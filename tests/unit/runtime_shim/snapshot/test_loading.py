@@ -23,7 +23,7 @@ from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
 from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
@@ -156,6 +156,7 @@ class Runtime:
     def __init__(self, record: Manifest, layout: Layout, folder: Path) -> None:
         self.record, self.begun, self.restarted = record, 0, list[Table]()
         self.placed: list[int] = []
+        self.layout: Layout | Gate = layout
         self._layout, self._folder = layout, folder
 
     @contextmanager
@@ -180,7 +181,7 @@ class Runtime:
         def read(tables: Sequence[Table], placed: Callable[[int, Chunk], None]) -> Reading:
             self.restarted = list(tables)
             return Reading(
-                tables, self._layout, threads=2, ceiling=64 << 20, targets=joined.areas, placed=placed
+                tables, self.layout, threads=2, ceiling=64 << 20, targets=joined.areas, placed=placed
             )
 
         def placed(at: int, chunk: Chunk) -> None:
@@ -385,7 +386,7 @@ def test_a_chunk_that_is_damaged(runtime: Runtime, record: Manifest, layout: Lay
     """The runtime comes upon it itself, and reports it as ever."""
     blob = (file_blobs(record) if at == "images" else memory_blobs(record))[3]
     damage(layout, blob)
-    with loading(record, layout) as environment, runtime.joined(environment) as joined:
+    with child(record, layout) as (environment, _), runtime.joined(environment) as joined:
         wait_for(lambda: read_state(environment) is State.FAILED, "the end of the loading")
         with runtime.images(joined) as images, runtime.memory(joined) as found:
             if at == "images":
@@ -447,7 +448,7 @@ def test_a_full_tmpfs(
             pass
         return
     with (
-        loading(record, layout) as environment,
+        child(record, layout) as (environment, _),
         runtime.joined(environment) as joined,
         runtime.images(joined) as images,
     ):
@@ -563,7 +564,8 @@ def test_what_a_load_process_takes(record: Manifest, monkeypatch: pytest.MonkeyP
     files, regions = load_process.choose_contents(record, Memory())
     assert files == record.files
     assert regions == boards.list_regions(record)
-    assert load_process.choose_contents(record, Memory(ceiling=8 * KIB)) == ((), ())
+    for ceiling in (8 * KIB, 64 << 30):
+        assert load_process.choose_contents(record, Memory(ceiling=ceiling)) == ((), ())
     with monkeypatch.context() as patched:
         patched.setattr(space, "has_memory_for_images", lambda *_: False)
         assert load_process.choose_contents(record, Memory()) == ((), regions)
@@ -622,3 +624,79 @@ def test_a_load_process_that_does_not_begin(
 def hang(*_: object) -> str:
     threading.Event().wait(60)
     return ""
+
+
+def test_a_runtime_that_gives_up_while_it_loads_itself(
+    runtime: Runtime, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for what is left."""
+    blobs = memory_blobs(record)
+    own = Gate(layout, blobs[5:])
+    runtime.layout = own
+    with child(record, Gate(layout, blobs)) as (environment, pid), runtime.joined(environment) as joined:
+        with runtime.memory(joined) as found:
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: any(blob in own.asked for blob in blobs[5:]), "a blob that does not come")
+            closing_thread = threading.Thread(target=found.close)
+            closing_thread.start()
+            wait_for(lambda: found._own is not None and found._own._crew.is_over, "the end of its workers")
+            own.open()
+            closing_thread.join(60)
+            assert not closing_thread.is_alive()
+        assert len(runtime.placed) < len(blobs)
+
+
+def test_what_was_waited_for_comes_first_afterwards(
+    runtime: Runtime, record: Manifest, layout: Layout
+) -> None:
+    """The load process was dead by then."""
+    blobs, table = memory_blobs(record), record.processes[0].regions[0].table
+    own = Gate(layout, blobs[:2])
+    runtime.layout = own
+    with (
+        child(record, Gate(layout, blobs)) as (environment, pid),
+        runtime.joined(environment) as joined,
+        runtime.memory(joined) as found,
+    ):
+        found.hurry(0, table.chunks[-1].offset)
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: set(blobs[:2]) & set(own.asked) or blobs[-1] in own.asked, "its own reading")
+        wait_for(lambda: found._own is not None, "its own reading")
+        own.open()
+        found.wait()
+    asked = [digest for digest in own.asked if digest in blobs]
+    assert asked.index(blobs[-1]) <= 3
+
+
+def test_a_signal_while_it_is_joined(
+    record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch, stage: Path
+) -> None:
+    """It ends the restore, and leaves no file."""
+
+    def interrupt(*_: object) -> bool:
+        raise Interrupted("stopped by SIGINT")
+
+    with child(record, layout) as (environment, _):
+        with monkeypatch.context() as patched:
+            patched.setattr(proc, "is_same", interrupt)
+            with pytest.raises(Interrupted):
+                join(record, KEY, Memory(), environment)
+        assert list(stage.iterdir()) == []
+
+
+def test_a_signal_while_a_load_process_is_killed(
+    record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the restore."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted("stopped by SIGINT")
+
+    def gone(*_: object) -> str:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(tmpfs.Stage, "take", gone)
+    with child(record, layout) as (environment, _), monkeypatch.context() as patched:
+        patched.setattr(module, "kill_process", interrupt)
+        with pytest.raises(Interrupted):
+            join(record, KEY, Memory(), environment)
