@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,16 @@ T = TypeVar("T")
 
 PATIENCE = 10.0
 """Seconds. The kernel has an answer within microseconds; a busy host's disk, within some seconds."""
+
+
+def wait_for_end(descriptor: int, seconds: float) -> bool:
+    """Wait so many seconds until the process of a pidfd has ended, all its threads; whether it has.
+
+    Such a descriptor is readable from then on (pidfd_open(2)).
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 class _Answer(Generic[T]):

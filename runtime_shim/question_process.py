@@ -23,7 +23,6 @@ import errno
 import gc
 import os
 import pickle
-import select
 import signal
 import socket
 import struct
@@ -35,7 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from gpusnap.runtime_shim.deadlines import PATIENCE
+from gpusnap.runtime_shim.deadlines import PATIENCE, wait_for_end
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 
 T = TypeVar("T")
@@ -119,9 +118,7 @@ class _Worker:
             try:
                 os.kill(self.pid, signal.SIGKILL)
                 if ended >= 0:
-                    poll = select.poll()
-                    poll.register(ended, select.POLLIN)
-                    poll.poll(within * 1000)
+                    wait_for_end(ended, within)
             finally:
                 if ended >= 0:
                     os.close(ended)

@@ -18,7 +18,8 @@ from gpusnap.cli import main as cli
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import question_process, transaction
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.process import pidfd
+from gpusnap.runtime_shim.process import mount_namespace, pidfd
+from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.settings import Settings
 
 if importlib.util.find_spec("pycriu") is None:
@@ -30,6 +31,18 @@ if importlib.util.find_spec("pycriu") is None:
 # How long an example takes says how busy the machine is.
 hypothesis_settings.register_profile("gpusnap", deadline=None)
 hypothesis_settings.load_profile("gpusnap")
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the tmpfs goes in this test, unmounted when nothing is in it."""
+    if os.geteuid():
+        pytest.skip("a mount needs root")
+    place = tmp_path / "gpusnap" / "stage"
+    monkeypatch.setattr(tmpfs, "FOLDER", str(place))
+    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: True)
+    yield place
+    assert not os.path.ismount(place)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -139,9 +138,7 @@ def has_ended(pid: int, *, within: float) -> bool:
     except OSError:
         return not proc.is_alive(pid)  # No descriptor left, or a kernel before 5.3.
     try:
-        poll = select.poll()
-        poll.register(process, select.POLLIN)
-        return not proc.is_alive(pid) or bool(poll.poll(within * 1000))
+        return not proc.is_alive(pid) or deadlines.wait_for_end(process, within)
     finally:
         os.close(process)
 

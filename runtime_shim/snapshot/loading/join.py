@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import stat
 import threading
@@ -21,6 +20,7 @@ from gpusnap.oci.base.errors import Cancelled
 from gpusnap.oci.chunks.reader import Reading
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.deadlines import wait_for_end
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
@@ -70,7 +70,6 @@ class Joined:
         self.areas: list[Area] = []
         """Of the regions; whoever takes them closes them."""
         tables = [*(file.table for file in files), *(region.table for _, region in regions)]
-        self.numbers = number_chunks(tables)
         self.of_files = sum(len(file.table.chunks) for file in files)
         """Chunks of files, which come first."""
         largest = max((chunk.stored for table in tables for chunk in table.chunks), default=0)
@@ -158,14 +157,12 @@ def kill_process(pid: int, start: int) -> None:
     except OSError as error:
         raise GpusnapError(f"the load process {pid} cannot be ended: {error.strerror}") from error
     try:
-        # After pidfd_open: the descriptor is of no other process. Its first thread may be a
-        # zombie while others are still in the kernel.
+        # After pidfd_open: the descriptor is of no other process. Its first thread may be a zombie while
+        # others are still in the kernel.
         if not proc.exists(pid, start):
             return
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        if not poll.poll(_ENDING * 1000):
+        if not wait_for_end(descriptor, _ENDING):
             raise GpusnapError(
                 f"the load process {pid} was killed, and has not ended within {_ENDING:g} s",
                 hint="see whether the disk with the checkpoint answers, and restore again",
@@ -216,8 +213,8 @@ def join(
             kill_process(*owner)
         except Interrupted:
             raise
-        except GpusnapError:  # its files only take RAM
-            return None
+        except GpusnapError:
+            pass  # its files only take RAM
     return None
 
 
@@ -284,6 +281,7 @@ class JoinedMemory:
         self._joined, self._placed, self._progress, self._read = joined, placed, progress, read
         self._tables = [region.table for _, region in joined.regions]
         self._chunks = [(at, chunk) for at, table in enumerate(self._tables) for chunk in table.chunks]
+        self._numbers = number_chunks(self._tables)
         self._whole = sum(chunk.size for _, chunk in self._chunks)
         self._bytes = 0
         self._missing = set(range(len(self._chunks)))
@@ -310,11 +308,11 @@ class JoinedMemory:
         if self._own is not None:
             self._own.hurry(at, offset)
             return
-        table = self._tables[at]
-        index = bisect_right(table.chunks, offset, key=lambda chunk: chunk.offset) - 1
+        chunks = self._tables[at].chunks
+        index = bisect_right(chunks, offset, key=lambda chunk: chunk.offset) - 1
         if index >= 0:
-            first = len(self._joined.files)
-            self._joined.board.ask_for(self._joined.numbers[first + at, table.chunks[index].offset])
+            number = self._numbers[at, chunks[index].offset]
+            self._joined.board.ask_for(self._joined.of_files + number)
 
     def check(self) -> None:
         """As Reading.check."""
@@ -373,7 +371,6 @@ class JoinedMemory:
 
     def _load_here(self) -> None:
         """Read what is missing in this process. The load process has ended."""
-        numbers = {(at, chunk.offset): number for number, (at, chunk) in enumerate(self._chunks)}
         rest: list[list[Chunk]] = [[] for _ in self._tables]
         for number in sorted(self._missing):
             at, chunk = self._chunks[number]
@@ -383,7 +380,7 @@ class JoinedMemory:
 
         def placed(at: int, chunk: Chunk) -> None:
             with lock:
-                self._note(numbers[at, chunk.offset])
+                self._note(self._numbers[at, chunk.offset])
 
         own = self._own = self._read(tables, placed)
         if self._closing.is_set():

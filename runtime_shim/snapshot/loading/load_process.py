@@ -4,8 +4,8 @@
 decompresses and checks all chunks meanwhile, CRIU's images first, with an interpreter of its own: threads of
 the command or of the runtime would hold that up.
 
-    gpusnap restore      `begin_loading` ──> load process: files without a name on the tmpfs of
-                           │                 process/memory/tmpfs.py, and a Board (board.py)
+    gpusnap restore      `LoadProcess` (start.py) ──> load process: files without a name on the tmpfs of
+                           │                          process/memory/tmpfs.py, and a Board (board.py)
                            │  GPUSNAP_LOADING=/proc/PID/fd/N, as Podman and conmon pass it on
     gpusnap-runtime      `join.py`: opens the files, and gives them names in the container's directory
 
@@ -132,7 +132,8 @@ class Loading:
         def placed(first: int, at: int, chunk: Chunk) -> None:
             board.note_loaded(self._numbers[first + at, chunk.offset])
 
-        for first, count in ((0, len(files)), (len(files), len(regions))):
+        pids = [pid for pid, _ in regions]
+        for first, count, groups in ((0, len(files), ()), (len(files), len(regions), pids)):
             areas = self._areas[first : first + count]
             self._readings.append(
                 reading.Reading(
@@ -141,7 +142,7 @@ class Loading:
                     threads=workers,
                     ceiling=ceiling,
                     targets=areas,
-                    groups=[pid for pid, _ in regions] if first else (),
+                    groups=groups,
                     prepare=partial(transfer.populate, dict(enumerate(areas))),
                     placed=partial(placed, first),
                     reads=self._meter.around(self._reads),

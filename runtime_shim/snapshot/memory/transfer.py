@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps as regions
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory.maps import Region
-from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage, Unnamed
+from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, enter_thread
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.records import journal
@@ -232,7 +232,7 @@ def is_full(error: OSError) -> bool:
     return in_stage and error.errno in (errno.ENOSPC, errno.ENOMEM)
 
 
-def free(staged: Stage | Unnamed) -> None:
+def free(staged: Stage) -> None:
     """Remove what is staged, which takes RAM. Where that fails it is said, and `gpusnap recover` frees it."""
     for attempt in range(_TRIES):
         try:

@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import oci_regions
@@ -15,7 +14,7 @@ import pytest
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import Refused
-from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.records.manifest import RegionRecord
@@ -31,18 +30,6 @@ KEY = "aaaa0001@123456789abc"
 FOUND = Suspension(KEY, "llama", "podman", "", Stage.SUSPENDED, (1, 1), (os.getpid(), 1), "", "crun")
 START = 0x7F0000201000
 SIZE = 16 * oci_regions.PAGE
-
-
-@pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the tmpfs goes in this test, unmounted when nothing is in it."""
-    if os.geteuid():
-        pytest.skip("a mount needs root")
-    place = tmp_path / "gpusnap" / "stage"
-    monkeypatch.setattr(tmpfs, "FOLDER", str(place))
-    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: True)
-    yield place
-    assert not os.path.ismount(place)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
-from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
@@ -43,6 +43,8 @@ KEY = "some-key"
 NAME = "pages-1.img"
 PID = 7
 ADDRESS = (1 << 30) + 4 * KIB
+
+pytestmark = pytest.mark.usefixtures("stage")
 
 
 class Gate:
@@ -94,18 +96,6 @@ def record(layout: Layout, content: bytes, memory: bytes) -> Manifest:
     (process,) = a_manifest().processes
     process = replace(process, pid=PID, regions=(RegionRecord(ADDRESS, region),))
     return replace(a_manifest(), pages="store", processes=(process,), files=(FileRecord(NAME, file),))
-
-
-@pytest.fixture(autouse=True)
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The tmpfs of a test's own, of which nothing is left."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a tmpfs")
-    folder = tmp_path / "gpusnap" / "stage"
-    monkeypatch.setattr(tmpfs, "FOLDER", str(folder))
-    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: True)
-    yield folder
-    assert not os.path.ismount(folder)
 
 
 def file_blobs(record: Manifest) -> list[str]:
@@ -286,6 +276,25 @@ def test_memory_that_is_waited_for_comes_first(record: Manifest, layout: Layout,
         found.wait()
     asked = [digest for digest in gate.asked if digest in blobs]
     assert asked.index(blobs[-1]) == 2
+
+
+def test_processes_are_loaded_side_by_side(record: Manifest, layout: Layout) -> None:
+    """Also where CRIU's images are not in chunks: both get on at the same rate."""
+    (first,) = record.processes
+    (table,) = write(
+        [Buffer(bytearray(os.urandom(64 * KIB)))],
+        layout,
+        threads=1,
+        ceiling=64 << 20,
+        chunk_size=4 * KIB,
+        level=0,
+    )
+    second = replace(first, pid=PID + 1, regions=(RegionRecord(ADDRESS, table),))
+    gate = Gate(layout, ())
+    regions = boards.list_regions(replace(record, processes=(first, second)))
+    with closing(Loading((), regions, gate, Memory(threads=1))) as found:
+        wait_until_done({VARIABLE: found.path})
+    assert gate.asked[:2] == [first.regions[0].table.chunks[0].blob, table.chunks[0].blob]
 
 
 @pytest.mark.parametrize("at", ["images", "memory"])
