@@ -24,6 +24,14 @@ _START, _ENDING = 5.0, 10.0
 _process = Companion(here=False)
 
 
+def prepare() -> None:
+    """Have the process there, with its modules imported, before it is known what to load.
+
+    Raises GpusnapError where it cannot be.
+    """
+    _process.ask(_import_modules, within=_START)
+
+
 class LoadProcess:
     """A load process, or none where it cannot be. A context manager: it ends with the block."""
 
@@ -74,6 +82,11 @@ class LoadProcess:
             if self._given_up.is_set():  # nobody would use it
                 _process.end(within=_ENDING)
             self._path = path
+
+
+def _import_modules() -> None:
+    """In the load process."""
+    from gpusnap.runtime_shim.snapshot.loading import load_process  # noqa: F401
 
 
 def _load(record: Manifest, layout: str, settings: Memory) -> str:

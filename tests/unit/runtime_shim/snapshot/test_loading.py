@@ -611,6 +611,24 @@ def test_the_command(
     assert not proc.is_same(*owner)
 
 
+def test_a_process_that_was_prepared(
+    forker: None, record: Manifest, layout: Layout, runtime: Runtime
+) -> None:
+    start.prepare()
+    parents = proc.parents()
+    there = [pid for pid, parent in parents.items() if parents.get(parent) == os.getpid()]
+    with (
+        LoadProcess(record, layout.path, Memory()) as process,
+        runtime.joined(dict(process.environment())) as joined,
+    ):
+        assert joined.board.read_facts().owner[0] in there
+
+
+def test_a_process_that_cannot_be_prepared() -> None:
+    with pytest.raises(GpusnapError, match="no child process"):
+        start.prepare()
+
+
 def test_a_command_without_children(record: Manifest, layout: Layout, stage: Path) -> None:
     """It loads nothing itself."""
     with LoadProcess(record, layout.path, Memory()) as process:
