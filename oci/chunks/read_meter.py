@@ -3,6 +3,11 @@
 A `ReadMeter` knows which blob each thread has open, and looks at it when the thread begins to read: only a
 blob of which neither end is in the kernel's page cache counts. What is counted is bytes against the time in
 which at least one such blob was being read; whatever a thread does besides, such as decoding, is left out.
+
+Where the page cache would have to give up other files for the blobs, the meter takes each blob out of it
+again after it was read (posix_fadvise(2), POSIX_FADV_DONTNEED), unless it was there before. Reads with
+O_DIRECT would do that as well. They are not used: they are faster on some disks and slower on others
+(bench/disk_reads.py).
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 
 # Fewer bytes say little: a disk begins slowly, and has a cache of its own.
@@ -25,6 +30,8 @@ class _Of(threading.local):
     file: io.FileIO | None = None
     size = 0
     counted = False
+    dropped: io.FileIO | None = None
+    """To be taken out of the page cache after it was read."""
 
 
 class ReadMeter:
@@ -34,9 +41,14 @@ class ReadMeter:
         self,
         clock: Callable[[], float] = time.monotonic,
         cached: Callable[[io.FileIO, int], bool] | None = None,
+        *,
+        drop: bool = False,
     ) -> None:
-        """`clock`: in seconds. `cached`: in place of `in_page_cache`."""
-        self._clock, self._cached = clock, cached or in_page_cache
+        """`clock`: in seconds. `cached`: in place of `in_page_cache`.
+
+        `drop`: take blobs out of the page cache that were not in it before.
+        """
+        self._clock, self._cached, self._drop = clock, cached or in_page_cache, drop
         self._own = _Of()
         self._lock = threading.Lock()
         self._reading, self._since = 0, 0.0
@@ -51,6 +63,10 @@ class ReadMeter:
     def opened(self, file: io.FileIO, size: int) -> None:
         """The calling thread reads this file next, all of it: `size` bytes."""
         self._own.file, self._own.size = file, size
+        # Now, as what the kernel has been asked to read ahead may be there when the thread begins. The end
+        # of a blob comes last.
+        drop = self._drop and size > 0 and not is_cached_at(file, size - 1)
+        self._own.dropped = file if drop else None
 
     def around(self, reads: AbstractContextManager[object] | None = None) -> AbstractContextManager[None]:
         """For `reads` of gpusnap.oci.chunks.reader.Reading, around what would be there."""
@@ -75,6 +91,10 @@ class ReadMeter:
                 if not self._reading:
                     self._seconds += self._clock() - self._since
                 self._bytes += self._own.size if whole else 0
+        dropped, self._own.dropped = self._own.dropped, None
+        if dropped is not None:
+            with suppress(OSError):
+                os.posix_fadvise(dropped.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _Reads(AbstractContextManager[None]):
@@ -99,12 +119,15 @@ def in_page_cache(file: io.FileIO, size: int) -> bool:
 
     preadv2(2) with RWF_NOWAIT gives EAGAIN for what would have to come from the disk.
     """
-    for offset in (size - 1, 0):
-        try:
-            os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
-        except BlockingIOError:
-            continue
-        except (OSError, ValueError):
-            return True
+    return any(is_cached_at(file, offset) for offset in (size - 1, 0))
+
+
+def is_cached_at(file: io.FileIO, offset: int) -> bool:
+    """Whether one byte of a file is in the page cache; as `in_page_cache`."""
+    try:
+        os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except (OSError, ValueError):
         return True
-    return False
+    return True

@@ -348,10 +348,19 @@ def peak_memory() -> int:
 
 def available_memory() -> int:
     """MemAvailable of proc_meminfo(5) in bytes; 0 where it is not told."""
+    return _read_meminfo("MemAvailable:") or 0
+
+
+def unused_memory() -> int | None:
+    """MemFree of proc_meminfo(5) in bytes, which no page cache has either; None where it is not told."""
+    return _read_meminfo("MemFree:")
+
+
+def _read_meminfo(name: str) -> int | None:
     for line in (_read(f"{PROC}/meminfo") or "").splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(name):
             return int(line.split()[1]) << 10
-    return 0
+    return None
 
 
 def maps(pid: int) -> str:

@@ -90,7 +90,9 @@ class Loading:
 
         Raises OSError, GpusnapError, OciError, and RuntimeError where no thread can be started.
         """
-        self._store, self._meter = store, ReadMeter()
+        self._store = store
+        tables = [*(file.table for file in files), *(region.table for _, region in regions)]
+        self._meter = ReadMeter(drop=space.would_evict(tables))
         self._stage = Unnamed()
         self._areas: list[Area] = []
         self._board: Board | None = None

@@ -40,6 +40,7 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
+from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Fetching:
         self._guard = threading.Lock()
         self.fetched = 0
         """Bytes."""
-        self.meter = ReadMeter()
+        self.meter = ReadMeter(drop=space.would_evict(record.tables))
         """Of the store's disk, for whoever reads the blobs."""
         every = descriptors(record.tables)
         wanted = self._beside.list_missing(every)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
+from gpusnap.oci.chunks.table import Table
 from gpusnap.runtime_shim.errors import MAKE_ROOM, Refused, reason
 from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.records.manifest import Manifest
@@ -52,6 +53,16 @@ def has_memory_for_images(record: Manifest, settings: Memory) -> bool:
         return False
     need = _measure_beside_images(record) + 2 * sum(each.table.size for each in record.files)
     return all(free is None or need <= free for free in (_measure_available(), _limit(os.getpid())))
+
+
+def would_evict(tables: Sequence[Table]) -> bool:
+    """Whether the blobs of these would take the place of other files in the page cache of this host.
+
+    They would where the memory that nothing uses is not enough for the blobs and for what is made of them.
+    """
+    blobs = {chunk.blob: chunk.stored for table in tables for chunk in table.chunks}
+    unused = proc.unused_memory()
+    return unused is not None and unused < sum(blobs.values()) + sum(table.size for table in tables)
 
 
 def _measure_beside_images(record: Manifest) -> int:

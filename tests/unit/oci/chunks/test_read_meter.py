@@ -156,6 +156,25 @@ def test_the_page_cache(tmp_path: Path, there: tuple[int, ...], cached: bool) ->
         assert in_page_cache(file, MIB) == cached
 
 
+@pytest.mark.parametrize("drop", [True, False])
+def test_a_blob_leaves_the_page_cache_as_it_was(tmp_path: Path, drop: bool) -> None:
+    """What was there before stays there; what was read from the disk stays without `drop` only."""
+    meter = ReadMeter(drop=drop)
+    for name, before in (("there", True), ("elsewhere", False)):
+        path = tmp_path / name
+        path.write_bytes(os.urandom(MIB))
+        with io.FileIO(path) as file:
+            if not os.major(os.fstat(file.fileno()).st_dev):
+                pytest.skip("the folder is on no disk")
+            os.fsync(file.fileno())
+            if not before:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            meter.opened(file, MIB)
+            with meter.around():
+                assert len(file.read()) == MIB
+            assert in_page_cache(file, MIB) == (before or not drop)
+
+
 def test_where_the_kernel_does_not_say(tmp_path: Path) -> None:
     """It is taken for cached, so that it is not counted: here for a pipe."""
     reading, writing = os.pipe()

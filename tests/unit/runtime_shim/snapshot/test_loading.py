@@ -17,6 +17,7 @@ from fakes import a_manifest, wait_for
 
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks.buffers import Buffer
+from gpusnap.oci.chunks.read_meter import in_page_cache
 from gpusnap.oci.chunks.reader import Reading
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.chunks.writer import write
@@ -622,6 +623,26 @@ def test_a_process_that_was_prepared(
         runtime.joined(dict(process.environment())) as joined,
     ):
         assert joined.board.read_facts().owner[0] in there
+
+
+@pytest.mark.parametrize("unused", [0, 1 << 40])
+def test_the_page_cache_where_memory_is_used_up(
+    monkeypatch: pytest.MonkeyPatch, record: Manifest, layout: Layout, unused: int
+) -> None:
+    monkeypatch.setattr(proc, "unused_memory", lambda: unused)
+    for blob in (*file_blobs(record), *filter(None, memory_blobs(record))):
+        with layout.open_blob(blob) as file:
+            if not os.major(os.fstat(file.fileno()).st_dev):
+                pytest.skip("the folder is on no disk")
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with loading(record, layout) as environment:
+        wait_until_done(environment)
+    found = []
+    for blob in file_blobs(record):
+        with io.FileIO(f"{layout.path}/blobs/{blob.replace(':', '/')}") as file:
+            found.append(in_page_cache(file, os.fstat(file.fileno()).st_size))
+    assert set(found) == {unused > 0}
 
 
 def test_a_process_that_cannot_be_prepared() -> None:
