@@ -45,6 +45,7 @@ from gpusnap.runtime_shim.snapshot.loading.board import (
     list_regions,
     number_chunks,
 )
+from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
 from gpusnap.runtime_shim.snapshot.loading.prefetch import can_be_staged
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
@@ -223,7 +224,9 @@ def choose_contents(
     """CRIU's images, and the GPUs' memory with its processes' PIDs, that a restore has in RAM."""
     if settings.ceiling:  # it is the runtime's
         return (), ()
-    files = record.files if space.has_memory_for_images(record, settings) else ()
+    files = record.files
+    if not space.has_memory_for_images(record, settings) or not may_open(OF_A_FILE * len(files)):
+        files = ()
     regions = list_regions(record)
     try:
         if regions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -566,6 +567,69 @@ def test_digests_are_part_of_the_contents(record: Manifest) -> None:
 
     found = {changed(), changed(blake3="ab" * 32), changed(plain="sha256:" + "ab" * 32)}
     assert len(found) == 3
+
+
+@contextmanager
+def limit_descriptors(more: int) -> Iterator[None]:
+    """This process may open so many files more than it has open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def many_regions(record: Manifest, layout: Layout) -> Manifest:
+    """Without a file, and with more regions than a runtime with few descriptors may open."""
+    sources = [Buffer(bytearray(os.urandom(4 * KIB))) for _ in range(100)]
+    tables = write(sources, layout, threads=2, ceiling=64 << 20, chunk_size=4 * KIB, level=0)
+    regions = tuple(RegionRecord(at << 30, table) for at, table in enumerate(tables, 1))
+    return replace(record, processes=(replace(record.processes[0], regions=regions),), files=())
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_runtime_that_may_open_few_files(
+    many_regions: Manifest, layout: Layout, stage: Path, fits: bool
+) -> None:
+    """The load process had another limit. What could not be finished is not begun, and frees its RAM."""
+    with child(many_regions, layout) as (environment, pid):
+        wait_until_done(environment)
+        # With those that JoinedMemory, demand paging and the rest of a restore open.
+        with limit_descriptors(300 if fits else 210):
+            joined = join(many_regions, KEY, Memory(), environment)
+        if not fits:
+            assert joined is None
+            assert not proc.is_running(pid)
+            assert list(stage.iterdir()) == []
+            return
+        assert joined is not None
+        with closing(joined):
+            assert len(joined.areas) == 100
+            joined.drop_areas()
+
+
+def test_a_load_process_that_may_open_few_files(record: Manifest) -> None:
+    """It has none in RAM, and neither has a runtime that puts the images together."""
+    files = tuple(replace(record.files[0], name=f"pages-{number}.img") for number in range(50))
+    many = replace(record, files=files)
+    with limit_descriptors(110):
+        assert load_process.choose_contents(many, Memory()) == ((), boards.list_regions(record))
+
+
+def test_images_of_a_runtime_that_may_open_few_files(
+    record: Manifest, layout: Layout, tmp_path: Path, content: bytes
+) -> None:
+    """They are put together on the disk, with one descriptor for each in place of two."""
+    files = tuple(replace(record.files[0], name=f"pages-{number}.img") for number in range(50))
+    blobs = Layout(layout.path)
+    with limit_descriptors(110):
+        found = Rebuilding(files, blobs, str(tmp_path), threads=2, ceiling=64 << 20, stage=tmpfs.Stage(KEY))
+        with closing(found):
+            found.result()
+            assert set(found.paths.values()) == {str(tmp_path / each.name) for each in files}
+            assert (tmp_path / "pages-49.img").read_bytes() == content
 
 
 def test_what_a_load_process_takes(record: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
