@@ -42,7 +42,7 @@ from gpusnap.runtime_shim.snapshot.memory import bulk_copy, transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
-from gpusnap.runtime_shim.snapshot.records.reservations import GpuClaim, claim
+from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, claim
 from gpusnap.runtime_shim.snapshot.restore_job import Job
 
 _WRITTEN = ("restore.log", "stats-restore")
@@ -116,7 +116,8 @@ def _start_reading(job: Job) -> Rebuilding | JoinedImages | None:
         joined = join.join(job.record, job.key, memory)
         if joined is not None:
             job.cleanup.callback(joined.close)
-    if has_regions and (joined is None or not joined.regions):
+    job.joined_regions = joined is not None and bool(joined.regions)
+    if has_regions and not job.joined_regions:
         space.check_memory_to_restore(job.record, memory)
     if job.record.pages == StoreHome.kind:
         fetching = job.fetching = job.cleanup.enter_context(
@@ -181,7 +182,10 @@ def _choose(
     if chosen.refusal:
         raise chosen.make_refusal()
     new = dict(chosen.pairs)
-    room.take({new[gpu.uuid]: gpu.memory_used for gpu in job.record.gpus})
+    taken = {new[gpu.uuid]: gpu.memory_used for gpu in job.record.gpus}
+    if not job.joined_regions:  # else the load process has claimed it
+        taken[RAM] = space.measure_beside_images(job.record)
+    room.take(taken)
     return chosen.pairs
 
 

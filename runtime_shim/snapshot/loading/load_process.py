@@ -13,6 +13,9 @@ Nothing has a name before it is the runtime's, so nothing is left of a load proc
 runtime that never comes. Nobody depends on the load process: where it has ended, has failed or gets no
 further, the runtime ends it and loads the rest itself, and reports what is wrong with a chunk. It ends with
 the command.
+
+Until all is loaded it claims the RAM for that (records/reservations.py), as checkpoints and other restores
+do. Where there is too little beside their claims, nothing is loaded ahead. A claim ends with its process.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_ope
 from gpusnap.runtime_shim.snapshot.loading.prefetch import can_be_staged
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
+from gpusnap.runtime_shim.snapshot.records.reservations import RAM, claim
 
 # Seconds between two looks at what the runtime waits for.
 _LOOK = 0.002
@@ -57,6 +61,8 @@ _LOOK = 0.002
 _READS = 2
 # Workers at work until then: a half of the cores is left to Podman, the runtime and CRIU.
 _PART_AT_FIRST = 2
+# Seconds to wait for others that claim memory: the runtime does not wait for the load process for long.
+_PATIENCE = 2.0
 
 
 class _Metered:
@@ -86,12 +92,14 @@ class Loading:
         blobs: Blobs,
         settings: Memory,
         store: str = "",
+        claimed: contextlib.ExitStack | None = None,
     ) -> None:
-        """`store`: where to note what its disk delivers.
+        """`store`: where to note what its disk delivers. `claimed`: RAM, until all is loaded.
 
         Raises OSError, GpusnapError, OciError, and RuntimeError where no thread can be started.
         """
         self._store, self._meter = store, ReadMeter()
+        self._claimed = claimed or contextlib.ExitStack()
         self._stage = Unnamed()
         self._areas: list[Area] = []
         self._board: Board | None = None
@@ -166,6 +174,7 @@ class Loading:
             self._thread.join()
         for each in self._readings:
             each.close()
+        self._claimed.close()
         if self._board is not None:
             self._board.close()
         for area in self._areas:
@@ -191,6 +200,7 @@ class Loading:
                 for one in self._readings:
                     one.check()
                 if all(one.complete for one in self._readings):
+                    self._claimed.close()  # from now on it is no free RAM
                     board.write_state(State.DONE)
                     if self._store and (rate := self._meter.rate) is not None:
                         read_rate.remember(self._store, rate)
@@ -198,6 +208,7 @@ class Loading:
         except Exception:  # the runtime comes upon it as well, and reports it
             for one in self._readings:
                 one.close()
+            self._claimed.close()
             board.write_state(State.FAILED)
 
 
@@ -210,27 +221,34 @@ def load(record: Manifest, path: str, settings: Memory) -> str:
 
     "" where there is nothing to load, or no RAM for it. Raises as `Loading`.
     """
-    files, regions = choose_contents(record, settings)
-    if not files and not regions:
-        return ""
-    loading = Loading(files, regions, Layout(path), settings, path)
+    with contextlib.ExitStack() as claimed:
+        room = claimed.enter_context(claim(patience=_PATIENCE))
+        files, regions = choose_contents(record, settings, reserved=room.reserved.get(RAM, 0))
+        if not files and not regions:
+            return ""
+        # CRIU makes as much again of its images.
+        size = 2 * sum(each.table.size for each in files) + sum(each.table.size for _, each in regions)
+        room.take({RAM: size})
+        loading = Loading(files, regions, Layout(path), settings, path, claimed.pop_all())
     _loadings.append(loading)
     return loading.path
 
 
 def choose_contents(
-    record: Manifest, settings: Memory
+    record: Manifest, settings: Memory, *, reserved: int = 0
 ) -> tuple[tuple[FileRecord, ...], tuple[tuple[int, RegionRecord], ...]]:
-    """CRIU's images, and the GPUs' memory with its processes' PIDs, that a restore has in RAM."""
+    """CRIU's images, and the GPUs' memory with its processes' PIDs, that a restore has in RAM.
+
+    `reserved`: bytes that others are about to take.
+    """
     if settings.ceiling:  # it is the runtime's
         return (), ()
-    files = record.files
-    if not space.has_memory_for_images(record, settings) or not may_open(OF_A_FILE * len(files)):
-        files = ()
+    fits = space.has_memory_for_images(record, settings, reserved=reserved)
+    files = record.files if fits and may_open(OF_A_FILE * len(record.files)) else ()
     regions = list_regions(record)
     try:
         if regions:
-            space.check_memory_to_restore(record, settings)
+            space.check_memory_to_restore(record, settings, reserved=reserved)
     except Refused:  # which the runtime reports
         return (), ()
     return files, regions if can_be_staged(regions, settings, more=len(files)) else ()

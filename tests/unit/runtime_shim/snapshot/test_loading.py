@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ from gpusnap.runtime_shim.snapshot.loading.load_process import Loading
 from gpusnap.runtime_shim.snapshot.loading.source import Rebuilding
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
 from gpusnap.runtime_shim.snapshot.preflight import space
+from gpusnap.runtime_shim.snapshot.records import reservations
 
 KIB = 1 << 10
 KEY = "some-key"
@@ -640,10 +642,10 @@ def test_what_a_load_process_takes(record: Manifest, monkeypatch: pytest.MonkeyP
     for ceiling in (8 * KIB, 64 << 30):
         assert load_process.choose_contents(record, Memory(ceiling=ceiling)) == ((), ())
     with monkeypatch.context() as patched:
-        patched.setattr(space, "has_memory_for_images", lambda *_: False)
+        patched.setattr(space, "has_memory_for_images", lambda *_, **__: False)
         assert load_process.choose_contents(record, Memory()) == ((), regions)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise Refused("there is no RAM")
 
     monkeypatch.setattr(space, "check_memory_to_restore", refuse)
@@ -651,8 +653,91 @@ def test_what_a_load_process_takes(record: Manifest, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def forker() -> Iterator[None]:
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where RAM is claimed."""
+    folder = str(tmp_path / "gpusnap" / "room")
+    monkeypatch.setattr(load_process, "claim", partial(reservations.claim, folder))
+    monkeypatch.setattr(load_process, "_loadings", [])
+    return folder
+
+
+def needed(record: Manifest) -> int:
+    """Bytes that a restore needs: two copies of CRIU's images, and the region."""
+    return 2 * record.files[0].table.size + record.processes[0].regions[0].table.size
+
+
+def test_two_at_once(room: str, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one is about to load, the other does not take for free; nor what a checkpoint is to move."""
+    monkeypatch.setattr(proc, "available_memory", lambda: 2 * needed(record) - 1)
+    gate = Gate(layout, memory_blobs(record))
+    monkeypatch.setattr(load_process, "Layout", lambda _: gate)
+    assert load_process.load(record, layout.path, Memory(threads=2))
+    (first,) = load_process._loadings
+    with closing(first):
+        assert reservations.read_reserved(room) == {reservations.RAM: needed(record)}
+        # It has RAM for the region, and CRIU's images go to the disk.
+        assert load_process.choose_contents(record, Memory(), reserved=needed(record))[0] == ()
+        with reservations.claim(room) as checkpoint:
+            checkpoint.take({reservations.RAM: needed(record)})
+            assert load_process.load(record, layout.path, Memory(threads=2)) == ""
+        gate.open()
+        wait_for(lambda: reservations.read_reserved(room) == {}, "the end of its claim")
+        assert read_state({VARIABLE: first.path}) in (State.AT_WORK, State.DONE)
+    assert load_process._loadings == [first]
+
+
+def test_a_claim_goes_with_its_load_process(
+    room: str, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it fails, is closed, or is killed."""
+    gate = Gate(layout, memory_blobs(record))
+    monkeypatch.setattr(load_process, "Layout", lambda _: gate)
+    assert load_process.load(record, layout.path, Memory(threads=2))
+    (one,) = load_process._loadings
+    assert reservations.read_reserved(room)
+    gate.open()
+    one.close()
+    assert reservations.read_reserved(room) == {}
+    damage(layout, memory_blobs(record)[0])
+    assert load_process.load(record, layout.path, Memory(threads=2))
+    failing = load_process._loadings[-1]
+    with closing(failing):
+        wait_for(lambda: read_state({VARIABLE: failing.path}) is State.FAILED, "its failure")
+        assert reservations.read_reserved(room) == {}
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            gate._opened = threading.Event()
+            load_process.load(record, layout.path, Memory(threads=2))
+            os.write(writing, b"x")
+            threading.Event().wait(60)
+        finally:
+            os._exit(1)
+    assert os.read(reading, 1) == b"x"
+    assert reservations.read_reserved(room) == {reservations.RAM: needed(record)}
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert reservations.read_reserved(room) == {}
+    os.close(reading)
+    os.close(writing)
+    tmpfs.tidy()
+
+
+def test_others_that_claim_for_long(
+    room: str, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is loaded ahead."""
+    monkeypatch.setattr(load_process, "_PATIENCE", 0.1)
+    with reservations.claim(room), pytest.raises(GpusnapError, match=r"kept .* locked"):
+        load_process.load(record, layout.path, Memory(threads=2))
+    assert load_process._loadings == []
+
+
+@pytest.fixture
+def forker(room: str) -> Iterator[None]:
     """What load processes are forked by."""
+    question_process.end()
     question_process.start()
     yield
     question_process.end()
