@@ -36,7 +36,6 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store import read_rate
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Unnamed
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
@@ -132,7 +131,7 @@ class Loading:
         descriptors = tuple(each.descriptor for each in self._areas)
         facts = Facts(owner, identity, bool(files), bool(regions), descriptors)
         board = self._board = Board.create(len(self._numbers), facts)
-        workers = settings.threads or copies.cores()
+        workers = transfer.reading_threads(settings)
         self._workers = workers
         self._reads = threading.Semaphore(_READS)
         self._turns = threading.Semaphore(max(1, workers // _PART_AT_FIRST))

@@ -27,6 +27,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
@@ -38,6 +39,7 @@ from gpusnap.runtime_shim.snapshot.loading.join import Joined, JoinedImages, Joi
 from gpusnap.runtime_shim.snapshot.loading.load_process import Loading
 from gpusnap.runtime_shim.snapshot.loading.source import Rebuilding
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
+from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import reservations
 
@@ -650,6 +652,16 @@ def test_what_a_load_process_takes(record: Manifest, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(space, "check_memory_to_restore", refuse)
     assert load_process.choose_contents(record, Memory()) == ((), ())
+
+
+@pytest.mark.parametrize("threads", [0, 5])
+def test_its_workers(record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """As many as the encodings of the chunks were chosen for."""
+    monkeypatch.setattr(copies, "cores", lambda: 8)
+    settings = Memory(threads=threads)
+    files, regions = load_process.choose_contents(record, settings)
+    with closing(Loading(files, regions, layout, settings)) as found:
+        assert found._workers == transfer.reading_threads(settings) == (threads or 6)
 
 
 @pytest.fixture
