@@ -97,7 +97,10 @@ def _begin_bulk_copy(job: Job, config: dict[str, Any]) -> bulk_copy.BulkCopy | N
     memory = job.settings.memory
     if not memory.parallel_restore or memory.ceiling:
         return None
-    found = bulk_copy.begin(job.images, config, job.settings.criu.options, threads=memory.threads)
+    # runtime/options.py: crun does not take it, and runc 1.2 ignores it.
+    named = job.call.globals.criu if job.real.kind == "runc" and job.real.version < (1, 2) else None
+    options = job.settings.criu.options
+    found = bulk_copy.begin(job.images, config, options, threads=memory.threads, criu=named or "")
     if found is not None:
         job.cleanup.callback(found.close)
     return found
