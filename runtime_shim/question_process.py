@@ -12,6 +12,11 @@ answer in time, and ends when the server does:
 What a library tells that may not answer is asked in a worker of its own, a Companion: what it has loaded for
 one question is there for the next, and is imported beside us, by another core.
 
+Our sends and receives have deadlines: a child may be stopped (SIGSTOP). Those of the children have none:
+they end when gpusnap does, which alone has the other ends of their sockets. A child is ended by its pidfd.
+That of a worker comes from the forker, which never waits for a worker: when the forker has ended, another
+process may have the worker's PID.
+
 A worker has a session of its own, no terminal, no file, lock or memory mapped shared of ours: only its end of
 a pair of sockets. A question is a function of a module with arguments that pickle can carry. What only waits
 for the mm->mmap_lock of a process can be killed, and is asked in a thread: see deadlines.py.
@@ -43,6 +48,7 @@ _LENGTH = struct.Struct("=Q")
 _NUMBER = struct.Struct("=i")
 _READY = b"r"
 _START = 30.0  # seconds for a child to run at last, as threads.py has it
+_ENDING = 10.0  # seconds for a killed forker to end, which waits for nothing
 
 
 class Unanswered(GpusnapError):
@@ -61,16 +67,16 @@ class _Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
-    def send(self, data: bytes) -> None:
-        """Raises _Ended."""
+    def send(self, data: bytes, deadline: float | None = None) -> None:
+        """Raises TimeoutError when time.monotonic() is past the deadline, _Ended."""
+        self._limit(deadline)
         try:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise _Ended from error
 
-    def receive(self, within: float | None = None) -> bytes:
-        """Raises TimeoutError after so many seconds, _Ended."""
-        deadline = None if within is None else time.monotonic() + within
+    def receive(self, deadline: float | None = None) -> bytes:
+        """As `send`."""
         (size,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline))
         return self._exactly(size, deadline)
 
@@ -82,8 +88,7 @@ class _Channel:
         found = bytearray(size)
         view = memoryview(found)
         while view:
-            if deadline is not None:
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+            self._limit(deadline)
             try:
                 count = self._socket.recv_into(view)
             except ConnectionResetError as error:
@@ -91,42 +96,43 @@ class _Channel:
             if not count:
                 raise _Ended
             view = view[count:]
-        self._socket.settimeout(None)
         return bytes(found)
+
+    def _limit(self, deadline: float | None) -> None:
+        self._socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
 
 
 class _Worker:
     """A child that answers one question after another."""
 
-    def __init__(self, pid: int, channel: _Channel) -> None:
+    def __init__(self, pid: int, descriptor: int, channel: _Channel) -> None:
+        """`descriptor`: its pidfd, which is the worker's from now on."""
         self.pid = pid
+        self._descriptor = descriptor
         self._channel = channel
 
     def ask(self, question: bytes, within: float) -> Any:
         """Raises what the question raises; TimeoutError after `within` seconds, _Ended."""
-        self._channel.send(question)
-        value, error = pickle.loads(self._channel.receive(within))  # by our own child
+        deadline = time.monotonic() + within
+        self._channel.send(question, deadline)
+        value, error = pickle.loads(self._channel.receive(deadline))  # by our own child
         if error is not None:
             raise _Raised(error)
         return value
 
     def leave(self, within: float = 0.0) -> None:
         """Kill it, and wait so many seconds for its end."""
-        # Its parent, the forker, never reaps one: no other process can have that PID.
-        with suppress(OSError):
-            ended = os.pidfd_open(self.pid) if within else -1
-            try:
-                os.kill(self.pid, signal.SIGKILL)
-                if ended >= 0:
-                    wait_for_end(ended, within)
-            finally:
-                if ended >= 0:
-                    os.close(ended)
-        self._channel.close()
+        try:
+            _kill(self._descriptor)
+            if within:
+                wait_for_end(self._descriptor, within)
+        finally:
+            self.forget()
 
     def forget(self) -> None:
-        """Close our end alone: it is another process' child."""
+        """Let go of it alone: it is another process' child."""
         self._channel.close()
+        os.close(self._descriptor)
 
 
 class _Raised(Exception):
@@ -146,7 +152,8 @@ class _Forker:
             self.pid = _fork()
             if not self.pid:
                 _in_child(theirs, _fork_workers)
-        except OSError:
+            self._descriptor = os.pidfd_open(self.pid)
+        except OSError:  # without our end it ends itself
             ours.close()
             raise
         finally:
@@ -159,33 +166,47 @@ class _Forker:
     def worker(self) -> _Worker:
         """A new one. Raises OSError where the kernel gives none, and where the forker is no more."""
         ours, theirs = socket.socketpair()
+        found: list[int] = []
         try:
             self.in_step = False
             socket.send_fds(self._socket, [_READY], [theirs.fileno()])
-            data = self._socket.recv(_NUMBER.size)
+            data, found, _, _ = socket.recv_fds(self._socket, _NUMBER.size, 1, socket.MSG_CMSG_CLOEXEC)
             if not data:
                 raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
             (pid,) = _NUMBER.unpack(data)
             self.in_step = True
-            if pid < 0:
-                raise OSError(-pid, os.strerror(-pid))
-        except BaseException:
+            if pid < 0 or not found:  # where no descriptor is left here, none is received
+                number = max(-pid, 0) or errno.EMFILE
+                raise OSError(number, os.strerror(number))
+        except BaseException:  # without our end the worker ends itself
             ours.close()
+            for descriptor in found:
+                os.close(descriptor)
             raise
         finally:
             theirs.close()
-        return _Worker(pid, _Channel(ours))
+        return _Worker(pid, found[0], _Channel(ours))
 
     def close(self) -> None:
         """End it; it never waits for anybody but us."""
-        self._socket.close()
-        with suppress(ProcessLookupError, ChildProcessError):  # where SIGCHLD is ignored
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        try:
+            _kill(self._descriptor)
+            if wait_for_end(self._descriptor, _ENDING):
+                with suppress(ChildProcessError):  # where SIGCHLD is ignored
+                    os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED | os.WNOHANG)
+        finally:
+            self.forget()
 
     def forget(self) -> None:
-        """Close our end alone: it is another process' child."""
+        """Let go of it alone: it is another process' child."""
         self._socket.close()
+        os.close(self._descriptor)
+
+
+def _kill(descriptor: int) -> None:
+    """Kill the process of a pidfd, if it has not ended."""
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
 
 class Companion:
@@ -448,14 +469,17 @@ def _fork_workers(end: socket.socket) -> None:
         data, descriptors, _, _ = socket.recv_fds(end, 1, 1)
         if not data or not descriptors:
             return
+        found: list[int] = []
         try:
             pid = os.fork()
+            if not pid:
+                _in_child(socket.socket(fileno=descriptors[0]), _answer_questions)
+            found.append(os.pidfd_open(pid))
         except OSError as error:
             pid = -(error.errno or errno.EAGAIN)
-        if not pid:
-            _in_child(socket.socket(fileno=descriptors[0]), _answer_questions)
-        os.close(descriptors[0])
-        end.send(_NUMBER.pack(pid))
+        socket.send_fds(end, [_NUMBER.pack(pid)], found)
+        for descriptor in (*descriptors, *found):
+            os.close(descriptor)
 
 
 def _answer_questions(end: socket.socket) -> None:

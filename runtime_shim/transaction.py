@@ -14,8 +14,6 @@ because a hint such as "the container runs on" may then be wrong.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -224,12 +222,14 @@ def hold_signals() -> Iterator[None]:
 
 
 @contextmanager
-def forward_signals(pid: int) -> Iterator[None]:
-    """Hand those signals on to a child that stands for us, and go on; one that was held back, too."""
+def forward_signals(send: Callable[[int], object]) -> Iterator[None]:
+    """Hand those signals on to a child that stands for us, and go on; one that was held back, too.
+
+    `send` gives it a signal. The child may have ended, and another process may have its PID.
+    """
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+        send(number)
 
     before = {number: signal.signal(number, forward) for number in _STOPPING}
     number, _Signals.pending = _Signals.pending, 0

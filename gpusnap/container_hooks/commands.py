@@ -14,7 +14,6 @@ files, its network.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shlex
 import signal
@@ -34,7 +33,7 @@ from gpusnap.runtime_shim.errors import (
     printable,
 )
 from gpusnap.runtime_shim.log import note
-from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime import container as containers
 
 _TIMEOUT = 30.0
@@ -145,8 +144,7 @@ def _kill_rest(found: podman.Container, mark: str) -> None:
     with suppress(GpusnapError):
         for each in containers.processes(found.init, found.id):
             if proc.environment(each.pid).get(_MARK) == mark and proc.is_same(each.pid, each.start):
-                with suppress(ProcessLookupError):
-                    os.kill(each.pid, signal.SIGKILL)
+                pidfd.send(each.pid, signal.SIGKILL)
 
 
 def _words(found: podman.Container, event: str) -> list[str]:

@@ -15,8 +15,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, make_unforeseen, reason
+from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu import descendants, scratch_files
 from gpusnap.runtime_shim.runtime.criu.run import Invocation
@@ -64,7 +66,8 @@ class RuntimeThread:
 
         Raises GpusnapError where it could not be run.
         """
-        with forward_signals(self._pids[0]) if self._pids else hold_signals():
+        runs = bool(self._pids)
+        with forward_signals(partial(pidfd.send, self._pids[0])) if runs else hold_signals():
             self._thread.join()
         return self.result(name)
 
@@ -77,6 +80,12 @@ class RuntimeThread:
             raise done
         return done
 
+    def _note_started(self, pid: int) -> None:
+        """Before anybody waits for its end, which may come long before a signal for it."""
+        process = proc.process(pid)
+        pidfd.remember([(pid, process.start if process is not None else 0)])  # 0: it has ended already
+        self._pids.append(pid)
+
     def _check_log(self) -> None:
         with contextlib.suppress(OSError):
             if os.stat(self._log, follow_symlinks=False).st_size > LARGEST_LOG:
@@ -87,7 +96,7 @@ class RuntimeThread:
 
     def _work(self) -> None:
         try:
-            self._ended.append(self._run(self._pids.append))
+            self._ended.append(self._run(self._note_started))
         except GpusnapError as error:
             self._ended.append(error)
         except Exception as error:  # of whatever kind, it is for who waits, not for the end of this thread

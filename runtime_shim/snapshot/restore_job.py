@@ -54,6 +54,8 @@ class Job:
     """Where its chunks come from, if not from the image directory."""
     ahead: bool = False
     """CRIU's images that are in chunks came from the `gpusnap restore` that this is of."""
+    joined_regions: bool = False
+    """The GPUs' memory comes from a load process, which has claimed RAM for it."""
     bulk: BulkCopy | None = None
     """Memory of the processes that CRIU leaves to us."""
     entry: restore_record.Restore | None = None

@@ -42,7 +42,7 @@ from gpusnap.runtime_shim.snapshot.memory import bulk_copy, transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
 from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
-from gpusnap.runtime_shim.snapshot.records.reservations import GpuClaim, claim
+from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, claim
 from gpusnap.runtime_shim.snapshot.restore_job import Job
 
 _WRITTEN = ("restore.log", "stats-restore")
@@ -97,7 +97,10 @@ def _begin_bulk_copy(job: Job, config: dict[str, Any]) -> bulk_copy.BulkCopy | N
     memory = job.settings.memory
     if not memory.parallel_restore or memory.ceiling:
         return None
-    found = bulk_copy.begin(job.images, config, job.settings.criu.options, threads=memory.threads)
+    # runtime/options.py: crun does not take it, and runc 1.2 ignores it.
+    named = job.call.globals.criu if job.real.kind == "runc" and job.real.version < (1, 2) else None
+    options = job.settings.criu.options
+    found = bulk_copy.begin(job.images, config, options, threads=memory.threads, criu=named or "")
     if found is not None:
         job.cleanup.callback(found.close)
     return found
@@ -116,7 +119,8 @@ def _start_reading(job: Job) -> Rebuilding | JoinedImages | None:
         joined = join.join(job.record, job.key, memory)
         if joined is not None:
             job.cleanup.callback(joined.close)
-    if has_regions and (joined is None or not joined.regions):
+    job.joined_regions = joined is not None and bool(joined.regions)
+    if has_regions and not job.joined_regions:
         space.check_memory_to_restore(job.record, memory)
     if job.record.pages == StoreHome.kind:
         fetching = job.fetching = job.cleanup.enter_context(
@@ -181,7 +185,10 @@ def _choose(
     if chosen.refusal:
         raise chosen.make_refusal()
     new = dict(chosen.pairs)
-    room.take({new[gpu.uuid]: gpu.memory_used for gpu in job.record.gpus})
+    taken = {new[gpu.uuid]: gpu.memory_used for gpu in job.record.gpus}
+    if not job.joined_regions:  # else the load process has claimed it
+        taken[RAM] = space.measure_beside_images(job.record)
+    room.take(taken)
     return chosen.pairs
 
 

@@ -94,6 +94,8 @@ class Tracer:
         self._errands: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
         self._wake, self._started = threading.Event(), threading.Event()
         self._over = False
+        self._process = -1
+        """A pidfd where it is guarded: another process may have its PID once it has ended."""
         self._refusal: OSError | GpusnapError | None = None
         self._failure: OSError | None = None
         self.lost = ""
@@ -169,6 +171,7 @@ class Tracer:
             self._refusal = error
             with suppress(OSError):
                 self._release()
+            self._close()
             self._started.set()
             return
         self._started.set()
@@ -181,12 +184,21 @@ class Tracer:
                 self._release()
             except OSError as error:
                 self._failure = error
+            self._close()
+
+    def _close(self) -> None:
+        descriptor, self._process = self._process, -1
+        if descriptor >= 0:
+            with suppress(OSError):  # it is closed all the same (close(2))
+                os.close(descriptor)
 
     def _take(self) -> None:
         for tid in self.tids:
             self._tracees[tid] = Tracee(self.pid, tid)
             if self._exit_kill:
                 self._tracees[tid].set_options(ptrace.EXITKILL)
+        if self._guard:  # now: no other process gets the PID of one with a traced thread
+            self._process = os.pidfd_open(self.pid)
         if self._watch is not None:
             try:
                 self._watch.begin(self._tracees[self.tids[0]])
@@ -258,7 +270,7 @@ class Tracer:
         if any(state(self.pid, tid) in "RSD" for tid in self._list_untraced()):
             self.stopped_again += 1
             with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGSTOP)
+                signal.pidfd_send_signal(self._process, signal.SIGSTOP)
 
     def _list_untraced(self) -> Iterable[int]:
         """A thread that nobody traces: the main one, if it can be. None where all are traced."""

@@ -47,8 +47,12 @@ Stage = Callable[[int, Busy], None]
 class Gate:
     """Listens until it is closed."""
 
-    def __init__(self, path: str, launcher: str, stages: Mapping[str, Stage]) -> None:
-        """`path`: of the socket, in a directory of root alone. Raises OSError, and RuntimeFailed."""
+    def __init__(self, path: str, launcher: str, stages: Mapping[str, Stage], *, criu: str = "") -> None:
+        """`path`: of the socket, in a directory of root alone. `criu`: as for criu_version.
+
+        Raises OSError, and RuntimeFailed.
+        """
+        self._criu = criu
         self._path, self._launcher, self._stages = path, launcher, stages
         self._probed = False
         self.error: GpusnapError | None = None
@@ -73,7 +77,7 @@ class Gate:
 
         An earlier version's launcher is none, and a file system may be mounted without the right to execute.
         """
-        version = _VERSION.match(criu_version())
+        version = _VERSION.match(criu_version(self._criu) if self._criu else criu_version())
         if version is None or (int(version[1]), int(version[2])) < _OLDEST or " " in self._launcher:
             return False
         try:

@@ -23,9 +23,12 @@ _FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @functools.cache
-def criu_version() -> str:
-    """Its version, e.g. 4.1.1; "unknown" where it cannot be asked: the runtime will say so better."""
-    program = _program()
+def criu_version(named: str = "") -> str:
+    """Its version, e.g. 4.1.1; "unknown" where it cannot be asked: the runtime will say so better.
+
+    `named`: the program that the caller of the runtime has named, if the runtime takes that.
+    """
+    program = shutil.which(named) if named else _program()
     if program is None:
         return "unknown"
     try:

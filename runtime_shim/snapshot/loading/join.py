@@ -36,6 +36,7 @@ from gpusnap.runtime_shim.snapshot.loading.board import (
     list_regions,
     number_chunks,
 )
+from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
 from gpusnap.runtime_shim.snapshot.loading.source import Rebuilding
 from gpusnap.runtime_shim.snapshot.memory import transfer
 
@@ -196,6 +197,8 @@ def join(
         if facts.identity != digest_contents(files, regions):
             raise ValueError("it loads another checkpoint")
         owner = facts.owner
+        if not may_open(OF_A_FILE * len(regions)):  # the limit is ours, not that of the load process
+            raise ValueError("its files are more than this process may open")
         joined = Joined(board, owner, files, regions, stage)
         try:
             joined.take_files(facts.descriptors)

@@ -13,6 +13,9 @@ Nothing has a name before it is the runtime's, so nothing is left of a load proc
 runtime that never comes. Nobody depends on the load process: where it has ended, has failed or gets no
 further, the runtime ends it and loads the rest itself, and reports what is wrong with a chunk. It ends with
 the command.
+
+Until all is loaded it claims the RAM for that (records/reservations.py), as checkpoints and other restores
+do. Where there is too little beside their claims, nothing is loaded ahead. A claim ends with its process.
 """
 
 from __future__ import annotations
@@ -33,7 +36,6 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store import read_rate
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Unnamed
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
@@ -45,9 +47,11 @@ from gpusnap.runtime_shim.snapshot.loading.board import (
     list_regions,
     number_chunks,
 )
+from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
 from gpusnap.runtime_shim.snapshot.loading.prefetch import can_be_staged
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
+from gpusnap.runtime_shim.snapshot.records.reservations import RAM, claim
 
 # Seconds between two looks at what the runtime waits for.
 _LOOK = 0.002
@@ -56,6 +60,8 @@ _LOOK = 0.002
 _READS = 2
 # Workers at work until then: a half of the cores is left to Podman, the runtime and CRIU.
 _PART_AT_FIRST = 2
+# Seconds to wait for others that claim memory: the runtime does not wait for the load process for long.
+_PATIENCE = 2.0
 
 
 class _Metered:
@@ -85,14 +91,16 @@ class Loading:
         blobs: Blobs,
         settings: Memory,
         store: str = "",
+        claimed: contextlib.ExitStack | None = None,
     ) -> None:
-        """`store`: where to note what its disk delivers.
+        """`store`: where to note what its disk delivers. `claimed`: RAM, until all is loaded.
 
         Raises OSError, GpusnapError, OciError, and RuntimeError where no thread can be started.
         """
         self._store = store
         tables = [*(file.table for file in files), *(region.table for _, region in regions)]
         self._meter = ReadMeter(drop=space.would_evict(tables))
+        self._claimed = claimed or contextlib.ExitStack()
         self._stage = Unnamed()
         self._areas: list[Area] = []
         self._board: Board | None = None
@@ -125,7 +133,7 @@ class Loading:
         descriptors = tuple(each.descriptor for each in self._areas)
         facts = Facts(owner, identity, bool(files), bool(regions), descriptors)
         board = self._board = Board.create(len(self._numbers), facts)
-        workers = settings.threads or copies.cores()
+        workers = transfer.reading_threads(settings)
         self._workers = workers
         self._reads = threading.Semaphore(_READS)
         self._turns = threading.Semaphore(max(1, workers // _PART_AT_FIRST))
@@ -167,6 +175,7 @@ class Loading:
             self._thread.join()
         for each in self._readings:
             each.close()
+        self._claimed.close()
         if self._board is not None:
             self._board.close()
         for area in self._areas:
@@ -192,6 +201,7 @@ class Loading:
                 for one in self._readings:
                     one.check()
                 if all(one.complete for one in self._readings):
+                    self._claimed.close()  # from now on it is no free RAM
                     board.write_state(State.DONE)
                     if self._store and (rate := self._meter.rate) is not None:
                         read_rate.remember(self._store, rate)
@@ -199,6 +209,7 @@ class Loading:
         except Exception:  # the runtime comes upon it as well, and reports it
             for one in self._readings:
                 one.close()
+            self._claimed.close()
             board.write_state(State.FAILED)
 
 
@@ -211,25 +222,34 @@ def load(record: Manifest, path: str, settings: Memory) -> str:
 
     "" where there is nothing to load, or no RAM for it. Raises as `Loading`.
     """
-    files, regions = choose_contents(record, settings)
-    if not files and not regions:
-        return ""
-    loading = Loading(files, regions, Layout(path), settings, path)
+    with contextlib.ExitStack() as claimed:
+        room = claimed.enter_context(claim(patience=_PATIENCE))
+        files, regions = choose_contents(record, settings, reserved=room.reserved.get(RAM, 0))
+        if not files and not regions:
+            return ""
+        # CRIU makes as much again of its images.
+        size = 2 * sum(each.table.size for each in files) + sum(each.table.size for _, each in regions)
+        room.take({RAM: size})
+        loading = Loading(files, regions, Layout(path), settings, path, claimed.pop_all())
     _loadings.append(loading)
     return loading.path
 
 
 def choose_contents(
-    record: Manifest, settings: Memory
+    record: Manifest, settings: Memory, *, reserved: int = 0
 ) -> tuple[tuple[FileRecord, ...], tuple[tuple[int, RegionRecord], ...]]:
-    """CRIU's images, and the GPUs' memory with its processes' PIDs, that a restore has in RAM."""
+    """CRIU's images, and the GPUs' memory with its processes' PIDs, that a restore has in RAM.
+
+    `reserved`: bytes that others are about to take.
+    """
     if settings.ceiling:  # it is the runtime's
         return (), ()
-    files = record.files if space.has_memory_for_images(record, settings) else ()
+    fits = space.has_memory_for_images(record, settings, reserved=reserved)
+    files = record.files if fits and may_open(OF_A_FILE * len(record.files)) else ()
     regions = list_regions(record)
     try:
         if regions:
-            space.check_memory_to_restore(record, settings)
+            space.check_memory_to_restore(record, settings, reserved=reserved)
     except Refused:  # which the runtime reports
         return (), ()
     return files, regions if can_be_staged(regions, settings, more=len(files)) else ()

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import resource
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +43,7 @@ from gpusnap.runtime_shim.records.manifest import FOLDER, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.loading.board import list_regions
 from gpusnap.runtime_shim.snapshot.loading.demand_paging import DemandPaging, Waits, in_pages
+from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
 from gpusnap.runtime_shim.snapshot.loading.join import Joined, JoinedMemory
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
@@ -58,25 +58,15 @@ _READS = 2
 # took 0.32 s beside 12 workers and 0.11 s beside 4, and all of a restore 4.8 and 3.9 s; on 32 cores it took
 # 0.23 s beside 8 of 24.
 _AT_FIRST, _PART_AT_FIRST = 4, 2
-# Descriptors of a staged file: its own, and that of its mapping (cpython, Modules/mmapmodule.c).
-_OF_A_FILE = 2
-# Descriptors that are left to all else: the chunks, the processes, the runtime.
-_SPARE = 64
 # What is staged goes when the restore fails, so that nobody is sent to look for it.
 _CHANGED = "run gpusnap verify to check the checkpoint for damage, and restore another one if it is damaged"
-
-
-def _may_open(count: int) -> bool:
-    """Whether there may be so many descriptors more, and some for all else that is to be opened."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return most == resource.RLIM_INFINITY or len(os.listdir("/proc/self/fd")) + count + _SPARE <= most
 
 
 def can_be_staged(regions: Sequence[tuple[int, RegionRecord]], settings: Memory, *, more: int = 0) -> bool:
     """Whether regions may have a file each, with so many more files: the ceiling and this host allow it."""
     working = max((c.stored for _, r in regions for c in r.table.chunks), default=0)
     working *= transfer.reading_threads(settings)
-    if not mount_namespace.is_lasting() or not _may_open(_OF_A_FILE * (len(regions) + more)):
+    if not mount_namespace.is_lasting() or not may_open(OF_A_FILE * (len(regions) + more)):
         return False
     return not settings.ceiling or sum(r.table.size for _, r in regions) <= settings.ceiling - working
 

@@ -38,6 +38,7 @@ from gpusnap.runtime_shim.errors import ImageError, Refused, reason
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
+from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
 from gpusnap.runtime_shim.snapshot.preflight import space
@@ -292,7 +293,7 @@ class Rebuilding:
         self._folder, self._files, self._blobs = folder, files, blobs
         self._threads, self._ceiling = threads or copies.cores(), ceiling
         self._stage = stage
-        self._in_ram = True
+        self._in_ram = may_open(OF_A_FILE * len(files))
         """Whether that is to be tried."""
         self._areas: dict[int, Area] = {}
         self._opened = contextlib.ExitStack()

@@ -97,7 +97,7 @@ class _Plan:
 class BulkCopy:
     """Private memory of one restore. To be closed before its view of the images is removed."""
 
-    def __init__(self, view: str, launcher: str, *, threads: int) -> None:
+    def __init__(self, view: str, launcher: str, *, threads: int, criu: str = "") -> None:
         """`view`: the directory that CRIU is to read, of root alone. `threads`: 0 for one for each core.
 
         Raises OSError and GpusnapError; CRIU restores everything then.
@@ -107,7 +107,7 @@ class BulkCopy:
         self.told = Told()
         self._switched = self._copied = False
         stages = {PRE_RESTORE: self._switch, POST_RESTORE: self._copy}
-        self._gate = Gate(os.path.join(view, _SOCKET), launcher, stages)
+        self._gate = Gate(os.path.join(view, _SOCKET), launcher, stages, criu=criu)
         self._pool = ThreadPoolExecutor(2, "gpusnap-bulk")
         try:
             self._works: Future[bool] = self._pool.submit(self._gate.works)
@@ -169,10 +169,13 @@ class BulkCopy:
         self.told = Told(size, len(taken), round(time.monotonic() - begun, 6))
 
 
-def begin(view: str, config: Mapping[str, Any], options: Sequence[str], *, threads: int) -> BulkCopy | None:
+def begin(
+    view: str, config: Mapping[str, Any], options: Sequence[str], *, threads: int, criu: str = ""
+) -> BulkCopy | None:
     """Plan what CRIU need not restore of the images in a view; None where it shall restore everything.
 
     `config`: the container's config.json; `options`: those of CRIU that the settings name.
+    `criu`: the program, if the runtime's caller has named one.
     """
     launcher = locate.launcher()
     if not launcher or os.uname().machine != "x86_64" or _is_bound(config):
@@ -180,7 +183,7 @@ def begin(view: str, config: Mapping[str, Any], options: Sequence[str], *, threa
     if any(option.split("#", 1)[0].strip().removeprefix("--") in _OTHER_WAYS for option in options):
         return None
     with contextlib.suppress(OSError, GpusnapError):
-        return BulkCopy(view, launcher, threads=threads)
+        return BulkCopy(view, launcher, threads=threads, criu=criu)
     return None
 
 

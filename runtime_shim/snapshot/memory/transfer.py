@@ -195,7 +195,8 @@ def own(key: str, pid: int) -> None:
 def reading_threads(settings: Memory) -> int:
     """How many threads of a restore read and decode the GPUs' memory.
 
-    Some cores are left to the runtime and to CRIU, which nobody would wait for any shorter else.
+    In the runtime and in a load process; the encodings of chunks are chosen for as many. Some cores are left
+    to the runtime and to CRIU, which nobody would wait for any shorter else.
     """
     return settings.threads or max(1, copies.cores() * 3 // 4)
 

@@ -30,29 +30,32 @@ def check_memory(
     are about to take.
     """
     need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
-    free = _measure_available()
-    _check_fits(need, "must move to", "this host", None if free is None else max(0, free - reserved))
+    _check_fits(need, "must move to", "this host", _measure_left(reserved))
     _check_fits(need, "must move to", "the container's memory limit", _limit(init))
     _check_own_cgroup(need, "must move to", settings)
 
 
-def check_memory_to_restore(record: Manifest, settings: Memory) -> None:
-    """The memory that is not in CRIU's images has to fit beside what runs on this host."""
-    need = _measure_beside_images(record)
-    _check_fits(need, "must pass through", "this host", _measure_available())
+def check_memory_to_restore(record: Manifest, settings: Memory, *, reserved: int = 0) -> None:
+    """The memory that is not in CRIU's images has to fit beside what runs on this host.
+
+    `reserved`: as for `check_memory`.
+    """
+    need = measure_beside_images(record)
+    _check_fits(need, "must pass through", "this host", _measure_left(reserved))
     _check_own_cgroup(need, "must pass through", settings)
 
 
-def has_memory_for_images(record: Manifest, settings: Memory) -> bool:
+def has_memory_for_images(record: Manifest, settings: Memory, *, reserved: int = 0) -> bool:
     """Whether CRIU's images that are in chunks fit into RAM for a restore.
 
     Beside the GPUs' memory and what CRIU makes of them, here and within the limit of our own cgroup. They do
     not where memory.ceiling says how much gpusnap may use, nor where what is staged would not outlive us.
+    `reserved`: as for `check_memory`.
     """
     if settings.ceiling or not mount_namespace.is_lasting():
         return False
-    need = _measure_beside_images(record) + 2 * sum(each.table.size for each in record.files)
-    return all(free is None or need <= free for free in (_measure_available(), _limit(os.getpid())))
+    need = measure_beside_images(record) + 2 * sum(each.table.size for each in record.files)
+    return all(free is None or need <= free for free in (_measure_left(reserved), _limit(os.getpid())))
 
 
 def would_evict(tables: Sequence[Table]) -> bool:
@@ -65,7 +68,7 @@ def would_evict(tables: Sequence[Table]) -> bool:
     return unused is not None and unused < sum(blobs.values()) + sum(table.size for table in tables)
 
 
-def _measure_beside_images(record: Manifest) -> int:
+def measure_beside_images(record: Manifest) -> int:
     """Bytes of memory that are not in CRIU's images."""
     return sum(region.table.size for process in record.processes for region in process.regions)
 
@@ -136,6 +139,12 @@ def _free(folder: str) -> int:
 def _measure_available() -> int | None:
     """What this host has left; None where it does not tell."""
     return proc.available_memory() or None
+
+
+def _measure_left(reserved: int) -> int | None:
+    """The same, beside bytes that are reserved."""
+    free = _measure_available()
+    return None if free is None else max(0, free - reserved)
 
 
 def _limit(init: int) -> int | None:

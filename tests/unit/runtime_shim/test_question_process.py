@@ -107,7 +107,7 @@ def test_a_child_that_not_even_sigkill_ends(tmp_path: Path) -> None:
     program = f"""
 import os, signal, time
 from gpusnap.runtime_shim import question_process
-os.kill = lambda *_: None
+signal.pidfd_send_signal = lambda *_: None
 try:
     question_process.ask(os.getpid(), "x", os.open, {str(tmp_path / "fifo")!r}, os.O_RDONLY, within=0.3)
 except question_process.Unanswered:
@@ -132,6 +132,78 @@ def test_a_child_that_is_killed() -> None:
     os.kill(forker.pid, signal.SIGKILL)
     os.kill(ask(ME, "x", os.getpid), signal.SIGKILL)
     assert ask(ME, "x", os.getpid)
+
+
+def test_a_pid_that_was_used_again() -> None:
+    """Where the forker has ended, so may a worker's PID be another process': that is not killed."""
+    child = ask(ME, "x", os.getpid)
+    worker = question_process._State.idle[-1]
+    assert worker.pid == child
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        worker.pid = other.pid
+        with pytest.raises(Unanswered):
+            ask(ME, "x", time.sleep, 600, within=0.2)
+        wait_for(lambda: not proc.is_running(child), "its end")
+        assert other.communicate(b"there", timeout=60)[0] == b"there"
+    assert ask(ME, "x", os.getpid) != child
+
+
+def test_a_forker_s_pid_that_was_used_again() -> None:
+    """It has ended, and nobody has kept its PID where SIGCHLD is ignored."""
+    question_process.end()
+    ask(ME, "x", os.getpid)
+    forker = question_process._State.forker
+    assert forker is not None
+    ours = forker.pid
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        forker.pid = other.pid
+        question_process.end()
+        assert not proc.is_running(ours)
+        assert other.communicate(b"there", timeout=60)[0] == b"there"
+
+
+def test_a_child_that_is_stopped() -> None:
+    """It takes no question, however long that is: the deadline holds for the sending, too."""
+    child = ask(ME, "x", os.getpid)
+    os.kill(child, signal.SIGSTOP)
+    wait_for(lambda: proc.is_still(child), "the stop")
+    late = threading.Timer(20, os.kill, (child, signal.SIGKILL))  # a failure is not to hang
+    late.start()
+    before = time.monotonic()
+    try:
+        with pytest.raises(Unanswered):
+            ask(ME, "x", len, bytes(8 << 20), within=0.5)
+    finally:
+        late.cancel()
+    assert time.monotonic() - before < 10
+    wait_for(lambda: not proc.is_running(child), "its end")
+    assert ask(ME, "x", os.getpid) != child
+
+
+def test_a_forker_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one takes its place."""
+    question_process.end()
+    monkeypatch.setattr(question_process, "_START", 0.5)
+    child = ask(ME, "x", os.getpid)
+    forker = question_process._State.forker
+    assert forker is not None
+    os.kill(forker.pid, signal.SIGSTOP)
+    wait_for(lambda: proc.is_still(forker.pid), "the stop")
+    os.kill(child, signal.SIGKILL)
+    assert ask(ME, "x", os.getpid) != child
+    assert not proc.is_running(forker.pid)
+
+
+def test_no_descriptor_is_left() -> None:
+    """Of workers and forkers that were ended."""
+    question_process.end()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        ask(ME, "x", os.getpid)
+        with pytest.raises(Unanswered):
+            ask(ME, "x", time.sleep, 600, within=0.1)
+        question_process.end()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_after_a_fork() -> None:
@@ -213,7 +285,7 @@ def test_an_answer_that_nobody_has_waited_for(
         def __init__(self, whole: socket.socket) -> None:
             self.whole = whole
 
-        def recv(self, size: int) -> bytes:
+        def recvmsg(self, *_: int) -> bytes:
             forker._socket = self.whole
             raise error
 

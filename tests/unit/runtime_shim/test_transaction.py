@@ -247,7 +247,7 @@ def test_a_signal_before_the_child_stands_for_us() -> None:
     with subprocess.Popen(["sleep", "1000"]) as child, make_interruptible(), Transaction() as transaction:
         transaction.commit()
         stop()
-        with forward_signals(child.pid):
+        with forward_signals(child.send_signal):
             assert child.wait(60) == -signal.SIGTERM
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 from fakes import wait_for
 
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace.tracee import state
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
@@ -21,6 +22,25 @@ print(flush=True)
 while True:
     signal.pause()
 """
+
+
+def test_a_pid_that_was_used_again() -> None:
+    """The process that was to stand has ended: no other one is stopped in its place."""
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+    ):
+        try:
+            before = len(os.listdir("/proc/self/fd"))
+            with Tracer(child.pid, ()) as tracer:
+                wait_for(lambda: proc.is_still(child.pid), "the stop")
+                tracer.pid, seen = other.pid, tracer.stopped_again
+                wait_for(lambda: tracer.stopped_again > seen, "the next look")
+                assert other.communicate(b"there", timeout=20)[0] == b"there"
+            assert len(os.listdir("/proc/self/fd")) == before - 2  # those of the other's pipes
+        finally:
+            child.kill()
+            other.kill()
 
 
 def test_one_that_ends_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,22 @@ def test_a_criu_that_is_too_old(gate: Gate, version: str, monkeypatch: pytest.Mo
     assert not gate.works()
 
 
+@pytest.mark.parametrize("version", ["3.18", "4.1"])
+def test_the_criu_that_will_run(
+    launcher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """Where the runtime is told of another one than that on PATH."""
+    for folder, text in (("path", "4.0" if version == "3.18" else "3.0"), ("named", version)):
+        program = tmp_path / folder / "criu"
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\necho Version: {text}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
+    found = Gate(str(tmp_path / "other"), str(launcher), {}, criu=str(tmp_path / "named" / "criu"))
+    with closing(found):
+        assert found.works() == (version == "4.1")
+
+
 BROKEN: dict[str, Callable[[Path], object]] = {
     "not executable": lambda path: path.chmod(0o644),
     "missing": lambda path: path.unlink(),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from gpusnap.runtime_shim.runtime.criu import descendants
 from gpusnap.runtime_shim.runtime.criu.run import Invocation
 from gpusnap.runtime_shim.snapshot import foreground
 from gpusnap.runtime_shim.snapshot.foreground import RuntimeThread
-from gpusnap.runtime_shim.transaction import hold_signals, make_interruptible
+from gpusnap.runtime_shim.transaction import Transaction, hold_signals, make_interruptible
 
 # A runtime with a child, and a grandchild in a session of its own.
 TREE = 'echo $$ >>"$0"; sh -c "$1" "$0" & wait'
@@ -72,6 +73,39 @@ def test_a_failure_ctrl_c_or_sigterm_runs_them_backwards(
         RuntimeThread(running(file), str(tmp_path / "restore.log")).wait_until_restored(None)
     sender.join()
     ended(file, bystander)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_pid_that_was_used_again(
+    tmp_path: Path, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """A signal that comes when the runtime has ended reaches no process that has its PID by then."""
+    real, over = proc.process, threading.Event()
+
+    def run(started: Callable[[int], object]) -> Invocation:
+        # What /proc says of the runtime: it began earlier than the bystander, or it is a zombie already.
+        with monkeypatch.context() as patched:
+            found = real(bystander.pid)
+            assert found is not None
+            shown = replace(found, start=found.start - 1) if late else None
+            patched.setattr(proc, "process", lambda _: shown)
+            started(bystander.pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+        over.wait(60)
+        return Invocation(0, "", "")
+
+    file = tmp_path / "pid"
+    file.write_text("1")
+    thread = RuntimeThread(run, str(tmp_path / "restore.log"))
+    with make_interruptible(), Transaction() as transaction, hold_signals():
+        assert thread.wait_until_restored(str(file))
+        wait_for(lambda: bool(thread._pids), "its start")
+        transaction.commit()
+        timer = threading.Timer(0.1, over.set)
+        timer.start()
+        thread.stand_for("crun")
+    with pytest.raises(subprocess.TimeoutExpired):
+        bystander.wait(0.2)
 
 
 def test_a_log_without_end(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
@@ -37,7 +40,9 @@ from gpusnap.runtime_shim.snapshot.loading.join import Joined, JoinedImages, Joi
 from gpusnap.runtime_shim.snapshot.loading.load_process import Loading
 from gpusnap.runtime_shim.snapshot.loading.source import Rebuilding
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
+from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
+from gpusnap.runtime_shim.snapshot.records import reservations
 
 KIB = 1 << 10
 KEY = "some-key"
@@ -569,6 +574,69 @@ def test_digests_are_part_of_the_contents(record: Manifest) -> None:
     assert len(found) == 3
 
 
+@contextmanager
+def limit_descriptors(more: int) -> Iterator[None]:
+    """This process may open so many files more than it has open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def many_regions(record: Manifest, layout: Layout) -> Manifest:
+    """Without a file, and with more regions than a runtime with few descriptors may open."""
+    sources = [Buffer(bytearray(os.urandom(4 * KIB))) for _ in range(100)]
+    tables = write(sources, layout, threads=2, ceiling=64 << 20, chunk_size=4 * KIB, level=0)
+    regions = tuple(RegionRecord(at << 30, table) for at, table in enumerate(tables, 1))
+    return replace(record, processes=(replace(record.processes[0], regions=regions),), files=())
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_runtime_that_may_open_few_files(
+    many_regions: Manifest, layout: Layout, stage: Path, fits: bool
+) -> None:
+    """The load process had another limit. What could not be finished is not begun, and frees its RAM."""
+    with child(many_regions, layout) as (environment, pid):
+        wait_until_done(environment)
+        # With those that JoinedMemory, demand paging and the rest of a restore open.
+        with limit_descriptors(300 if fits else 210):
+            joined = join(many_regions, KEY, Memory(), environment)
+        if not fits:
+            assert joined is None
+            assert not proc.is_running(pid)
+            assert list(stage.iterdir()) == []
+            return
+        assert joined is not None
+        with closing(joined):
+            assert len(joined.areas) == 100
+            joined.drop_areas()
+
+
+def test_a_load_process_that_may_open_few_files(record: Manifest) -> None:
+    """It has none in RAM, and neither has a runtime that puts the images together."""
+    files = tuple(replace(record.files[0], name=f"pages-{number}.img") for number in range(50))
+    many = replace(record, files=files)
+    with limit_descriptors(110):
+        assert load_process.choose_contents(many, Memory()) == ((), boards.list_regions(record))
+
+
+def test_images_of_a_runtime_that_may_open_few_files(
+    record: Manifest, layout: Layout, tmp_path: Path, content: bytes
+) -> None:
+    """They are put together on the disk, with one descriptor for each in place of two."""
+    files = tuple(replace(record.files[0], name=f"pages-{number}.img") for number in range(50))
+    blobs = Layout(layout.path)
+    with limit_descriptors(110):
+        found = Rebuilding(files, blobs, str(tmp_path), threads=2, ceiling=64 << 20, stage=tmpfs.Stage(KEY))
+        with closing(found):
+            found.result()
+            assert set(found.paths.values()) == {str(tmp_path / each.name) for each in files}
+            assert (tmp_path / "pages-49.img").read_bytes() == content
+
+
 def test_what_a_load_process_takes(record: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images where there is RAM for two copies; regions where they may be staged."""
     files, regions = load_process.choose_contents(record, Memory())
@@ -577,19 +645,112 @@ def test_what_a_load_process_takes(record: Manifest, monkeypatch: pytest.MonkeyP
     for ceiling in (8 * KIB, 64 << 30):
         assert load_process.choose_contents(record, Memory(ceiling=ceiling)) == ((), ())
     with monkeypatch.context() as patched:
-        patched.setattr(space, "has_memory_for_images", lambda *_: False)
+        patched.setattr(space, "has_memory_for_images", lambda *_, **__: False)
         assert load_process.choose_contents(record, Memory()) == ((), regions)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise Refused("there is no RAM")
 
     monkeypatch.setattr(space, "check_memory_to_restore", refuse)
     assert load_process.choose_contents(record, Memory()) == ((), ())
 
 
+@pytest.mark.parametrize("threads", [0, 5])
+def test_its_workers(record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """As many as the encodings of the chunks were chosen for."""
+    monkeypatch.setattr(copies, "cores", lambda: 8)
+    settings = Memory(threads=threads)
+    files, regions = load_process.choose_contents(record, settings)
+    with closing(Loading(files, regions, layout, settings)) as found:
+        assert found._workers == transfer.reading_threads(settings) == (threads or 6)
+
+
 @pytest.fixture
-def forker() -> Iterator[None]:
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where RAM is claimed."""
+    folder = str(tmp_path / "gpusnap" / "room")
+    monkeypatch.setattr(load_process, "claim", partial(reservations.claim, folder))
+    monkeypatch.setattr(load_process, "_loadings", [])
+    return folder
+
+
+def needed(record: Manifest) -> int:
+    """Bytes that a restore needs: two copies of CRIU's images, and the region."""
+    return 2 * record.files[0].table.size + record.processes[0].regions[0].table.size
+
+
+def test_two_at_once(room: str, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one is about to load, the other does not take for free; nor what a checkpoint is to move."""
+    monkeypatch.setattr(proc, "available_memory", lambda: 2 * needed(record) - 1)
+    gate = Gate(layout, memory_blobs(record))
+    monkeypatch.setattr(load_process, "Layout", lambda _: gate)
+    assert load_process.load(record, layout.path, Memory(threads=2))
+    (first,) = load_process._loadings
+    with closing(first):
+        assert reservations.read_reserved(room) == {reservations.RAM: needed(record)}
+        # It has RAM for the region, and CRIU's images go to the disk.
+        assert load_process.choose_contents(record, Memory(), reserved=needed(record))[0] == ()
+        with reservations.claim(room) as checkpoint:
+            checkpoint.take({reservations.RAM: needed(record)})
+            assert load_process.load(record, layout.path, Memory(threads=2)) == ""
+        gate.open()
+        wait_for(lambda: reservations.read_reserved(room) == {}, "the end of its claim")
+        assert read_state({VARIABLE: first.path}) in (State.AT_WORK, State.DONE)
+    assert load_process._loadings == [first]
+
+
+def test_a_claim_goes_with_its_load_process(
+    room: str, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it fails, is closed, or is killed."""
+    gate = Gate(layout, memory_blobs(record))
+    monkeypatch.setattr(load_process, "Layout", lambda _: gate)
+    assert load_process.load(record, layout.path, Memory(threads=2))
+    (one,) = load_process._loadings
+    assert reservations.read_reserved(room)
+    gate.open()
+    one.close()
+    assert reservations.read_reserved(room) == {}
+    damage(layout, memory_blobs(record)[0])
+    assert load_process.load(record, layout.path, Memory(threads=2))
+    failing = load_process._loadings[-1]
+    with closing(failing):
+        wait_for(lambda: read_state({VARIABLE: failing.path}) is State.FAILED, "its failure")
+        assert reservations.read_reserved(room) == {}
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            gate._opened = threading.Event()
+            load_process.load(record, layout.path, Memory(threads=2))
+            os.write(writing, b"x")
+            threading.Event().wait(60)
+        finally:
+            os._exit(1)
+    assert os.read(reading, 1) == b"x"
+    assert reservations.read_reserved(room) == {reservations.RAM: needed(record)}
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert reservations.read_reserved(room) == {}
+    os.close(reading)
+    os.close(writing)
+    tmpfs.tidy()
+
+
+def test_others_that_claim_for_long(
+    room: str, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is loaded ahead."""
+    monkeypatch.setattr(load_process, "_PATIENCE", 0.1)
+    with reservations.claim(room), pytest.raises(GpusnapError, match=r"kept .* locked"):
+        load_process.load(record, layout.path, Memory(threads=2))
+    assert load_process._loadings == []
+
+
+@pytest.fixture
+def forker(room: str) -> Iterator[None]:
     """What load processes are forked by."""
+    question_process.end()
     question_process.start()
     yield
     question_process.end()

@@ -36,6 +36,7 @@ from gpusnap.runtime_shim.snapshot.loading.source import Fetching
 from gpusnap.runtime_shim.snapshot.memory import bulk_copy
 from gpusnap.runtime_shim.snapshot.memory.bulk_copy import Told
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
+from gpusnap.runtime_shim.snapshot.restore_job import Job
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
 
@@ -494,6 +495,32 @@ def test_somebody_else_has_the_room(scene: Scene) -> None:
     assert scene.restore("--detach").code == 0
 
 
+@pytest.mark.parametrize("joined", [True, False])
+def test_memory_is_claimed(scene: Scene, monkeypatch: pytest.MonkeyPatch, joined: bool) -> None:
+    """The GPUs' memory passes through RAM: a checkpoint meanwhile does not count on it. Not claimed twice."""
+    pid = scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)
+    record = a_manifest(pids=[pid])
+    region = RegionRecord(4096, Table(8192, ()))
+    image(scene, replace(record, processes=(replace(record.processes[0], regions=(region,)),)))
+    monkeypatch.setattr(WrongContent, "_wrong", lambda _: None)
+    monkeypatch.setattr(WrongContent, "told", Waits(0, 0.0), raising=False)
+    monkeypatch.setattr(restore_plan, "Filling", WrongContent)
+    read = restore_plan._start_reading
+
+    def start_reading(job: Job) -> object:
+        found = read(job)
+        job.joined_regions = joined
+        return found
+
+    monkeypatch.setattr(restore_plan, "_start_reading", start_reading)
+    claimed: list[int] = []
+    look = reservations.read_reserved
+    scene.driver.when("restore", lambda _: claimed.append(look(scene.room).get(reservations.RAM, 0)), pid)
+    assert scene.restore("--detach").code == 0
+    assert claimed == [0 if joined else 8192]
+    assert look(scene.room) == {}
+
+
 def test_the_wrong_devices(scene: Scene) -> None:
     """A container whose GPU devices are not the plan's is not let run: it is removed."""
     suspended(scene)
@@ -691,7 +718,7 @@ def coming(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
     """A checkpoint of two processes, whose memory comes while the driver restores them; their PIDs."""
     monkeypatch.setattr(restore_plan, "Filling", Coming)
     space = "gpusnap.runtime_shim.snapshot.preflight.space"
-    monkeypatch.setattr(f"{space}.check_memory_to_restore", lambda *_: None)
+    monkeypatch.setattr(f"{space}.check_memory_to_restore", lambda *_, **__: None)
     pids = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2)]
     record = a_manifest(pids=pids)
     region = RegionRecord(4096, Table(4096, ()))
