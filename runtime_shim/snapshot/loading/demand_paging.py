@@ -159,7 +159,7 @@ class DemandPaging:
             self._over.set()
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all of it is there and may be read."""
         return self._over.is_set() and self._error is None
 

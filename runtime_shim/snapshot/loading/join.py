@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
 from gpusnap.oci.base.errors import Cancelled
-from gpusnap.oci.chunks.reader import Reading
+from gpusnap.oci.chunks.reader import Reader
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim.deadlines import wait_for_end
@@ -234,10 +234,10 @@ class JoinedImages:
         return self._own is None
 
     @property
-    def begun(self) -> bool:
-        """As Rebuilding.begun, for whoever comes behind; from any thread."""
+    def has_started_all(self) -> bool:
+        """As Rebuilding.has_started_all, for the reading after this one; from any thread."""
         if self._own is not None:
-            return self._own.begun
+            return self._own.has_started_all
         return self._joined.has_files() or not self._joined.is_at_work()
 
     def result(self) -> None:
@@ -262,23 +262,23 @@ class JoinedImages:
 
 
 class JoinedMemory:
-    """The GPUs' memory from a load process: a `Reading` whose workers are elsewhere, at first. To be closed.
+    """The GPUs' memory from a load process: a `Reader` whose workers are elsewhere, at first. To be closed.
 
-    `wait`, `check`, `hurry` and `close` are as those of gpusnap.oci.chunks.reader.Reading.
+    `wait`, `check`, `hurry` and `close` are as those of gpusnap.oci.chunks.reader.Reader.
     """
 
     def __init__(
         self,
         joined: Joined,
-        placed: Callable[[int, Chunk], None],
+        on_placed: Callable[[int, Chunk], None],
         progress: Callable[[int, int], None],
-        read: Callable[[Sequence[Table], Callable[[int, Chunk], None]], Reading],
+        read: Callable[[Sequence[Table], Callable[[int, Chunk], None]], Reader],
     ) -> None:
-        """`placed` and `progress` as for Reading. `read`: read chunks into the same regions, here.
+        """`on_placed` and `progress` as for Reader. `read`: read chunks into the same regions, here.
 
         Raises GpusnapError where no thread can be started.
         """
-        self._joined, self._placed, self._progress, self._read = joined, placed, progress, read
+        self._joined, self._placed, self._progress, self._read = joined, on_placed, progress, read
         self._tables = [region.table for _, region in joined.regions]
         self._chunks = [(at, chunk) for at, table in enumerate(self._tables) for chunk in table.chunks]
         self._numbers = number_chunks(self._tables)
@@ -289,7 +289,7 @@ class JoinedMemory:
         """All chunks before it are loaded."""
         self._wanted: list[tuple[int, int]] = []
         """What somebody waited for: each is told once, and the load process may end before it sees that."""
-        self._own: Reading | None = None
+        self._own: Reader | None = None
         self._error: BaseException | None = None
         self._closing, self._ended = threading.Event(), threading.Event()
         self._look = _LOOK
@@ -303,7 +303,7 @@ class JoinedMemory:
         self._look = _LOOK_CLOSELY
 
     def hurry(self, at: int, offset: int) -> None:
-        """As Reading.hurry."""
+        """As Reader.hurry."""
         self._wanted.append((at, offset))
         if self._own is not None:
             self._own.hurry(at, offset)
@@ -315,17 +315,17 @@ class JoinedMemory:
             self._joined.board.ask_for(self._joined.of_files + number)
 
     def check(self) -> None:
-        """As Reading.check."""
+        """As Reader.check."""
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """As Reading.wait; the loading has its own deadlines."""
+        """As Reader.wait; the loading has its own deadlines."""
         self._ended.wait()
         self.check()
 
     def close(self) -> None:
-        """As Reading.close."""
+        """As Reader.close."""
         self._closing.set()
         if self._own is not None:
             self._own.close()

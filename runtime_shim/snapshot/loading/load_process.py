@@ -24,8 +24,8 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.read_meter import ReadMeter
+from gpusnap.oci.chunks.reader import Reader
 from gpusnap.oci.chunks.table import Chunk
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.documents import Descriptor
@@ -94,7 +94,7 @@ class Loading:
         self._stage = Unnamed()
         self._areas: list[Area] = []
         self._board: Board | None = None
-        self._readings: list[reading.Reading] = []
+        self._readings: list[Reader] = []
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         try:
@@ -136,7 +136,7 @@ class Loading:
         for first, count, groups in ((0, len(files), ()), (len(files), len(regions), pids)):
             areas = self._areas[first : first + count]
             self._readings.append(
-                reading.Reading(
+                Reader(
                     tables[first : first + count],
                     blobs,
                     threads=workers,
@@ -144,10 +144,10 @@ class Loading:
                     targets=areas,
                     groups=groups,
                     prepare=partial(transfer.populate, dict(enumerate(areas))),
-                    placed=partial(placed, first),
+                    on_placed=partial(placed, first),
                     reads=self._meter.around(self._reads),
                     turns=self._turns,
-                    behind=self._readings[0] if self._readings else None,
+                    after=self._readings[0] if self._readings else None,
                 )
             )
         self._first_region = len(files)
@@ -189,7 +189,7 @@ class Loading:
                         each.release(self._workers)
                 for one in self._readings:
                     one.check()
-                if all(one.complete for one in self._readings):
+                if all(one.is_complete for one in self._readings):
                     board.write_state(State.DONE)
                     if self._store and (rate := self._meter.rate) is not None:
                         read_rate.remember(self._store, rate)

@@ -25,9 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import Target
 from gpusnap.oci.chunks.read_meter import ReadMeter
+from gpusnap.oci.chunks.reader import EarlierReader, Reader
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.layout import Layout
@@ -104,12 +104,12 @@ class Filling:
         settings: Memory,
         key: str,
         blobs: Blobs | None = None,
-        behind: reading.Begun | None = None,
+        after: EarlierReader | None = None,
         joined: Joined | None = None,
         meter: ReadMeter | None = None,
     ) -> None:
         """`key`: of the container that it becomes. `blobs`: the chunks, if not in the image directory.
-        `behind`: what CRIU waits for, which is read first. `joined`: a load process that has begun already.
+        `after`: what CRIU waits for, which is read first. `joined`: a load process that has begun already.
         `meter`: of the disk that `blobs` are on.
 
         Raises ImageError where the manifest's tables or the layout cannot be right.
@@ -131,15 +131,15 @@ class Filling:
         self._wrong: ImageError | None = None
         # The workers hold the interpreter for moments only, but by default who waits for it waits 5 ms.
         sys.setswitchinterval(_SWITCH)
-        self._reading: reading.Reading | JoinedMemory
+        self._reading: Reader | JoinedMemory
         try:
             if joined is not None and joined.regions:
-                read = partial(self._read, later=False)
+                read = partial(self._read, verify_later=False)
                 self._reading = self._loaded = JoinedMemory(joined, self._placed, reporter.move, read)
             else:
                 tables = [region.table for _, region in self._regions]
                 placed = self._placed if self._paging is not None else None
-                self._reading = self._read(tables, placed, later=self._paging is None, behind=behind)
+                self._reading = self._read(tables, placed, verify_later=self._paging is None, after=after)
         except BaseException:
             self._drop()
             raise
@@ -153,26 +153,26 @@ class Filling:
     def _read(
         self,
         tables: Sequence[Table],
-        placed: Callable[[int, Chunk], None] | None,
+        on_placed: Callable[[int, Chunk], None] | None,
         *,
-        later: bool,
-        behind: reading.Begun | None = None,
-    ) -> reading.Reading:
+        verify_later: bool,
+        after: EarlierReader | None = None,
+    ) -> Reader:
         """Read chunks of the regions. Raises ImageError."""
         with transfer.as_image_error(self._path):
-            return reading.Reading(
+            return Reader(
                 tables,
                 self._blobs,
                 threads=self._workers,
                 ceiling=self._ceiling,
                 targets=self._areas or None,
-                later=later,
+                verify_later=verify_later,
                 groups=[pid for pid, _ in self._regions],
                 prepare=partial(transfer.populate, dict(enumerate(self._areas))) if self._areas else None,
-                placed=placed,
+                on_placed=on_placed,
                 reads=self._meter.around(self._reads) if self._meter is not None else self._reads,
                 turns=self._turns,
-                behind=behind,
+                after=after,
                 progress=reporter.move,
             )
 
@@ -185,7 +185,7 @@ class Filling:
     @property
     def arriving(self) -> bool:
         """Whether memory may still be missing in a process, which waits where it touches it."""
-        return self._paging is not None and not self._paging.complete
+        return self._paging is not None and not self._paging.is_complete
 
     @property
     def told(self) -> Waits:
@@ -211,7 +211,7 @@ class Filling:
             each.release(self._workers)  # CRIU is done
         if self._loaded is not None:
             self._loaded.look_closely()
-        if isinstance(self._reading, reading.Reading) and not self._areas:
+        if isinstance(self._reading, Reader) and not self._areas:
             with transfer.as_image_error(self._path):
                 targets: list[Target] = [
                     transfer.Part(by_inner[pid], region.start, region.table.size)
@@ -225,7 +225,7 @@ class Filling:
         for at, (pid, _) in enumerate(self._regions):
             if pid in by_inner:
                 found.setdefault(by_inner[pid], []).append(at)
-        if self._paging is not None and not self._paging.complete:
+        if self._paging is not None and not self._paging.is_complete:
             self._deliver_early(self._paging, found)
             return
         self._all_there()
@@ -298,7 +298,7 @@ class Filling:
 
     def _check(self) -> None:
         try:
-            assert isinstance(self._reading, reading.Reading)
+            assert isinstance(self._reading, Reader)
             with transfer.as_image_error(self._path):
                 # The driver copies in a single thread, and all cores' hashing would take its memory from it.
                 self._reading.verify(threads=max(1, copies.cores() * 3 // 8))

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, OciError
 from gpusnap.oci.base.threads import run_for_each
-from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import File, Target
 from gpusnap.oci.chunks.read_meter import ReadMeter
+from gpusnap.oci.chunks.reader import Reader
 from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.blobs import Blobs, FirstOf
 from gpusnap.oci.layout.documents import Descriptor
@@ -305,12 +305,12 @@ class Rebuilding:
             raise
 
     @property
-    def begun(self) -> bool:
-        """As gpusnap.oci.chunks.reader.Reading.begun."""
-        return self._reading.begun
+    def has_started_all(self) -> bool:
+        """As gpusnap.oci.chunks.reader.Reader.has_started_all."""
+        return self._reading.has_started_all
 
-    def _begin(self) -> reading.Reading:
-        return reading.Reading(
+    def _begin(self) -> Reader:
+        return Reader(
             [each.table for each in self._files],
             self._blobs,
             threads=self._threads,

@@ -385,8 +385,8 @@ class Chunks(Pages):
                 speed=self._home.speed,
                 known=known if not live else None,
                 trust=False,  # an earlier checkpoint in the same place may have been damaged
-                met=self._early.end() if self._early is not None else {},
-                written=self._flush,
+                written_before=self._early.end() if self._early is not None else {},
+                on_written=self._flush,
                 progress=wrote,
             )
         for (_, each), table in zip(into, tables, strict=True):

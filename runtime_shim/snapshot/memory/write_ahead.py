@@ -82,7 +82,7 @@ class Early:
                 speed=self._speed,
                 known=self._known,
                 trust=False,
-                written=self._wrote,
+                on_written=self._wrote,
                 pieces=self._filled(area, size),
             )
             with self._lock:

@@ -75,14 +75,14 @@ def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     filling._reads = filling._turns = threading.Semaphore()
     filling._workers = 1
 
-    class Reading:
+    class Reader:
         def wait(self) -> None:
             done.append("wait")
 
         def close(self) -> None:
             done.append("close")
 
-    filling._reading = Reading()  # type: ignore[assignment]
+    filling._reading = Reader()  # type: ignore[assignment]
     monkeypatch.setattr(Filling, "_drop", lambda _: done.append("drop"))
     monkeypatch.setattr("gpusnap.runtime_shim.snapshot.memory.transfer.give", lambda *_, **__: {})
     monkeypatch.setattr(threading.Thread, "start", _refuse)

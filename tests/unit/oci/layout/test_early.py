@@ -65,8 +65,8 @@ def test_what_is_there_is_written_ahead(area: Area, layout: Layout) -> None:
         layout,
         chunk_size=SIZE,
         trust=False,
-        met=met,
-        written=written.append,
+        written_before=met,
+        on_written=written.append,
         **limits,  # type: ignore[arg-type]
     )
     assert len(written) == 1
@@ -105,7 +105,7 @@ def test_a_wrong_guess_costs_a_blob(area: Area, layout: Layout) -> None:
     content = os.urandom(SIZE)
     fill(area, 0, content)
     (table,) = writing.write(
-        [area], layout, threads=2, ceiling=64 << 20, chunk_size=SIZE, trust=False, met=met
+        [area], layout, threads=2, ceiling=64 << 20, chunk_size=SIZE, trust=False, written_before=met
     )
     assert early.counted([table]).stored == 0
     back = Area(area.path + ".back", 0, area.size, new=True)

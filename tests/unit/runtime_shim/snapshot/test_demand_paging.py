@@ -838,7 +838,7 @@ def test_whole_pages() -> None:
 
 def test_nothing_at_all() -> None:
     """A region without a byte is complete."""
-    assert DemandPaging([], []).complete
+    assert DemandPaging([], []).is_complete
 
 
 SIZES = (1, 100, 3216, 4095, 4096, 4097, 4096 + ODD, MIB, MIB + 1, MIB + ODD, 2 * MIB - 1)

@@ -17,7 +17,7 @@ from fakes import a_manifest, wait_for
 
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks.buffers import Buffer
-from gpusnap.oci.chunks.reader import Reading
+from gpusnap.oci.chunks.reader import Reader
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
@@ -168,10 +168,10 @@ class Runtime:
     def memory(self, joined: Joined) -> Iterator[JoinedMemory]:
         """The GPUs' memory of it."""
 
-        def read(tables: Sequence[Table], placed: Callable[[int, Chunk], None]) -> Reading:
+        def read(tables: Sequence[Table], placed: Callable[[int, Chunk], None]) -> Reader:
             self.restarted = list(tables)
-            return Reading(
-                tables, self.layout, threads=2, ceiling=64 << 20, targets=joined.areas, placed=placed
+            return Reader(
+                tables, self.layout, threads=2, ceiling=64 << 20, targets=joined.areas, on_placed=placed
             )
 
         def placed(at: int, chunk: Chunk) -> None:
@@ -221,7 +221,7 @@ def test_a_runtime_that_comes_when_all_is_there(
         assert list(stage.iterdir()) == [], "nothing has a name before"
         with runtime.joined(environment) as joined:
             with runtime.images(joined) as images:
-                assert images.begun
+                assert images.has_started_all
                 images.result()
                 assert images.paths == {NAME: str(stage / KEY / f"images-{NAME}")}
                 assert Path(images.paths[NAME]).read_bytes() == content
@@ -247,7 +247,7 @@ def test_a_runtime_that_comes_before(
     ):
         waiting = threading.Thread(target=images.result)
         waiting.start()
-        assert not images.begun
+        assert not images.has_started_all
         assert not images.paths
         gate.open()
         waiting.join(60)

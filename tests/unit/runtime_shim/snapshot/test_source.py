@@ -18,7 +18,7 @@ from kept_checkpoints import keep_pages
 from gpusnap.oci.base.errors import BlobError, Unreachable
 from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.read_meter import ReadMeter
-from gpusnap.oci.chunks.reader import Reading, read
+from gpusnap.oci.chunks.reader import Reader, read
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
@@ -147,7 +147,7 @@ def test_the_disk_is_measured(
         fetching.meter = ReadMeter(lambda: next(ticks) / 1024, lambda file, size: False)
         table, room = region_of(record), bytearray(SIZE)
         reads = fetching.meter.around()
-        with Reading([table], fetching, threads=1, ceiling=MIB, targets=[Buffer(room)], reads=reads) as each:
+        with Reader([table], fetching, threads=1, ceiling=MIB, targets=[Buffer(room)], reads=reads) as each:
             each.wait()
         fetching.finish()
     assert remembered(store.path) == 4 * MIB, "4 KiB in each 1024th of a second"
