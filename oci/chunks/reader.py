@@ -24,7 +24,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Protocol
@@ -71,14 +71,6 @@ class _Part:
     at: int
     chunk: Chunk
     number: int
-
-
-def list_in_order(tables: Sequence[Table], groups: Sequence[int]) -> Iterator[Chunk]:
-    """The chunks of some tables as a `Reader` takes them; `groups` as there."""
-    order = _ReadQueue(tables, groups or [0] * len(tables))
-    while (part := order.next()) is not None:
-        order.take(part)
-        yield part.chunk
 
 
 class _ReadQueue:
@@ -205,12 +197,6 @@ class Reader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes that were read and checked, and wait for their targets."""
-        with self._changed:
-            return sum(part.chunk.size for part, _ in self._staged)
 
     def check(self) -> None:
         """Raise the error that ended the reading, if one did; for a caller that has not come to `deliver`."""
