@@ -17,7 +17,7 @@ from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.records import manifest_file
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.user_errors import NotFound
 
 _STOPPED = ("exited", "stopped")
@@ -80,7 +80,7 @@ def _find_restorable(place: locator.InStore) -> podman.Container | None:
         if found.name != place.wanted or not _has_checkpoint(found):
             return None
         path = found.checkpoint_path
-        if not manifest_file.is_ours(path) or manifest_file.read(path).pages != StoreHome.kind:
+        if not manifest_file.is_ours(path) or manifest_file.read(path).pages != StoreDestination.kind:
             return found
         return next((each for each in list_restorable(place.store) if each.id == found.id), None)
     return None

@@ -36,7 +36,7 @@ from gpusnap.runtime_shim.snapshot.loading.board import (
     list_regions,
     number_chunks,
 )
-from gpusnap.runtime_shim.snapshot.loading.source import Rebuilding
+from gpusnap.runtime_shim.snapshot.loading.source import ImageRebuild
 from gpusnap.runtime_shim.snapshot.memory import transfer
 
 # Seconds without a chunk until the runtime loads the rest itself, and bytes per second that the next one may
@@ -51,7 +51,7 @@ _UNUSABLE = (OSError, ValueError, KeyError, TypeError, GpusnapError)
 _LOADED, _NOT_LOADED = b"\1", b"\0"
 
 
-class Joined:
+class JoinedProcess:
     """A load process, and its files among the container's. To be closed."""
 
     def __init__(
@@ -176,7 +176,7 @@ def kill_process(pid: int, start: int) -> None:
 
 def join(
     record: Manifest, key: str, settings: Memory, environ: Mapping[str, str] = os.environ
-) -> Joined | None:
+) -> JoinedProcess | None:
     """The load process of this restore, for the container of a key; None where there is none.
 
     One whose files cannot be used is ended.
@@ -196,7 +196,7 @@ def join(
         if facts.identity != digest_contents(files, regions):
             raise ValueError("it loads another checkpoint")
         owner = facts.owner
-        joined = Joined(board, owner, files, regions, stage)
+        joined = JoinedProcess(board, owner, files, regions, stage)
         try:
             joined.take_files(facts.descriptors)
         except BaseException:
@@ -219,14 +219,14 @@ def join(
 
 
 class JoinedImages:
-    """CRIU's images of a load process: used as a `Rebuilding`. To be closed."""
+    """CRIU's images of a load process: used as a `ImageRebuild`. To be closed."""
 
-    def __init__(self, joined: Joined, rebuild: Callable[[], Rebuilding]) -> None:
+    def __init__(self, joined: JoinedProcess, rebuild: Callable[[], ImageRebuild]) -> None:
         """`rebuild`: begins them anew, should nothing come of the load process."""
         self._joined, self._rebuild = joined, rebuild
-        self._own: Rebuilding | None = None
+        self._own: ImageRebuild | None = None
         self.paths: Mapping[str, str] = {}
-        """As Rebuilding.paths."""
+        """As ImageRebuild.paths."""
 
     @property
     def taken(self) -> bool:
@@ -235,7 +235,7 @@ class JoinedImages:
 
     @property
     def has_started_all(self) -> bool:
-        """As Rebuilding.has_started_all, for the reading after this one; from any thread."""
+        """As ImageRebuild.has_started_all, for the reading after this one; from any thread."""
         if self._own is not None:
             return self._own.has_started_all
         return self._joined.has_files() or not self._joined.is_at_work()
@@ -256,7 +256,7 @@ class JoinedImages:
         self.paths = self._own.paths
 
     def close(self) -> None:
-        """As Rebuilding.close."""
+        """As ImageRebuild.close."""
         if self._own is not None:
             self._own.close()
 
@@ -269,7 +269,7 @@ class JoinedMemory:
 
     def __init__(
         self,
-        joined: Joined,
+        joined: JoinedProcess,
         on_placed: Callable[[int, Chunk], None],
         progress: Callable[[int, int], None],
         read: Callable[[Sequence[Table], Callable[[int, Chunk], None]], Reader],

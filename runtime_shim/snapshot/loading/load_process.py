@@ -58,7 +58,7 @@ _READS = 2
 _PART_AT_FIRST = 2
 
 
-class _Metered:
+class _MeteredBlobs:
     """Blobs whose reading is measured."""
 
     def __init__(self, blobs: Blobs, meter: ReadMeter) -> None:
@@ -75,7 +75,7 @@ class _Metered:
         self._blobs.check_blob(wanted)
 
 
-class Loading:
+class Loader:
     """Files and regions on their way into files without a name, in threads of this process. To be closed."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Loading:
             for pid, region in regions:
                 name = f"{pid}-{region.start:x}"
                 self._areas.append(self._stage.area(name, region.start, region.table.size))
-            self._begin(files, regions, _Metered(blobs, self._meter), settings)
+            self._begin(files, regions, _MeteredBlobs(blobs, self._meter), settings)
         except BaseException:
             self.close()
             raise
@@ -200,20 +200,20 @@ class Loading:
             board.write_state(State.FAILED)
 
 
-_loadings: list[Loading] = []
+_loaders: list[Loader] = []
 """What this process has begun; it goes on until the process ends."""
 
 
 def load(record: Manifest, path: str, settings: Memory) -> str:
     """Begin to load the memory of a checkpoint from the layout at `path`; where the board is.
 
-    "" where there is nothing to load, or no RAM for it. Raises as `Loading`.
+    "" where there is nothing to load, or no RAM for it. Raises as `Loader`.
     """
     files, regions = choose_contents(record, settings)
     if not files and not regions:
         return ""
-    loading = Loading(files, regions, Layout(path), settings, path)
-    _loadings.append(loading)
+    loading = Loader(files, regions, Layout(path), settings, path)
+    _loaders.append(loading)
     return loading.path
 
 

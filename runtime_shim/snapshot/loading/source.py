@@ -39,7 +39,7 @@ from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
+from gpusnap.runtime_shim.snapshot.memory.destination import write_artifact
 from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ ARTIFACT = "GPUSNAP_ARTIFACT"
 _CONNECTIONS = 16
 
 
-class Fetching:
+class BlobSource:
     """`gpusnap.oci.layout.blobs.Blobs` for one restore. A context manager; ended by `finish`, or given up."""
 
     def __init__(
@@ -91,19 +91,19 @@ class Fetching:
             raise
 
     @classmethod
-    def of(
+    def from_settings(
         cls,
         record: Manifest,
         images: str,
         settings: settings_file.Store,
         environ: Mapping[str, str] = os.environ,
-    ) -> Fetching:
+    ) -> BlobSource:
         """As the caller's environment says, or else the settings."""
         pull_from = environ.get(PULL_FROM, "").split() or settings.pull_from
         artifact = environ.get(ARTIFACT, "") if environ.get(STORE) else ""
         return cls(record, images, environ.get(STORE) or settings.path, pull_from, artifact)
 
-    def __enter__(self) -> Fetching:
+    def __enter__(self) -> BlobSource:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -150,7 +150,7 @@ class Fetching:
         if self._staging is not None and self.fetched and not self._there:
             with transfer.as_image_error(self._store.path):
                 self._staging.commit(
-                    as_artifact(self._staging.layout, self._record), foreign=self._record.tables
+                    write_artifact(self._staging.layout, self._record), foreign=self._record.tables
                 )
         self.close()
 
@@ -269,7 +269,7 @@ def _repository(text: str) -> Repository:
     return registries.repository(reference, plain_http=plain_http, mirrors=False, limits=limits)
 
 
-class Rebuilding:
+class ImageRebuild:
     """CRIU's images that are in chunks, on their way into files: begun when this is made. To be closed."""
 
     def __init__(
@@ -384,5 +384,7 @@ class Rebuilding:
 
 def rebuild(files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: int, ceiling: int) -> None:
     """Write CRIU's images that are in chunks into a folder, checked. Raises ImageError."""
-    with contextlib.closing(Rebuilding(files, blobs, folder, threads=threads, ceiling=ceiling)) as rebuilding:
+    with contextlib.closing(
+        ImageRebuild(files, blobs, folder, threads=threads, ceiling=ceiling)
+    ) as rebuilding:
         rebuilding.result()

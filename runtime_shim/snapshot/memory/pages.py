@@ -59,11 +59,11 @@ class Pages:
             journal.write(self._container, self.place, dict.fromkeys(pids, ()))
 
     @property
-    def arriving(self) -> bool:
+    def is_loading(self) -> bool:
         """Whether memory still comes while the driver restores: a process ends with gpusnap then."""
         return False
 
-    def waits(self, pid: int) -> bool:
+    def is_waiting(self, pid: int) -> bool:
         """Whether a thread of the process waits for memory that still comes, and will."""
         return False
 

@@ -34,7 +34,7 @@ _LOOK = 0.005  # seconds
 _PAGE = 4096
 
 
-class Early:
+class EarlyWriter:
     """What is written of regions ahead of time. Nothing here fails: what is not written now is later."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Early:
             with self._lock:
                 self._chunks |= {chunk.plain: chunk for chunk in table.chunks}
 
-    def counted(self, tables: Iterable[Table]) -> ChunkTotals:
+    def count_chunks(self, tables: Iterable[Table]) -> ChunkTotals:
         """Of the chunks that were written ahead and are in these tables: what is new, and what was linked."""
         used = {c.blob: c for table in tables for c in table.chunks if c.plain in self._chunks}
         new = sum(chunk.stored for blob, chunk in used.items() if blob in self._new)

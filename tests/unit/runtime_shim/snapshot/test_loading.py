@@ -32,9 +32,9 @@ from gpusnap.runtime_shim.snapshot.loading import board as boards
 from gpusnap.runtime_shim.snapshot.loading import join as module
 from gpusnap.runtime_shim.snapshot.loading import load_process, start
 from gpusnap.runtime_shim.snapshot.loading.board import VARIABLE, Board, Facts, State
-from gpusnap.runtime_shim.snapshot.loading.join import Joined, JoinedImages, JoinedMemory, join
-from gpusnap.runtime_shim.snapshot.loading.load_process import Loading
-from gpusnap.runtime_shim.snapshot.loading.source import Rebuilding
+from gpusnap.runtime_shim.snapshot.loading.join import JoinedImages, JoinedMemory, JoinedProcess, join
+from gpusnap.runtime_shim.snapshot.loading.load_process import Loader
+from gpusnap.runtime_shim.snapshot.loading.source import ImageRebuild
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
 from gpusnap.runtime_shim.snapshot.preflight import space
 
@@ -112,7 +112,7 @@ def memory_blobs(record: Manifest) -> list[str]:
 def loading(record: Manifest, blobs: Gate | Layout) -> Iterator[dict[str, str]]:
     """A loading in this process; what its runtime's environment has."""
     files, regions = load_process.choose_contents(record, Memory(threads=2))
-    with closing(Loading(files, regions, blobs, Memory(threads=2))) as found:
+    with closing(Loader(files, regions, blobs, Memory(threads=2))) as found:
         yield {VARIABLE: found.path}
 
 
@@ -150,7 +150,7 @@ class Runtime:
         self._layout, self._folder = layout, folder
 
     @contextmanager
-    def joined(self, environment: dict[str, str]) -> Iterator[Joined]:
+    def joined(self, environment: dict[str, str]) -> Iterator[JoinedProcess]:
         """Join what such an environment says."""
         found = join(self.record, KEY, Memory(), environment)
         assert found is not None
@@ -159,13 +159,13 @@ class Runtime:
             found.drop_areas()
 
     @contextmanager
-    def images(self, joined: Joined) -> Iterator[JoinedImages]:
+    def images(self, joined: JoinedProcess) -> Iterator[JoinedImages]:
         """CRIU's images of it."""
         with closing(JoinedImages(joined, self._rebuild)) as found:
             yield found
 
     @contextmanager
-    def memory(self, joined: Joined) -> Iterator[JoinedMemory]:
+    def memory(self, joined: JoinedProcess) -> Iterator[JoinedMemory]:
         """The GPUs' memory of it."""
 
         def read(tables: Sequence[Table], placed: Callable[[int, Chunk], None]) -> Reader:
@@ -181,15 +181,15 @@ class Runtime:
         with closing(JoinedMemory(joined, placed, lambda *_: None, read)) as found:
             yield found
 
-    def content(self, joined: Joined) -> bytes:
+    def content(self, joined: JoinedProcess) -> bytes:
         """What the region holds."""
         (area,) = joined.areas
         return bytes(area.view(0, area.size))
 
-    def _rebuild(self) -> Rebuilding:
+    def _rebuild(self) -> ImageRebuild:
         self.begun += 1
         self._folder.mkdir(exist_ok=True)
-        return Rebuilding(self.record.files, self._layout, str(self._folder), threads=2, ceiling=64 << 20)
+        return ImageRebuild(self.record.files, self._layout, str(self._folder), threads=2, ceiling=64 << 20)
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def test_processes_are_loaded_side_by_side(record: Manifest, layout: Layout) -> 
     second = replace(first, pid=PID + 1, regions=(RegionRecord(ADDRESS, table),))
     gate = Gate(layout, ())
     regions = boards.list_regions(replace(record, processes=(first, second)))
-    with closing(Loading((), regions, gate, Memory(threads=1))) as found:
+    with closing(Loader((), regions, gate, Memory(threads=1))) as found:
         wait_until_done({VARIABLE: found.path})
     assert gate.asked[:2] == [first.regions[0].table.chunks[0].blob, table.chunks[0].blob]
 
