@@ -55,6 +55,7 @@ from gpusnap.progress import Progress, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
 from gpusnap.runtime_shim.progress import VARIABLE
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
 from gpusnap.runtime_shim.snapshot.loading import source as fetching
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
@@ -516,5 +517,8 @@ def _make_folder(store: Store) -> Iterator[str]:
         try:
             folder = stack.enter_context(store.stage()).path
         except (DiskError, LayoutError, StoreError):  # none, another tool's, or on a disk that is read-only
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpusnap-", dir="/var/tmp"))
+            prefix = scratch_files.prefix("records")
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix=prefix, dir=scratch_files.find_large())
+            )
         yield folder

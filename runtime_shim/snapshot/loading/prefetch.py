@@ -1,17 +1,16 @@
-"""The GPUs' memory of a checkpoint on its way back, beside CRIU: begun before the container is there.
+"""Reads the GPU memory of a checkpoint while CRIU restores the processes, and gives it to them.
 
     chunks, read, decompressed, checked ─→ files of a stage ───────────┐
     the real runtime, CRIU ──────────────→ the processes, stopped ─────┴→ mapped into them ─→ driver restore
 
-The chunks go on coming while the driver reads the files; it waits for those that are not there yet
-(demand_paging.py). Where the kernel cannot have it wait, all have to be there before: then the content of
-what was compressed, and plain chunks, are checked while the driver works.
+Chunks are still read while the driver reads the files; the driver waits for those that are missing
+(demand_paging.py). If the kernel does not support that, all chunks are read first, and their content is
+checked while the driver works.
 
-Whatever comes first, no process goes on before all digests are found right.
+In both cases no process continues before all digests are checked.
 
-Where the regions are not to be had in memory twice over (memory.ceiling), the chunks stop in a few slots and
-are copied into the processes one after the other.
-"""
+If the memory does not suffice for a second copy of the regions (memory.ceiling), the chunks are read into a
+few slots and copied into the processes one after the other."""
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ class _NullTarget:
 
 
 class Prefetch:
-    """The chunks of a checkpoint on their way back."""
+    """Reads the chunks of a checkpoint into its processes."""
 
     def __init__(
         self,
@@ -339,7 +338,7 @@ class Prefetch:
 
 
 class PrefetchedPages(Pages):
-    """The memory of a restore as the driver's restore needs it: in the processes, or on its way there."""
+    """The memory of a restore for the driver: in the processes, or still loading."""
 
     def __init__(self, prefetch: Prefetch | None) -> None:
         super().__init__()

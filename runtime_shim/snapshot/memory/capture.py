@@ -1,15 +1,14 @@
-"""The GPUs' memory beside CRIU's images, as chunks of an OCI layout: see destination.py.
+"""Moves GPU memory of processes into chunks of an OCI layout: see destination.py.
 
     driver checkpoint into files of memory.stage ─→ journal ─→ the process lets go ─→ CRIU dumps the rest
           └→ chunks, before the dump or, if the container runs on, behind it
 
-A region is what the driver's checkpoint mapped into a process. If it can be, that mapping is a file of ours
-from the start: nothing is copied out, and to give it back is to map it again. Where it cannot, the region is
-copied to such a file if there is memory for both, and else written to chunks while the container waits. Its
-bytes are in files before it is freed, and the journal says in which: a gpusnap that is killed at any moment
-loses nothing, `recover` puts the bytes back. Several processes are written, freed and filled at once, by all
-cores.
-"""
+A region is a mapping that the driver's checkpoint makes in a process. If possible, gpusnap makes this mapping
+from a file of its own before the driver fills it: then nothing is copied, and the memory is given back by
+mapping the file again. Otherwise the region is copied to such a file, if there is memory for both. If there
+is not, it is written to chunks while the container waits. Before a region is freed, its bytes are in files,
+and the journal names them. So no bytes are lost if gpusnap is killed: `gpusnap recover` puts them back. All
+cores work on several processes at once."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ class _Process:
 
 
 class Chunks(Pages):
-    """Taken out of the processes into chunks, and given back from them."""
+    """Moves the GPU memory of processes into chunks, and back."""
 
     def __init__(
         self,

@@ -1,10 +1,9 @@
 """Where the chunks of a checkpoint go: beside CRIU's images, or into this host's store.
 
-In a store they are written to a staging folder of its, which outlives us while anybody may need it, and are
-named by the store's index at the end, as an artifact without records: what Podman writes beside them lies in
-its archive. CRIU's images of memory go into chunks as well there, once the dump is done, so that what is left
-in the image's directory is small.
-"""
+In a store, the chunks are written to a staging directory, which stays as long as a process may need it. At
+the end the store's index names them as an artifact without records: Podman's own records are in its archive.
+After the dump, CRIU's images of memory go into chunks of the store as well, so the image's directory stays
+small."""
 
 from __future__ import annotations
 

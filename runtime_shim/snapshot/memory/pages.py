@@ -1,4 +1,4 @@
-"""The way of the GPUs' memory through a checkpoint: the seam between the driver, which takes it, and CRIU."""
+"""The interface between the driver, which takes GPU memory out of a process, and CRIU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Pages:
-    """As it is here the memory stays in the processes, and CRIU dumps and restores it with the rest.
+    """Leaves GPU memory in the processes: CRIU dumps and restores it with their other memory.
 
-    So most steps are none; capture.Chunks carries it away.
+    So most methods do nothing. capture.Chunks moves the memory into chunks.
     """
 
     name = "criu"

@@ -1,4 +1,4 @@
-"""GPU memory that is suspended into RAM: staged files that stay, and nothing on a disk."""
+"""GPU memory that is suspended into RAM: it stays in files of a tmpfs, and nothing is written to a disk."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class NoDestination:
 
 
 def create_staged(key: str, settings: Memory) -> Chunks:
-    """The way of GPU memory into staged files, where it stays. memory.ceiling is not for these."""
+    """Pages that stay in staged files. The limit memory.ceiling does not apply to them."""
     return Chunks("", key, replace(settings, ceiling=0), destination=NoDestination(key))
 
 
