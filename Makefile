@@ -1,21 +1,24 @@
-# gpusnap. On a fresh Debian 12 as root, with python3, make and apt, each target does its own set-up.
+# gpusnap: make TARGET, for example `make demo`. You need Debian 12 or later, root, python3, make and apt.
 #
-#   make demo    checkpoint and restore a GPU container with Podman; a real GPU if there is one, else one in software
-#   make test    lint, types, unit tests, and integration tests in a Debian 13 test host
-#   make test-sid   the integration tests with the next releases of everything, in a test host of Debian sid
-#   make wheel   a wheel and an sdist, in dist/
-#   make deb     a Debian package, in dist/
-#   make test-packages   install these in clean trees of Debian 12, Debian 13 and Ubuntu 24.04, and use them there
-#   make bench-passthrough   what the shim costs the commands that it only passes on
-#   make site    the documentation as a site, in build/site
-#   make demo-picture   docs/demo.svg, the picture of the demo in README.md, from a run of it
-#   make clean   remove what these made, the test host included
+#   make demo               checkpoint and restore a GPU container with Podman, on a real GPU or one in software
+#   make test               run everything that CI runs: style, types, unit tests, integration tests in Debian 13
+#   make lint               check the style (ruff); make type checks the types (mypy)
+#   make unit               run the unit tests alone; make integration runs the integration tests alone
+#   make test-sid           run the integration tests with Debian sid's Podman, containerd and CRIU
+#   make test-packages      install the packages in clean trees of Debian 12, 13 and Ubuntu 24.04, and use them
+#   make native             build the C programs: the launcher, the GPU in software, the inner loops
+#   make wheel              build a wheel and an sdist, in dist/
+#   make deb                build a Debian package, in dist/
+#   make bench-passthrough  measure what gpusnap-runtime adds to commands that it only passes on
+#   make site               build the documentation as a site, in build/site
+#   make demo-picture       draw docs/demo.svg, the picture in README.md, from a run of the demo
+#   make clean              remove what these targets made, also the Debian tree for the tests
 
 PYTHON ?= python3
 
 .PHONY: help site demo demo-picture test test-sid unit integration lint type native wheel deb test-packages testhost bench-passthrough clean
 help:
-	@sed -n '2,14s/^# \{0,1\}//p' Makefile
+	@sed -n '1,15s/^# \{0,1\}//p' Makefile
 
 demo:
 	@$(PYTHON) demo/demo.py

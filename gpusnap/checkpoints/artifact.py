@@ -19,10 +19,10 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.records import manifest, manifest_json
-from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
+from gpusnap.runtime_shim.snapshot.memory.destination import write_artifact
 from gpusnap.user_errors import Damaged
 
-# As gpusnap.runtime_shim.snapshot.memory.destination.described writes them.
+# As gpusnap.runtime_shim.snapshot.memory.destination.make_annotations writes them.
 _CONTAINER = "io.gpusnap.container.id"
 _CREATED = "org.opencontainers.image.created"
 
@@ -174,7 +174,7 @@ def pages_of(found: ArtifactParts, staging: Layout, before: set[str]) -> str:
 
     Empty where it has none, or that was there `before`.
     """
-    pages = as_artifact(staging, found.record).digest if found.record is not None else ""
+    pages = write_artifact(staging, found.record).digest if found.record is not None else ""
     return "" if pages in before else pages
 
 

@@ -292,7 +292,7 @@ class _Move:
         try:
             self._note.remove()  # it is known not to run there
             place = locator.InStore(Store(made.store), made.digest)
-            restoring.restore(restoring.Wish(what=place), self._progress)
+            restoring.restore(restoring.RestoreRequest(what=place), self._progress)
         except (GpusnapError, KeyboardInterrupt) as failed:
             if (
                 isinstance(failed, GpusnapError) and failed.code == "GPS-240"

@@ -188,20 +188,20 @@ class _Receiver:
                 "no checkpoint was received", hint="update gpusnap on both hosts", code="GPS-821"
             )
         place = locator.InStore(locator.default_store(), digest)
-        wish = restoring.Wish(
+        request = restoring.RestoreRequest(
             what=place,
             name=str(frame["newName"]),
             gpu_map=str(frame["gpuMap"]),
             ignore_volumes=bool(frame["ignoreVolumes"]),
         )
         before = tuple(sorted(podman.ids()))
-        record = replace(self._record, state="restoring", name=wish.name or name, before=before)
+        record = replace(self._record, state="restoring", name=request.name or name, before=before)
         records.advance(record)
         self._record = record
         os.environ[records.MARK] = self._id
         self._restoring = True
         try:
-            done = restoring.restore(wish, self._progress)
+            done = restoring.restore(request, self._progress)
         finally:
             self._restoring = False
             del os.environ[records.MARK]

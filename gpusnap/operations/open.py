@@ -204,7 +204,11 @@ def _in_image(word: str, path: str) -> Checkpoint:
 
 
 def _make_temporary(stack: ExitStack) -> Layout:
-    folder = tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp")
+    from gpusnap.runtime_shim.runtime.criu import scratch_files
+
+    folder = tempfile.TemporaryDirectory(
+        prefix=scratch_files.prefix("layout"), dir=scratch_files.find_large()
+    )
     return stack.enter_context(closing(Layout(stack.enter_context(folder)).create()))
 
 

@@ -52,6 +52,7 @@ from gpusnap.operations.verify_files import in_archive, in_folder
 from gpusnap.runtime_shim.process.memory.copy import cores
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.user_errors import convert_errors
 
 if TYPE_CHECKING:
@@ -219,7 +220,9 @@ def _in_registry(
                 waiting.extend([each] if is_document(each) else [])
                 blobs |= {} if is_document(each) else {each.digest: each}
     with (
-        tempfile.TemporaryDirectory(prefix="gpusnap-", dir=os.environ.get("TMPDIR") or "/var/tmp") as folder,
+        tempfile.TemporaryDirectory(
+            prefix=scratch_files.prefix("verify"), dir=scratch_files.find_large()
+        ) as folder,
         closing(Layout(folder).create()) as layout,
     ):
         contents = Contents(_remote_tables(root, read, repository, layout) if deep else ())

@@ -38,7 +38,7 @@ _TIMES = 5
 ZSTD = 0
 """In place of the width of numbers in planes: zstd alone."""
 _WHOLE = _SAMPLES * SAMPLE
-# What a Taster holds: its own memory, the packed samples, and zstd's memory to unpack them.
+# What an EncodingChooser holds: its own memory, the packed samples, and zstd's memory to unpack them.
 MEMORY = 3 * _WHOLE + _WHOLE // 2 + _WHOLE + (1 << 18)
 
 
@@ -112,7 +112,7 @@ def _check(plain: memoryview) -> None:
         digest_of(plain)
 
 
-class Taster:
+class EncodingChooser:
     """Packs samples of chunk after chunk, and says what is best for each. For one thread."""
 
     def __init__(self, speed: ReadSpeed | None) -> None:

@@ -69,7 +69,7 @@ class ReadMeter:
         self._own.dropped = file if drop else None
 
     def around(self, reads: AbstractContextManager[object] | None = None) -> AbstractContextManager[None]:
-        """For `reads` of gpusnap.oci.chunks.reader.Reading, around what would be there."""
+        """For `reads` of gpusnap.oci.chunks.reader.Reader, around what would be there."""
         return _Reads(self, reads or nullcontext())
 
     def begin(self) -> None:

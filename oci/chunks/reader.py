@@ -1,22 +1,21 @@
-"""Blobs of a layout back into regions of memory, in many threads, begun before the regions are there.
+"""Reads the blobs of a layout into regions of memory, in many threads.
 
-A `Reading` starts at once: its workers open blobs, check them and decompress them into slots, memory for one
-chunk each, as many as the ceiling allows. Once the regions are there, `deliver` has the same workers write
-the slots out and go on with the rest, chunk after chunk. Where the regions are memory of ours from the start,
-chunks are read and decompressed straight into them, and there are no slots.
+A `Reader` starts at once, before the regions exist. Its workers open blobs, check them and decompress them
+into slots: memory for one chunk each, as many as the ceiling allows. Once the regions exist, `deliver` has
+the same workers write the slots out and read the rest. If the regions are in this process's memory from the
+start, chunks are read and decompressed straight into them, and there are no slots.
 
-The tables and the blobs may come from anybody. A blob is read only where its size is the one in the table,
-what zstd makes of it never exceeds the chunk, and the digest of that is checked before a region sees it:
-BLAKE3 where the table has it and this host can compute it, else SHA-256. The digest of a blob says nothing
-more, and is asked only which of the two is wrong. A region that is memory of ours sees the bytes before, and
-holds nothing that may be used until all of it is there and right; `later` leaves the digests of its content
-to `verify`, which may run while something else is done with it.
-Without `later`, `placed` says of each chunk when it is.
+Tables and blobs may come from anybody. A blob is read only if its size is the one in the table, and zstd
+never writes more than the size of the chunk. The digest of a chunk is checked before a region gets it: BLAKE3
+if the table has it and this host can compute it, else SHA-256. The digest of the blob is computed only after
+a failure, to say whether the blob or the table is wrong. A region in our own memory gets the bytes before the
+check, and must not be used before all of it is read and checked. `verify_later` leaves the digests of such
+regions to `verify`, which may run beside other work; without it, `on_placed` is called for each chunk that is
+checked.
 
-Regions of one group are read one after the other, and groups side by side, so that those who use them get on
-at the same rate. Whoever waits for a chunk moves it to the head by `hurry`. One reading may come `behind`
-another one, whose chunks are wanted first.
-"""
+Regions of one group are read one after the other, and groups side by side, so that the processes that use
+them progress at the same rate. A caller that waits for a chunk moves it to the head of the queue by `hurry`.
+A reading may begin `after` another one, whose chunks are wanted first."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Protocol
@@ -45,11 +44,11 @@ from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import OCTETS, Descriptor
 
 # Bytes of a blob that the disk is asked for when its reading begins: more than most have.
-_ASKED_FOR = 8 << 20
+_FIRST_READ_AHEAD = 8 << 20
 # How often a worker with nothing to do looks whether it was cancelled, in seconds.
-_LOOK = 0.05
+_POLL = 0.05
 # … and whether the reading that it is behind has come to its end.
-_LOOK_AHEAD = 0.005
+_POLL_AFTER = 0.005
 
 
 def read(
@@ -60,8 +59,8 @@ def read(
     threads: int,
     ceiling: int,
 ) -> None:
-    """Fill the targets, one for each table, in order. Parameters and errors are those of Reading."""
-    with Reading(tables, layout, threads=threads, ceiling=ceiling, targets=targets) as reading:
+    """Fill the targets, one for each table, in order. Parameters and errors are those of Reader."""
+    with Reader(tables, layout, threads=threads, ceiling=ceiling, targets=targets) as reading:
         reading.wait()
 
 
@@ -74,15 +73,7 @@ class _Part:
     number: int
 
 
-def in_order(tables: Sequence[Table], groups: Sequence[int]) -> Iterator[Chunk]:
-    """The chunks of some tables as a `Reading` takes them; `groups` as there."""
-    order = _Order(tables, groups or [0] * len(tables))
-    while (part := order.next()) is not None:
-        order.take(part)
-        yield part.chunk
-
-
-class _Order:
+class _ReadQueue:
     """The chunks that nobody has begun to read. Not for several threads at once."""
 
     def __init__(self, tables: Sequence[Table], groups: Sequence[int]) -> None:
@@ -126,27 +117,29 @@ class _Order:
         self._urgent.extendleft(reversed(range(begin, min(begin + count, end))))
 
 
-class Begun(Protocol):
-    """What another reading comes behind: a `Reading`, or one that somebody else does."""
+class EarlierReader(Protocol):
+    """A reading whose chunks are wanted first: a `Reader`, or another process that reads."""
 
     @property
-    def begun(self) -> bool:
-        """As Reading.begun."""
+    def has_started_all(self) -> bool:
+        """As Reader.has_started_all."""
 
 
-class Reading:
+class Reader:
     """Regions on their way back. Used as a context manager, or ended by `close`; it starts when it is made.
 
-    threads: how many at most. ceiling: bytes that slots and workers may hold together; fewer workers run
-    where that is not enough for all. targets: the regions, one for each table, in order, if they are there.
-    later: leave it to `verify` whether targets that are memory of ours have the right content. What is in no
-    chunk is not written: the targets hold zeros there. groups: that of each table, in order; see above.
-    prepare: called likewise before a chunk is written into memory of ours; what it raises ends the reading.
-    placed: called with the place of the table and the chunk, by a worker, once that is in its target.
-    reads: entered while a blob is read, to have few of them read at once.
-    turns: entered by a worker for each chunk whose blob is open, to have few of them at work at once.
-    behind: begin with the first chunk when that reading has begun with its last one, or has ended.
-    progress: told after each chunk, by a worker, how many bytes of plain content were read, and of how many.
+    threads: how many at most. ceiling: bytes that slots and workers may hold together; fewer workers run if
+    that is not enough for all. targets: the regions, one for each table, in order, if they exist. Bytes that
+    are in no chunk are not written: the targets hold zeros there.
+    verify_later: leave the check of the content of targets in our memory to `verify`.
+    groups: the group of each table, in order; see above.
+    prepare: called by a worker, with the place of the table and the chunk, before a chunk is written into our
+    memory; an error that it raises ends the reading.
+    on_placed: called by a worker, with the place of the table and the chunk, once that is in its target.
+    reads: entered while a blob is read, to limit how many are read at once.
+    turns: entered by a worker for each chunk whose blob is open, to limit how many work at once.
+    after: begin when that reading has begun with its last chunk, or has ended.
+    progress: called by a worker after each chunk, with the bytes of plain content read so far, and in all.
 
     Raises ChunkError for tables that cannot be right, and CeilingError. `deliver` and `wait` raise what ended
     it: BlobError, ChunkError, LayoutError, Cancelled, and whatever a target raises.
@@ -160,30 +153,30 @@ class Reading:
         threads: int,
         ceiling: int,
         targets: Sequence[Target] | None = None,
-        later: bool = False,
+        verify_later: bool = False,
         groups: Sequence[int] = (),
         prepare: Callable[[int, Chunk], None] | None = None,
-        placed: Callable[[int, Chunk], None] | None = None,
+        on_placed: Callable[[int, Chunk], None] | None = None,
         reads: AbstractContextManager[object] | None = None,
         turns: AbstractContextManager[object] | None = None,
-        behind: Begun | None = None,
+        after: EarlierReader | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._tables = [make_table(table.size, table.chunks) for table in tables]
         self._layout = layout
-        self._targets = self._checked(targets) if targets is not None else None
-        self._later, self._unsure = later, deque[_Part]()
+        self._targets = self._check_targets(targets) if targets is not None else None
+        self._verify_later, self._unverified = verify_later, deque[_Part]()
         self._threads = threads
         self._crew = Crew()
         self._reads: AbstractContextManager[object] = reads or nullcontext()
         self._turns: AbstractContextManager[object] = turns or nullcontext()
-        self._behind, self._looking = behind, threading.Lock()
-        self._alone = threading.Lock()
+        self._after, self._looking = after, threading.Lock()
+        self._large_chunk_lock = threading.Lock()
         self._changed = threading.Condition()
-        self._unread = _Order(self._tables, groups or [0] * len(self._tables))
+        self._unread = _ReadQueue(self._tables, groups or [0] * len(self._tables))
         self._left = len(self._unread)
         """Chunks that are not in their targets."""
-        self._prepare, self._placed, self._report = prepare, placed, progress
+        self._prepare, self._on_placed, self._report = prepare, on_placed, progress
         self._bytes = 0
         """Of plain content that were read."""
         self._staged: deque[tuple[_Part, Memory]] = deque()
@@ -194,22 +187,16 @@ class Reading:
         self._packed_size = max((chunk.stored for chunk in chunks if chunk.encoding != "plain"), default=0)
         halves = (chunk.size // 2 for chunk in chunks if chunk.encoding == "planes")
         self._plane_size = max(halves, default=0)
-        self._workers, self._slots_left = self._shares(threads, ceiling, len(chunks))
+        self._workers, self._slots_left = self._compute_shares(threads, ceiling, len(chunks))
         self._crew.start(self._workers, self._work)
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> Reader:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def staged(self) -> int:
-        """Bytes that were read and checked, and wait for their targets."""
-        with self._changed:
-            return sum(part.chunk.size for part, _ in self._staged)
 
     def check(self) -> None:
         """Raise the error that ended the reading, if one did; for a caller that has not come to `deliver`."""
@@ -218,12 +205,12 @@ class Reading:
             raise error
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all chunks are in their targets."""
         return not self._left
 
     @property
-    def begun(self) -> bool:
+    def has_started_all(self) -> bool:
         """Whether a worker has begun with the last chunk, or none will ever do."""
         with self._changed:
             return self._unread.next() is None or self._crew.is_over
@@ -235,7 +222,7 @@ class Reading:
 
     def deliver(self, targets: Sequence[Target]) -> None:
         """Fill the targets, one for each table, in order; return when all is there. To be called once."""
-        targets = self._checked(targets)
+        targets = self._check_targets(targets)
         with self._changed:
             self._targets = targets
             self._changed.notify_all()
@@ -248,23 +235,23 @@ class Reading:
             raise Cancelled("the read was cancelled before all chunks were read")
 
     def verify(self, *, threads: int = 0) -> None:
-        """After `wait`: check what `later` has left, in so many threads, those of the reading for 0.
+        """After `wait`: check what `verify_later` has left, in so many threads, those of the reading for 0.
 
         Raises BlobError, ChunkError, Cancelled.
         """
-        unsure = SharedIterator(list(self._unsure))
+        unverified = SharedIterator(list(self._unverified))
         self._crew = Crew()
 
         def work() -> None:
-            for part in unsure:
+            for part in unverified:
                 self._crew.check()
-                view, chunk = self._place(part), part.chunk
+                view, chunk = self._find_place(part), part.chunk
                 assert view is not None
-                if not _holds(chunk, view):
+                if not _has_content(chunk, view):
                     self._layout.check_blob(Descriptor(OCTETS, chunk.blob, chunk.stored))
-                    raise _wrong(chunk)
+                    raise _wrong_content(chunk)
 
-        self._crew.start(min(threads or self._threads, len(self._unsure)), work)
+        self._crew.start(min(threads or self._threads, len(self._unverified)), work)
         self._crew.join()
 
     def close(self) -> None:
@@ -277,7 +264,7 @@ class Reading:
 
     # Within
 
-    def _checked(self, targets: Sequence[Target]) -> Sequence[Target]:
+    def _check_targets(self, targets: Sequence[Target]) -> Sequence[Target]:
         if len(targets) != len(self._tables):
             raise ChunkError(f"{len(self._tables)} regions were read for {len(targets)} targets")
         for at, (table, target) in enumerate(zip(self._tables, targets, strict=True)):
@@ -285,7 +272,7 @@ class Reading:
                 raise ChunkError(f"region {at} of {table.size} bytes does not fit a target of {target.size}")
         return targets
 
-    def _shares(self, threads: int, ceiling: int, parts: int) -> tuple[int, int]:
+    def _compute_shares(self, threads: int, ceiling: int, parts: int) -> tuple[int, int]:
         """How many workers, and how many slots, the ceiling allows."""
         direct = all(target.view(0, 0) is not None for target in self._targets or ())
         slot = 0 if self._targets is not None and direct else self._slot_size
@@ -304,7 +291,7 @@ class Reading:
     def _work(self) -> None:
         packed = Memory(self._packed_size)
         plane = Memory(self._plane_size) if self._plane_size else None
-        # A window larger than a chunk is none of ours, and a large one is `_alone`'s.
+        # A window larger than a chunk is none of ours, and a large one is `_large_chunk_lock`'s.
         window = max(min(self._slot_size, LARGE_CHUNK), 1 << 10)
         decompressor = zstandard.ZstdDecompressor(max_window_size=window)
         try:
@@ -322,10 +309,10 @@ class Reading:
         One worker looks, and the others wait for it: each look takes the interpreter from whoever needs it.
         """
         with self._looking:
-            while self._behind is not None and not self._behind.begun:
+            while self._after is not None and not self._after.has_started_all:
                 self._crew.check()
-                time.sleep(_LOOK_AHEAD)
-            self._behind = None
+                time.sleep(_POLL_AFTER)
+            self._after = None
 
     def _step(self, packed: Memory, plane: Memory | None, decompressor: zstandard.ZstdDecompressor) -> bool:
         """Bring the next chunk one step further; False where there is none."""
@@ -335,12 +322,12 @@ class Reading:
         part, place, ready = step
         if not ready:
             into = place.view if isinstance(place, Memory) else place
-            later = self._later and not isinstance(place, Memory)
+            verify_later = self._verify_later and not isinstance(place, Memory)
             large = part.chunk.encoding != "plain" and part.chunk.size > LARGE_CHUNK
             with (
                 self._layout.open_blob(part.chunk.blob, part.chunk.stored) as file,  # may come from far
                 self._turns,
-                self._alone if large else nullcontext(),
+                self._large_chunk_lock if large else nullcontext(),
             ):
                 self._crew.check()
                 if self._prepare is not None and not isinstance(place, Memory):
@@ -355,16 +342,16 @@ class Reading:
                     plane.view if plane is not None else packed.view,
                     unpack or decompressor,
                     reads=self._reads,
-                    later=later,
+                    verify_later=verify_later,
                 )
                 del unpack
-            if later:
-                self._unsure.append(part)
-            self._count(part.chunk.size)
+            if verify_later:
+                self._unverified.append(part)
+            self._count_bytes(part.chunk.size)
         if isinstance(place, Memory):
             self._hand_over(part, place)
         else:
-            self._done(part)
+            self._note_done(part)
         return True
 
     def _next(self) -> tuple[_Part, Memory | memoryview, bool] | None:
@@ -375,20 +362,20 @@ class Reading:
                 if self._targets is not None and self._staged:
                     return *self._staged.popleft(), True
                 part = self._unread.next()
-                if part is not None and (place := self._place(part) or self._slot()) is not None:
+                if part is not None and (place := self._find_place(part) or self._get_slot()) is not None:
                     self._unread.take(part)
                     return part, place, False
                 if self._targets is not None and part is None:
                     self._changed.notify_all()
                     return None
-                self._changed.wait(_LOOK)
+                self._changed.wait(_POLL)
 
-    def _place(self, part: _Part) -> memoryview | None:
+    def _find_place(self, part: _Part) -> memoryview | None:
         """Where a chunk goes in a target that is memory of ours."""
         chunk = part.chunk
         return self._targets[part.at].view(chunk.offset, chunk.size) if self._targets is not None else None
 
-    def _slot(self) -> Memory | None:
+    def _get_slot(self) -> Memory | None:
         if self._free:
             return self._free.pop()
         if self._slots_left == 0:
@@ -407,18 +394,18 @@ class Reading:
         targets[part.at].write(part.chunk.offset, memory.view[: part.chunk.size])
         with self._changed:
             self._free.append(memory)
-        self._done(part)
+        self._note_done(part)
 
-    def _count(self, size: int) -> None:
+    def _count_bytes(self, size: int) -> None:
         with self._changed:
             self._bytes += size
             done = self._bytes
         if self._report is not None:
             self._report(done, self._whole)
 
-    def _done(self, part: _Part) -> None:
-        if self._placed is not None:
-            self._placed(part.at, part.chunk)
+    def _note_done(self, part: _Part) -> None:
+        if self._on_placed is not None:
+            self._on_placed(part.at, part.chunk)
         with self._changed:
             self._left -= 1
             self._changed.notify_all()
@@ -433,14 +420,14 @@ def _fetch(
     decompressor: zstandard.ZstdDecompressor,
     *,
     reads: AbstractContextManager[object],
-    later: bool,
+    verify_later: bool,
 ) -> None:
     """The bytes of a chunk into `plain`, checked, or its size alone. Raises BlobError, ChunkError."""
     into = plain[: chunk.size]
     blob = into if chunk.encoding == "plain" else packed[: chunk.stored]
     with reads:
         # Read-ahead alone begins small with each file.
-        ask_for(file, 0, min(chunk.stored, _ASKED_FOR))
+        ask_for(file, 0, min(chunk.stored, _FIRST_READ_AHEAD))
         done = 0
         while done < blob.nbytes:
             try:
@@ -451,9 +438,9 @@ def _fetch(
                 raise BlobError(f"the blob {chunk.blob} ends at {done} of {chunk.stored} bytes")
             done += count
     if chunk.encoding == "plain":
-        if not later and not _holds(chunk, blob):
+        if not verify_later and not _has_content(chunk, blob):
             _check_blob(chunk, blob)
-            raise _wrong(chunk)
+            raise _wrong_content(chunk)
         return
     try:
         if chunk.encoding == "planes":
@@ -468,12 +455,12 @@ def _fetch(
         raise ChunkError(
             f"the blob {chunk.blob} of the chunk at {chunk.offset} is not valid {chunk.encoding}: {error}"
         ) from error
-    if count != chunk.size or (not later and not _holds(chunk, into)):
+    if count != chunk.size or (not verify_later and not _has_content(chunk, into)):
         _check_blob(chunk, blob)
-        raise _wrong(chunk)
+        raise _wrong_content(chunk)
 
 
-def _holds(chunk: Chunk, plain: memoryview) -> bool:
+def _has_content(chunk: Chunk, plain: memoryview) -> bool:
     """Whether these are the plain bytes of a chunk: by BLAKE3 if its table and this host have that."""
     found = compute_blake3(plain) if chunk.blake3 else ""
     return found == chunk.blake3 if found else digest_of(plain) == chunk.plain
@@ -485,6 +472,6 @@ def _check_blob(chunk: Chunk, blob: memoryview) -> None:
         raise BlobError(f"the blob {chunk.blob} does not match its digest")
 
 
-def _wrong(chunk: Chunk) -> ChunkError:
+def _wrong_content(chunk: Chunk) -> ChunkError:
     """The blob of a chunk is right, and does not hold it."""
     return ChunkError(f"the blob {chunk.blob} does not contain the chunk at {chunk.offset}, {chunk.plain}")

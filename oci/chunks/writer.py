@@ -25,7 +25,7 @@ from gpusnap.oci.base.threads import Crew, SharedIterator
 from gpusnap.oci.chunks import encoding, planes
 from gpusnap.oci.chunks.blake3_digests import compute_blake3
 from gpusnap.oci.chunks.buffers import Memory, Source, is_zero
-from gpusnap.oci.chunks.encoding import WORTH, ReadSpeed, Taster
+from gpusnap.oci.chunks.encoding import WORTH, EncodingChooser, ReadSpeed
 from gpusnap.oci.chunks.index import Known, Place
 from gpusnap.oci.chunks.table import (
     CHUNK_SIZE,
@@ -51,7 +51,7 @@ def worker_memory(chunk_size: int, level: int) -> int:
     if level == 0:
         return chunk_size
     parameters = zstandard.ZstdCompressionParameters.from_level(level, source_size=chunk_size)
-    # What the stream holds beside its context: a window and two blocks of 128 KiB at most; then the taster.
+    # What the stream holds beside its context: a window and two blocks of 128 KiB at most; then the chooser.
     streams = (1 << parameters.window_log) + (2 << 17) + (1 << 19) + encoding.MEMORY
     return 2 * chunk_size + chunk_size // 2 + int(parameters.estimated_compression_context_size()) + streams
 
@@ -67,22 +67,25 @@ def write(
     speed: ReadSpeed | None = None,
     known: Known | None = None,
     trust: bool = True,
-    met: Mapping[str, Chunk] = MappingProxyType({}),
+    written_before: Mapping[str, Chunk] = MappingProxyType({}),
     pieces: Iterable[tuple[int, int, int]] | None = None,
-    written: Callable[[str], None] | None = None,
+    on_written: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[Table, ...]:
     """Write the regions as blobs; one table for each, in order.
 
-    chunk_size: bytes, a multiple of 4096. level: zstd's, 1 to 19; 0 never compresses. ceiling: bytes that all
-    workers together may hold; fewer than `threads` run where that is not enough for all. speed: of whoever
-    will read the chunks; without it each is stored in the encoding that is smallest. known: chunks found
-    there are linked, not compressed and written. trust: whether a blob that the layout has is taken for what
-    its name and size say, rather than written again. met: chunks that are in the layout by now, by the digest
-    of their plain bytes; they are taken as they are. pieces: the chunks to write, as (place of the source,
-    offset, size), by default all of them; what is left out counts as zeros in the table. written: called with
-    the digest of each new blob, by the worker that wrote it. progress: called after each chunk, by a worker,
-    one call at a time. The layout is not durable before `Layout.commit`.
+    chunk_size: bytes, a multiple of 4096. level: zstd's, 1 to 19; 0 never compresses.
+    ceiling: bytes that all workers together may hold; fewer than `threads` run if that is not enough for all.
+    speed: of the disk and the host that will read the chunks; without it each chunk is stored in its smallest
+    encoding.
+    known: chunks found there are linked, not compressed and written.
+    trust: accept a blob that the layout has if its name and size are right; else it is written again.
+    written_before: chunks that the layout already has, by the digest of their plain bytes; not checked.
+    pieces: the chunks to write, as (place of the source, offset, size), by default all of them; the rest
+    counts as zeros in the table.
+    on_written: called with the digest of each new blob, by the worker that wrote it.
+    progress: called after each chunk, by a worker, one call at a time.
+    The layout is not durable before `Layout.commit`.
 
     Raises ChunkError, CeilingError, DiskFull, DiskError, LayoutError, and whatever a source or `progress`
     raises: the first error ends all workers. Blobs that were whole by then stay.
@@ -104,15 +107,15 @@ def write(
         )
     count = sum(-(-source.size // chunk_size) for source in sources)
     crew = Crew()
-    writing = _Writing(sources, layout, chunk_size, level, speed, known, trust, written, progress, crew)
-    writing.begin(met, pieces)
+    writing = _Writer(sources, layout, chunk_size, level, speed, known, trust, on_written, progress, crew)
+    writing.begin(written_before, pieces)
     crew.start(max(1, min(threads, ceiling // need, count)), writing.work)
     crew.join()
     return writing.tables()
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredChunk:
     """A blob that holds a chunk."""
 
     blob: str
@@ -130,19 +133,19 @@ class _Tools:
         self.packed = Memory(chunk_size if level else 0)
         self.top = Memory(chunk_size // 2 if level else 0)
         self._compressor = zstandard.ZstdCompressor(level=level)
-        self._taster = Taster(speed) if level else None
+        self._chooser = EncodingChooser(speed) if level else None
 
     def free(self) -> None:
         """Give the memory back, whoever still refers to it."""
         for memory in (self.plain, self.packed, self.top):
             memory.free()
-        if self._taster is not None:
-            self._taster.free()
+        if self._chooser is not None:
+            self._chooser.free()
 
     def pack(self, plain: memoryview) -> tuple[memoryview, Encoding] | None:
         """The chunk encoded, in this worker's memory, and how; None where that is not worth it."""
         size = plain.nbytes
-        width = self._taster.choose(plain) if self._taster is not None else None
+        width = self._chooser.choose(plain) if self._chooser is not None else None
         if width is None:
             return None
         packed = self.packed.view[: int(size * WORTH)]
@@ -156,7 +159,7 @@ class _Tools:
             return (packed[:count], "zstd") if count < packed.nbytes else None
 
 
-class _Writing:
+class _Writer:
     """What the workers of one call of `write` share."""
 
     def __init__(
@@ -168,7 +171,7 @@ class _Writing:
         speed: ReadSpeed | None,
         known: Known | None,
         trust: bool,
-        written: Callable[[str], None] | None,
+        on_written: Callable[[str], None] | None,
         progress: Callable[[Progress], None] | None,
         crew: Crew,
     ) -> None:
@@ -179,23 +182,25 @@ class _Writing:
         self._speed = speed
         self._known = known
         self._trust = trust
-        self._tell = written
+        self._on_written = on_written
         self._report = progress
         self._crew = crew
         self._lock = threading.Lock()
         self._pieces: SharedIterator[tuple[int, int, int]]
-        self._given: frozenset[str] = frozenset()
+        self._written_before: frozenset[str] = frozenset()
         self._chunks: list[list[Chunk]] = [[] for _ in sources]
         # Content met before in this call, for regions that hold the same bytes twice.
-        self._met: dict[str, _Stored] = {}
+        self._written_chunks: dict[str, _StoredChunk] = {}
         self._progress = Progress(sum(source.size for source in sources))
 
-    def begin(self, met: Mapping[str, Chunk], pieces: Iterable[tuple[int, int, int]] | None) -> None:
+    def begin(
+        self, written_before: Mapping[str, Chunk], pieces: Iterable[tuple[int, int, int]] | None
+    ) -> None:
         """Say what there is to do, and what need not be done."""
-        self._pieces = SharedIterator(self._cut() if pieces is None else pieces)
-        self._given = frozenset(met)
-        for plain, chunk in met.items():
-            self._met[plain] = _Stored(chunk.blob, chunk.stored, chunk.encoding, chunk.blake3)
+        self._pieces = SharedIterator(self._cut_pieces() if pieces is None else pieces)
+        self._written_before = frozenset(written_before)
+        for plain, chunk in written_before.items():
+            self._written_chunks[plain] = _StoredChunk(chunk.blob, chunk.stored, chunk.encoding, chunk.blake3)
 
     def tables(self) -> tuple[Table, ...]:
         """What was written."""
@@ -212,39 +217,39 @@ class _Writing:
                 view = tools.plain.view[:size]
                 self._sources[at].read(offset, view)
                 self._crew.check()
-                self._take(at, offset, view, tools)
+                self._write_chunk(at, offset, view, tools)
         finally:
             tools.free()
 
-    def _cut(self) -> Iterator[tuple[int, int, int]]:
+    def _cut_pieces(self) -> Iterator[tuple[int, int, int]]:
         for at, source in enumerate(self._sources):
             for offset in range(0, source.size, self._chunk_size):
                 yield at, offset, min(self._chunk_size, source.size - offset)
 
-    def _take(self, at: int, offset: int, view: memoryview, tools: _Tools) -> None:
+    def _write_chunk(self, at: int, offset: int, view: memoryview, tools: _Tools) -> None:
         size = view.nbytes
         if is_zero(view):
-            self._done(size, zero=size)
+            self._add_progress(size, zero=size)
             return
         plain = digest_of(view)
-        stored = self._met.get(plain) or self._linked(plain, size)
+        stored = self._written_chunks.get(plain) or self._link_known(plain, size)
         known, written = size, 0
         if stored is None:
             self._crew.check()
-            stored, written = self._written(view, plain, tools)
+            stored, written = self._write_blob(view, plain, tools)
             known = 0
-        elif plain in self._given:
+        elif plain in self._written_before:
             known = 0  # whoever wrote it has counted it
         blake3 = stored.blake3 or compute_blake3(view)
-        self._met.setdefault(plain, replace(stored, blake3=blake3))
+        self._written_chunks.setdefault(plain, replace(stored, blake3=blake3))
         chunk = Chunk(offset, size, plain, stored.blob, stored.stored, stored.encoding, blake3)
         self._chunks[at].append(chunk)
-        self._done(size, known=known, written=written)
+        self._add_progress(size, known=known, written=written)
 
-    def _linked(self, plain: str, size: int) -> _Stored | None:
+    def _link_known(self, plain: str, size: int) -> _StoredChunk | None:
         """A chunk of an earlier checkpoint, its blob now in this layout too; None where it cannot be."""
         place = self._known.find(plain) if self._known is not None else None
-        if place is None or not _fits(place, plain, size):
+        if place is None or not _can_hold(place, plain, size):
             return None
         try:
             blob = Descriptor(MEDIA_TYPES[place.encoding], place.blob, place.stored)
@@ -252,9 +257,9 @@ class _Writing:
                 return None
         except LayoutError:
             return None
-        return _Stored(place.blob, place.stored, place.encoding)
+        return _StoredChunk(place.blob, place.stored, place.encoding)
 
-    def _written(self, view: memoryview, plain: str, tools: _Tools) -> tuple[_Stored, int]:
+    def _write_blob(self, view: memoryview, plain: str, tools: _Tools) -> tuple[_StoredChunk, int]:
         """A chunk as a blob, and how many bytes of it were not there yet."""
         packed = tools.pack(view) if self._level else None
         self._crew.check()
@@ -266,11 +271,11 @@ class _Writing:
         size = data.nbytes
         written = 0 if self._trust and self._layout.has_blob(digest, size) else size
         self._layout.add_blob(data, media_type=MEDIA_TYPES[encoding], digest=digest, anew=not self._trust)
-        if written and self._tell is not None:
-            self._tell(digest)
-        return _Stored(digest, size, encoding), written
+        if written and self._on_written is not None:
+            self._on_written(digest)
+        return _StoredChunk(digest, size, encoding), written
 
-    def _done(self, size: int, *, zero: int = 0, known: int = 0, written: int = 0) -> None:
+    def _add_progress(self, size: int, *, zero: int = 0, known: int = 0, written: int = 0) -> None:
         with self._lock:
             now = self._progress
             self._progress = Progress(
@@ -280,7 +285,7 @@ class _Writing:
                 self._report(self._progress)
 
 
-def _fits(place: Place, plain: str, size: int) -> bool:
+def _can_hold(place: Place, plain: str, size: int) -> bool:
     """Whether a known blob can be that of a chunk: the index may be broken in ways that its format allows."""
     if place.encoding == "plain":
         return place.blob == plain and place.stored == size

@@ -80,7 +80,7 @@ def bring_back(
 
 def _check_process(entry: Entry, guard: Guard, pid: int) -> None:
     """Before a process goes on: its memory is its own, and it is kept stopped no longer."""
-    transfer.own(entry.key, pid)
+    transfer.replace_staged_memory(entry.key, pid)
     guard.release(pid)
 
 
@@ -114,7 +114,7 @@ def _give_back(
                 code="GPS-026" if gone else "GPS-027",
             )
     given = {pid: [*loaded.get(pid, ()), *areas] for pid, areas in staged.items()}
-    lost |= transfer.give(entry.key, {pid: areas for pid, areas in given.items() if areas})
+    lost |= transfer.map_areas(entry.key, {pid: areas for pid, areas in given.items() if areas})
     for area in (area for areas in staged.values() for area in areas):
         area.close()
     return lost

@@ -65,9 +65,9 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.job import (
     thaw,
 )
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
+from gpusnap.runtime_shim.snapshot.memory.ram import SuspendedChunks
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
@@ -136,22 +136,24 @@ def _pages(
     """The way that the GPUs' memory takes."""
     image_path, memory = str(call.images()), settings.memory
     if asleep:
-        home = _home(call, settings, container)
-        return Asleep(image_path, container.key, memory, container.bundle, home=home)
+        destination = _choose_destination(call, settings, container)
+        return SuspendedChunks(image_path, container.key, memory, container.bundle, destination=destination)
     if driver.plugin is not None:
         return criu_plugin.pages(image_path, container, settings)
     if memory.pages == Pages.name:
         return Pages(image_path, container.key, memory.threads)
-    home, ahead = _home(call, settings, container), not call.leave_running
-    return Chunks(image_path, container.key, memory, container.bundle, home=home, ahead=ahead)
+    destination, ahead = _choose_destination(call, settings, container), not call.leave_running
+    return Chunks(image_path, container.key, memory, container.bundle, destination=destination, ahead=ahead)
 
 
-def _home(call: CheckpointCall, settings: Settings, container: containers.Container) -> StoreHome | None:
+def _choose_destination(
+    call: CheckpointCall, settings: Settings, container: containers.Container
+) -> StoreDestination | None:
     """This host's store, where the chunks go there."""
-    if settings.memory.pages != StoreHome.kind:
+    if settings.memory.pages != StoreDestination.kind:
         return None
     store, images = settings.store, str(call.images())
-    return StoreHome(store.path, images, container.id, settings.memory, read_rate=store.read_rate)
+    return StoreDestination(store.path, images, container.id, settings.memory, read_rate=store.read_rate)
 
 
 def _inspect(job: Job) -> None:

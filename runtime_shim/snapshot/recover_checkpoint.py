@@ -25,8 +25,13 @@ from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import held_threads
 from gpusnap.runtime_shim.snapshot.bring_back import bring_back, list_alive
 from gpusnap.runtime_shim.snapshot.gpu_processes import dump_pause, paused_container
-from gpusnap.runtime_shim.snapshot.memory import chunk_layout, kept
-from gpusnap.runtime_shim.snapshot.memory.destination import Home, StoreHome, in_image, left
+from gpusnap.runtime_shim.snapshot.memory import chunk_layout, suspended_memory
+from gpusnap.runtime_shim.snapshot.memory.destination import (
+    Destination,
+    StoreDestination,
+    is_in_image,
+    reopen_destination,
+)
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
@@ -128,7 +133,7 @@ def _let_go_of_resumed(
 ) -> str:
     """Remove what a resume could not remove of a container that is no longer on file as suspended."""
     there = bring_back(entry, driver, settings, let_go)
-    kept.free(entry.key)
+    suspended_memory.free(entry.key)
     if not there:
         return "it has exited, and nothing is left of it"
     return "running: " + " ".join(str(process.pid) for process in there)
@@ -158,21 +163,23 @@ def _finish(entry: Entry, settings: Memory) -> str:
             "remove them, then run gpusnap recover again",
             code="GPS-515",
         )
-    home: Home | None = None
+    destination: Destination | None = None
     if record.pages != Pages.name:
         tables = [region.table for process in record.processes for region in process.regions]
-        home = left(entry.layout, entry.image, entry.container, replace(settings, sync=True), tables)
+        destination = reopen_destination(
+            entry.layout, entry.image, entry.container, replace(settings, sync=True), tables
+        )
         # Nobody knows how much of it had come to disk.
-        chunk_layout.write_again(home.layout, tables, where=entry.image)
-        home.commit(tables, kept=False)
+        chunk_layout.write_again(destination.layout, tables, where=entry.image)
+        destination.commit(tables, kept=False)
     control_groups.thaw(entry.image)
     image.sync(entry.image, failed=partial(journal.note_unsynced, entry.key))
     record = replace(record, images=digests.take(entry.image, but=[each.name for each in record.files]))
-    if home is not None:
-        home.name(record)
+    if destination is not None:
+        destination.name(record)
     draft.finish(record)
-    if home is not None:
-        home.close(record)
+    if destination is not None:
+        destination.close(record)
     return f"the checkpoint in {entry.image} is complete"
 
 
@@ -187,23 +194,23 @@ def _has_manifest(entry: Entry, settings: Memory) -> bool:
         return False
     if record.container != entry.container:
         return False
-    if record.pages == StoreHome.kind and not in_image(entry.layout, entry.image):
-        home = left(entry.layout, entry.image, entry.container, settings, record.tables)
+    if record.pages == StoreDestination.kind and not is_in_image(entry.layout, entry.image):
+        destination = reopen_destination(entry.layout, entry.image, entry.container, settings, record.tables)
         try:
-            home.name(record)
+            destination.name(record)
         except ImageError as error:
             if not isinstance(error.__cause__, BlobError):
                 raise
-            home.discard(earlier=True)  # an earlier checkpoint's, whose chunks somebody has removed
+            destination.discard(earlier=True)  # an earlier checkpoint's, whose chunks somebody has removed
             return False
-        home.close(record)
+        destination.close(record)
     return True
 
 
 def _drop(entry: Entry, settings: Memory) -> None:
     """Remove what was written to a store for a checkpoint that came to nothing."""
     with suppress(ImageError):  # it takes room until gc is told to take it
-        left(entry.layout, entry.image, entry.container, settings).discard(earlier=True)
+        reopen_destination(entry.layout, entry.image, entry.container, settings).discard(earlier=True)
 
 
 def _take_back(entry: Entry, settings: Memory) -> None:
@@ -220,5 +227,5 @@ def _discard(entry: Entry, settings: Memory) -> None:
         _drop(entry, settings)
         return
     earlier = manifest_file.has(entry.image, manifest.FOLDER, manifest.NAME)
-    left(entry.layout, entry.image, entry.container, settings).discard(earlier=earlier)
+    reopen_destination(entry.layout, entry.image, entry.container, settings).discard(earlier=earlier)
     Draft(entry.image).discard()

@@ -132,7 +132,7 @@ def _explain_kept(entry: Restore, driver: Driver | None) -> str | None:
         run_at_once(partial(let_finish, driver), standing).raise_first()
         if standing:
             _check(entry)
-        resume(driver, ours, Pages(), right=partial(transfer.own, entry.key))
+        resume(driver, ours, Pages(), right=partial(transfer.replace_staged_memory, entry.key))
     return RUNNING + " ".join(map(str, ours or [init.pid]))
 
 

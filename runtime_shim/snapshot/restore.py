@@ -43,7 +43,7 @@ from gpusnap.runtime_shim.snapshot import (
 from gpusnap.runtime_shim.snapshot.devices.choose import driver_for
 from gpusnap.runtime_shim.snapshot.foreground import RuntimeThread, pid_file
 from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin
-from gpusnap.runtime_shim.snapshot.loading.source import Fetching
+from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.restore_gpus import restore_gpus, settle
 from gpusnap.runtime_shim.snapshot.restore_job import Job
@@ -146,7 +146,7 @@ def _said(let_go: Callable[[], object]) -> None:
         note(text, code=found.code)
 
 
-def _keep_fetched(fetching: Fetching) -> None:
+def _keep_fetched(fetching: BlobSource) -> None:
     try:
         fetching.finish()
     except GpusnapError as error:
@@ -250,7 +250,7 @@ def _finish(job: Job) -> None:
             job.compared.result()
     if job.driver is not None and job.remap is not None:
         settle(job, container, job.remap, job.driver)
-        job.save_progress(stage=Stage.GPUS, arriving=job.filling is not None and job.filling.arriving)
+        job.save_progress(stage=Stage.GPUS, arriving=job.prefetch is not None and job.prefetch.is_loading)
         restore_gpus(job, job.driver, container, members)
     else:
         restored_processes.check_none_suspended(job.present, members)
@@ -265,12 +265,12 @@ def _say_timing(job: Job) -> None:
             for step in job.transaction.steps
         ]
     }
-    if job.filling is not None:
-        document["memory"] = asdict(job.filling.told)
+    if job.prefetch is not None:
+        document["memory"] = asdict(job.prefetch.waits_so_far)
     if job.fetching is not None:
         document["ahead"] = job.ahead
     if job.bulk is not None:
-        document["copied"] = asdict(job.bulk.told)
+        document["copied"] = asdict(job.bulk.totals)
     with contextlib.suppress(OSError):
         replace_below(job.work_path, TIMING, json.dumps(document).encode("ascii"), sync=False)
 

@@ -15,7 +15,7 @@ from gpusnap.runtime_shim.snapshot.devices.nvidia_hooks import rerun
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin, driver_watch
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import resume
-from gpusnap.runtime_shim.snapshot.loading.prefetch import Arriving
+from gpusnap.runtime_shim.snapshot.loading.prefetch import PrefetchedPages
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.restore_job import Job
 from gpusnap.runtime_shim.stopping.stop import stop
@@ -67,19 +67,19 @@ def _fill(
     with job.transaction.step("fill"):
         # CRIU restores them stopped; should it ever not, they must be all the same.
         stop(pids, timeout=job.settings.nvidia.lock_timeout)
-        if job.filling is not None:
-            job.filling.deliver({inner: process.pid for inner, process in by_inner.items()})
+        if job.prefetch is not None:
+            job.prefetch.deliver({inner: process.pid for inner, process in by_inner.items()})
     with job.transaction.step("driver restore"):
         right = partial(_right, job, gone_on)
         try:
-            resume(driver, pids, Arriving(job.filling), pairs=pairs, right=right)
+            resume(driver, pids, PrefetchedPages(job.prefetch), pairs=pairs, right=right)
         except GpuError:
             # The driver's words for memory that is not what it was tell of the GPU, which is not to blame.
-            if job.filling is not None:
-                job.filling.right()
+            if job.prefetch is not None:
+                job.prefetch.wait_checked()
             raise
-        if job.filling is not None:
-            job.filling.right()  # where it failed, the processes were ended, and none of them is missed
+        if job.prefetch is not None:
+            job.prefetch.wait_checked()  # if it failed, it has ended the processes
         for text in driver_watch.take_notes():
             job.transaction.note(text)
     return gone_on
@@ -87,8 +87,8 @@ def _fill(
 
 def _right(job: Job, gone_on: set[int], pid: int) -> None:
     """Before a process goes on: its memory is what it was, and its own."""
-    if job.filling is not None:
-        job.filling.right()
+    if job.prefetch is not None:
+        job.prefetch.wait_checked()
         job.save_progress(arriving=False)
-        transfer.own(job.key, pid)
+        transfer.replace_staged_memory(job.key, pid)
     gone_on.add(pid)

@@ -19,8 +19,8 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap
-from gpusnap.runtime_shim.snapshot.loading.prefetch import Filling
-from gpusnap.runtime_shim.snapshot.loading.source import Fetching
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Prefetch
+from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
 from gpusnap.runtime_shim.snapshot.memory.bulk_copy import BulkCopy
 from gpusnap.runtime_shim.transaction import Transaction
 
@@ -46,11 +46,11 @@ class Job:
     """Holds the GPUs' memory for us against other restores, until the driver has it."""
     cleanup: ExitStack
     remap: Remap | None = None
-    filling: Filling | None = None
+    prefetch: Prefetch | None = None
     """Memory that is not in CRIU's images, on its way."""
     compared: Comparison | None = None
     """CRIU's images, read by us while CRIU works."""
-    fetching: Fetching | None = None
+    fetching: BlobSource | None = None
     """Where its chunks come from, if not from the image directory."""
     ahead: bool = False
     """CRIU's images that are in chunks came from the `gpusnap restore` that this is of."""

@@ -36,10 +36,10 @@ from gpusnap.runtime_shim.snapshot.devices import remap
 from gpusnap.runtime_shim.snapshot.devices.choose import choose, gpu_request, list_given
 from gpusnap.runtime_shim.snapshot.loading import join
 from gpusnap.runtime_shim.snapshot.loading.join import JoinedImages
-from gpusnap.runtime_shim.snapshot.loading.prefetch import Filling
-from gpusnap.runtime_shim.snapshot.loading.source import Fetching, Rebuilding
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Prefetch
+from gpusnap.runtime_shim.snapshot.loading.source import BlobSource, ImageRebuild
 from gpusnap.runtime_shim.snapshot.memory import bulk_copy, transfer
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, claim
@@ -106,25 +106,25 @@ def _begin_bulk_copy(job: Job, config: dict[str, Any]) -> bulk_copy.BulkCopy | N
     return found
 
 
-def _start_reading(job: Job) -> Rebuilding | JoinedImages | None:
+def _start_reading(job: Job) -> ImageRebuild | JoinedImages | None:
     """Have the bytes come from now on; CRIU's images that are in chunks.
 
     Only CRIU waits for its images, and only the driver for the GPUs' memory.
     """
     memory = job.settings.memory
-    images: Rebuilding | JoinedImages | None = None
+    images: ImageRebuild | JoinedImages | None = None
     has_regions = job.driver is not None and any(process.regions for process in job.record.processes)
     joined = None
-    if job.record.pages == StoreHome.kind:
+    if job.record.pages == StoreDestination.kind:
         joined = join.join(job.record, job.key, memory)
         if joined is not None:
             job.cleanup.callback(joined.close)
     job.joined_regions = joined is not None and bool(joined.regions)
     if has_regions and not job.joined_regions:
         space.check_memory_to_restore(job.record, memory)
-    if job.record.pages == StoreHome.kind:
+    if job.record.pages == StoreDestination.kind:
         fetching = job.fetching = job.cleanup.enter_context(
-            Fetching.of(job.record, job.images, job.settings.store)
+            BlobSource.from_settings(job.record, job.images, job.settings.store)
         )
         job.save_progress(layouts=fetching.folders)
         if job.record.files:
@@ -136,17 +136,17 @@ def _start_reading(job: Job) -> Rebuilding | JoinedImages | None:
             job.cleanup.callback(images.close)
     if has_regions:
         meter = job.fetching.meter if job.fetching is not None else None
-        filling = Filling(job.images, job.record, memory, job.key, job.fetching, images, joined, meter)
-        job.filling = job.cleanup.enter_context(filling)
+        prefetch = Prefetch(job.images, job.record, memory, job.key, job.fetching, images, joined, meter)
+        job.prefetch = job.cleanup.enter_context(prefetch)
     elif joined is not None:
         joined.drop_areas()
     return images
 
 
-def _rebuild(job: Job, fetching: Fetching, folder: str) -> Rebuilding:
+def _rebuild(job: Job, fetching: BlobSource, folder: str) -> ImageRebuild:
     """Begin to put CRIU's images together, in RAM where there is room, else in the folder."""
     memory = job.settings.memory
-    return Rebuilding(
+    return ImageRebuild(
         job.record.files,
         fetching,
         folder,

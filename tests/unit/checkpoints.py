@@ -21,7 +21,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.records import manifest_json
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
-from gpusnap.runtime_shim.snapshot.memory.destination import labelled
+from gpusnap.runtime_shim.snapshot.memory.destination import label_tables
 
 __all__ = ["CHUNK", "START", "blob_path", "damage", "keep", "noise", "packed", "tar_of", "with_memory"]
 
@@ -101,7 +101,7 @@ def keep(
         if gpu:
             made = with_memory(layout, *regions, images=images, record=record)
             config = layout.add_blob(manifest_json.encode(made), media_type=artifact.CONFIG)
-            tables = labelled(made)
+            tables = label_tables(made)
         parts = Artifact(
             config,
             layout.add_blob(packed(records), media_type=artifact.RECORDS) if records is not None else None,

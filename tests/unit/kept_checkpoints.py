@@ -11,7 +11,7 @@ from gpusnap.checkpoints.formats.podman import take_in
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
+from gpusnap.runtime_shim.snapshot.memory.destination import write_artifact
 
 __all__ = ["an_archive", "keep", "keep_pages"]
 
@@ -36,6 +36,6 @@ def keep(store: Store, archive: str, names: Sequence[str]) -> str:
 def keep_pages(store: Store) -> str:
     """Have a store keep what a runtime puts there for `an_archive(pages="store")`; the digest."""
     with store.create().stage() as staging:
-        root = as_artifact(staging.layout, record(regions(staging.layout), pages="store"))
+        root = write_artifact(staging.layout, record(regions(staging.layout), pages="store"))
         staging.commit(root)
     return root.digest

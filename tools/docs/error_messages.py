@@ -31,7 +31,7 @@ _OTHERS: Mapping[str, tuple[int, int | None]] = {
     "_Misfit": (0, 1),
     "Sharing": (1, 2),
     "_Unfit": (0, None),
-    "_Unkept": (0, None),
+    "_NotCached": (0, None),
     "HeaderFault": (0, None),
     "Broken": (0, None),
     "note": (0, None),

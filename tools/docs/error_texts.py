@@ -37,7 +37,7 @@ appears only as part of a longer one.
 PARTS: Mapping[str, str] = {
     "_Misfit": "GPS-401",
     "_Unfit": "GPS-410",
-    "_Unkept": "GPS-514",
+    "_NotCached": "GPS-514",
     "HeaderFault": "GPS-601",
     "Broken": "GPS-803",
 }

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.records.manifest import Manifest
-from gpusnap.runtime_shim.snapshot.memory import destination as chunk_home
+from gpusnap.runtime_shim.snapshot.memory import destination as destination
 
 CREATED = "org.opencontainers.image.created"
 VOLUMES = "io.gpusnap.volumes"
@@ -29,7 +29,7 @@ def annotations_of(config: bytes, spec: bytes, record: Manifest | None, *, writt
     is the one that the engine calls it by, which `podman container restore IMAGE` compares with its own.
     """
     values = _object(config)
-    ours = chunk_home.described(record) if record is not None else {}
+    ours = destination.make_annotations(record) if record is not None else {}
     found = {
         CREATED: time_of(written),
         "io.gpusnap.container.id": values.get("id"),

@@ -41,7 +41,7 @@ from gpusnap.oci.tar.compression import Readable, kind_of
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records.manifest import Manifest
-from gpusnap.runtime_shim.snapshot.memory import destination as chunk_home
+from gpusnap.runtime_shim.snapshot.memory import destination as destination
 
 # A registry that has the base image has its layers, which are larger.
 _SMALL = 1 << 20
@@ -153,7 +153,7 @@ def _images(content: Readable, where: str, written: list[float]) -> Iterator[Ent
 
 def _notes(image: Image, config: bytes, record: Manifest | None, written: Iterable[float]) -> dict[str, str]:
     """The annotations; keys as gpusnap.checkpoints.formats.annotations has them."""
-    ours = chunk_home.described(record) if record is not None else {}
+    ours = destination.make_annotations(record) if record is not None else {}
     criu = "org.criu.checkpoint."
     return bounded(
         {

@@ -36,7 +36,7 @@ from gpusnap.oci.tar.archive import entries
 from gpusnap.oci.tar.compression import Readable
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.process.memory import copy as copies
-from gpusnap.runtime_shim.snapshot.memory.destination import labelled
+from gpusnap.runtime_shim.snapshot.memory.destination import label_tables
 
 Append = Callable[[bytes], object]
 
@@ -125,7 +125,7 @@ def give_out(
     """
     image, carried = of.image, {each.digest: each.size for each in found.artifact.carried}
     record = found.record
-    chunks = artifact.chunk_layers(labelled(record)) if record is not None else ()
+    chunks = artifact.chunk_layers(label_tables(record)) if record is not None else ()
     done, whole = 0, 2 * sum(each.size for each in chunks) + sum(each.size for each in image.others)
 
     def seen(size: int) -> None:
@@ -200,7 +200,7 @@ class _Images:
             config, record = make_whole(found.config, found.record)
             archive.write_folder(OURS)
             archive.write_file(CONFIG, config)
-            if tables := labelled(record):
+            if tables := label_tables(record):
                 archive.write_layout(tables, digest_of(config))
         append(tar.END)
 

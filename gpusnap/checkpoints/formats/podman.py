@@ -35,7 +35,7 @@ from gpusnap.oci.tar.archive import Compression, Writer
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records import manifest, manifest_json
-from gpusnap.runtime_shim.snapshot.memory.destination import labelled
+from gpusnap.runtime_shim.snapshot.memory.destination import label_tables
 
 Report = Callable[[Progress], None]
 
@@ -112,7 +112,7 @@ def give_out(
         record = manifest_json.decode(config, CONFIG)
         files = record.files
         config, record = self_contained(config, record)
-        tables = labelled(record)
+        tables = label_tables(record)
     sizes = [each.size for each in (whole.records, whole.rootfs) if each is not None]
     sizes += [each.table.size for each in files]
     done, total = 0, sum(sizes) + sum(each.size for each in artifact.chunk_layers(tables))

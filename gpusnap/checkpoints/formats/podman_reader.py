@@ -40,7 +40,7 @@ from gpusnap.oci.tar.archive import Content, Entry
 from gpusnap.oci.tar.compression import Readable, as_file, compress
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.records import manifest, manifest_json
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome, labelled
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination, label_tables
 
 # Above that, what writes the blobs is not the processors; each thread may have a blob in memory.
 _MOST_THREADS = 16
@@ -181,7 +181,7 @@ class ArchiveReader:
             )
         if self._config is None:
             self._config = self._layout.add_blob(EMPTY_BLOB, media_type=EMPTY)
-        tables = tuple(labelled(self._record)) if self._record is not None else ()
+        tables = tuple(label_tables(self._record)) if self._record is not None else ()
         chunks = artifact.chunk_layers(tables)
         self._settle(chunks)
         if self._volumes:
@@ -316,7 +316,7 @@ class ArchiveReader:
 
     def _settle(self, chunks: Sequence[Descriptor]) -> None:
         """See that every chunk is there."""
-        elsewhere = self._record is not None and self._record.pages == StoreHome.kind
+        elsewhere = self._record is not None and self._record.pages == StoreDestination.kind
         for each in chunks:
             if self._inner.has_blob(each.digest, each.size):
                 # It is there: the layout only learns that it is one to sync.

@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot.loading import source as fetching
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.memory.destination import ImageHome
+from gpusnap.runtime_shim.snapshot.memory.destination import ImageDestination
 
 
 def make_whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
@@ -30,7 +30,7 @@ def make_whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
         return config, record
     document = parse_json(config)
     document.pop("files", None)
-    document["pages"] = ImageHome.kind
+    document["pages"] = ImageDestination.kind
     data = json.dumps(document).encode() + b"\n"
     return data, manifest_json.decode(data, manifest.NAME)
 

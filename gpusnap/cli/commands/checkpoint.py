@@ -333,8 +333,8 @@ def restore(
             "--name and --publish apply to a single container", hint="restore the containers one by one"
         )
 
-    def work(one: str) -> restoring.Restored:
-        wish = restoring.Wish(
+    def work(one: str) -> restoring.RestoreResult:
+        request = restoring.RestoreRequest(
             what=locator.in_file(one) if file is not None else locator.find(one),
             name=name,
             gpu_map=gpu_map,
@@ -350,14 +350,14 @@ def restore(
             plain_http=plain_http,
             not_migrated=not_migrated,
         )
-        find_name = partial(restoring.container_of, wish.what)
+        find_name = partial(restoring.find_container_name, request.what)
         with record_operation("restore", name, find_name=find_name) as record, Progress() as progress:
-            done = restoring.restore(wish, progress, asked=asked)
+            done = restoring.restore(request, progress, asked=asked)
             record.container = done.name
             record.figures |= {"digest": done.digest} if done.digest else {}
         return done
 
-    def show(done: restoring.Restored) -> None:
+    def show(done: restoring.RestoreResult) -> None:
         click.echo(f"{done.name}  {done.container}  {done.seconds:.1f} s")
         if done.source is None:
             return
@@ -370,7 +370,7 @@ def restore(
         if done.source.later:
             click.echo(f"note: newer than {source.name}: {format_names(done.source.later)}", err=True)
 
-    def document(done: restoring.Restored) -> dict[str, object]:
+    def document(done: restoring.RestoreResult) -> dict[str, object]:
         return {
             "container": done.name,
             "containerId": done.container,

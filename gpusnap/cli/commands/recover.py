@@ -186,7 +186,7 @@ def _tell_memory(store: Store) -> bool:
 
     None of it is in the way of anything: it is not in the list of what is to be recovered.
     """
-    there = in_podman.left(store)
+    there = in_podman.list_restorable(store)
     for stopped in there:
         shown = Names({stopped.id: stopped.name}).format_name(stopped.id)
         said = "Podman has its checkpoint, and its memory is in the store"

@@ -20,7 +20,7 @@ from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin, inherited_handles
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, record, users
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.units import human
@@ -102,7 +102,7 @@ def _list_checks(
     settings, container = of.settings, of.container
     call = CheckpointCall(container_id=container.id)
     gpu_bytes = {process.pid: each.used for process, each in used.items()}
-    store = settings.store.path if settings.memory.pages == StoreHome.kind else ""
+    store = settings.store.path if settings.memory.pages == StoreDestination.kind else ""
     looking = replace(settings.nvidia, allow_nccl=False)
     return (
         _Asked("container", "", lambda: preflight.call(call, container)),

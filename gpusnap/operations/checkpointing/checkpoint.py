@@ -50,7 +50,7 @@ from gpusnap.runtime_shim.errors import (
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.shim import overrides
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.user_errors import convert_errors
 
@@ -204,7 +204,7 @@ def _to_store(
             order.enter_context(
                 overrides.order(
                     found.id,
-                    pages=StoreHome.kind,
+                    pages=StoreDestination.kind,
                     store=store.path,
                     force=wish.force,
                     progress=path,
@@ -398,7 +398,7 @@ def _show_as_running(found: podman.Container) -> Iterator[None]:
 def _measure_gpu_memory(export: Export) -> int:
     """What the container used of its GPUs. Raises ImageError for an archive that lacks their memory."""
     record = _record_of(export)
-    if record is not None and record.pages == StoreHome.kind:
+    if record is not None and record.pages == StoreDestination.kind:
         raise ImageError(
             f"Podman's export of {export.found.name} does not contain its memory, which is in a store",
             hint="gpusnap checkpoint without --to keeps both together",

@@ -56,12 +56,17 @@ def find(archive: str, options: Sequence[str], ids: Collection[str]) -> Target |
     with suppress(GpusnapError, OciError, OSError, ValueError, KeyError, TypeError):
         config = parse_json(read_member(archive, FIRST[0], limit=LARGEST_DUMP) or b"{}")
         container_id, name = str(config["id"]), str(config["name"])
-        taken = _options(options, name)
+        taken = _select_options(options, name)
         if taken is None or container_id not in ids:
             return None
         found = podman.inspect_container(container_id)
         ours = (found.id, found.name) == (container_id, name)
-        if ours and found.checkpointed and found.status in _STOPPED and _has(found.checkpoint_path, archive):
+        if (
+            ours
+            and found.checkpointed
+            and found.status in _STOPPED
+            and _has_images(found.checkpoint_path, archive)
+        ):
             return Target(found, taken)
     return None
 
@@ -86,7 +91,7 @@ def restore(
         ) from error
 
 
-def _options(options: Sequence[str], name: str) -> tuple[str, ...] | None:
+def _select_options(options: Sequence[str], name: str) -> tuple[str, ...] | None:
     """Those for Podman without an import, which keeps name and volumes; None where one needs an import."""
     words = [word for word in options if word != _VOLUMES]
     if "--name" in words:
@@ -97,7 +102,7 @@ def _options(options: Sequence[str], name: str) -> tuple[str, ...] | None:
     return tuple(words) if _TAKEN.issuperset(words) else None
 
 
-def _has(folder: str, archive: str) -> bool:
+def _has_images(folder: str, archive: str) -> bool:
     """Whether a folder of images has exactly those of an archive. Raises OSError, OciError."""
     seen = set()
     with closing(entries(archive)) as found:

@@ -17,13 +17,13 @@ from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.records import manifest_file
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.user_errors import NotFound
 
 _STOPPED = ("exited", "stopped")
 
 
-def chosen(place: locator.InStore) -> locator.ResolvedName:
+def resolve(place: locator.InStore) -> locator.ResolvedName:
     """What a word means in a store; NotFound names a container that Podman can restore instead.
 
     Raises as `InStore.resolve` does.
@@ -31,7 +31,7 @@ def chosen(place: locator.InStore) -> locator.ResolvedName:
     try:
         return place.resolve()
     except NotFound as error:
-        found = _restorable(place)
+        found = _find_restorable(place)
         if found is None:
             raise
         raise NotFound(
@@ -42,7 +42,7 @@ def chosen(place: locator.InStore) -> locator.ResolvedName:
         ) from error
 
 
-def left(store: Store) -> tuple[podman.Container, ...]:
+def list_restorable(store: Store) -> tuple[podman.Container, ...]:
     """Containers that Podman can restore, and whose memory the store has without a name for it."""
     found: list[podman.Container] = []
     if not exists(store.path):
@@ -71,7 +71,7 @@ def _has_checkpoint(found: podman.Container) -> bool:
     return False
 
 
-def _restorable(place: locator.InStore) -> podman.Container | None:
+def _find_restorable(place: locator.InStore) -> podman.Container | None:
     """The container of that name, if this host's store is meant and a checkpoint of it is whole."""
     if not locator.is_default(place.store.path):
         return None
@@ -80,7 +80,7 @@ def _restorable(place: locator.InStore) -> podman.Container | None:
         if found.name != place.wanted or not _has_checkpoint(found):
             return None
         path = found.checkpoint_path
-        if not manifest_file.is_ours(path) or manifest_file.read(path).pages != StoreHome.kind:
+        if not manifest_file.is_ours(path) or manifest_file.read(path).pages != StoreDestination.kind:
             return found
-        return next((each for each in left(place.store) if each.id == found.id), None)
+        return next((each for each in list_restorable(place.store) if each.id == found.id), None)
     return None

@@ -41,7 +41,7 @@ def check_name(wanted: str) -> None:
         )
 
 
-def told(error: GpusnapError, wanted: str) -> GpusnapError | None:
+def explain(error: GpusnapError, wanted: str) -> GpusnapError | None:
     """The error for what is in use; None for any other. wanted: the name that the container shall have."""
     text = str(error)
     if found := _PORT.search(text):

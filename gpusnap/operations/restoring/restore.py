@@ -49,12 +49,13 @@ from gpusnap.oci.tar.archive import Entry
 from gpusnap.operations import pull, push_pull, sources
 from gpusnap.operations.open import open_repository
 from gpusnap.operations.restoring import in_place, in_podman, in_use, volumes
-from gpusnap.operations.restoring.volumes import Choice, Inside, inside
+from gpusnap.operations.restoring.volumes import PodmanObjects, VolumeChoice, find_objects
 from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
 from gpusnap.runtime_shim.progress import VARIABLE
+from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
 from gpusnap.runtime_shim.snapshot.loading import source as fetching
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
@@ -72,7 +73,7 @@ _OF_ITS_CONTENT = compile_later(r"^Podman failed: |sha256:|/checkpoint/|\.img\b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class RestoreRequest:
     """What shall be restored, and how."""
 
     what: locator.Place
@@ -110,7 +111,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoreResult:
     """A container that runs again."""
 
     container: str
@@ -127,7 +128,7 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _RestoredContainer:
     """A container that Podman has restored."""
 
     id: str
@@ -137,7 +138,9 @@ class _Running:
     """It may have a command to be run now."""
 
 
-def restore(wish: Wish, progress: Progress, *, asked: podman.Listing | None = None) -> Restored:
+def restore(
+    request: RestoreRequest, progress: Progress, *, asked: podman.Listing | None = None
+) -> RestoreResult:
     """Have it run again. `asked`: a Podman that lists its containers already.
 
     Raises NotFound, Damaged, Interrupted, GpusnapError.
@@ -145,40 +148,40 @@ def restore(wish: Wish, progress: Progress, *, asked: podman.Listing | None = No
     began = time.monotonic()
     digest = kept_as = ""
     source: locator.ResolvedName | None = None
-    in_use.check_name(wish.name)
+    in_use.check_name(request.name)
     settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman not always show why
     with convert_errors():
-        match wish.what:
+        match request.what:
             case locator.InFile(path):
-                found, digest = _from_file(wish, path, progress)
+                found, digest = _from_file(request, path, progress)
             case locator.InStore():
-                source = in_podman.chosen(wish.what)
-                found, digest = _from_store(wish, source.place, progress, asked)
+                source = in_podman.resolve(request.what)
+                found, digest = _from_store(request, source.place, progress, asked)
             case locator.InRegistry():
                 try:
-                    found, digest, kept_as = _from_registry(wish, wish.what, progress)
+                    found, digest, kept_as = _from_registry(request, request.what, progress)
                 except RegistryError as error:  # before Podman was asked: what its runtime says is another
-                    copy = stand_in(wish.what, error)
+                    copy = stand_in(request.what, error)
                     if copy is None:
                         raise
                     source = copy.resolve()
-                    found, digest = _from_store(wish, source.place, progress)
-    if digest and wish.not_migrated:
+                    found, digest = _from_store(request, source.place, progress)
+    if digest and request.not_migrated:
         migrations.forget(digest)
     name = found.name
     if found.annotated or not name:
         container = podman.inspect_container(found.id)
         name = container.name
         run_after(container, CHECKPOINT, progress, done="the container is restored")
-    return Restored(found.id, name, time.monotonic() - began, digest, kept_as, source)
+    return RestoreResult(found.id, name, time.monotonic() - began, digest, kept_as, source)
 
 
-def container_of(what: locator.Place) -> str:
+def find_container_name(what: locator.Place) -> str:
     """The name of a checkpoint's container; where no store or file tells, what stands for the checkpoint."""
     match what:
         case locator.InFile(path):
             with suppress(GpusnapError, OciError, OSError):
-                return _name_in(path) or path
+                return _read_name(path) or path
             return path
         case locator.InStore(store, wanted):
             name = base(wanted)
@@ -192,13 +195,13 @@ def container_of(what: locator.Place) -> str:
             return str(reference)
 
 
-def _check_here(wish: Wish, digest: str) -> None:
+def _check_here(request: RestoreRequest, digest: str) -> None:
     """Raise Refused where the container of a checkpoint may run on another host."""
-    if not wish.not_migrated:
+    if not request.not_migrated:
         migrations.check(digest)
 
 
-def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[_Running, str]:
+def _from_file(request: RestoreRequest, path: str, progress: Progress) -> tuple[_RestoredContainer, str]:
     if os.path.isdir(path):
         raise UsageError(
             f"{path} is a directory, but Podman restores archives",
@@ -206,12 +209,14 @@ def _from_file(wish: Wish, path: str, progress: Progress) -> tuple[_Running, str
             code="GPS-102",
         )
     if not is_layout(path):
-        return _from_archive(wish, path, progress), ""
+        return _from_archive(request, path, progress), ""
     with opened_layout(path) as found:
-        return _from_layout(wish, path, found, progress), found.root.digest
+        return _from_layout(request, path, found, progress), found.root.digest
 
 
-def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> _Running:
+def _from_layout(
+    request: RestoreRequest, path: str, found: InLayout, progress: Progress
+) -> _RestoredContainer:
     """From an image layout in a file, which nothing is kept of."""
     if found.kind == "containerd":
         raise Refused(
@@ -220,7 +225,7 @@ def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> 
             code="GPS-607",
         )
     layout = found.layout
-    with _room(locator.default_store()) as folder:
+    with _make_folder(locator.default_store()) as folder:
         archive = os.path.join(folder, ARCHIVE)
         if found.kind == "image":
             layer = archive_of(found.root, layout.read_blob)
@@ -229,22 +234,22 @@ def _from_layout(wish: Wish, path: str, found: InLayout, progress: Progress) -> 
             with layout.open_blob(layer.digest, layer.size) as file, inner.receive(layer) as incoming:
                 while piece := file.read(PIECE):
                     incoming.write(piece)
-            return _from_archive(wish, blob_path(inner, layer.digest), progress)
-        _check_here(wish, found.root.digest)
+            return _from_archive(request, blob_path(inner, layer.digest), progress)
+        _check_here(request, found.root.digest)
         whole = kept.load(found.root, layout)
         whole.check_podman()
         progress.stage("archive")
-        choice = _volumes(wish, volumes.of_artifact(whole.artifact, layout))
+        choice = _choose_volumes(request, volumes.find_in_artifact(whole.artifact, layout))
         push_pull.write_archive(whole, layout, archive, volumes=not choice.ignore, progress=progress)
-        return _run(wish, archive, {}, progress, choice)
+        return _run(request, archive, {}, progress, choice)
 
 
-def _from_archive(wish: Wish, path: str, progress: Progress) -> _Running:
+def _from_archive(request: RestoreRequest, path: str, progress: Progress) -> _RestoredContainer:
     """From Podman's own archive."""
     progress.stage(f"looking through {path}")
-    choice = _volumes(wish, _check_files(path))
+    choice = _choose_volumes(request, _check_files(path))
     try:
-        return _run(wish, path, {}, progress, choice)
+        return _run(request, path, {}, progress, choice)
     except GpusnapError as error:
         if not isinstance(error, Interrupted) and _OF_ITS_CONTENT.search(str(error)):
             _check_archive(path, error, progress)
@@ -257,7 +262,7 @@ def _from_archive(wish: Wish, path: str, progress: Progress) -> _Running:
         raise
 
 
-def _check_files(path: str) -> Inside:
+def _check_files(path: str) -> PodmanObjects:
     """The volumes in it.
 
     Raises ImageError where a link is in the place of a file, ArchiveError where not all can be looked at.
@@ -273,7 +278,7 @@ def _check_files(path: str) -> Inside:
             yield entry
 
     with closing(entries(path)) as found:
-        return inside(checked())
+        return find_objects(checked())
 
 
 def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
@@ -293,10 +298,10 @@ def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
 
 
 def _from_store(
-    wish: Wish, place: locator.InStore, progress: Progress, asked: podman.Listing | None = None
-) -> tuple[_Running, str]:
+    request: RestoreRequest, place: locator.InStore, progress: Progress, asked: podman.Listing | None = None
+) -> tuple[_RestoredContainer, str]:
     try:
-        return _from_artifact(wish, place, progress, asked)
+        return _from_artifact(request, place, progress, asked)
     except EngineImage:
         store, root = place.store, place.entry().descriptor
         with ExitStack() as stack:
@@ -304,13 +309,13 @@ def _from_store(
             layer = archive_of(root, store.read)
             progress.stage("records")
             store.layout.check_blob(layer)
-            return _from_archive(wish, blob_path(store.layout, layer.digest), progress), root.digest
+            return _from_archive(request, blob_path(store.layout, layer.digest), progress), root.digest
 
 
 def _from_artifact(
-    wish: Wish, place: locator.InStore, progress: Progress, asked: podman.Listing | None
-) -> tuple[_Running, str]:
-    _check_here(wish, place.entry().descriptor.digest)
+    request: RestoreRequest, place: locator.InStore, progress: Progress, asked: podman.Listing | None
+) -> tuple[_RestoredContainer, str]:
+    _check_here(request, place.entry().descriptor.digest)
     # Podman answers while the checkpoint is read.
     with (
         podman.Listing() if asked is None else nullcontext(asked) as listing,
@@ -321,56 +326,60 @@ def _from_artifact(
     ):
         found.check_podman()
         memory = settings_file.load().memory
-        with LoadProcess(found.record, store.layout.path, memory) as loading, _room(store) as folder:
-            archive, choice = _records(wish, found, store.layout, folder, progress)
+        with LoadProcess(found.record, store.layout.path, memory) as loading, _make_folder(store) as folder:
+            archive, choice = _build_archive(request, found, store.layout, folder, progress)
             environment = {
                 fetching.STORE: store.path,
                 fetching.ARTIFACT: found.root.digest,
                 **loading.environment(),
             }
             try:
-                container = _run(wish, archive, environment, progress, choice, ids=listing.ids)
+                container = _run(request, archive, environment, progress, choice, ids=listing.ids)
             except GpusnapError as error:
-                if (damaged := _of_damage(error, found, store)) is not None:
+                if (damaged := _explain_damage(error, found, store)) is not None:
                     raise damaged from error
                 raise
             return container, found.root.digest
 
 
-def _records(
-    wish: Wish, found: ArtifactParts, layout: Layout, folder: str, progress: Progress
-) -> tuple[str, Choice]:
+def _build_archive(
+    request: RestoreRequest, found: ArtifactParts, layout: Layout, folder: str, progress: Progress
+) -> tuple[str, VolumeChoice]:
     """The archive of a checkpoint's records for Podman, made in a folder, and which volumes it brings."""
     archive = os.path.join(folder, ARCHIVE)
     progress.stage("records")
-    choice = _volumes(wish, volumes.of_artifact(found.artifact, layout))
+    choice = _choose_volumes(request, volumes.find_in_artifact(found.artifact, layout))
     push_pull.write_archive(found, layout, archive, embed=False, volumes=not choice.ignore, progress=progress)
     return archive, choice
 
 
-def _from_registry(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[_Running, str, str]:
+def _from_registry(
+    request: RestoreRequest, place: locator.InRegistry, progress: Progress
+) -> tuple[_RestoredContainer, str, str]:
     try:
-        return _pulled(wish, place, progress)
+        return _pull_and_restore(request, place, progress)
     except EngineImage as image:
-        return *_from_image(wish, place, image, progress), ""
+        return *_from_image(request, place, image, progress), ""
 
 
-def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[_Running, str, str]:
+def _pull_and_restore(
+    request: RestoreRequest, place: locator.InRegistry, progress: Progress
+) -> tuple[_RestoredContainer, str, str]:
     store, name = locator.default_store(), store_name(place.reference)
-    pull_from = locator.InRegistry(place.reference, place.plain_http or wish.plain_http).repository
+    pull_from = locator.InRegistry(place.reference, place.plain_http or request.plain_http).repository
     coming = pull.fetch(
         store,
         place,
         leave=_ON_THE_WAY,
         seconds=_SECONDS,
         check=ArtifactParts.check_podman,
-        plain_http=wish.plain_http,
+        plain_http=request.plain_http,
         progress=progress,
     )
-    with coming as (staging, found, _), _room(store) as folder, ExitStack() as stack:
-        _check_here(wish, found.root.digest)
+    with coming as (staging, found, _), _make_folder(store) as folder, ExitStack() as stack:
+        _check_here(request, found.root.digest)
         before = kept.roots(store)
-        archive, choice = _records(wish, found, staging.layout, folder, progress)
+        archive, choice = _build_archive(request, found, staging.layout, folder, progress)
         whole = _keep(store, staging, found, name, before)
         if whole:
             kept.hold(store, found.root.digest, stack)
@@ -379,24 +388,24 @@ def _pulled(wish: Wish, place: locator.InRegistry, progress: Progress) -> tuple[
         if whole:
             environment[fetching.ARTIFACT] = found.root.digest
         fetched = watch_growth(os.path.dirname(staging.path))
-        container = _run(wish, archive, environment, progress, choice, fetched)
+        container = _run(request, archive, environment, progress, choice, fetched)
         whole = whole or _keep(store, staging, found, name, before)
     return container, found.root.digest, name if whole else ""
 
 
 def _from_image(
-    wish: Wish, place: locator.InRegistry, image: EngineImage, progress: Progress
-) -> tuple[_Running, str]:
+    request: RestoreRequest, place: locator.InRegistry, image: EngineImage, progress: Progress
+) -> tuple[_RestoredContainer, str]:
     """From an ordinary image in a registry, which nothing is kept of."""
     with (
         locator.default_store().create().stage() as staging,
-        open_repository(place, plain_http=wish.plain_http) as repository,
+        open_repository(place, plain_http=request.plain_http) as repository,
     ):
         root, content = repository.read_manifest(image.manifest)
         layer = archive_of(root, lambda _: content)
         progress.stage(f"pull of {place.reference}")
         repository.fetch_blob(layer, staging.layout, step=lambda at: progress.at(at, layer.size))
-        return _from_archive(wish, blob_path(staging.layout, layer.digest), progress), root.digest
+        return _from_archive(request, blob_path(staging.layout, layer.digest), progress), root.digest
 
 
 def _keep(store: Store, staging: Staging, found: ArtifactParts, name: str, before: set[str]) -> bool:
@@ -410,45 +419,45 @@ def _keep(store: Store, staging: Staging, found: ArtifactParts, name: str, befor
 
 
 def _run(
-    wish: Wish,
+    request: RestoreRequest,
     archive: str,
     environment: Mapping[str, str],
     progress: Progress,
-    choice: Choice,
+    choice: VolumeChoice,
     measure: Callable[[], int] = lambda: 0,
     ids: Callable[[], set[str]] = podman.ids,
-) -> _Running:
+) -> _RestoredContainer:
     """Have Podman do it; where that fails, no container is left, and no volume that came with it.
 
     `choice`: what becomes of the container's volumes; `ids`: of all containers.
     """
     progress.stage("restore")
-    name, annotated = wish.name or choice.of.name, choice.of.annotated
-    chosen = {GPU_MAP: wish.gpu_map} if wish.gpu_map else {}
-    wish = replace(wish, ignore_volumes=choice.ignore)
+    name, annotated = request.name or choice.of.name, choice.of.annotated
+    chosen = {GPU_MAP: request.gpu_map} if request.gpu_map else {}
+    request = replace(request, ignore_volumes=choice.ignore)
     before = ids()
-    ended = in_place.find(archive, wish.options(), before)
+    ended = in_place.find(archive, request.options(), before)
     if ended is not None:
-        choice = volumes.in_place(choice)
+        choice = volumes.keep_volumes(choice)
     else:
-        wish = replace(wish, pod=volumes.pod_for(choice.of, wish.pod))
-    with volumes.settled(choice), board() as shown:
+        request = replace(request, pod=volumes.choose_pod(choice.of, request.pod))
+    with volumes.report_kept_volumes(choice), board() as shown:
         if shown is not None:
             chosen[VARIABLE] = shown.path
         tick = progress.follow(shown, "restore", measure)
         variables = {**environment, **chosen}
         if ended is not None:
             found = in_place.restore(ended, variables, tick, progress.say)
-            return _Running(found, ended.container.name, annotated)
-        found = _imported(
-            lambda: podman_work.restore(archive, wish.options(), variables, tick=tick, say=progress.say),
+            return _RestoredContainer(found, ended.container.name, annotated)
+        found = _import(
+            lambda: podman_work.restore(archive, request.options(), variables, tick=tick, say=progress.say),
             name,
             before,
         )
-        return _Running(found, name if in_use.is_name(name) else "", annotated)
+        return _RestoredContainer(found, name if in_use.is_name(name) else "", annotated)
 
 
-def _imported(work: Callable[[], str], name: str, before: set[str]) -> str:
+def _import(work: Callable[[], str], name: str, before: set[str]) -> str:
     """Have Podman make a container from an archive; where that fails, none is left.
 
     `name`: that which it gets; `before`: the IDs of all containers.
@@ -460,16 +469,16 @@ def _imported(work: Callable[[], str], name: str, before: set[str]) -> str:
     except GpusnapError as error:
         with suppress(GpusnapError):
             _remove_new(name, before)
-        if (refused := in_use.told(error, name)) is not None:
+        if (refused := in_use.explain(error, name)) is not None:
             raise refused from error
         raise
 
 
-def _volumes(wish: Wish, inside: Inside) -> Choice:
-    return volumes.choose(inside, ignore=wish.ignore_volumes)
+def _choose_volumes(request: RestoreRequest, inside: PodmanObjects) -> VolumeChoice:
+    return volumes.choose(inside, ignore=request.ignore_volumes)
 
 
-def _of_damage(error: GpusnapError, found: ArtifactParts, store: Store) -> Damaged | None:
+def _explain_damage(error: GpusnapError, found: ArtifactParts, store: Store) -> Damaged | None:
     """The same error, where it names a chunk that the store lacks, or has wrong: who read it was a child."""
     named = set(_DIGEST.findall(str(error)))
     for each in found.artifact.chunks:
@@ -492,7 +501,7 @@ def _remove_new(name: str, before: set[str]) -> None:
         podman.remove(left.id)
 
 
-def _name_in(path: str) -> str:
+def _read_name(path: str) -> str:
     """The name that an archive's container had; "" where it does not say."""
     try:
         value = parse_json(read_member(path, FIRST[0], limit=LARGEST_DUMP) or b"{}")
@@ -502,11 +511,14 @@ def _name_in(path: str) -> str:
 
 
 @contextmanager
-def _room(store: Store) -> Iterator[str]:
+def _make_folder(store: Store) -> Iterator[str]:
     """A folder for a file that others must not read: in the store, or where that cannot be written to."""
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(store.stage()).path
         except (DiskError, LayoutError, StoreError):  # none, another tool's, or on a disk that is read-only
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpusnap-", dir="/var/tmp"))
+            prefix = scratch_files.prefix("records")
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix=prefix, dir=scratch_files.find_large())
+            )
         yield folder

@@ -29,7 +29,7 @@ CODE = "GPS-518"
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class PodmanObjects:
     """What of Podman's a container has: its volumes, those whose files are in the checkpoint, and its pod."""
 
     named: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Inside:
     """It may have annotations or labels of ours."""
 
 
-def named(config: bytes) -> tuple[str, ...]:
+def list_volumes(config: bytes) -> tuple[str, ...]:
     """The volumes of a container by its config.dump (libpod, ContainerConfig.NamedVolumes)."""
     try:
         found = parse_json(config)["namedVolumes"]
@@ -51,7 +51,7 @@ def named(config: bytes) -> tuple[str, ...]:
         return ()
 
 
-def inside(found: Iterable[Entry]) -> Inside:
+def find_objects(found: Iterable[Entry]) -> PodmanObjects:
     """The volumes of a checkpoint, by the entries of its archive or of its records."""
     names: tuple[str, ...] = ()
     pod = name = ""
@@ -62,13 +62,14 @@ def inside(found: Iterable[Entry]) -> Inside:
             content = entry.content.read(LARGEST_DUMP)
             annotated = annotated or ANNOTATION_PREFIX.encode() in content
             if entry.name == FIRST[0]:
-                names, pod, name = named(content), text_in(content, "pod"), text_in(content, "name")
+                names = list_volumes(content)
+                pod, name = read_text(content, "pod"), read_text(content, "name")
         elif volume := records.name_of(entry.name) or records.name_in_chunks(entry.name):
             there.add(volume)
-    return Inside(names, frozenset(there), pod, name, annotated)
+    return PodmanObjects(names, frozenset(there), pod, name, annotated)
 
 
-def text_in(config: bytes, key: str) -> str:
+def read_text(config: bytes, key: str) -> str:
     """A field of a container's config.dump (libpod, ContainerConfig); "" without one."""
     try:
         found = parse_json(config)[key]
@@ -77,7 +78,7 @@ def text_in(config: bytes, key: str) -> str:
         return ""
 
 
-def pod_for(found: Inside, wanted: str) -> str:
+def choose_pod(found: PodmanObjects, wanted: str) -> str:
     """The pod to restore into: the wanted one, or the one that the container was in, if Podman still has it.
 
     Raises Refused where there is none, or one for a container that was in none (libpod, CRImportCheckpoint).
@@ -103,31 +104,31 @@ def pod_for(found: Inside, wanted: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class VolumeChoice:
     """What Podman shall do with the volumes of a checkpoint."""
 
-    of: Inside
+    of: PodmanObjects
     ignore: bool = False
     """It leaves those that it has as they are, and makes others, empty."""
     kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Those that it has, and the running containers that have each; none where that was asked for."""
 
 
-def of_artifact(artifact: Artifact, blobs: Blobs) -> Inside:
+def find_in_artifact(artifact: Artifact, blobs: Blobs) -> PodmanObjects:
     """The volumes of a checkpoint that is an artifact. Raises ArchiveError, BlobError."""
     if artifact.records is None:
-        return Inside()
+        return PodmanObjects()
     with blobs.open_blob(artifact.records.digest, artifact.records.size) as file:
-        return inside(entries(file, where=f"the records {artifact.records.digest}"))
+        return find_objects(entries(file, where=f"the records {artifact.records.digest}"))
 
 
-def choose(found: Inside, *, ignore: bool) -> Choice:
+def choose(found: PodmanObjects, *, ignore: bool) -> VolumeChoice:
     """What Podman shall do; `ignore`: leave all volumes as they are.
 
     Raises Refused where some of them would have to come out of the checkpoint, and others not.
     """
     if ignore or not found.named:
-        return Choice(found, ignore)
+        return VolumeChoice(found, ignore)
     known = podman_objects.volumes()
     there = [name for name in found.named if name in known]
     gone = [name for name in found.named if name not in known]
@@ -147,16 +148,16 @@ def choose(found: Inside, *, ignore: bool) -> Choice:
             f"{_names(gone)}",
             code=CODE,
         )
-    return Choice(found, bool(there), {name: podman_objects.users_of(name) for name in there})
+    return VolumeChoice(found, bool(there), {name: podman_objects.users_of(name) for name in there})
 
 
-def in_place(choice: Choice) -> Choice:
+def keep_volumes(choice: VolumeChoice) -> VolumeChoice:
     """The same for the container that the checkpoint ended: it keeps its volumes, which others may use."""
     return replace(choice, kept={name: users for name, users in choice.kept.items() if users})
 
 
 @contextmanager
-def settled(choice: Choice) -> Iterator[None]:
+def report_kept_volumes(choice: VolumeChoice) -> Iterator[None]:
     """Say afterwards which volumes are used as they are; where it failed, remove those that Podman made.
 
     It made none where it found one of them: it looks for all before it makes any (libpod,

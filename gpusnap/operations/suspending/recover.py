@@ -10,7 +10,7 @@ from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.shim import overrides
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resuming
 
@@ -32,7 +32,7 @@ def pause_again(found: Suspension) -> bool:
     """
     if found.engine != "podman":
         return False
-    with overrides.order(found.container, pages=StoreHome.kind, asleep=True):
+    with overrides.order(found.container, pages=StoreDestination.kind, asleep=True):
         if podman.inspect_container(found.container).status != "running":
             return False
         podman.pause(found.container)

@@ -7,7 +7,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.gpu_processes import paused_container
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record
 from gpusnap.runtime_shim.snapshot.gpu_processes.job import Job
-from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
+from gpusnap.runtime_shim.snapshot.memory.ram import SuspendedChunks
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 
@@ -19,7 +19,7 @@ def adopt(job: Job, asleep: Suspension) -> None:
     """
     entry = journal.read(job.container.key)
     assert entry is not None
-    assert isinstance(job.pages, Asleep)
+    assert isinstance(job.pages, SuspendedChunks)
     pids = [each.pid for each in asleep.processes]
     job.paused = paused_container.reopen(entry, pids)
     if job.paused is None:

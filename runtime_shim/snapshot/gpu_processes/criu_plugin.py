@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.runtime.criu import plugins
 from gpusnap.runtime_shim.settings import Memory, Settings
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import idle_holders
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 
 
@@ -44,10 +44,12 @@ def _name(plugin: Plugin | None) -> str:
 def pages(image_path: str, container: containers.Container, settings: Settings) -> Pages:
     """The way of the memory: it is in CRIU's images, and with these in a store, if that is asked for."""
     memory: Memory = settings.memory
-    if memory.pages == StoreHome.kind:
+    if memory.pages == StoreDestination.kind:
         store = settings.store
-        home = StoreHome(store.path, image_path, container.id, memory, read_rate=store.read_rate)
-        return Chunks(image_path, container.key, memory, container.bundle, home=home)
+        destination = StoreDestination(
+            store.path, image_path, container.id, memory, read_rate=store.read_rate
+        )
+        return Chunks(image_path, container.key, memory, container.bundle, destination=destination)
     return Pages(image_path, container.key, memory.threads)
 
 

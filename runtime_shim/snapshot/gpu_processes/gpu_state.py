@@ -273,7 +273,7 @@ def _bring_back(
             code="GPS-026",
         )
     if state is ProcessState.CHECKPOINTED:
-        waits = partial(pages.waits, pid) if pages.arriving else None
+        waits = partial(pages.is_waiting, pid) if pages.is_loading else None
         driver_calls.restore(driver, pid, pairs.get(pid, ()), waits=waits)
     right(pid)
     if let_go is not None:

@@ -232,7 +232,7 @@ def resume_all(job: Job) -> None:
 
 def _check_process(job: Job, pid: int) -> None:
     """Before a process goes on: its memory is its own, and it is kept stopped no longer."""
-    transfer.own(job.container.key, pid)
+    transfer.replace_staged_memory(job.container.key, pid)
     if job.guard is not None:
         job.guard.release(pid)
 

@@ -50,7 +50,7 @@ _LOOK = 0.02
 _PATIENCE, _SLOWEST = 300.0, 64 << 10
 
 
-def in_pages(tables: Sequence[Table]) -> bool:
+def has_whole_pages(tables: Sequence[Table]) -> bool:
     """Whether every chunk consists of whole pages: no other one can be released alone.
 
     The last page of a region may be a part: NVIDIA's driver maps what it needs, to the byte, and the rest of
@@ -64,7 +64,7 @@ def in_pages(tables: Sequence[Table]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class WaitTotals:
     """What a restore had to wait for, for its timing."""
 
     faults: int
@@ -159,16 +159,16 @@ class DemandPaging:
             self._over.set()
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all of it is there and may be read."""
         return self._over.is_set() and self._error is None
 
     @property
-    def told(self) -> Waits:
+    def waits_so_far(self) -> WaitTotals:
         """What was waited for so far."""
         early, complete = self._begun > 0, self._complete - self._begun
         # It may have been whole before a process had it.
-        return Waits(self._faults, max(0.0, complete) if early and self._complete else 0.0, early)
+        return WaitTotals(self._faults, max(0.0, complete) if early and self._complete else 0.0, early)
 
     def populate_zeros(self) -> None:
         """Have pages of zeros where no chunk is, in a thread of ours: the driver would find them one by one.
@@ -222,7 +222,7 @@ class DemandPaging:
                     for offset, size in region.runs():
                         self._release(region, offset, size)
 
-    def attached(self, pids: Iterable[int]) -> bool:
+    def is_attached(self, pids: Iterable[int]) -> bool:
         """Whether each of these processes waits for what is not there, unless it has ended."""
         return all(pid in self._mapped or not proc.is_running(pid) for pid in pids)
 
@@ -243,7 +243,7 @@ class DemandPaging:
         """
         self._start(lambda: self._serve(hurry, check), "gpusnap-faults")
 
-    def waits(self, pid: int) -> bool:
+    def is_waiting(self, pid: int) -> bool:
         """Whether a thread of that process waits for a page that still comes."""
         mapped = self._mapped.get(pid)
         return mapped is not None and bool(mapped.waits) and not self._over.is_set()

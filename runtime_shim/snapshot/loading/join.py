@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
 from gpusnap.oci.base.errors import Cancelled
-from gpusnap.oci.chunks.reader import Reading
+from gpusnap.oci.chunks.reader import Reader
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim.deadlines import wait_for_end
@@ -37,7 +37,7 @@ from gpusnap.runtime_shim.snapshot.loading.board import (
     number_chunks,
 )
 from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
-from gpusnap.runtime_shim.snapshot.loading.source import Rebuilding
+from gpusnap.runtime_shim.snapshot.loading.source import ImageRebuild
 from gpusnap.runtime_shim.snapshot.memory import transfer
 
 # Seconds without a chunk until the runtime loads the rest itself, and bytes per second that the next one may
@@ -52,7 +52,7 @@ _UNUSABLE = (OSError, ValueError, KeyError, TypeError, GpusnapError)
 _LOADED, _NOT_LOADED = b"\1", b"\0"
 
 
-class Joined:
+class JoinedProcess:
     """A load process, and its files among the container's. To be closed."""
 
     def __init__(
@@ -177,7 +177,7 @@ def kill_process(pid: int, start: int) -> None:
 
 def join(
     record: Manifest, key: str, settings: Memory, environ: Mapping[str, str] = os.environ
-) -> Joined | None:
+) -> JoinedProcess | None:
     """The load process of this restore, for the container of a key; None where there is none.
 
     One whose files cannot be used is ended.
@@ -199,7 +199,7 @@ def join(
         owner = facts.owner
         if not may_open(OF_A_FILE * len(regions)):  # the limit is ours, not that of the load process
             raise ValueError("its files are more than this process may open")
-        joined = Joined(board, owner, files, regions, stage)
+        joined = JoinedProcess(board, owner, files, regions, stage)
         try:
             joined.take_files(facts.descriptors)
         except BaseException:
@@ -222,14 +222,14 @@ def join(
 
 
 class JoinedImages:
-    """CRIU's images of a load process: used as a `Rebuilding`. To be closed."""
+    """CRIU's images of a load process: used as a `ImageRebuild`. To be closed."""
 
-    def __init__(self, joined: Joined, rebuild: Callable[[], Rebuilding]) -> None:
+    def __init__(self, joined: JoinedProcess, rebuild: Callable[[], ImageRebuild]) -> None:
         """`rebuild`: begins them anew, should nothing come of the load process."""
         self._joined, self._rebuild = joined, rebuild
-        self._own: Rebuilding | None = None
+        self._own: ImageRebuild | None = None
         self.paths: Mapping[str, str] = {}
-        """As Rebuilding.paths."""
+        """As ImageRebuild.paths."""
 
     @property
     def taken(self) -> bool:
@@ -237,10 +237,10 @@ class JoinedImages:
         return self._own is None
 
     @property
-    def begun(self) -> bool:
-        """As Rebuilding.begun, for whoever comes behind; from any thread."""
+    def has_started_all(self) -> bool:
+        """As ImageRebuild.has_started_all, for the reading after this one; from any thread."""
         if self._own is not None:
-            return self._own.begun
+            return self._own.has_started_all
         return self._joined.has_files() or not self._joined.is_at_work()
 
     def result(self) -> None:
@@ -259,29 +259,29 @@ class JoinedImages:
         self.paths = self._own.paths
 
     def close(self) -> None:
-        """As Rebuilding.close."""
+        """As ImageRebuild.close."""
         if self._own is not None:
             self._own.close()
 
 
 class JoinedMemory:
-    """The GPUs' memory from a load process: a `Reading` whose workers are elsewhere, at first. To be closed.
+    """The GPUs' memory from a load process: a `Reader` whose workers are elsewhere, at first. To be closed.
 
-    `wait`, `check`, `hurry` and `close` are as those of gpusnap.oci.chunks.reader.Reading.
+    `wait`, `check`, `hurry` and `close` are as those of gpusnap.oci.chunks.reader.Reader.
     """
 
     def __init__(
         self,
-        joined: Joined,
-        placed: Callable[[int, Chunk], None],
+        joined: JoinedProcess,
+        on_placed: Callable[[int, Chunk], None],
         progress: Callable[[int, int], None],
-        read: Callable[[Sequence[Table], Callable[[int, Chunk], None]], Reading],
+        read: Callable[[Sequence[Table], Callable[[int, Chunk], None]], Reader],
     ) -> None:
-        """`placed` and `progress` as for Reading. `read`: read chunks into the same regions, here.
+        """`on_placed` and `progress` as for Reader. `read`: read chunks into the same regions, here.
 
         Raises GpusnapError where no thread can be started.
         """
-        self._joined, self._placed, self._progress, self._read = joined, placed, progress, read
+        self._joined, self._placed, self._progress, self._read = joined, on_placed, progress, read
         self._tables = [region.table for _, region in joined.regions]
         self._chunks = [(at, chunk) for at, table in enumerate(self._tables) for chunk in table.chunks]
         self._numbers = number_chunks(self._tables)
@@ -292,7 +292,7 @@ class JoinedMemory:
         """All chunks before it are loaded."""
         self._wanted: list[tuple[int, int]] = []
         """What somebody waited for: each is told once, and the load process may end before it sees that."""
-        self._own: Reading | None = None
+        self._own: Reader | None = None
         self._error: BaseException | None = None
         self._closing, self._ended = threading.Event(), threading.Event()
         self._look = _LOOK
@@ -306,7 +306,7 @@ class JoinedMemory:
         self._look = _LOOK_CLOSELY
 
     def hurry(self, at: int, offset: int) -> None:
-        """As Reading.hurry."""
+        """As Reader.hurry."""
         self._wanted.append((at, offset))
         if self._own is not None:
             self._own.hurry(at, offset)
@@ -318,17 +318,17 @@ class JoinedMemory:
             self._joined.board.ask_for(self._joined.of_files + number)
 
     def check(self) -> None:
-        """As Reading.check."""
+        """As Reader.check."""
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """As Reading.wait; the loading has its own deadlines."""
+        """As Reader.wait; the loading has its own deadlines."""
         self._ended.wait()
         self.check()
 
     def close(self) -> None:
-        """As Reading.close."""
+        """As Reader.close."""
         self._closing.set()
         if self._own is not None:
             self._own.close()

@@ -27,8 +27,8 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.read_meter import ReadMeter
+from gpusnap.oci.chunks.reader import Reader
 from gpusnap.oci.chunks.table import Chunk
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.documents import Descriptor
@@ -64,7 +64,7 @@ _PART_AT_FIRST = 2
 _PATIENCE = 2.0
 
 
-class _Metered:
+class _MeteredBlobs:
     """Blobs whose reading is measured."""
 
     def __init__(self, blobs: Blobs, meter: ReadMeter) -> None:
@@ -81,7 +81,7 @@ class _Metered:
         self._blobs.check_blob(wanted)
 
 
-class Loading:
+class Loader:
     """Files and regions on their way into files without a name, in threads of this process. To be closed."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Loading:
         self._stage = Unnamed()
         self._areas: list[Area] = []
         self._board: Board | None = None
-        self._readings: list[reading.Reading] = []
+        self._readings: list[Reader] = []
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         try:
@@ -113,7 +113,7 @@ class Loading:
             for pid, region in regions:
                 name = f"{pid}-{region.start:x}"
                 self._areas.append(self._stage.area(name, region.start, region.table.size))
-            self._begin(files, regions, _Metered(blobs, self._meter), settings)
+            self._begin(files, regions, _MeteredBlobs(blobs, self._meter), settings)
         except BaseException:
             self.close()
             raise
@@ -133,7 +133,7 @@ class Loading:
         descriptors = tuple(each.descriptor for each in self._areas)
         facts = Facts(owner, identity, bool(files), bool(regions), descriptors)
         board = self._board = Board.create(len(self._numbers), facts)
-        workers = transfer.reading_threads(settings)
+        workers = transfer.count_reading_threads(settings)
         self._workers = workers
         self._reads = threading.Semaphore(_READS)
         self._turns = threading.Semaphore(max(1, workers // _PART_AT_FIRST))
@@ -146,7 +146,7 @@ class Loading:
         for first, count, groups in ((0, len(files), ()), (len(files), len(regions), pids)):
             areas = self._areas[first : first + count]
             self._readings.append(
-                reading.Reading(
+                Reader(
                     tables[first : first + count],
                     blobs,
                     threads=workers,
@@ -154,10 +154,10 @@ class Loading:
                     targets=areas,
                     groups=groups,
                     prepare=partial(transfer.populate, dict(enumerate(areas))),
-                    placed=partial(placed, first),
+                    on_placed=partial(placed, first),
                     reads=self._meter.around(self._reads),
                     turns=self._turns,
-                    behind=self._readings[0] if self._readings else None,
+                    after=self._readings[0] if self._readings else None,
                 )
             )
         self._first_region = len(files)
@@ -200,7 +200,7 @@ class Loading:
                         each.release(self._workers)
                 for one in self._readings:
                     one.check()
-                if all(one.complete for one in self._readings):
+                if all(one.is_complete for one in self._readings):
                     self._claimed.close()  # from now on it is no free RAM
                     board.write_state(State.DONE)
                     if self._store and (rate := self._meter.rate) is not None:
@@ -213,14 +213,14 @@ class Loading:
             board.write_state(State.FAILED)
 
 
-_loadings: list[Loading] = []
+_loaders: list[Loader] = []
 """What this process has begun; it goes on until the process ends."""
 
 
 def load(record: Manifest, path: str, settings: Memory) -> str:
     """Begin to load the memory of a checkpoint from the layout at `path`; where the board is.
 
-    "" where there is nothing to load, or no RAM for it. Raises as `Loading`.
+    "" where there is nothing to load, or no RAM for it. Raises as `Loader`.
     """
     with contextlib.ExitStack() as claimed:
         room = claimed.enter_context(claim(patience=_PATIENCE))
@@ -230,8 +230,8 @@ def load(record: Manifest, path: str, settings: Memory) -> str:
         # CRIU makes as much again of its images.
         size = 2 * sum(each.table.size for each in files) + sum(each.table.size for _, each in regions)
         room.take({RAM: size})
-        loading = Loading(files, regions, Layout(path), settings, path, claimed.pop_all())
-    _loadings.append(loading)
+        loading = Loader(files, regions, Layout(path), settings, path, claimed.pop_all())
+    _loaders.append(loading)
     return loading.path
 
 

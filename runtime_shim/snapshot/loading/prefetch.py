@@ -1,17 +1,16 @@
-"""The GPUs' memory of a checkpoint on its way back, beside CRIU: begun before the container is there.
+"""Reads the GPU memory of a checkpoint while CRIU restores the processes, and gives it to them.
 
     chunks, read, decompressed, checked ─→ files of a stage ───────────┐
     the real runtime, CRIU ──────────────→ the processes, stopped ─────┴→ mapped into them ─→ driver restore
 
-The chunks go on coming while the driver reads the files; it waits for those that are not there yet
-(demand_paging.py). Where the kernel cannot have it wait, all have to be there before: then the content of
-what was compressed, and plain chunks, are checked while the driver works.
+Chunks are still read while the driver reads the files; the driver waits for those that are missing
+(demand_paging.py). If the kernel does not support that, all chunks are read first, and their content is
+checked while the driver works.
 
-Whatever comes first, no process goes on before all digests are found right.
+In both cases no process continues before all digests are checked.
 
-Where the regions are not to be had in memory twice over (memory.ceiling), the chunks stop in a few slots and
-are copied into the processes one after the other.
-"""
+If the memory does not suffice for a second copy of the regions (memory.ceiling), the chunks are read into a
+few slots and copied into the processes one after the other."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import Target
 from gpusnap.oci.chunks.read_meter import ReadMeter
+from gpusnap.oci.chunks.reader import EarlierReader, Reader
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.layout import Layout
@@ -42,9 +41,9 @@ from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.records.manifest import FOLDER, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.loading.board import list_regions
-from gpusnap.runtime_shim.snapshot.loading.demand_paging import DemandPaging, Waits, in_pages
+from gpusnap.runtime_shim.snapshot.loading.demand_paging import DemandPaging, WaitTotals, has_whole_pages
 from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
-from gpusnap.runtime_shim.snapshot.loading.join import Joined, JoinedMemory
+from gpusnap.runtime_shim.snapshot.loading.join import JoinedMemory, JoinedProcess
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.transaction import is_asked_to_stop
@@ -65,14 +64,14 @@ _CHANGED = "run gpusnap verify to check the checkpoint for damage, and restore a
 def can_be_staged(regions: Sequence[tuple[int, RegionRecord]], settings: Memory, *, more: int = 0) -> bool:
     """Whether regions may have a file each, with so many more files: the ceiling and this host allow it."""
     working = max((c.stored for _, r in regions for c in r.table.chunks), default=0)
-    working *= transfer.reading_threads(settings)
+    working *= transfer.count_reading_threads(settings)
     if not mount_namespace.is_lasting() or not may_open(OF_A_FILE * (len(regions) + more)):
         return False
     return not settings.ceiling or sum(r.table.size for _, r in regions) <= settings.ceiling - working
 
 
 @dataclass(frozen=True, slots=True)
-class _Nowhere:
+class _NullTarget:
     """A region whose process has ended: gpusnap.oci.chunks.buffers' Target."""
 
     size: int
@@ -84,8 +83,8 @@ class _Nowhere:
         """Nobody reads it."""
 
 
-class Filling:
-    """The chunks of a checkpoint on their way back."""
+class Prefetch:
+    """Reads the chunks of a checkpoint into its processes."""
 
     def __init__(
         self,
@@ -94,12 +93,12 @@ class Filling:
         settings: Memory,
         key: str,
         blobs: Blobs | None = None,
-        behind: reading.Begun | None = None,
-        joined: Joined | None = None,
+        after: EarlierReader | None = None,
+        joined: JoinedProcess | None = None,
         meter: ReadMeter | None = None,
     ) -> None:
         """`key`: of the container that it becomes. `blobs`: the chunks, if not in the image directory.
-        `behind`: what CRIU waits for, which is read first. `joined`: a load process that has begun already.
+        `after`: what CRIU waits for, which is read first. `joined`: a load process that has begun already.
         `meter`: of the disk that `blobs` are on.
 
         Raises ImageError where the manifest's tables or the layout cannot be right.
@@ -112,24 +111,24 @@ class Filling:
         self._ceiling = transfer.ceiling(settings)
         self._meter = meter
         self._loaded: JoinedMemory | None = None
-        self._areas = joined.areas if joined is not None and joined.regions else self._staged(settings)
+        self._areas = joined.areas if joined is not None and joined.regions else self._stage_regions(settings)
         self._paging = self._demand_paging() if settings.demand_paging else None
         self._reads = threading.Semaphore(_READS)
-        self._workers = transfer.reading_threads(settings)
+        self._workers = transfer.count_reading_threads(settings)
         self._turns = threading.Semaphore(max(1, min(_AT_FIRST, self._workers // _PART_AT_FIRST)))
         self._checking: threading.Thread | None = None
         self._wrong: ImageError | None = None
         # The workers hold the interpreter for moments only, but by default who waits for it waits 5 ms.
         sys.setswitchinterval(_SWITCH)
-        self._reading: reading.Reading | JoinedMemory
+        self._reading: Reader | JoinedMemory
         try:
             if joined is not None and joined.regions:
-                read = partial(self._read, later=False)
+                read = partial(self._read, verify_later=False)
                 self._reading = self._loaded = JoinedMemory(joined, self._placed, reporter.move, read)
             else:
                 tables = [region.table for _, region in self._regions]
                 placed = self._placed if self._paging is not None else None
-                self._reading = self._read(tables, placed, later=self._paging is None, behind=behind)
+                self._reading = self._read(tables, placed, verify_later=self._paging is None, after=after)
         except BaseException:
             self._drop()
             raise
@@ -143,44 +142,44 @@ class Filling:
     def _read(
         self,
         tables: Sequence[Table],
-        placed: Callable[[int, Chunk], None] | None,
+        on_placed: Callable[[int, Chunk], None] | None,
         *,
-        later: bool,
-        behind: reading.Begun | None = None,
-    ) -> reading.Reading:
+        verify_later: bool,
+        after: EarlierReader | None = None,
+    ) -> Reader:
         """Read chunks of the regions. Raises ImageError."""
         with transfer.as_image_error(self._path):
-            return reading.Reading(
+            return Reader(
                 tables,
                 self._blobs,
                 threads=self._workers,
                 ceiling=self._ceiling,
                 targets=self._areas or None,
-                later=later,
+                verify_later=verify_later,
                 groups=[pid for pid, _ in self._regions],
                 prepare=partial(transfer.populate, dict(enumerate(self._areas))) if self._areas else None,
-                placed=placed,
+                on_placed=on_placed,
                 reads=self._meter.around(self._reads) if self._meter is not None else self._reads,
                 turns=self._turns,
-                behind=behind,
+                after=after,
                 progress=reporter.move,
             )
 
-    def __enter__(self) -> Filling:
+    def __enter__(self) -> Prefetch:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
-    def arriving(self) -> bool:
+    def is_loading(self) -> bool:
         """Whether memory may still be missing in a process, which waits where it touches it."""
-        return self._paging is not None and not self._paging.complete
+        return self._paging is not None and not self._paging.is_complete
 
     @property
-    def told(self) -> Waits:
+    def waits_so_far(self) -> WaitTotals:
         """What the processes waited for."""
-        return self._paging.told if self._paging is not None else Waits(0, 0.0)
+        return self._paging.waits_so_far if self._paging is not None else WaitTotals(0, 0.0)
 
     def close(self) -> None:
         """End the reading, and let go of what is staged. May be called twice."""
@@ -192,8 +191,8 @@ class Filling:
     def deliver(self, by_inner: Mapping[int, int]) -> None:
         """Have every region in its process; `by_inner` has this host's PID by the container's.
 
-        They may not go on before `right`. Those that are not in `by_inner` have ended. What they touch may
-        still be on its way: see `arriving`.
+        They may not go on before `wait_checked`. Those that are not in `by_inner` have ended. Memory that
+        they touch may still be loading: see `is_loading`.
 
         Raises ImageError, and GpusnapError where a process cannot have it.
         """
@@ -201,12 +200,12 @@ class Filling:
             each.release(self._workers)  # CRIU is done
         if self._loaded is not None:
             self._loaded.look_closely()
-        if isinstance(self._reading, reading.Reading) and not self._areas:
+        if isinstance(self._reading, Reader) and not self._areas:
             with transfer.as_image_error(self._path):
                 targets: list[Target] = [
-                    transfer.Part(by_inner[pid], region.start, region.table.size)
+                    transfer.ProcessRegion(by_inner[pid], region.start, region.table.size)
                     if pid in by_inner
-                    else _Nowhere(region.table.size)
+                    else _NullTarget(region.table.size)
                     for pid, region in self._regions
                 ]
                 self._reading.deliver(targets)
@@ -215,12 +214,12 @@ class Filling:
         for at, (pid, _) in enumerate(self._regions):
             if pid in by_inner:
                 found.setdefault(by_inner[pid], []).append(at)
-        if self._paging is not None and not self._paging.complete:
+        if self._paging is not None and not self._paging.is_complete:
             self._deliver_early(self._paging, found)
             return
-        self._all_there()
+        self._wait_for_all()
         areas = {pid: [self._areas[at] for at in regions] for pid, regions in found.items()}
-        for error in transfer.give(self._key, areas, hint=_CHANGED).values():
+        for error in transfer.map_areas(self._key, areas, hint=_CHANGED).values():
             raise error
         if self._paging is None and self._loaded is None:
             checking = threading.Thread(target=self._check, name="gpusnap-check")
@@ -243,8 +242,8 @@ class Filling:
                 userfaults[pid] = Userfault(remote.userfaultfd())
 
         areas = {pid: [self._areas[at] for at in regions] for pid, regions in found.items()}
-        errors = transfer.give(
-            self._key, areas, hint=_CHANGED, mapped=mapped, before_copy=self._all_there
+        errors = transfer.map_areas(
+            self._key, areas, hint=_CHANGED, mapped=mapped, before_copy=self._wait_for_all
         ).values()
         try:
             paging.attach({pid: (each, found[pid]) for pid, each in userfaults.items()})
@@ -254,11 +253,11 @@ class Filling:
             raise error
         with transfer.as_image_error(self._path):
             paging.check()
-        if not paging.attached(found):
-            self._all_there()
+        if not paging.is_attached(found):
+            self._wait_for_all()
         paging.serve(self._reading.hurry, self._reading.check)
 
-    def _all_there(self) -> None:
+    def _wait_for_all(self) -> None:
         """Return when all of it is in the stage, zeros included. Raises ImageError."""
         with transfer.as_image_error(self._path):
             self._reading.wait()
@@ -267,7 +266,7 @@ class Filling:
                     # The driver would find these zeros page by page, and without memory end by SIGBUS.
                     area.populate()
 
-    def right(self) -> None:
+    def wait_checked(self) -> None:
         """Return when all of it is there and known to be right. From any thread. Raises ImageError."""
         if self._paging is not None:
             with transfer.as_image_error(self._path):
@@ -277,9 +276,9 @@ class Filling:
         if self._wrong is not None:
             raise self._wrong
 
-    def waits(self, pid: int) -> bool:
+    def is_waiting(self, pid: int) -> bool:
         """Whether a thread of that process waits for memory that is on its way."""
-        return self._paging is not None and self._paging.waits(pid)
+        return self._paging is not None and self._paging.is_waiting(pid)
 
     def stop(self) -> None:
         """End what waits for memory, and the processes with it, that the restore can be undone."""
@@ -288,7 +287,7 @@ class Filling:
 
     def _check(self) -> None:
         try:
-            assert isinstance(self._reading, reading.Reading)
+            assert isinstance(self._reading, Reader)
             with transfer.as_image_error(self._path):
                 # The driver copies in a single thread, and all cores' hashing would take its memory from it.
                 self._reading.verify(threads=max(1, copies.cores() * 3 // 8))
@@ -302,11 +301,11 @@ class Filling:
     def _demand_paging(self) -> DemandPaging | None:
         """None where the driver cannot wait for what is missing."""
         tables = [region.table for _, region in self._regions]
-        if not self._areas or not in_pages(tables) or userfault.explain_missing():
+        if not self._areas or not has_whole_pages(tables) or userfault.explain_missing():
             return None
         return DemandPaging(self._areas, tables)
 
-    def _staged(self, settings: Memory) -> list[Area]:
+    def _stage_regions(self, settings: Memory) -> list[Area]:
         """A file for each region; none where the ceiling or this host does not allow it."""
         if not can_be_staged(self._regions, settings):
             return []
@@ -328,31 +327,31 @@ class Filling:
         transfer.free(self._stage)
 
 
-class Arriving(Pages):
-    """The memory of a restore as the driver's restore needs it: in the processes, or on its way there."""
+class PrefetchedPages(Pages):
+    """The memory of a restore for the driver: in the processes, or still loading."""
 
-    def __init__(self, filling: Filling | None) -> None:
+    def __init__(self, prefetch: Prefetch | None) -> None:
         super().__init__()
-        self._filling = filling
+        self._prefetch = prefetch
         self._asked = False
 
     @property
-    def arriving(self) -> bool:
-        """As Filling.arriving."""
-        return self._filling is not None and self._filling.arriving
+    def is_loading(self) -> bool:
+        """As Prefetch.is_loading."""
+        return self._prefetch is not None and self._prefetch.is_loading
 
     def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
         """Where the driver has failed while memory was on its way, it tries again with all of it there."""
-        if self._asked and self._filling is not None:
-            self._filling.right()
+        if self._asked and self._prefetch is not None:
+            self._prefetch.wait_checked()
         self._asked = True
         return {}
 
-    def waits(self, pid: int) -> bool:
-        """As Filling.waits."""
-        return self._filling is not None and self._filling.waits(pid)
+    def is_waiting(self, pid: int) -> bool:
+        """As Prefetch.is_waiting."""
+        return self._prefetch is not None and self._prefetch.is_waiting(pid)
 
     def look(self) -> None:
         """The driver cannot be called off, but its process can be ended while that misses memory."""
-        if self._filling is not None and self._filling.arriving and is_asked_to_stop():
-            self._filling.stop()
+        if self._prefetch is not None and self._prefetch.is_loading and is_asked_to_stop():
+            self._prefetch.stop()

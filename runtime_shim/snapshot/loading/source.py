@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, OciError
 from gpusnap.oci.base.threads import run_for_each
-from gpusnap.oci.chunks import reader as reading
 from gpusnap.oci.chunks.buffers import File, Target
 from gpusnap.oci.chunks.read_meter import ReadMeter
+from gpusnap.oci.chunks.reader import Reader
 from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.blobs import Blobs, FirstOf
 from gpusnap.oci.layout.documents import Descriptor
@@ -40,7 +40,7 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact
+from gpusnap.runtime_shim.snapshot.memory.destination import write_artifact
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.units import human
 
@@ -56,7 +56,7 @@ ARTIFACT = "GPUSNAP_ARTIFACT"
 _CONNECTIONS = 16
 
 
-class Fetching:
+class BlobSource:
     """`gpusnap.oci.layout.blobs.Blobs` for one restore. A context manager; ended by `finish`, or given up."""
 
     def __init__(
@@ -93,19 +93,19 @@ class Fetching:
             raise
 
     @classmethod
-    def of(
+    def from_settings(
         cls,
         record: Manifest,
         images: str,
         settings: settings_file.Store,
         environ: Mapping[str, str] = os.environ,
-    ) -> Fetching:
+    ) -> BlobSource:
         """As the caller's environment says, or else the settings."""
         pull_from = environ.get(PULL_FROM, "").split() or settings.pull_from
         artifact = environ.get(ARTIFACT, "") if environ.get(STORE) else ""
         return cls(record, images, environ.get(STORE) or settings.path, pull_from, artifact)
 
-    def __enter__(self) -> Fetching:
+    def __enter__(self) -> BlobSource:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,7 +152,7 @@ class Fetching:
         if self._staging is not None and self.fetched and not self._there:
             with transfer.as_image_error(self._store.path):
                 self._staging.commit(
-                    as_artifact(self._staging.layout, self._record), foreign=self._record.tables
+                    write_artifact(self._staging.layout, self._record), foreign=self._record.tables
                 )
         self.close()
 
@@ -271,7 +271,7 @@ def _repository(text: str) -> Repository:
     return registries.repository(reference, plain_http=plain_http, mirrors=False, limits=limits)
 
 
-class Rebuilding:
+class ImageRebuild:
     """CRIU's images that are in chunks, on their way into files: begun when this is made. To be closed."""
 
     def __init__(
@@ -307,12 +307,12 @@ class Rebuilding:
             raise
 
     @property
-    def begun(self) -> bool:
-        """As gpusnap.oci.chunks.reader.Reading.begun."""
-        return self._reading.begun
+    def has_started_all(self) -> bool:
+        """As gpusnap.oci.chunks.reader.Reader.has_started_all."""
+        return self._reading.has_started_all
 
-    def _begin(self) -> reading.Reading:
-        return reading.Reading(
+    def _begin(self) -> Reader:
+        return Reader(
             [each.table for each in self._files],
             self._blobs,
             threads=self._threads,
@@ -386,5 +386,7 @@ class Rebuilding:
 
 def rebuild(files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: int, ceiling: int) -> None:
     """Write CRIU's images that are in chunks into a folder, checked. Raises ImageError."""
-    with contextlib.closing(Rebuilding(files, blobs, folder, threads=threads, ceiling=ceiling)) as rebuilding:
+    with contextlib.closing(
+        ImageRebuild(files, blobs, folder, threads=threads, ceiling=ceiling)
+    ) as rebuilding:
         rebuilding.result()

@@ -67,7 +67,7 @@ _OTHER_WAYS = ("lazy-pages", "auto-dedup", "stream")
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ProcessPages:
     """What is to be written into one process."""
 
     pid: int
@@ -79,7 +79,7 @@ class Taken:
 
 
 @dataclass(slots=True)
-class Told:
+class CopyTotals:
     """What was done, for the restore's timing."""
 
     bytes: int = 0
@@ -89,7 +89,7 @@ class Told:
 
 @dataclass(slots=True)
 class _Plan:
-    taken: list[Taken] = field(default_factory=list)
+    taken: list[ProcessPages] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     """Of pagemaps that have a second one."""
 
@@ -104,7 +104,7 @@ class BulkCopy:
         """
         self._view, self._launcher = view, launcher
         self._threads = threads
-        self.told = Told()
+        self.totals = CopyTotals()
         self._switched = self._copied = False
         stages = {PRE_RESTORE: self._switch, POST_RESTORE: self._copy}
         self._gate = Gate(os.path.join(view, _SOCKET), launcher, stages, criu=criu)
@@ -166,7 +166,7 @@ class BulkCopy:
             raise _failed(error) from error
         self._copied = True
         size = sum(piece[2] for each in taken for piece in each.pieces)
-        self.told = Told(size, len(taken), round(time.monotonic() - begun, 6))
+        self.totals = CopyTotals(size, len(taken), round(time.monotonic() - begun, 6))
 
 
 def begin(
@@ -246,7 +246,7 @@ def _make_plan(view: str, plan: _Plan) -> None:
         with open(os.path.join(view, name + _NEXT), "xb") as file:
             file.write(found.image)
         plan.names.append(name)
-        plan.taken.append(Taken(pid, os.path.realpath(os.path.join(view, pages)), found.taken))
+        plan.taken.append(ProcessPages(pid, os.path.realpath(os.path.join(view, pages)), found.taken))
 
 
 def _number_in(name: str) -> int:
@@ -323,12 +323,12 @@ def _write_kept(view: str, pages: str, name: str, kept: Sequence[tuple[int, int]
                 done += sent
 
 
-def write_all(init: int, taken: Sequence[Taken], busy: Busy, *, threads: int) -> None:
+def write_all(init: int, taken: Sequence[ProcessPages], busy: Busy, *, threads: int) -> None:
     """Write what was taken out into the processes that CRIU has restored and that do not run yet.
 
     `init`: the restored init, by its PID here. Raises OSError and ImageError.
     """
-    there = restored(init)
+    there = find_restored_processes(init)
     with contextlib.ExitStack() as opened:
         jobs: list[Callable[[], None]] = []
         chosen: list[proc.Process] = []
@@ -371,7 +371,7 @@ def _mapped(path: str, opened: contextlib.ExitStack) -> memoryview:
     return opened.enter_context(memoryview(mapped))
 
 
-def restored(init: int) -> Mapping[int, proc.Process]:
+def find_restored_processes(init: int) -> Mapping[int, proc.Process]:
     """The restored init and what descends from it, by the PIDs that they have in the container."""
     first = proc.process(init)
     if first is None:
@@ -395,7 +395,7 @@ def restored(init: int) -> Mapping[int, proc.Process]:
     return found
 
 
-def _check_mapped(pid: int, taken: Taken) -> None:
+def _check_mapped(pid: int, taken: ProcessPages) -> None:
     """See that a process has private anonymous memory where something is to be written. Raises ImageError."""
     there = maps.mappings(pid)
     at = 0

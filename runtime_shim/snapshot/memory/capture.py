@@ -1,15 +1,14 @@
-"""The GPUs' memory beside CRIU's images, as chunks of an OCI layout: see chunk_home.
+"""Moves GPU memory of processes into chunks of an OCI layout: see destination.py.
 
     driver checkpoint into files of memory.stage ─→ journal ─→ the process lets go ─→ CRIU dumps the rest
           └→ chunks, before the dump or, if the container runs on, behind it
 
-A region is what the driver's checkpoint mapped into a process. If it can be, that mapping is a file of ours
-from the start: nothing is copied out, and to give it back is to map it again. Where it cannot, the region is
-copied to such a file if there is memory for both, and else written to chunks while the container waits. Its
-bytes are in files before it is freed, and the journal says in which: a gpusnap that is killed at any moment
-loses nothing, `recover` puts the bytes back. Several processes are written, freed and filled at once, by all
-cores.
-"""
+A region is a mapping that the driver's checkpoint makes in a process. If possible, gpusnap makes this mapping
+from a file of its own before the driver fills it: then nothing is copied, and the memory is given back by
+mapping the file again. Otherwise the region is copied to such a file, if there is memory for both. If there
+is not, it is written to chunks while the container waits. Before a region is freed, its bytes are in files,
+and the journal names them. So no bytes are lost if gpusnap is killed: `gpusnap recover` puts them back. All
+cores work on several processes at once."""
 
 from __future__ import annotations
 
@@ -40,10 +39,10 @@ from gpusnap.runtime_shim.records.manifest import ChunkTotals, FileRecord, Manif
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.memory.destination import Home, ImageHome
+from gpusnap.runtime_shim.snapshot.memory.destination import Destination, ImageDestination
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.memory.write_ahead import Early
-from gpusnap.runtime_shim.snapshot.memory.writeback import Flushing
+from gpusnap.runtime_shim.snapshot.memory.write_ahead import EarlyWriter
+from gpusnap.runtime_shim.snapshot.memory.writeback import Flusher
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import run_populating
 
@@ -53,7 +52,7 @@ _RESERVE = 1 << 30
 
 
 @dataclass(slots=True)
-class _Held:
+class _CapturedRegion:
     """A region of a process, and where its bytes are."""
 
     region: Region
@@ -70,13 +69,13 @@ class _Process:
     before: tuple[regions.Mapping, ...] = ()
     """Its mappings before the driver's checkpoint."""
     populated: PopulateResult = field(default_factory=PopulateResult)
-    held: tuple[_Held, ...] | None = None
+    held: tuple[_CapturedRegion, ...] | None = None
     """None before `take`."""
     freed: bool = False
 
 
 class Chunks(Pages):
-    """Taken out of the processes into chunks, and given back from them."""
+    """Moves the GPU memory of processes into chunks, and back."""
 
     def __init__(
         self,
@@ -85,16 +84,18 @@ class Chunks(Pages):
         settings: Memory,
         bundle: str = "",
         *,
-        home: Home | None = None,
+        destination: Destination | None = None,
         ahead: bool = False,
     ) -> None:
-        """`key`: the container's. `home`: where the chunks go, unless it is the image's folder.
+        """`key`: the container's. `destination`: where the chunks go, unless it is the image's folder.
 
         `ahead`: begin to write while the driver still works, since the container waits for the disk.
         """
-        self._home = home or ImageHome(image_path, container_key.id_of(key), settings, bundle)
-        super().__init__(self._home.place, key)
-        self.name = self._home.kind
+        self._destination = destination or ImageDestination(
+            image_path, container_key.id_of(key), settings, bundle
+        )
+        super().__init__(self._destination.place, key)
+        self.name = self._destination.kind
         self._image = image_path
         self._key, self._settings = key, settings
         self._processes: dict[int, _Process] = {}
@@ -102,25 +103,25 @@ class Chunks(Pages):
         self._lock = threading.Lock()
         self._staged = 0
         self._progress = Progress(0)
-        self._flushing: Flushing | None = None
+        self._flusher: Flusher | None = None
         self._ahead = ahead and not settings.ceiling
-        self._early: Early | None = None
+        self._early: EarlyWriter | None = None
         """What is written while the driver works."""
 
     @property
     def _layout(self) -> Layout:
-        return self._home.layout
+        return self._destination.layout
 
     def prepare(self) -> None:
         """Have the place for the chunks ready. Raises Refused."""
-        self._home.begin()
+        self._destination.begin()
 
     @contextlib.contextmanager
     def thread(self, pid: int, tid: int) -> Iterator[PopulateResult]:
         """Let the driver's thread run for its checkpoint, its large mappings files if they can be."""
         process = self._processes[pid] = _Process(_mappings(pid))
         lent = partial(journal.keep_thread, self._key, pid)
-        backing = Backing(partial(self._watched, pid), lent)
+        backing = Backing(partial(self._watch, pid), lent)
         with run_populating(pid, tid, threads=self._settings.threads, backing=backing) as process.populated:
             yield process.populated
 
@@ -130,12 +131,13 @@ class Chunks(Pages):
             self._early.end()
         fresh = {pid: self._processes[pid] for pid in pids if self._processes[pid].held is None}
         for pid, process in fresh.items():
-            process.held = tuple(self._held(pid, process))
+            process.held = tuple(self._capture(pid, process))
         streamed = [
             (pid, each) for pid, process in fresh.items() for each in process.held or () if each.area is None
         ]
         self._write(
-            [transfer.Part(pid, each.region.start, each.region.size) for pid, each in streamed], streamed
+            [transfer.ProcessRegion(pid, each.region.start, each.region.size) for pid, each in streamed],
+            streamed,
         )
         if streamed:  # whatever memory.sync says: from now on their bytes are nowhere else
             with transfer.as_image_error(self._layout.path):
@@ -154,7 +156,7 @@ class Chunks(Pages):
         """Write what is staged to chunks, and have them on disk: the disk must not cost the container."""
         self.write()
         if self._settings.sync:
-            self._flushed()
+            self._finish_flush()
             with transfer.as_image_error(self._layout.path):
                 self._layout.create().sync()
 
@@ -168,15 +170,15 @@ class Chunks(Pages):
         except ImageError as error:
             failures = dict.fromkeys(layout, error)
         mapped = {pid: areas for pid, p in wanted.items() if (areas := _areas(p, mapped=True))}
-        failures |= transfer.give(self._key, mapped)
+        failures |= transfer.map_areas(self._key, mapped)
         failures |= run_at_once(
-            lambda pid: self._copied_back(pid, wanted[pid]), [pid for pid in wanted if pid not in failures]
+            lambda pid: self._copy_back(pid, wanted[pid]), [pid for pid in wanted if pid not in failures]
         ).errors
         for pid in wanted.keys() - failures.keys():
             wanted[pid].freed = False
         return failures
 
-    def _copied_back(self, pid: int, process: _Process) -> None:
+    def _copy_back(self, pid: int, process: _Process) -> None:
         try:
             transfer.copy(pid, _areas(process, mapped=False))
         except OSError as error:
@@ -204,7 +206,7 @@ class Chunks(Pages):
                     RegionRecord(region.start, table) for region, table in _from_layout(process)
                 )
         journal.write(self._key, self._image, layout, staged=staged, layout=self._layout.path)
-        self._home.needed()  # whoever is killed in between has taken nothing yet
+        self._destination.mark_needed()  # whoever is killed in between has taken nothing yet
 
     def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
         """By PID, for the manifest: the regions as they are in the layout; None before all are."""
@@ -219,18 +221,18 @@ class Chunks(Pages):
         """Make the chunks durable, and the layout one that anybody can read. Raises ImageError."""
         self.write()
         tables = [each.table for _, each in self._all() if each.table is not None]
-        self._flushed()
-        self._home.commit(tables, kept=kept)
-        return self._home.images()
+        self._finish_flush()
+        self._destination.commit(tables, kept=kept)
+        return self._destination.write_images()
 
     def finish(self, record: Manifest, write: Callable[[], bool]) -> None:
         """Name the chunks, then the manifest; let go of what it says to be in them. Raises ImageError."""
-        self._home.name(record)
-        self._home.close(record if write() else None)
+        self._destination.name(record)
+        self._destination.close(record if write() else None)
 
     def close(self) -> None:
         """The checkpoint is whole: what was staged is not needed any more."""
-        self._flushed()
+        self._finish_flush()
         self.leave()
         transfer.free(self._stage)
 
@@ -243,13 +245,17 @@ class Chunks(Pages):
             earlier = Layout(entry.layout)
             for process in entry.processes:
                 held = [
-                    _Held(Region(each.start, each.size), Area(each.path, each.start, each.size), mapped=True)
+                    _CapturedRegion(
+                        Region(each.start, each.size), Area(each.path, each.start, each.size), mapped=True
+                    )
                     for each in process.staged
                 ]
                 for region in process.regions:
                     for each in descriptors([region.table]):
                         self._layout.link_blob(each.digest, each.size, earlier)
-                    held.append(_Held(Region(region.start, region.table.size), None, table=region.table))
+                    held.append(
+                        _CapturedRegion(Region(region.start, region.table.size), None, table=region.table)
+                    )
                 self._processes[process.pid] = _Process(held=tuple(held))
 
     def leave(self) -> None:
@@ -266,44 +272,44 @@ class Chunks(Pages):
         if any(process.freed and proc.is_running(pid) for pid, process in self._processes.items()):
             return
         self.close()
-        self._home.discard(earlier=not layout)
+        self._destination.discard(earlier=not layout)
 
     # Within
 
-    def _watched(self, pid: int, address: int, size: int) -> Area:
+    def _watch(self, pid: int, address: int, size: int) -> Area:
         """A file for a region, of which something is written as the driver fills it."""
         area = self._area(pid, address, size)
         if self._ahead:
             with self._lock:
                 if self._early is None:
-                    self._early = self._begun()
+                    self._early = self._start_early_writer()
             if self._early is not None:
                 self._early.begin(area)
         return area
 
-    def _begun(self) -> Early | None:
+    def _start_early_writer(self) -> EarlyWriter | None:
         """None where nothing can be written ahead; what is wrong then the writing itself will say."""
-        with contextlib.suppress(OciError), self._home.known() as known:
+        with contextlib.suppress(OciError), self._destination.open_known() as known:
             self._layout.create()
-            return Early(self._layout, self._settings, known, self._flush, self._home.speed)
+            return EarlyWriter(self._layout, self._settings, known, self._flush, self._destination.speed)
         return None
 
     def _flush(self, blob: str) -> None:
         """Have the disk begin with a blob."""
         with self._lock:
-            if self._flushing is None and self._settings.sync:
-                self._flushing = Flushing(self._layout)
-        if self._flushing is not None:
-            self._flushing.add(blob)
+            if self._flusher is None and self._settings.sync:
+                self._flusher = Flusher(self._layout)
+        if self._flusher is not None:
+            self._flusher.add(blob)
 
-    def _flushed(self) -> None:
+    def _finish_flush(self) -> None:
         if self._early is not None:
             self._early.end()
-        if self._flushing is not None:
-            self._flushing.close()
-            self._flushing = None
+        if self._flusher is not None:
+            self._flusher.close()
+            self._flusher = None
 
-    def _all(self) -> list[tuple[int, _Held]]:
+    def _all(self) -> list[tuple[int, _CapturedRegion]]:
         return [(pid, each) for pid, process in self._processes.items() for each in process.held or ()]
 
     def _area(self, pid: int, address: int, size: int) -> Area:
@@ -324,14 +330,14 @@ class Chunks(Pages):
                 self._staged -= size
             raise
 
-    def _held(self, pid: int, process: _Process) -> Iterator[_Held]:
+    def _capture(self, pid: int, process: _Process) -> Iterator[_CapturedRegion]:
         there = _mappings(pid)
         for area in process.populated.areas:
             covered = sum(_common(area, m) for m in there if m.name == area.path)
             if covered == area.size:
-                yield _Held(Region(area.address, area.size), area, mapped=True)
+                yield _CapturedRegion(Region(area.address, area.size), area, mapped=True)
             elif not covered:  # the driver has unmapped it again: it was not for the GPU's memory
-                self._dropped(area)
+                self._drop(area)
             else:
                 raise GpusnapError(
                     f"the GPU driver omitted {covered} of {area.size} bytes of a region in process {pid}",
@@ -339,14 +345,14 @@ class Chunks(Pages):
                     code="GPS-513",
                 )
         for region in regions.regions(process.before, there):
-            yield _Held(region, self._copied(pid, region))
+            yield _CapturedRegion(region, self._copy(pid, region))
 
-    def _dropped(self, area: Area) -> None:
+    def _drop(self, area: Area) -> None:
         area.discard()
         with self._lock:
             self._staged -= area.size
 
-    def _copied(self, pid: int, region: Region) -> Area | None:
+    def _copy(self, pid: int, region: Region) -> Area | None:
         """A region's bytes in a file, too; None where there is no memory for both."""
         if region.size > proc.available_memory() - _RESERVE:
             return None
@@ -357,11 +363,13 @@ class Chunks(Pages):
         try:
             copies.read(pid, region.start, area.view(0, region.size), threads=self._settings.threads)
         except OSError:  # it ended, or the memory did: reading it again for the chunks says which
-            self._dropped(area)
+            self._drop(area)
             return None
         return area
 
-    def _write(self, sources: Sequence[transfer.Part | Area], into: Sequence[tuple[int, _Held]]) -> None:
+    def _write(
+        self, sources: Sequence[transfer.ProcessRegion | Area], into: Sequence[tuple[int, _CapturedRegion]]
+    ) -> None:
         if not into:
             return
         before = self._progress
@@ -372,8 +380,8 @@ class Chunks(Pages):
             reporter.move(now.done, now.total)
 
         # A chunk that is only linked was not read: no process may depend on it alone.
-        live = any(isinstance(source, transfer.Part) for source in sources)
-        with transfer.as_image_error(self._layout.path), self._home.known() as known:
+        live = any(isinstance(source, transfer.ProcessRegion) for source in sources)
+        with transfer.as_image_error(self._layout.path), self._destination.open_known() as known:
             self._layout.create()
             tables = writing.write(
                 sources,
@@ -382,16 +390,16 @@ class Chunks(Pages):
                 ceiling=_working(self._settings),
                 chunk_size=self._settings.chunk_size,
                 level=self._settings.level,
-                speed=self._home.speed,
+                speed=self._destination.speed,
                 known=known if not live else None,
                 trust=False,  # an earlier checkpoint in the same place may have been damaged
-                met=self._early.end() if self._early is not None else {},
-                written=self._flush,
+                written_before=self._early.end() if self._early is not None else {},
+                on_written=self._flush,
                 progress=wrote,
             )
         for (_, each), table in zip(into, tables, strict=True):
             each.table = table
-        ahead = self._early.counted(tables) if self._early is not None else ChunkTotals()
+        ahead = self._early.count_chunks(tables) if self._early is not None else ChunkTotals()
         self._progress = Progress(
             before.total + last[0].total,
             before.done + last[0].done,
@@ -421,7 +429,7 @@ class Chunks(Pages):
                 ) from error
 
 
-def _let_go(remote: Remote, held: _Held) -> None:
+def _let_go(remote: Remote, held: _CapturedRegion) -> None:
     """Leave nothing of a region in the process but its addresses."""
     start, size = held.region.start, held.region.size
     if held.mapped:

@@ -68,15 +68,15 @@ _FREE = 20
 _THREADS = 8
 
 
-class _Unkept(Exception):
+class _NotCached(Exception):
     """Why nothing is kept, in words."""
 
 
 # What is wrong with one that is only looked at, or removed: it is passed over.
-_PASSED = (OSError, _Unkept)
+_PASSED = (OSError, _NotCached)
 
 
-class Kept:
+class ChunkCache:
     """What is kept of one container, as `open` finds it; nobody else changes it until `close`.
 
     None of its methods raises anything: a checkpoint does not fail for want of it.
@@ -92,7 +92,7 @@ class Kept:
         """The chunks of the last checkpoint, for gpusnap.oci.chunks.writer.write."""
 
     @classmethod
-    def open(cls, settings: Memory, container: str, bundle: str) -> Kept:
+    def open(cls, settings: Memory, container: str, bundle: str) -> ChunkCache:
         """What is kept of that container. `bundle`: its folder, there for as long as the container is."""
         kept = cls(settings, container, bundle)
         with contextlib.suppress(*_PASSED):
@@ -102,7 +102,7 @@ class Kept:
                 kept.known = known if len(known) else None
         return kept
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> ChunkCache:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,7 +122,7 @@ class Kept:
             self._replace(layout, tables, blobs)
             tidy(self._settings)
             return
-        except (OciError, _Unkept) as error:
+        except (OciError, _NotCached) as error:
             why = str(error)
         except OSError as error:
             why = f"{self._path} cannot be used: {reason(error)}"
@@ -200,9 +200,9 @@ def tidy(settings: Memory) -> None:
 def make_room(settings: Memory, place: str, need: int, *, container: str) -> None:
     """Remove what is kept until `need` bytes are free in the folder `place`, where that container is written.
 
-    The oldest goes first, and what is kept of that container last, before `Kept.open`. Nothing is removed
-    where `place` is on another file system, nor what another gpusnap uses just now. Whether there is room
-    then is the caller's to find.
+    The oldest chunks go first, and those of that container last, before `ChunkCache.open`. Nothing is removed
+    if `place` is on another file system, nor what another gpusnap uses just now. The caller checks whether
+    there is room afterwards.
     """
     folder = _place(settings)
 
@@ -242,16 +242,16 @@ def _last_kept(path: str) -> int:
 
 
 def _locked(folder: str, name: str) -> int:
-    """A container's folder, locked. Raises OSError, and _Unkept where it may not be used."""
+    """A container's folder, locked. Raises OSError, and _NotCached where it may not be used."""
     _check_name(name, folder)
     path = os.path.join(folder, name)
     lock = open_folder(folder, name)
     try:
         for found, where in ((os.stat(folder), folder), (os.fstat(lock), path)):
             if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-                raise _Unkept(f"other users can write to {where}")
+                raise _NotCached(f"other users can write to {where}")
         if not try_exclusive(lock) or not is_still_there(lock, path):  # whoever had it has removed it
-            raise _Unkept(f"another gpusnap is working on {path}")
+            raise _NotCached(f"another gpusnap is working on {path}")
     except BaseException:
         os.close(lock)
         raise
@@ -260,7 +260,7 @@ def _locked(folder: str, name: str) -> int:
 
 def _check_name(name: str, folder: str) -> None:
     if not _ID.fullmatch(name):
-        raise _Unkept(f"{name[:80]!r} is not a valid name for a directory in {folder}")
+        raise _NotCached(f"{name[:80]!r} is not a valid name for a directory in {folder}")
 
 
 @contextmanager
@@ -290,11 +290,13 @@ def _bundle_of(path: str) -> str | None:
 
 
 def _check_room(folder: str, size: int) -> None:
-    """Raise _Unkept where the disk gets tight: what is kept takes room from whatever comes next."""
+    """Raise _NotCached where the disk gets tight: what is kept takes room from whatever comes next."""
     found = os.statvfs(folder)
     wanted = max(size, found.f_blocks * found.f_frsize // _FREE)
     if _free(folder) < wanted:
-        raise _Unkept(f"{folder} has only {human(_free(folder))} free, but {human(wanted)} must remain free")
+        raise _NotCached(
+            f"{folder} has only {human(_free(folder))} free, but {human(wanted)} must remain free"
+        )
 
 
 def _free(path: str) -> int:
@@ -302,8 +304,8 @@ def _free(path: str) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def _elsewhere(folder: str, image: str) -> _Unkept:
-    return _Unkept(f"{folder} is on another file system than {image}, so hard links are not possible")
+def _elsewhere(folder: str, image: str) -> _NotCached:
+    return _NotCached(f"{folder} is on another file system than {image}, so hard links are not possible")
 
 
 def _link(blobs: Mapping[str, int], image: str, path: str) -> None:
@@ -327,7 +329,7 @@ def _link(blobs: Mapping[str, int], image: str, path: str) -> None:
 def _link_one(name: str, size: int, origin: int, folder: int) -> None:
     found = os.stat(name, dir_fd=origin, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode) or found.st_size != size:
-        raise _Unkept(f"the blob {name} has changed since it was written")
+        raise _NotCached(f"the blob {name} has changed since it was written")
     # One of the same size may have been damaged since it was kept, and so been written anew: it is replaced.
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(found, os.stat(name, dir_fd=folder, follow_symlinks=False)):

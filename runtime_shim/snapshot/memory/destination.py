@@ -1,10 +1,9 @@
 """Where the chunks of a checkpoint go: beside CRIU's images, or into this host's store.
 
-In a store they are written to a staging folder of its, which outlives us while anybody may need it, and are
-named by the store's index at the end, as an artifact without records: what Podman writes beside them lies in
-its archive. CRIU's images of memory go into chunks as well there, once the dump is done, so that what is left
-in the image's directory is small.
-"""
+In a store, the chunks are written to a staging directory, which stays as long as a process may need it. At
+the end the store's index names them as an artifact without records: Podman's own records are in its archive.
+After the dump, CRIU's images of memory go into chunks of the store as well, so the image's directory stays
+small."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.records.manifest_json import encode
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
-from gpusnap.runtime_shim.snapshot.memory.chunk_cache import Kept
+from gpusnap.runtime_shim.snapshot.memory.chunk_cache import ChunkCache
 
 _PAGES = compile_later(r"pages-[0-9]{1,10}\.img", re.ASCII)
 # Smaller ones are no worse off in an archive.
@@ -44,7 +43,7 @@ _LEAST = 1 << 20
 _IMAGE_CHUNK = 1 << 20
 
 
-class Home(Protocol):
+class Destination(Protocol):
     """The seam between the chunks of a checkpoint and where they are kept."""
 
     kind: str
@@ -61,13 +60,13 @@ class Home(Protocol):
     def begin(self) -> None:
         """Be ready for them. Raises Refused."""
 
-    def needed(self) -> None:
+    def mark_needed(self) -> None:
         """From now on a process may depend on what is here, and the journal says so."""
 
-    def known(self) -> AbstractContextManager[Known | None]:
+    def open_known(self) -> AbstractContextManager[Known | None]:
         """The chunks of earlier checkpoints that can be linked, for the while of the block."""
 
-    def images(self) -> tuple[FileRecord, ...]:
+    def write_images(self) -> tuple[FileRecord, ...]:
         """After the dump: CRIU's images of memory, if they go into chunks as well. They stay in place."""
 
     def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
@@ -89,7 +88,7 @@ class Home(Protocol):
         """
 
 
-class ImageHome:
+class ImageDestination:
     """The folder gpusnap/ of the image's directory."""
 
     kind = "chunks"
@@ -104,16 +103,16 @@ class ImageHome:
     def begin(self) -> None:
         """The folder is made with the first chunk."""
 
-    def needed(self) -> None:
+    def mark_needed(self) -> None:
         """Nobody else removes anything here."""
 
     @contextlib.contextmanager
-    def known(self) -> Iterator[Known | None]:
+    def open_known(self) -> Iterator[Known | None]:
         """Those that were kept of the container's last checkpoint."""
         with self._kept() as kept:
             yield kept.known
 
-    def images(self) -> tuple[FileRecord, ...]:
+    def write_images(self) -> tuple[FileRecord, ...]:
         """They stay images."""
         return ()
 
@@ -138,11 +137,11 @@ class ImageHome:
         if not earlier:
             chunk_layout.remove(self._image)
 
-    def _kept(self) -> Kept:
-        return Kept.open(self._settings, self._container, self._bundle)
+    def _kept(self) -> ChunkCache:
+        return ChunkCache.open(self._settings, self._container, self._bundle)
 
 
-class StoreHome:
+class StoreDestination:
     """A staging folder of a store."""
 
     kind = "store"
@@ -168,7 +167,7 @@ class StoreHome:
         self._needed = False
         self._image, self._container, self._settings = image_path, container, settings
         rate = read_rate or remembered(self.place)
-        self.speed = ReadSpeed(rate, transfer.reading_threads(settings)) if rate is not None else None
+        self.speed = ReadSpeed(rate, transfer.count_reading_threads(settings)) if rate is not None else None
         self._why = why or (
             f"the checkpoint of container {container}; gpusnap recover repairs it; if that does not find "
             "it and the checkpoint is not needed, remove this directory"
@@ -189,24 +188,24 @@ class StoreHome:
             ) from error
 
     @classmethod
-    def again(
+    def reopen(
         cls, path: str, image_path: str, container: str, settings: Memory, tables: Sequence[Table]
-    ) -> StoreHome:
+    ) -> StoreDestination:
         """One that a killed gpusnap left, with these chunks; `path` is its layout's. Raises ImageError."""
-        home = cls(os.path.dirname(os.path.dirname(path)), image_path, container, settings)
+        destination = cls(os.path.dirname(os.path.dirname(path)), image_path, container, settings)
         with transfer.as_image_error(path):
             try:
-                staging = home._store.adopt(path)
+                staging = destination._store.adopt(path)
             except NotThere:  # it had named them, and was killed after that
-                staging = home._store.create().stage()
-            home._staging = staging
-            home.needed()
+                staging = destination._store.create().stage()
+            destination._staging = staging
+            destination.mark_needed()
             for each in descriptors(tables):
                 if not staging.layout.has_blob(each.digest, each.size):
                     staging.take(each.digest, each.size)
-        return home
+        return destination
 
-    def needed(self) -> None:
+    def mark_needed(self) -> None:
         """No gc may take it, though we should be killed. Raises ImageError."""
         if not self._needed:
             with transfer.as_image_error(self.place):
@@ -214,11 +213,11 @@ class StoreHome:
             self._needed = True
 
     @contextlib.contextmanager
-    def known(self) -> Iterator[Known | None]:
+    def open_known(self) -> Iterator[Known | None]:
         """All that the store has."""
         yield self._store.open_known_chunks()
 
-    def images(self) -> tuple[FileRecord, ...]:
+    def write_images(self) -> tuple[FileRecord, ...]:
         """Their chunks; an image that cannot be had in chunks stays one."""
         found = []
         with contextlib.ExitStack() as opened, contextlib.suppress(OSError, ValueError, OciError):
@@ -252,7 +251,7 @@ class StoreHome:
     def name(self, record: Manifest) -> None:
         """As an artifact: the manifest is its config."""
         with transfer.as_image_error(self.place):
-            self._staged().commit(as_artifact(self.layout, record), tables=record.tables)
+            self._staged().commit(write_artifact(self.layout, record), tables=record.tables)
 
     def close(self, record: Manifest | None) -> None:
         """Remove the images that are in chunks, and the layout of an earlier checkpoint in the same place."""
@@ -278,20 +277,22 @@ class StoreHome:
             self._staging = None
 
 
-def labelled(record: Manifest) -> list[tuple[str, Table]]:
+def label_tables(record: Manifest) -> list[tuple[str, Table]]:
     """The tables of a manifest, each with what it is of: PID and address, or the name of an image."""
     regions = [(f"{p.pid}:{r.start:x}", r.table) for p in record.processes for r in p.regions]
     return regions + [(each.name, each.table) for each in record.files]
 
 
-def as_artifact(layout: Layout, record: Manifest) -> Descriptor:
+def write_artifact(layout: Layout, record: Manifest) -> Descriptor:
     """Write an artifact of a manifest and its chunks, which are there. Raises as Layout.add_blob does."""
     config = layout.add_blob(encode(record), media_type=artifact.CONFIG)
-    chunks = artifact.chunk_layers(labelled(record))
-    return artifact.write(layout, artifact.Artifact(config, chunks=chunks, annotations=described(record)))
+    chunks = artifact.chunk_layers(label_tables(record))
+    return artifact.write(
+        layout, artifact.Artifact(config, chunks=chunks, annotations=make_annotations(record))
+    )
 
 
-def described(record: Manifest) -> dict[str, str]:
+def make_annotations(record: Manifest) -> dict[str, str]:
     """What an artifact says of its manifest, for those who look at nothing else."""
     models = sorted({gpu.model for gpu in record.gpus})
     found = {
@@ -311,18 +312,18 @@ def described(record: Manifest) -> dict[str, str]:
     return {name: "".join(c if c.isprintable() else "?" for c in text)[:256] for name, text in found.items()}
 
 
-def in_image(layout: str, image_path: str) -> bool:
+def is_in_image(layout: str, image_path: str) -> bool:
     """Whether a layout is that of the image's directory."""
     return layout == os.path.join(image_path, FOLDER)
 
 
-def left(
+def reopen_destination(
     layout: str, image_path: str, container: str, settings: Memory, tables: Sequence[Table] = ()
-) -> Home:
+) -> Destination:
     """Where a checkpoint that was cut off had its chunks, which those of `tables` shall be in again.
 
     `layout`: as the journal has it. Raises ImageError.
     """
-    if in_image(layout, image_path):
-        return ImageHome(image_path, container, settings)
-    return StoreHome.again(layout, image_path, container, settings, tables)
+    if is_in_image(layout, image_path):
+        return ImageDestination(image_path, container, settings)
+    return StoreDestination.reopen(layout, image_path, container, settings, tables)

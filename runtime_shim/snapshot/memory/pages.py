@@ -1,4 +1,4 @@
-"""The way of the GPUs' memory through a checkpoint: the seam between the driver, which takes it, and CRIU."""
+"""The interface between the driver, which takes GPU memory out of a process, and CRIU."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Pages:
-    """As it is here the memory stays in the processes, and CRIU dumps and restores it with the rest.
+    """Leaves GPU memory in the processes: CRIU dumps and restores it with their other memory.
 
-    So most steps are none; capture.Chunks carries it away.
+    So most methods do nothing. capture.Chunks moves the memory into chunks.
     """
 
     name = "criu"
@@ -59,11 +59,11 @@ class Pages:
             journal.write(self._container, self.place, dict.fromkeys(pids, ()))
 
     @property
-    def arriving(self) -> bool:
+    def is_loading(self) -> bool:
         """Whether memory still comes while the driver restores: a process ends with gpusnap then."""
         return False
 
-    def waits(self, pid: int) -> bool:
+    def is_waiting(self, pid: int) -> bool:
         """Whether a thread of the process waits for memory that still comes, and will."""
         return False
 

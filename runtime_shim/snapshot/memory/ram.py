@@ -1,4 +1,4 @@
-"""GPU memory that is suspended into RAM: staged files that stay, and nothing on a disk."""
+"""GPU memory that is suspended into RAM: it stays in files of a tmpfs, and nothing is written to a disk."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 
 
-class NoHome:
-    """`destination.Home` for what is not to be written at all."""
+class NoDestination:
+    """`destination.Destination` for what is not to be written at all."""
 
     kind = "ram"
     place = ""
@@ -32,10 +32,10 @@ class NoHome:
     def begin(self) -> None:
         """Nothing is needed."""
 
-    def needed(self) -> None:
+    def mark_needed(self) -> None:
         """Nobody else removes what is staged."""
 
-    def known(self) -> AbstractContextManager[Known | None]:
+    def open_known(self) -> AbstractContextManager[Known | None]:
         """Whoever asks is about to write. Raises Refused."""
         raise Refused(
             "there is not enough RAM for files with the GPU memory",
@@ -43,7 +43,7 @@ class NoHome:
             code="GPS-216",
         )
 
-    def images(self) -> tuple[FileRecord, ...]:
+    def write_images(self) -> tuple[FileRecord, ...]:
         """There are none."""
         return ()
 
@@ -60,12 +60,12 @@ class NoHome:
         """Likewise."""
 
 
-def staged_only(key: str, settings: Memory) -> Chunks:
-    """The way of GPU memory into staged files, where it stays. memory.ceiling is not for these."""
-    return Chunks("", key, replace(settings, ceiling=0), home=NoHome(key))
+def create_staged(key: str, settings: Memory) -> Chunks:
+    """Pages that stay in staged files. The limit memory.ceiling does not apply to them."""
+    return Chunks("", key, replace(settings, ceiling=0), destination=NoDestination(key))
 
 
-class Asleep(Chunks):
+class SuspendedChunks(Chunks):
     """The memory of a suspended container on its way into a checkpoint, or the store; it stays suspended.
 
     What the journal says of it is true all the time.
@@ -76,10 +76,10 @@ class Asleep(Chunks):
 
     def close(self) -> None:
         """What is staged stays."""
-        self._flushed()
+        self._finish_flush()
         self.leave()
 
     def discard(self, *, layout: bool) -> None:
         """Remove what was written."""
         self.close()
-        self._home.discard(earlier=not layout)
+        self._destination.discard(earlier=not layout)

@@ -38,7 +38,7 @@ _SHARE = 4  # of the memory that is available, when the settings say nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProcessRegion:
     """A region of a process, to read from and to fill: gpusnap.oci.chunks.buffers' Source and Target."""
 
     pid: int
@@ -69,13 +69,13 @@ def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], s
         reader.read(
             [table for _, _, table in pairs],
             layout,
-            [Part(pid, region.start, region.size) for pid, region, _ in pairs],
+            [ProcessRegion(pid, region.start, region.size) for pid, region, _ in pairs],
             threads=settings.threads or copies.cores(),
             ceiling=ceiling(settings),
         )
 
 
-def give(
+def map_areas(
     key: str,
     wanted: Mapping[int, Sequence[Area]],
     *,
@@ -140,7 +140,7 @@ def copy(pid: int, areas: Sequence[Area]) -> None:
         copies.write(pid, area.address, area.view(0, area.size))
 
 
-def empty(key: str, pid: int, regions_of: Iterable[tuple[int, int]]) -> None:
+def release_memory(key: str, pid: int, regions_of: Iterable[tuple[int, int]]) -> None:
     """Leave nothing of regions (address, bytes) in a process that stands but their addresses.
 
     Their bytes are elsewhere, and the journal says where. Raises GpusnapError.
@@ -159,7 +159,7 @@ def empty(key: str, pid: int, regions_of: Iterable[tuple[int, int]]) -> None:
             ) from error
 
 
-def own(key: str, pid: int) -> None:
+def replace_staged_memory(key: str, pid: int) -> None:
     """Let a process that stands have memory of its own where it still has a staged file.
 
     After the driver's restore, that has taken what it needed of the regions and unmapped them: what is left
@@ -192,7 +192,7 @@ def own(key: str, pid: int) -> None:
             ) from error
 
 
-def reading_threads(settings: Memory) -> int:
+def count_reading_threads(settings: Memory) -> int:
     """How many threads of a restore read and decode the GPUs' memory.
 
     In the runtime and in a load process; the encodings of chunks are chosen for as many. Some cores are left

@@ -1,11 +1,10 @@
-"""Chunks of memory that the driver still fills, written ahead of time, so that the disk need not wait for it.
+"""Writes chunks of memory while the driver still fills it, so that the disk does not wait for the driver.
 
-Nobody says how far the driver is, so this guesses: it goes through a region from its beginning, and what lies
-before a page that is not zero any more is likely to be there. A wrong guess costs a blob that nobody names:
-each chunk is copied, and named by the digest of that copy (see gpusnap.oci.chunks.writer). When the driver is
-done the whole region is read and hashed as ever, and only what has the digest of one that was written ahead
-need not be written again.
-"""
+The driver does not report its progress, so this guesses: the driver fills a region from its beginning, and
+the memory before a page that is not zero is probably complete. A wrong guess costs one unused blob: each
+chunk is copied, and named by the digest of that copy (see gpusnap.oci.chunks.writer). When the driver is
+done, the whole region is read and hashed. Chunks with the digest of one that was written ahead are not
+written again."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ _LOOK = 0.005  # seconds
 _PAGE = 4096
 
 
-class Early:
-    """What is written of regions ahead of time. Nothing here fails: what is not written now is later."""
+class EarlyWriter:
+    """Writes parts of regions ahead of time. It never fails: the rest is written later."""
 
     def __init__(
         self,
@@ -82,13 +81,13 @@ class Early:
                 speed=self._speed,
                 known=self._known,
                 trust=False,
-                written=self._wrote,
+                on_written=self._wrote,
                 pieces=self._filled(area, size),
             )
             with self._lock:
                 self._chunks |= {chunk.plain: chunk for chunk in table.chunks}
 
-    def counted(self, tables: Iterable[Table]) -> ChunkTotals:
+    def count_chunks(self, tables: Iterable[Table]) -> ChunkTotals:
         """Of the chunks that were written ahead and are in these tables: what is new, and what was linked."""
         used = {c.blob: c for table in tables for c in table.chunks if c.plain in self._chunks}
         new = sum(chunk.stored for blob, chunk in used.items() if blob in self._new)

@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
-class Flushing:
+class Flusher:
     """Threads that have the kernel write blobs. What fails here the fsync will tell."""
 
     def __init__(self, layout: Layout) -> None:

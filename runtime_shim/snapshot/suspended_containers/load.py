@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from gpusnap.oci.base.errors import OciError
-from gpusnap.oci.chunks.reader import Reading
+from gpusnap.oci.chunks.reader import Reader
 from gpusnap.oci.chunks.table import Chunk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import state_files
@@ -60,7 +60,7 @@ class MemoryLoad:
         """Raises OSError, OciError."""
         self.entry = entry
         self._areas: dict[int, list[Area]] = {}
-        self._reading: Reading | None = None
+        self._reading: Reader | None = None
         stage = Stage(entry.key)
         mine = ".load.{}.{}".format(*state_files.owner())
         tables = []
@@ -71,7 +71,7 @@ class MemoryLoad:
                     area = stage.area(name, region.start, region.table.size)
                     self._areas.setdefault(process.pid, []).append(area)
                     tables.append(region.table)
-            self._reading = Reading(
+            self._reading = Reader(
                 tables,
                 Layout(entry.layout),
                 threads=settings.threads or copies.cores(),

@@ -31,7 +31,7 @@ from gpusnap.runtime_shim.snapshot.devices import device_access
 from gpusnap.runtime_shim.snapshot.devices.device_access import Update
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, driver_watch, paused_container
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs
-from gpusnap.runtime_shim.snapshot.memory import kept, transfer
+from gpusnap.runtime_shim.snapshot.memory import suspended_memory, transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.reservations import GpuClaim, claim
@@ -275,7 +275,7 @@ def _stay_suspended(found: Suspension, entry: journal.Entry, driver: Driver) -> 
             for each in there:
                 regions = [(r.start, r.table.size) for r in each.regions]
                 regions += [(s.start, s.size) for s in each.staged]
-                transfer.empty(found.key, each.pid, regions)
+                transfer.release_memory(found.key, each.pid, regions)
             suspensions.write(replace(found, stage=Stage.SUSPENDED, pairs=()))
 
 
@@ -287,7 +287,7 @@ def _finish(found: Suspension, transaction: Transaction, go_on: Callable[[], obj
     with transaction.step("let go"):
         suspensions.write(replace(found, stage=Stage.RESUMED))
         try:
-            kept.free(found.key)
+            suspended_memory.free(found.key)
         except (GpusnapError, OSError) as error:
             why = reason(error) if isinstance(error, OSError) else str(error)
             note(

@@ -16,8 +16,8 @@ from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreHome
-from gpusnap.runtime_shim.snapshot.memory.ram import Asleep
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
+from gpusnap.runtime_shim.snapshot.memory.ram import SuspendedChunks
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
@@ -44,35 +44,37 @@ def _spill(key: str, settings: Settings) -> int:
         return 0
     memory = settings.memory
     store, why = settings.store, WHOSE + key
-    home = StoreHome(store.path, store.path, found.container, memory, why=why, read_rate=store.read_rate)
-    pages = Asleep("", key, memory, home=home)
+    destination = StoreDestination(
+        store.path, store.path, found.container, memory, why=why, read_rate=store.read_rate
+    )
+    pages = SuspendedChunks("", key, memory, destination=destination)
     transaction = Transaction()
     pages.prepare()
     try:
-        space.check_disk(home.place, staged, ())
-        home.needed()
+        space.check_disk(destination.place, staged, ())
+        destination.mark_needed()
         with transaction.step("write"):
             pages.adopt(entry)
             pages.write()
             records = pages.records()
             assert records is not None
             tables = [region.table for regions in records.values() for region in regions]
-            home.commit(tables, kept=False)
+            destination.commit(tables, kept=False)
         with journal.hold(key), hold_signals(), transaction.step("switch"):
             if _find_suspended(key)[0] != found:
                 raise Refused(f"container {found.name} was resumed in the meantime", code="GPS-206")
-            journal.write(key, "", records, layout=home.layout.path)
+            journal.write(key, "", records, layout=destination.layout.path)
             pages.leave()
             transaction.commit()
             _free(found)
     except BaseException:
         with suppress(GpusnapError):
-            if _may_be_needed(key, home.layout.path):
+            if _may_be_needed(key, destination.layout.path):
                 pages.close()
             else:
                 pages.discard(layout=True)
         raise
-    home.layout.close()
+    destination.layout.close()
     return staged
 
 

@@ -11,7 +11,7 @@ from gpusnap.oci.store.paths import PRECIOUS
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
-from gpusnap.runtime_shim.snapshot.memory import kept
+from gpusnap.runtime_shim.snapshot.memory import suspended_memory
 from gpusnap.runtime_shim.snapshot.records import journal
 
 WHOSE = "GPU memory of the suspended container "
@@ -33,7 +33,7 @@ def sweep(path: str) -> None:
                 entry = journal.read(whose.removeprefix(WHOSE))
                 layout = os.path.join(folder, name)
                 if entry is None or entry.layout != layout:
-                    kept.discard(layout)  # not one that is being written: it has an owner
+                    suspended_memory.discard(layout)  # not one that is being written: it has an owner
 
 
 def sweep_loaded(key: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.snapshot.memory import kept
+from gpusnap.runtime_shim.snapshot.memory import suspended_memory
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import spilled
@@ -35,5 +35,5 @@ def remove(found: Suspension) -> None:
     now = suspensions.read(found.key)
     if now is None or now.is_alive:
         return
-    kept.free(found.key)
+    suspended_memory.free(found.key)
     suspensions.drop(found.key)

@@ -38,7 +38,7 @@ def job_of(
         image_path=journal.FOLDER,
         leave_running=True,
     )
-    pages = ram.staged_only(container.key, settings.memory)
+    pages = ram.create_staged(container.key, settings.memory)
     job = Job(call, real, settings, driver, container, transaction, pages, on_disk=False)
     job.host, job.init, job.nodes = seen.host, seen.init, tuple(seen.nodes)
     return job

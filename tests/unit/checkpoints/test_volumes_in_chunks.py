@@ -20,7 +20,7 @@ from gpusnap.oci.chunks import writer
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import CHUNK_SIZE
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.operations.restoring.volumes import named
+from gpusnap.operations.restoring.volumes import list_volumes
 from gpusnap.runtime_shim.errors import ImageError
 
 MIB = 1 << 20
@@ -169,6 +169,6 @@ def test_names() -> None:
     for name in ("volumes/../x.tar", "volumes/a/b.tar", "volumes/a", "x/volumes/a.tar", "volumes/.tar"):
         assert records.name_of(name) == ""
         assert records.name_in_chunks(f"{name}.chunks") == ""
-    assert named(b'{"namedVolumes": [{"volumeName": "a"}, {"volumeName": "b"}]}') == ("a", "b")
+    assert list_volumes(b'{"namedVolumes": [{"volumeName": "a"}, {"volumeName": "b"}]}') == ("a", "b")
     for broken in (b"", b"[]", b'{"namedVolumes": 1}', b'{"namedVolumes": [{}]}', b"{}"):
-        assert named(broken) == ()
+        assert list_volumes(broken) == ()

@@ -198,8 +198,8 @@ class TestSeveral:
 def test_several_restores(monkeypatch: pytest.MonkeyPatch, fake: FakePodman, tmp_path: Path) -> None:
     """Each on its own, also one that is not found."""
 
-    def restore(wish: restoring.Wish, _: object, *, asked: object) -> restoring.Restored:
-        return restoring.Restored(podman.inspect_container("w").id, "w", 1.0)
+    def restore(wish: restoring.RestoreRequest, _: object, *, asked: object) -> restoring.RestoreResult:
+        return restoring.RestoreResult(podman.inspect_container("w").id, "w", 1.0)
 
     monkeypatch.setattr(restoring, "restore", restore)
     done = run("restore", f"{tmp_path}/in.tar", f"{tmp_path}/none.tar", "--json")

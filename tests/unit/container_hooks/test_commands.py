@@ -188,12 +188,12 @@ def test_after_a_restore(fake: FakePodman, store: Store, tmp_path: Path) -> None
     has(fake, BOTH, status="exited")
     (tmp_path / "kept").mkdir()
     keep(store, an_archive(tmp_path / "kept"), ["w"])
-    restoring.restore(restoring.Wish(what=InStore(store, "w")), QUIET)
+    restoring.restore(restoring.RestoreRequest(what=InStore(store, "w")), QUIET)
     assert order(fake) == ["restore", "sh -c wake up"]
     (fake.folder / "exec.sh").write_text("exit 9\n")
     has(fake, BOTH, status="exited")
     with pytest.raises(ContainerError, match="post-restore of the container w ended with exit code 9"):
-        restoring.restore(restoring.Wish(what=InStore(store, "w")), QUIET)
+        restoring.restore(restoring.RestoreRequest(what=InStore(store, "w")), QUIET)
     assert fake.status() == "running"
 
 

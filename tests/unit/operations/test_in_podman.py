@@ -35,7 +35,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
 
 def refused(store: Store, wanted: str = "w") -> NotFound:
     with pytest.raises(NotFound) as caught:
-        in_podman.chosen(InStore(store, wanted))
+        in_podman.resolve(InStore(store, wanted))
     assert caught.value.code == "GPS-701"
     return caught.value
 
@@ -46,7 +46,7 @@ def test_its_memory_is_in_the_store(store: Store, fake: FakePodman) -> None:
     error = refused(store)
     assert str(error).endswith("'w', but Podman has a checkpoint of the container w")
     assert error.hint.startswith("podman container restore w continues it")
-    assert [each.id for each in in_podman.left(store)] == [ID]
+    assert [each.id for each in in_podman.list_restorable(store)] == [ID]
 
 
 def test_podman_was_killed_too(store: Store, fake: FakePodman) -> None:
@@ -56,11 +56,11 @@ def test_podman_was_killed_too(store: Store, fake: FakePodman) -> None:
     assert refused(store).hint.startswith(
         "podman container cleanup w && podman container restore w continues it"
     )
-    assert [each.id for each in in_podman.left(store)] == [ID]
+    assert [each.id for each in in_podman.list_restorable(store)] == [ID]
     for image in (fake.folder / "checkpoint").glob("inventory.img"):
         image.unlink()
     assert "Podman" not in str(refused(store))
-    assert in_podman.left(store) == ()
+    assert in_podman.list_restorable(store) == ()
 
 
 def test_its_memory_is_gone(store: Store, tmp_path: Path, fake: FakePodman) -> None:
@@ -68,7 +68,7 @@ def test_its_memory_is_gone(store: Store, tmp_path: Path, fake: FakePodman) -> N
     (tmp_path / "other").mkdir()
     keep(store, an_archive(tmp_path / "other"), ["other"])
     assert refused(store).hint == "gpusnap ls lists the checkpoints"
-    assert in_podman.left(store) == ()
+    assert in_podman.list_restorable(store) == ()
 
 
 def test_others(store: Store, fake: FakePodman) -> None:
@@ -80,8 +80,8 @@ def test_others(store: Store, fake: FakePodman) -> None:
     assert "Podman" not in str(refused(elsewhere))
     fake.has(status="running", checkpointed=True)
     assert "Podman" not in str(refused(store))
-    assert in_podman.left(store) == ()
-    assert in_podman.left(Store(store.path + "-none")) == ()
+    assert in_podman.list_restorable(store) == ()
+    assert in_podman.list_restorable(Store(store.path + "-none")) == ()
 
 
 def test_without_a_gpu(store: Store, fake: FakePodman) -> None:
@@ -95,4 +95,4 @@ def test_one_that_is_there(store: Store, tmp_path: Path, fake: FakePodman) -> No
     """It is restored from the store, whatever Podman has."""
     (tmp_path / "other").mkdir()
     digest = keep(store, an_archive(tmp_path / "other"), ["w"])
-    assert in_podman.chosen(InStore(store, "w")).entry.descriptor.digest == digest
+    assert in_podman.resolve(InStore(store, "w")).entry.descriptor.digest == digest

@@ -78,7 +78,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
     ],
 )
 def test_each_its_own(fake: FakePodman, text: str, sentence: str) -> None:
-    found = in_use.told(GpusnapError(f"Podman failed: {text}"), "w")
+    found = in_use.explain(GpusnapError(f"Podman failed: {text}"), "w")
     assert found is not None
     assert found.sentence() == sentence
 
@@ -86,7 +86,7 @@ def test_each_its_own(fake: FakePodman, text: str, sentence: str) -> None:
 def test_the_same_container_under_another_name(fake: FakePodman) -> None:
     """Its ID is in use, and its name is not."""
     (fake.folder / "inspect.json").unlink()
-    found = in_use.told(GpusnapError("creating container storage: that ID is already in use"), "w")
+    found = in_use.explain(GpusnapError("creating container storage: that ID is already in use"), "w")
     assert found is not None
     assert str(found) == "Podman already has the container of this checkpoint, under another name"
 
@@ -94,7 +94,7 @@ def test_the_same_container_under_another_name(fake: FakePodman) -> None:
 def test_one_that_a_checkpoint_has_ended(fake: FakePodman) -> None:
     """Its memory may be nowhere else: how it continues comes first."""
     fake.has(status="exited", checkpointed=True)
-    found = in_use.told(GpusnapError('the container name "w" is already in use by 0bccc8f81a37'), "w")
+    found = in_use.explain(GpusnapError('the container name "w" is already in use by 0bccc8f81a37'), "w")
     assert found is not None
     assert found.sentence() == (
         "Podman already has a container w, which a checkpoint stopped; podman container restore w "
@@ -105,4 +105,4 @@ def test_one_that_a_checkpoint_has_ended(fake: FakePodman) -> None:
 
 @pytest.mark.parametrize("text", ["no such image", "address already in use", "the device is already in use"])
 def test_others_are_left_alone(fake: FakePodman, text: str) -> None:
-    assert in_use.told(GpusnapError(text), "w") is None
+    assert in_use.explain(GpusnapError(text), "w") is None

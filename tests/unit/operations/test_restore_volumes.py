@@ -24,7 +24,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import pull, push_pull
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring.restore import Wish
+from gpusnap.operations.restoring.restore import RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError
 
@@ -55,7 +55,7 @@ def an_archive(folder: Path, *inside: str, named: tuple[str, ...] = ("cache", "w
 
 
 def restored(what: locator.Place, **more: object) -> None:
-    restoring.restore(Wish(what=what, **more), QUIET)  # type: ignore[arg-type]
+    restoring.restore(RestoreRequest(what=what, **more), QUIET)  # type: ignore[arg-type]
 
 
 def place(kind: str, archive: str, store: Store) -> locator.Place:

@@ -27,7 +27,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring import volumes
-from gpusnap.operations.restoring.restore import Restored, Wish
+from gpusnap.operations.restoring.restore import RestoreRequest, RestoreResult
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, SettingsError, UsageError
@@ -58,8 +58,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
     return found
 
 
-def restored(what: locator.Place, **more: object) -> Restored:
-    return restoring.restore(Wish(what=what, **more), QUIET)  # type: ignore[arg-type]
+def restored(what: locator.Place, **more: object) -> RestoreResult:
+    return restoring.restore(RestoreRequest(what=what, **more), QUIET)  # type: ignore[arg-type]
 
 
 def test_from_a_store(fake: FakePodman, store: Store, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_the_container_is_there(
 ) -> None:
     """As after a checkpoint that ended it: the sentence says which one, and what to do."""
     keep(store, an_archive(tmp_path), ["w"])
-    monkeypatch.setattr(volumes, "text_in", lambda _, key: "w" if key == "name" else "")
+    monkeypatch.setattr(volumes, "read_text", lambda _, key: "w" if key == "name" else "")
     fake.lists(ID)
     fake.fails(f"Error: {text}\n")
     with pytest.raises(GpusnapError) as raised:

@@ -15,8 +15,8 @@ from gpusnap.checkpoints.locator import InFile, InStore, Place
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.restoring import in_place, volumes
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring.restore import Wish
-from gpusnap.operations.restoring.volumes import Choice, Inside
+from gpusnap.operations.restoring.restore import RestoreRequest
+from gpusnap.operations.restoring.volumes import PodmanObjects, VolumeChoice
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError
 
@@ -49,7 +49,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, archive: str) -> FakeP
 
 def restored(what: Place, **more: object) -> list[str]:
     """Restore it; the ID."""
-    done = restoring.restore(Wish(what=what, **more), QUIET)  # type: ignore[arg-type]
+    done = restoring.restore(RestoreRequest(what=what, **more), QUIET)  # type: ignore[arg-type]
     return [done.container]
 
 
@@ -72,8 +72,8 @@ def test_from_a_store(fake: FakePodman, archive: str, store: Store) -> None:
 
 def test_its_own_name() -> None:
     """Named as it is called, it is the same; that of the archive here no --name can be."""
-    assert in_place._options(("--name", "w", "--tcp-close"), "w") == ("--tcp-close",)
-    assert in_place._options(("--name", "v", "--tcp-close"), "w") is None
+    assert in_place._select_options(("--name", "w", "--tcp-close"), "w") == ("--tcp-close",)
+    assert in_place._select_options(("--name", "v", "--tcp-close"), "w") is None
 
 
 @pytest.mark.parametrize("users", ["", "other"])
@@ -81,7 +81,8 @@ def test_its_volumes(
     fake: FakePodman, tmp_path: Path, users: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are its own: nothing is said of them, unless another container runs with one."""
-    with volumes.settled(volumes.in_place(Choice(Inside(("data",)), True, {"data": tuple(users.split())}))):
+    choice = VolumeChoice(PodmanObjects(("data",)), True, {"data": tuple(users.split())})
+    with volumes.report_kept_volumes(volumes.keep_volumes(choice)):
         pass
     assert ("data (also used by other)" in capsys.readouterr().err) is bool(users)
 

@@ -9,7 +9,7 @@ import pytest
 
 from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.snapshot.loading.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Prefetch
 
 
 def _refuse(thread: threading.Thread) -> None:
@@ -67,31 +67,31 @@ def test_one_that_begins_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_restore_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is staged for a restore is let go of, though the thread that was to check it never began."""
-    filling = Filling.__new__(Filling)
+    prefetch = Prefetch.__new__(Prefetch)
     done: list[str] = []
-    filling._checking, filling._areas, filling._regions = None, [object()], ()  # type: ignore[list-item]
-    filling._loaded = None
-    filling._path, filling._key, filling._paging = "", "", None
-    filling._reads = filling._turns = threading.Semaphore()
-    filling._workers = 1
+    prefetch._checking, prefetch._areas, prefetch._regions = None, [object()], ()  # type: ignore[list-item]
+    prefetch._loaded = None
+    prefetch._path, prefetch._key, prefetch._paging = "", "", None
+    prefetch._reads = prefetch._turns = threading.Semaphore()
+    prefetch._workers = 1
 
-    class Reading:
+    class Reader:
         def wait(self) -> None:
             done.append("wait")
 
         def close(self) -> None:
             done.append("close")
 
-    filling._reading = Reading()  # type: ignore[assignment]
-    monkeypatch.setattr(Filling, "_drop", lambda _: done.append("drop"))
-    monkeypatch.setattr("gpusnap.runtime_shim.snapshot.memory.transfer.give", lambda *_, **__: {})
+    prefetch._reading = Reader()  # type: ignore[assignment]
+    monkeypatch.setattr(Prefetch, "_drop", lambda _: done.append("drop"))
+    monkeypatch.setattr("gpusnap.runtime_shim.snapshot.memory.transfer.map_areas", lambda *_, **__: {})
     monkeypatch.setattr(threading.Thread, "start", _refuse)
     monkeypatch.setattr(
         "gpusnap.runtime_shim.snapshot.loading.prefetch.zip", lambda *_, **__: (), raising=False
     )
     with pytest.raises(GpusnapError, match="a thread cannot be started"):
-        filling.deliver({})
-    filling.close()
+        prefetch.deliver({})
+    prefetch.close()
     assert done == ["wait", "close", "drop"]
 
 
@@ -99,8 +99,8 @@ def test_what_is_staged_is_removed_at_last(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A failure that passes does not leave it in RAM; one that stays is said."""
-    filling = Filling.__new__(Filling)
-    filling._areas, filling._paging = [], None
+    prefetch = Prefetch.__new__(Prefetch)
+    prefetch._areas, prefetch._paging = [], None
     failures = [1]
 
     class Stage:
@@ -109,10 +109,10 @@ def test_what_is_staged_is_removed_at_last(
                 failures.pop()
                 raise OSError(12, "Cannot allocate memory")
 
-    filling._stage = Stage()  # type: ignore[assignment]
-    filling._drop()
+    prefetch._stage = Stage()  # type: ignore[assignment]
+    prefetch._drop()
     assert not failures
     assert capsys.readouterr().err == ""
     failures += [1] * 10
-    filling._drop()
+    prefetch._drop()
     assert "still use RAM: Cannot allocate memory; gpusnap recover frees it" in capsys.readouterr().err

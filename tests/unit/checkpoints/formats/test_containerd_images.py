@@ -90,7 +90,7 @@ def test_by_a_store(registry: FakeRegistry, store: Store, made: Made, tmp_path: 
     other = at(registry, "team/other:v1")
     assert push_pull.push(InStore(store, "w"), other, progress=QUIET).digest == pushed.digest
     with pytest.raises(Refused, match="containerd checkpoint, which Podman cannot restore"):
-        restoring.restore(restoring.Wish(what=InStore(store, "w")), QUIET)
+        restoring.restore(restoring.RestoreRequest(what=InStore(store, "w")), QUIET)
     with pytest.raises(Refused, match="which Podman cannot restore"):
         push_pull.push(InStore(store, "w"), other, format="podman", progress=QUIET)
 
@@ -107,7 +107,7 @@ def test_no_images_for_others(
         ):
             push_pull.push(what, at(registry), format=form, progress=QUIET)
     with pytest.raises(Refused, match="is an image layout"):
-        restoring.restore(restoring.Wish(what=InFile(archive)), QUIET)
+        restoring.restore(restoring.RestoreRequest(what=InFile(archive)), QUIET)
 
 
 def test_podmans(registry: FakeRegistry, ctr: FakeCtr, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from gpusnap.oci.tar.archive import Writer
 from gpusnap.operations import open as source
 from gpusnap.operations import push_pull, sources
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring.restore import Wish
+from gpusnap.operations.restoring.restore import RestoreRequest
 from gpusnap.operations.verify import verify_one
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, UsageError
@@ -145,7 +145,7 @@ def test_push(copied: str, other: Store, registry: FakeRegistry) -> None:
 
 def test_restore(copied: str, podmans: str, other: Store, store: Store, fake: FakePodman) -> None:
     """Podman gets an archive that has all of it; nothing is left of that."""
-    done = restoring.restore(Wish(what=InFile(copied)), QUIET)
+    done = restoring.restore(RestoreRequest(what=InFile(copied)), QUIET)
     assert done.digest == root_of(other).digest
     given = listed(str(fake.imported))
     before = listed(podmans)
@@ -173,7 +173,10 @@ def test_which_one(tmp_path: Path, other: Store) -> None:
     ):
         pass
     path = oci_archive(tmp_path / "3.tar", other.layout, [ordinary])
-    for command in (lambda: verify_one(path), lambda: restoring.restore(Wish(what=InFile(path)), QUIET)):
+    for command in (
+        lambda: verify_one(path),
+        lambda: restoring.restore(RestoreRequest(what=InFile(path)), QUIET),
+    ):
         with pytest.raises(GpusnapError, match="is an image layout without a checkpoint") as raised:
             command()
         assert exit_code(raised.value) == 1
@@ -215,7 +218,7 @@ def test_podmans_image(
         assert found.manifest == same.manifest
         assert found.stored is None
     assert verify_one(word, deep=True).damaged == ()
-    restoring.restore(Wish(what=locator.find(word), name="x"), QUIET)
+    restoring.restore(RestoreRequest(what=locator.find(word), name="x"), QUIET)
     given, before = listed(str(fake.imported)), listed(podmans)
     assert given["config.dump"] == before["config.dump"]
     assert given["checkpoint/gpusnap/manifest.json"] == before["checkpoint/gpusnap/manifest.json"]
@@ -229,7 +232,7 @@ def test_kubernetes_image(image_word: Callable[[image_marks.Format], str], fake:
     """Podman cannot; what can is said, and it is not called damaged."""
     word = image_word("cri")
     with pytest.raises(GpusnapError, match="a checkpoint as an image, which Kubernetes restores") as raised:
-        restoring.restore(Wish(what=locator.find(word)), QUIET)
+        restoring.restore(RestoreRequest(what=locator.find(word)), QUIET)
     assert exit_code(raised.value) == 1
     assert "in a new pod" in raised.value.hint
 
@@ -257,7 +260,7 @@ def test_several_layers(other: Store, podmans: str) -> None:
         )
         staging.commit(two, names=["two"])
     with pytest.raises(Refused, match="an image of 2 layers, which Podman alone restores"):
-        restoring.restore(Wish(what=InStore(other, "two")), QUIET)
+        restoring.restore(RestoreRequest(what=InStore(other, "two")), QUIET)
 
 
 # Links
@@ -296,10 +299,10 @@ def test_links(
             link.type, link.linkname = tarfile.LNKTYPE, "checkpoint/notes"
         writer.add(link)
     if not refused:
-        restoring.restore(Wish(what=InFile(str(path))), QUIET)
+        restoring.restore(RestoreRequest(what=InFile(str(path))), QUIET)
         return
     with pytest.raises(GpusnapError, match=f"{os.path.basename(name)} in .* ({_REFUSED})"):
-        restoring.restore(Wish(what=InFile(str(path))), QUIET)
+        restoring.restore(RestoreRequest(what=InFile(str(path))), QUIET)
     assert not (fake.folder / "calls").exists() or fake.calls() == []
     with (
         pytest.raises(ImageError, match=_REFUSED),
@@ -326,7 +329,7 @@ def test_links_in_records(tmp_path: Path, fake: FakePodman, store: Store, other:
         made = artifact.Artifact(parts.config, records, None, parts.chunks, parts.annotations)
         staging.commit(artifact.write(staging.layout, made), names=["links"])
     with pytest.raises(GpusnapError, match=r"inventory\.img in the records .* is a symbolic link"):
-        restoring.restore(Wish(what=InStore(other, "links")), QUIET)
+        restoring.restore(RestoreRequest(what=InStore(other, "links")), QUIET)
     assert not (fake.folder / "calls").exists() or fake.calls() == []
     with (
         kept.hold_artifact(InStore(other, "links")) as (_, found),

@@ -91,7 +91,7 @@ def opens(path: Path) -> Iterator[str]:
             if isinstance(called, ast.Name) and called.id in _OPENING:
                 yield function.name
             # Of the GPU's driver, and of chunks that are kept, `open` opens no file.
-            others = ("driver.open", "job.driver.open", "Kept.open")
+            others = ("driver.open", "job.driver.open", "ChunkCache.open")
             other = ast.unparse(called) in others
             if isinstance(called, ast.Attribute) and called.attr in _OPENING and not other:
                 yield function.name

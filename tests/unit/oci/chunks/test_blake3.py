@@ -18,7 +18,7 @@ from gpusnap.oci.chunks import blake3_digests
 from gpusnap.oci.chunks.blake3_digests import compute_blake3, differ, start_blake3
 from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.index import Known
-from gpusnap.oci.chunks.reader import Reading, read
+from gpusnap.oci.chunks.reader import Reader, read
 from gpusnap.oci.chunks.table import Chunk, Table, descriptors, from_json, make_table, to_json
 from gpusnap.oci.chunks.verify import Contents
 from gpusnap.oci.chunks.writer import write
@@ -76,7 +76,7 @@ def without(table: Table) -> Table:
 def load_later(layout: Layout, tables: tuple[Table, ...]) -> None:
     """Read into memory of ours, and check afterwards."""
     targets = [Buffer(bytearray(table.size)) for table in tables]
-    with Reading(tables, layout, threads=2, ceiling=CEILING, targets=targets, later=True) as reading:
+    with Reader(tables, layout, threads=2, ceiling=CEILING, targets=targets, verify_later=True) as reading:
         reading.wait()
         reading.verify()
 
@@ -219,7 +219,9 @@ def test_chunks_that_were_met(layout: Layout) -> None:
         second.plain: replace(second, blake3=""),
         third.plain: third,
     }
-    (again,) = write([Buffer(CONTENT)], layout, threads=2, ceiling=CEILING, chunk_size=MIB, met=met)
+    (again,) = write(
+        [Buffer(CONTENT)], layout, threads=2, ceiling=CEILING, chunk_size=MIB, written_before=met
+    )
     assert [chunk.blake3 for chunk in again.chunks] == [OTHER, second.blake3, third.blake3]
 
 

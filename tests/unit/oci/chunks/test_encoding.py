@@ -14,7 +14,7 @@ from test_planes import weights
 
 from gpusnap.oci.chunks import encoding, planes
 from gpusnap.oci.chunks.buffers import Buffer, Memory
-from gpusnap.oci.chunks.encoding import ZSTD, Candidate, DecodeTimes, ReadSpeed, Taster, choose
+from gpusnap.oci.chunks.encoding import ZSTD, Candidate, DecodeTimes, EncodingChooser, ReadSpeed, choose
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.reader import read
 from gpusnap.oci.chunks.table import Table
@@ -251,11 +251,11 @@ def test_the_same_bytes_twice(layout: Layout) -> None:
 
 
 def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker needs has room for a taster, which holds no more."""
-    taster = Taster(speed(GIB))
-    own = [each for each in vars(taster).values() if isinstance(each, Memory)]
+    """What a worker needs has room for a chooser, which holds no more."""
+    chooser = EncodingChooser(speed(GIB))
+    own = [each for each in vars(chooser).values() if isinstance(each, Memory)]
     assert GIB > encoding.MEMORY > sum(each.view.nbytes for each in own) > 0
-    taster.free()
+    chooser.free()
     need = worker_memory(MIB, 1)
     monkeypatch.setattr(encoding, "MEMORY", encoding.MEMORY + GIB)
     assert worker_memory(MIB, 1) == need + GIB

@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.runtime.criu import gate as gates
 from gpusnap.runtime_shim.runtime.criu.images import pagemap as reader
 from gpusnap.runtime_shim.runtime.criu.images.messages import Source
 from gpusnap.runtime_shim.snapshot.memory import bulk_copy
-from gpusnap.runtime_shim.snapshot.memory.bulk_copy import BulkCopy, Taken, make_plan, write_all
+from gpusnap.runtime_shim.snapshot.memory.bulk_copy import BulkCopy, ProcessPages, make_plan, write_all
 
 START = 0x7F0000000000
 SIZE = 20 * MIB
@@ -87,7 +87,7 @@ def test_the_plan(one: Path) -> None:
     """Beside the first pagemap there is a second one, with its own pages file; nothing is changed yet."""
     plan = make_plan(str(one))
     assert plan.names == ["pagemap-1.img"]
-    assert plan.taken == [Taken(1, os.path.realpath(one / "pages-1.img"), [(START, PAGE, SIZE)])]
+    assert plan.taken == [ProcessPages(1, os.path.realpath(one / "pages-1.img"), [(START, PAGE, SIZE)])]
     assert (one / "pagemap-1.img").is_symlink()
     data = (one / "pagemap-1.img.next").read_bytes()
     assert data == pagemap(2, [(0x400000, 1, 4), (START + (1 << 30), 1, 4)])
@@ -198,7 +198,7 @@ def target() -> Iterator[Target]:
 def write(target: Target, path: Path, *pieces: tuple[int, int, int], pid: int | None = None) -> int:
     """Write pieces of a file into the target; how often it was said that this goes on."""
     said: list[None] = []
-    taken = Taken(target.pid if pid is None else pid, str(path), pieces)
+    taken = ProcessPages(target.pid if pid is None else pid, str(path), pieces)
     write_all(target.pid, [taken], lambda: said.append(None), threads=2)
     return len(said)
 
@@ -263,7 +263,7 @@ def test_nobody_waits_any_more(target: Target, tmp_path: Path) -> None:
     with pytest.raises(BrokenPipeError):
         write_all(
             target.pid,
-            [Taken(target.pid, str(tmp_path / "pages"), [(address, 0, 64 * MIB)])],
+            [ProcessPages(target.pid, str(tmp_path / "pages"), [(address, 0, 64 * MIB)])],
             busy,
             threads=1,
         )
@@ -316,7 +316,7 @@ def test_a_restore(view: Path, launcher: Path, target: Target) -> None:
             bulk.check()
         assert ask(view, f"post-restore {pid}\n") == b"y"
         bulk.check()
-        assert (bulk.told.bytes, bulk.told.processes) == (SIZE, 1)
+        assert (bulk.totals.bytes, bulk.totals.processes) == (SIZE, 1)
     found = bytearray(SIZE)
     copies.read(pid, address, found)
     assert found == pages_of(pid)[PAGE:-PAGE]
@@ -342,7 +342,7 @@ def test_nothing_to_take_out(view: Path, launcher: Path) -> None:
         assert ask(view, "pre-restore 0\n") == b"y"
         assert ask(view, "post-restore 1\n") == b"y"
         bulk.check()
-        assert bulk.told.bytes == 0
+        assert bulk.totals.bytes == 0
 
 
 def test_a_plan_that_takes_too_long(one: Path, launcher: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,5 +291,5 @@ def test_the_rate_of_the_setting(tmp_path: Path, asleep: bool, plugin: Plugin | 
     driver = FakeDriver(vendor="amd", plugin=plugin)
     pages = checkpoint._pages(call, given, driver, Container("c", 1, "running", "", {}), asleep=asleep)
     assert isinstance(pages, Chunks)
-    assert pages._home.speed is not None
-    assert pages._home.speed.disk == 5 << 30
+    assert pages._destination.speed is not None
+    assert pages._destination.speed.disk == 5 << 30

@@ -39,9 +39,10 @@ from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote
 from gpusnap.runtime_shim.process.ptrace.tracee import hold
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
-from gpusnap.runtime_shim.snapshot.loading import demand_paging, prefetch
+from gpusnap.runtime_shim.snapshot.loading import demand_paging
+from gpusnap.runtime_shim.snapshot.loading import prefetch as prefetching
 from gpusnap.runtime_shim.snapshot.loading.demand_paging import DemandPaging
-from gpusnap.runtime_shim.snapshot.loading.prefetch import Arriving, Filling
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Prefetch, PrefetchedPages
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import run_only
 
@@ -143,9 +144,9 @@ def record_of(*processes: tuple[int, list[Region]]) -> Manifest:
     return replace(a_manifest(), processes=found, pages="chunks")
 
 
-def filling_of(gate: Gate, *processes: tuple[int, list[Region]], threads: int = 1) -> Filling:
+def filling_of(gate: Gate, *processes: tuple[int, list[Region]], threads: int = 1) -> Prefetch:
     settings = replace(ONE_WORKER, threads=threads)
-    return Filling("/nonexistent", record_of(*processes), settings, KEY, gate)
+    return Prefetch("/nonexistent", record_of(*processes), settings, KEY, gate)
 
 
 def test_its_disk_is_measured(target: Target, gate: Gate) -> None:
@@ -158,9 +159,9 @@ def test_its_disk_is_measured(target: Target, gate: Gate) -> None:
             counted.append(whole)
 
     record = record_of((7, [region]))
-    with Filling("/nonexistent", record, ONE_WORKER, KEY, gate, meter=Meter()) as filling:
-        filling.deliver({7: target.pid})
-        filling.right()
+    with Prefetch("/nonexistent", record, ONE_WORKER, KEY, gate, meter=Meter()) as prefetch:
+        prefetch.deliver({7: target.pid})
+        prefetch.wait_checked()
     assert counted == [True] * len(region.table.chunks)
 
 
@@ -174,9 +175,9 @@ def waits(target: Target) -> None:
     wait_for(lambda: in_fault(target), "a thread waits for a page")
 
 
-def arriving(filling: Filling) -> bool:
+def arriving(prefetch: Prefetch) -> bool:
     """Whether some of it is missing; it changes while nobody looks."""
-    return filling.arriving
+    return prefetch.is_loading
 
 
 def ended(target: Target) -> None:
@@ -189,17 +190,17 @@ def test_it_waits_for_what_is_not_there(target: Target, gate: Gate, rest: int) -
     """A process reads its region from the first byte while the last chunk is missing, and all is right."""
     region = Region(target, gate.layout, random_bytes(6 * MIB + rest))
     gate.closed = {region.table.chunks[-1].blob}
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
-        assert arriving(filling)
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
+        assert arriving(prefetch)
         target.tell(region.reads())
         waits(target)
-        wait_for(lambda: filling.waits(target.pid), "the word that it waits")
+        wait_for(lambda: prefetch.is_waiting(target.pid), "the word that it waits")
         gate.open()
         assert target._line() == region.digest
-        filling.right()
-        assert not arriving(filling)
-        assert not filling.waits(target.pid)
+        prefetch.wait_checked()
+        assert not arriving(prefetch)
+        assert not prefetch.is_waiting(target.pid)
     target.stop()
     assert target.well()
 
@@ -209,15 +210,15 @@ def test_what_is_waited_for_comes_first(target: Target, gate: Gate) -> None:
     region = Region(target, gate.layout, random_bytes(8 * MIB))
     blobs = [chunk.blob for chunk in region.table.chunks]
     gate.closed = {blobs[0]}
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         wait_for(lambda: gate.asked == blobs[:1], "the worker begins")
         target.tell(region.reads(5 * MIB, MIB))
         waits(target)
-        wait_for(lambda: filling.waits(target.pid), "the word that it waits")
+        wait_for(lambda: prefetch.is_waiting(target.pid), "the word that it waits")
         gate.open()
         assert target._line() == hashlib.sha256(region.content[5 * MIB : 6 * MIB]).hexdigest()
-        filling.right()
+        prefetch.wait_checked()
     assert gate.asked == [blobs[0], blobs[5], *blobs[1:5], *blobs[6:]]
 
 
@@ -225,15 +226,15 @@ def test_before_it_is_waited_for(target: Target, gate: Gate) -> None:
     """What has come before the process did, and while it has it, is read without a wait."""
     region = Region(target, gate.layout, random_bytes(4 * MIB))
     gate.closed = {chunk.blob for chunk in region.table.chunks[2:]}
-    with filling_of(gate, (7, [region])) as filling:
+    with filling_of(gate, (7, [region])) as prefetch:
         wait_for(lambda: len(gate.asked) == 3, "two chunks are there")
-        filling.deliver({7: target.pid})
+        prefetch.deliver({7: target.pid})
         assert target.ask(region.reads(0, 2 * MIB)) == hashlib.sha256(region.content[: 2 * MIB]).hexdigest()
         gate.open()
-        filling.right()
+        prefetch.wait_checked()
         assert target.ask(region.reads()) == region.digest
-        assert filling.told.faults == 0
-        assert filling.told.complete > 0
+        assert prefetch.waits_so_far.faults == 0
+        assert prefetch.waits_so_far.complete > 0
 
 
 class Disk(Gate):
@@ -270,15 +271,15 @@ def test_few_reads_beside_criu(target: Target, gate: Gate) -> None:
     """CRIU does not wait behind all that the threads would read; once it is done they all do."""
     region = Region(target, gate.layout, random_bytes(8 * MIB))
     disk = Disk(gate.layout)
-    threads = prefetch._PART_AT_FIRST * prefetch._READS
-    with filling_of(disk, (7, [region]), threads=threads) as filling:
-        wait_for(partial(disk.are_reading, prefetch._READS), "some read")
+    threads = prefetching._PART_AT_FIRST * prefetching._READS
+    with filling_of(disk, (7, [region]), threads=threads) as prefetch:
+        wait_for(partial(disk.are_reading, prefetching._READS), "some read")
         assert not disk.may.wait(0.1)
-        assert disk.are_reading(prefetch._READS)
-        filling.deliver({7: target.pid})
+        assert disk.are_reading(prefetching._READS)
+        prefetch.deliver({7: target.pid})
         wait_for(partial(disk.are_reading, threads), "all read")
         disk.may.set()
-        filling.right()
+        prefetch.wait_checked()
         assert target.ask(region.reads()) == region.digest
 
 
@@ -286,26 +287,26 @@ def test_few_workers_beside_criu(target: Target, gate: Gate) -> None:
     """Nor do all of them take the processors before; and a few bring the bytes meanwhile."""
     region = Region(target, gate.layout, random_bytes(8 * MIB))
     disk = Disk(gate.layout)
-    with filling_of(disk, (7, [region]), threads=prefetch._PART_AT_FIRST) as filling:
+    with filling_of(disk, (7, [region]), threads=prefetching._PART_AT_FIRST) as prefetch:
         wait_for(partial(disk.are_reading, 1), "one reads")
         assert not disk.may.wait(0.1)
         assert disk.are_reading(1)
-        filling.deliver({7: target.pid})
-        wait_for(partial(disk.are_reading, prefetch._PART_AT_FIRST), "all read")
+        prefetch.deliver({7: target.pid})
+        wait_for(partial(disk.are_reading, prefetching._PART_AT_FIRST), "all read")
         disk.may.set()
-        filling.right()
+        prefetch.wait_checked()
         assert target.ask(region.reads()) == region.digest
 
 
 def test_nothing_was_missing(target: Target, gate: Gate) -> None:
     """Where all is there when the process comes, it has ordinary memory, and nobody watches it."""
     region = Region(target, gate.layout, random_bytes(2 * MIB))
-    with filling_of(gate, (7, [region])) as filling:
-        filling.right()
-        filling.deliver({7: target.pid})
-        assert not filling.arriving
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.wait_checked()
+        prefetch.deliver({7: target.pid})
+        assert not prefetch.is_loading
         assert target.ask(region.reads()) == region.digest
-        assert filling.told.complete == 0
+        assert prefetch.waits_so_far.complete == 0
 
 
 def test_zeros(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,13 +325,13 @@ def test_zeros(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> N
         populate(area, offset, size, threads=threads)
 
     monkeypatch.setattr(stage.Area, "populate", late)
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         target.tell(region.reads(4 * MIB, MIB))
-        wait_for(lambda: filling.waits(target.pid), "the word that it waits")
+        wait_for(lambda: prefetch.is_waiting(target.pid), "the word that it waits")
         begin.set()
         assert target._line() == hashlib.sha256(bytes(MIB)).hexdigest()
-        filling.right()
+        prefetch.wait_checked()
         assert target.ask(region.reads()) == region.digest
     assert taken == [1, 4, 2, 3, 5, 7]
 
@@ -353,12 +354,12 @@ def test_no_memory_for_zeros(
 
     monkeypatch.setattr(stage.Area, "populate", full)
 
-    with filling_of(gate, (7, [region])) as filling:
+    with filling_of(gate, (7, [region])) as prefetch:
         if waiting:
-            assert filling._paging is not None
-            filling._paging._over.wait(60)  # seconds before CRIU has made the process
+            assert prefetch._paging is not None
+            prefetch._paging._over.wait(60)  # seconds before CRIU has made the process
         with pytest.raises(ImageError, match="no RAM left"):
-            filling.deliver({7: target.pid})
+            prefetch.deliver({7: target.pid})
         if waiting:
             ended(target)
 
@@ -370,8 +371,8 @@ def test_several_processes_and_regions(gate: Gate) -> None:
         second = [Region(other, gate.layout, random_bytes(6 * MIB, 3))]
         wanted = [each.table.chunks for each in (*first, *second)]
         gate.closed = {wanted[0][0].blob}
-        with filling_of(gate, (7, first), (8, second)) as filling:
-            filling.deliver({7: one.pid, 8: other.pid})
+        with filling_of(gate, (7, first), (8, second)) as prefetch:
+            prefetch.deliver({7: one.pid, 8: other.pid})
             one.tell(first[1].reads())
             waits(one)
             other.tell(second[0].reads())
@@ -380,7 +381,7 @@ def test_several_processes_and_regions(gate: Gate) -> None:
             assert one._line() == first[1].digest
             assert other._line() == second[0].digest
             assert one.ask(first[0].reads()) == first[0].digest
-            filling.right()
+            prefetch.wait_checked()
     assert sorted(gate.asked) == sorted(chunk.blob for chunks in wanted for chunk in chunks)
 
 
@@ -389,8 +390,8 @@ def test_side_by_side(gate: Gate) -> None:
     with Target() as one, Target() as other:
         first = [Region(one, gate.layout, random_bytes(2 * MIB, seed)) for seed in (1, 2)]
         second = [Region(other, gate.layout, random_bytes(4 * MIB, 3))]
-        with filling_of(gate, (7, first), (8, second)) as filling:
-            filling.right()
+        with filling_of(gate, (7, first), (8, second)) as prefetch:
+            prefetch.wait_checked()
     a, b = ([chunk.blob for each in regions for chunk in each.table.chunks] for regions in (first, second))
     assert gate.asked == [blob for pair in zip(a, b, strict=True) for blob in pair]
 
@@ -406,16 +407,16 @@ def test_what_is_wrong_is_never_read(target: Target, gate: Gate, how: str) -> No
         blob.write_bytes(bytes(MIB))
     else:
         gate.broken[chunk.blob] = Unreachable("the registry cannot be reached")
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         read = blob.with_suffix(".read")
         target.tell(f"[{region.reads()}] and open({str(read)!r}, 'w')")
         waits(target)
         gate.open()
         ended(target)
         with pytest.raises(ImageError, match=chunk.blob if how == "wrong" else "cannot be reached"):
-            filling.right()
-        assert not filling.waits(target.pid)
+            prefetch.wait_checked()
+        assert not prefetch.is_waiting(target.pid)
     assert not read.exists()
 
 
@@ -423,11 +424,11 @@ def test_one_that_is_wrong_before_the_process_is_there(target: Target, gate: Gat
     """It is ended as well, and cannot be let go."""
     region = Region(target, gate.layout, random_bytes(2 * MIB))
     gate.broken[region.table.chunks[0].blob] = BlobError("the blob is not there")
-    with filling_of(gate, (7, [region])) as filling:
+    with filling_of(gate, (7, [region])) as prefetch:
         wait_for(lambda: gate.asked, "the worker begins")
-        filling.deliver({7: target.pid})
+        prefetch.deliver({7: target.pid})
         with pytest.raises(ImageError, match="not there"):
-            filling.right()
+            prefetch.wait_checked()
         ended(target)
 
 
@@ -435,10 +436,10 @@ def test_given_up_before_the_process_is_there(target: Target, gate: Gate) -> Non
     """Whoever gets it all the same is ended at once: a driver's restore of it would wait for ever."""
     region = Region(target, gate.layout, random_bytes(2 * MIB))
     gate.closed = {chunk.blob for chunk in region.table.chunks}
-    with filling_of(gate, (7, [region])) as filling:
-        filling.stop()
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.stop()
         with pytest.raises(ImageError, match="ended before"):
-            filling.deliver({7: target.pid})
+            prefetch.deliver({7: target.pid})
         ended(target)
         gate.open()
 
@@ -449,11 +450,11 @@ def test_what_does_not_come(target: Target, gate: Gate, monkeypatch: pytest.Monk
     monkeypatch.setattr(demand_paging, "_SLOWEST", 64 * MIB)
     region = Region(target, gate.layout, random_bytes(2 * MIB))
     gate.closed = {region.table.chunks[1].blob}
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         target.tell(region.reads())
         with pytest.raises(ImageError, match="does not arrive: no chunk of it in 0 s") as caught:
-            filling.right()
+            prefetch.wait_checked()
         assert "disk or registry" in caught.value.hint
         ended(target)
         gate.open()
@@ -463,31 +464,31 @@ def test_closed_in_the_middle(target: Target, gate: Gate) -> None:
     """Whatever made the restore give up: no process outlives the descriptor that keeps it waiting."""
     region = Region(target, gate.layout, random_bytes(2 * MIB))
     gate.closed = {region.table.chunks[1].blob}
-    filling = filling_of(gate, (7, [region]))
-    filling.deliver({7: target.pid})
+    prefetch = filling_of(gate, (7, [region]))
+    prefetch.deliver({7: target.pid})
     target.tell(region.reads())
     waits(target)
     threading.Timer(0.1, gate.open).start()  # a worker cannot be called off
-    filling._paging.fail(ImageError("gpusnap gives up"))  # type: ignore[union-attr]
+    prefetch._paging.fail(ImageError("gpusnap gives up"))  # type: ignore[union-attr]
     ended(target)
-    filling.close()
-    filling.close()
+    prefetch.close()
+    prefetch.close()
 
 
 def test_close_alone_ends_it(target: Target, gate: Gate) -> None:
     """As an error on the way to the driver leads to it."""
     region = Region(target, gate.layout, random_bytes(2 * MIB))
     gate.closed = {region.table.chunks[1].blob}
-    filling = filling_of(gate, (7, [region]))
-    filling.deliver({7: target.pid})
+    prefetch = filling_of(gate, (7, [region]))
+    prefetch.deliver({7: target.pid})
     target.tell(region.reads())
     waits(target)
-    paging = filling._paging
+    paging = prefetch._paging
     assert paging is not None
     paging.close()
     ended(target)
     gate.open()
-    filling.close()
+    prefetch.close()
 
 
 def test_a_process_that_ends(gate: Gate) -> None:
@@ -496,14 +497,14 @@ def test_a_process_that_ends(gate: Gate) -> None:
         first = Region(one, gate.layout, random_bytes(2 * MIB, 1))
         second = Region(other, gate.layout, random_bytes(2 * MIB, 2))
         gate.closed = {chunk.blob for each in (first, second) for chunk in each.table.chunks}
-        with filling_of(gate, (7, [first]), (8, [second])) as filling:
-            filling.deliver({7: one.pid, 8: other.pid})
+        with filling_of(gate, (7, [first]), (8, [second])) as prefetch:
+            prefetch.deliver({7: one.pid, 8: other.pid})
             one.tell(first.reads())
             waits(one)
             one.process.kill()
             one.process.wait()
             gate.open()
-            filling.right()
+            prefetch.wait_checked()
             assert other.ask(second.reads()) == second.digest
 
 
@@ -511,11 +512,11 @@ def test_one_that_unmaps_it(target: Target, gate: Gate) -> None:
     """The driver needs the rest no more: that is no failure."""
     region = Region(target, gate.layout, random_bytes(4 * MIB))
     gate.closed = {chunk.blob for chunk in region.table.chunks}
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         assert target.ask(f"raw(11, {region.start}, {len(region.content)})") == "(0, '')"
         gate.open()
-        filling.right()
+        prefetch.wait_checked()
     assert proc.is_running(target.pid)
 
 
@@ -524,15 +525,15 @@ def test_other_memory_in_the_place_of_a_part(target: Target, gate: Gate) -> None
     region = Region(target, gate.layout, random_bytes(2 * MIB))
     gate.closed = {chunk.blob for chunk in region.table.chunks}
     place = f"libc.mmap({region.start}, 4096, 1, {mmap.MAP_PRIVATE | 0x10}, os.open(sys.executable, 0), 0)"
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         assert target.number(place) == region.start
         target.tell(region.reads(4096, MIB - 4096))
         waits(target)
         gate.open(region.table.chunks[0].blob)
         assert target._line() == hashlib.sha256(region.content[4096:MIB]).hexdigest()
         gate.open()
-        filling.right()
+        prefetch.wait_checked()
 
 
 def test_more_mappings_than_a_process_may_have(
@@ -552,19 +553,19 @@ def test_more_mappings_than_a_process_may_have(
 
     monkeypatch.setattr(userfault.Userfault, "release", limited)
     monkeypatch.setattr(DemandPaging, "populate_zeros", lambda paging: None)
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
-        assert filling._paging is not None
-        DemandPaging._fill_zeros(filling._paging)
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
+        assert prefetch._paging is not None
+        DemandPaging._fill_zeros(prefetch._paging)
         assert len(refused) == 4
         target.tell(region.reads(MIB, 2 * MIB))
-        wait_for(lambda: filling.waits(target.pid), "the word that it waits for zeros that are due")
+        wait_for(lambda: prefetch.is_waiting(target.pid), "the word that it waits for zeros that are due")
         gate.open(*(chunk.blob for chunk in region.table.chunks[:2]))
         assert target._line() == hashlib.sha256(content[MIB : 3 * MIB]).hexdigest()
-        wait_for(lambda: not filling.waits(target.pid), "the word that nobody waits")
-        assert arriving(filling)
+        wait_for(lambda: not prefetch.is_waiting(target.pid), "the word that nobody waits")
+        assert arriving(prefetch)
         gate.open()
-        filling.right()
+        prefetch.wait_checked()
         assert target.ask(region.reads()) == region.digest
 
 
@@ -580,17 +581,17 @@ def test_a_process_that_has_as_many_mappings_as_it_may(
     size = 2 * most * mmap.PAGESIZE
     address = target.number(f"new({size}, PRIVATE | 0x4000)")  # MAP_NORESERVE
     monkeypatch.setattr(DemandPaging, "populate_zeros", lambda paging: None)
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         # Every second page gets another protection, until the kernel has no more mappings for it.
         call = f"libc.mprotect(ctypes.c_void_p({address} + 8192 * n), 4096, 1)"
         assert target.number(f"next(n for n in range({most}) if {call})") > 0
-        assert filling._paging is not None
-        DemandPaging._fill_zeros(filling._paging)
-        assert filling._paging._regions[0].due
+        assert prefetch._paging is not None
+        DemandPaging._fill_zeros(prefetch._paging)
+        assert prefetch._paging._regions[0].due
         assert target.ask(f"raw(11, {address}, {size})") == "(0, '')"
         gate.open()
-        filling.right()
+        prefetch.wait_checked()
         assert target.ask(region.reads()) == region.digest
 
 
@@ -599,12 +600,12 @@ def test_a_stage_that_is_full(target: Target, gate: Gate, level: int) -> None:
     """The restore fails with a sentence; a write to memory that there is none for would end gpusnap."""
     region = Region(target, gate.layout, b"".join(bytes([n]) * MIB for n in range(1, 17)), level=level)
     gate.closed = {chunk.blob for chunk in region.table.chunks}
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         subprocess.run(["mount", "-o", "remount,size=6m", stage.FOLDER], check=True, timeout=20)
         gate.open()
         with pytest.raises(ImageError, match="no RAM left"):
-            filling.right()
+            prefetch.wait_checked()
         ended(target)
 
 
@@ -614,18 +615,18 @@ def test_locked_memory(target: Target, gate: Gate) -> None:
     gate.closed = {region.table.chunks[1].blob}
     assert target.number("libc.mlockall(2)") == 0
     threading.Timer(0.1, gate.open).start()
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         assert target.ask(region.reads()) == region.digest
-        filling.right()
+        prefetch.wait_checked()
 
 
 def test_a_child_does_not_have_it(target: Target, gate: Gate) -> None:
     """A child by fork would read what is not there yet as zeros."""
     region = Region(target, gate.layout, random_bytes(2 * MIB))
     gate.closed = {chunk.blob for chunk in region.table.chunks}
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         child = target.number("os.fork() or signal.pause()")
         try:
             assert not [m for m in mappings(child) if m.start <= region.start < m.end]
@@ -633,7 +634,7 @@ def test_a_child_does_not_have_it(target: Target, gate: Gate) -> None:
             os.kill(child, signal.SIGKILL)
         assert [m for m in mappings(target.pid) if m.start <= region.start < m.end]
         gate.open()
-        filling.right()
+        prefetch.wait_checked()
         assert target.ask(region.reads()) == region.digest
 
 
@@ -641,8 +642,8 @@ def test_a_thread_that_is_traced_in_its_wait(target: Target, gate: Gate) -> None
     """It stops for its tracer, and waits on afterwards: the same page, with the same bytes."""
     region = Region(target, gate.layout, random_bytes(2 * MIB))
     gate.closed = {region.table.chunks[0].blob}
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         target.tell(region.reads())
         waits(target)
         for _ in range(3):
@@ -651,15 +652,15 @@ def test_a_thread_that_is_traced_in_its_wait(target: Target, gate: Gate) -> None
             waits(target)
         gate.open()
         assert target._line() == region.digest
-        filling.right()
+        prefetch.wait_checked()
 
 
 def test_a_stopped_process_in_its_wait(target: Target, gate: Gate) -> None:
     """As driver_calls does it: one thread alone runs, and waits; the process stands before and after."""
     region = Region(target, gate.layout, random_bytes(2 * MIB))
     gate.closed = {region.table.chunks[0].blob}
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         target.tell(region.reads())
         waits(target)
         os.kill(target.pid, signal.SIGSTOP)
@@ -667,7 +668,7 @@ def test_a_stopped_process_in_its_wait(target: Target, gate: Gate) -> None:
         with run_only(target.pid, target.tid, exit_kill=True):
             waits(target)
             gate.open()
-            filling.right()
+            prefetch.wait_checked()
             wait_for(lambda: target.waits(target.tid), "it has read all")
         assert proc.is_still(target.pid)
         os.kill(target.pid, signal.SIGCONT)
@@ -708,12 +709,12 @@ def test_without_it(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch,
     elif what == "register":
         monkeypatch.setattr(userfault.Userfault, "register", refused)
     else:
-        monkeypatch.setattr(prefetch, "in_pages", lambda tables: False)
-    with filling_of(gate, (7, [region])) as filling:
+        monkeypatch.setattr(prefetching, "has_whole_pages", lambda tables: False)
+    with filling_of(gate, (7, [region])) as prefetch:
         delivered = threading.Event()
 
         def deliver() -> None:
-            filling.deliver({7: target.pid})
+            prefetch.deliver({7: target.pid})
             delivered.set()
 
         thread = threading.Thread(target=deliver)
@@ -723,7 +724,7 @@ def test_without_it(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch,
         gate.open()
         thread.join(60)
         assert delivered.is_set()
-        filling.right()
+        prefetch.wait_checked()
         assert target.ask(region.reads()) == region.digest
 
 
@@ -731,10 +732,10 @@ def test_the_driver_fails_with_it(target: Target, gate: Gate) -> None:
     """It is asked again when all is there: a driver may not bear to wait where it reads."""
     region = Region(target, gate.layout, random_bytes(2 * MIB))
     gate.closed = {region.table.chunks[1].blob}
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
-        pages = Arriving(filling)
-        assert pages.arriving
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
+        pages = PrefetchedPages(prefetch)
+        assert pages.is_loading
         assert pages.give_back([target.pid]) == {}
         again = threading.Thread(target=pages.give_back, args=([target.pid],))
         again.start()
@@ -743,26 +744,26 @@ def test_the_driver_fails_with_it(target: Target, gate: Gate) -> None:
         gate.open()
         again.join(60)
         assert not again.is_alive()
-        assert not pages.arriving
+        assert not pages.is_loading
 
 
 def test_asked_to_stop(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C does not wait for a registry: what waits for memory is ended, and the driver answers."""
     region = Region(target, gate.layout, random_bytes(2 * MIB))
     gate.closed = {region.table.chunks[1].blob}
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
         target.tell(region.reads())
         waits(target)
-        pages = Arriving(filling)
+        pages = PrefetchedPages(prefetch)
         pages.look()
         assert proc.is_running(target.pid)
-        monkeypatch.setattr(prefetch, "is_asked_to_stop", lambda: True)
+        monkeypatch.setattr(prefetching, "is_asked_to_stop", lambda: True)
         pages.look()
         ended(target)
         gate.open()
         with pytest.raises(GpusnapError, match="ended before all GPU memory was read"):
-            filling.right()
+            prefetch.wait_checked()
         pages.look()
 
 
@@ -773,9 +774,9 @@ def test_let_go_of_while_a_worker_is_about_to_release(
     region = Region(target, gate.layout, random_bytes(3 * MIB))
     gate.closed = {chunk.blob for chunk in region.table.chunks}
     release, late = userfault.Userfault.release, []
-    with filling_of(gate, (7, [region])) as filling:
-        filling.deliver({7: target.pid})
-        paging = filling._paging
+    with filling_of(gate, (7, [region])) as prefetch:
+        prefetch.deliver({7: target.pid})
+        paging = prefetch._paging
         assert paging is not None
 
         def after_detach(found: userfault.Userfault, address: int, size: int) -> None:
@@ -785,7 +786,7 @@ def test_let_go_of_while_a_worker_is_about_to_release(
 
         monkeypatch.setattr(userfault.Userfault, "release", after_detach)
         gate.open()
-        filling.right()
+        prefetch.wait_checked()
         assert late == [region.start]
         assert target.ask(region.reads()) == region.digest
 
@@ -803,8 +804,8 @@ def test_whatever_keeps_zeros_from_being_made(
         populate(area, offset, size, threads=threads)
 
     monkeypatch.setattr(stage.Area, "populate", fail)
-    with filling_of(gate, (7, [region])) as filling, pytest.raises(MemoryError):
-        filling.right()
+    with filling_of(gate, (7, [region])) as prefetch, pytest.raises(MemoryError):
+        prefetch.wait_checked()
 
 
 def test_no_thread_for_zeros(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -829,16 +830,16 @@ def test_whole_pages() -> None:
     def chunks(*places: tuple[int, int]) -> tuple[Chunk, ...]:
         return tuple(Chunk(offset, size, "", "", size, "plain") for offset, size in places)
 
-    assert demand_paging.in_pages([Table(8192, ())])
-    assert demand_paging.in_pages([Table(8193, chunks((0, 4096)))])
-    assert demand_paging.in_pages([Table(8193, chunks((0, 8192), (8192, 1)))])
-    assert not demand_paging.in_pages([Table(8193, chunks((0, 4097), (4097, 4096)))])
-    assert not demand_paging.in_pages([Table(12288, chunks((0, 4095)))])
+    assert demand_paging.has_whole_pages([Table(8192, ())])
+    assert demand_paging.has_whole_pages([Table(8193, chunks((0, 4096)))])
+    assert demand_paging.has_whole_pages([Table(8193, chunks((0, 8192), (8192, 1)))])
+    assert not demand_paging.has_whole_pages([Table(8193, chunks((0, 4097), (4097, 4096)))])
+    assert not demand_paging.has_whole_pages([Table(12288, chunks((0, 4095)))])
 
 
 def test_nothing_at_all() -> None:
     """A region without a byte is complete."""
-    assert DemandPaging([], []).complete
+    assert DemandPaging([], []).is_complete
 
 
 SIZES = (1, 100, 3216, 4095, 4096, 4097, 4096 + ODD, MIB, MIB + 1, MIB + ODD, 2 * MIB - 1)
@@ -853,10 +854,10 @@ def test_many_regions_of_any_size(target: Target, gate: Gate, spare: int) -> Non
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2 * len(regions) + spare, hard))
     try:
-        with filling_of(gate, (7, regions), threads=2) as filling:
-            filling.deliver({7: target.pid})
-            filling.right()
-            assert (filling._paging is not None) == (spare == 400)
+        with filling_of(gate, (7, regions), threads=2) as prefetch:
+            prefetch.deliver({7: target.pid})
+            prefetch.wait_checked()
+            assert (prefetch._paging is not None) == (spare == 400)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert [target.ask(each.reads()) == each.digest for each in regions] == [True] * len(regions)

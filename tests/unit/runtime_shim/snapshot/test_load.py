@@ -115,7 +115,7 @@ def test_a_failure_at_the_beginning(stage: Path, entry: Entry, monkeypatch: pyte
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(load, "Reading", fail)
+    monkeypatch.setattr(load, "Reader", fail)
     with pytest.raises(OSError, match="Too many open files"):
         MemoryLoad(entry, Memory())
     assert names(stage) == []

@@ -20,7 +20,7 @@ from fakes import a_manifest, wait_for
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.read_meter import in_page_cache
-from gpusnap.oci.chunks.reader import Reading
+from gpusnap.oci.chunks.reader import Reader
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
@@ -36,9 +36,9 @@ from gpusnap.runtime_shim.snapshot.loading import board as boards
 from gpusnap.runtime_shim.snapshot.loading import join as module
 from gpusnap.runtime_shim.snapshot.loading import load_process, start
 from gpusnap.runtime_shim.snapshot.loading.board import VARIABLE, Board, Facts, State
-from gpusnap.runtime_shim.snapshot.loading.join import Joined, JoinedImages, JoinedMemory, join
-from gpusnap.runtime_shim.snapshot.loading.load_process import Loading
-from gpusnap.runtime_shim.snapshot.loading.source import Rebuilding
+from gpusnap.runtime_shim.snapshot.loading.join import JoinedImages, JoinedMemory, JoinedProcess, join
+from gpusnap.runtime_shim.snapshot.loading.load_process import Loader
+from gpusnap.runtime_shim.snapshot.loading.source import ImageRebuild
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
@@ -118,7 +118,7 @@ def memory_blobs(record: Manifest) -> list[str]:
 def loading(record: Manifest, blobs: Gate | Layout) -> Iterator[dict[str, str]]:
     """A loading in this process; what its runtime's environment has."""
     files, regions = load_process.choose_contents(record, Memory(threads=2))
-    with closing(Loading(files, regions, blobs, Memory(threads=2))) as found:
+    with closing(Loader(files, regions, blobs, Memory(threads=2))) as found:
         yield {VARIABLE: found.path}
 
 
@@ -156,7 +156,7 @@ class Runtime:
         self._layout, self._folder = layout, folder
 
     @contextmanager
-    def joined(self, environment: dict[str, str]) -> Iterator[Joined]:
+    def joined(self, environment: dict[str, str]) -> Iterator[JoinedProcess]:
         """Join what such an environment says."""
         found = join(self.record, KEY, Memory(), environment)
         assert found is not None
@@ -165,19 +165,19 @@ class Runtime:
             found.drop_areas()
 
     @contextmanager
-    def images(self, joined: Joined) -> Iterator[JoinedImages]:
+    def images(self, joined: JoinedProcess) -> Iterator[JoinedImages]:
         """CRIU's images of it."""
         with closing(JoinedImages(joined, self._rebuild)) as found:
             yield found
 
     @contextmanager
-    def memory(self, joined: Joined) -> Iterator[JoinedMemory]:
+    def memory(self, joined: JoinedProcess) -> Iterator[JoinedMemory]:
         """The GPUs' memory of it."""
 
-        def read(tables: Sequence[Table], placed: Callable[[int, Chunk], None]) -> Reading:
+        def read(tables: Sequence[Table], placed: Callable[[int, Chunk], None]) -> Reader:
             self.restarted = list(tables)
-            return Reading(
-                tables, self.layout, threads=2, ceiling=64 << 20, targets=joined.areas, placed=placed
+            return Reader(
+                tables, self.layout, threads=2, ceiling=64 << 20, targets=joined.areas, on_placed=placed
             )
 
         def placed(at: int, chunk: Chunk) -> None:
@@ -187,15 +187,15 @@ class Runtime:
         with closing(JoinedMemory(joined, placed, lambda *_: None, read)) as found:
             yield found
 
-    def content(self, joined: Joined) -> bytes:
+    def content(self, joined: JoinedProcess) -> bytes:
         """What the region holds."""
         (area,) = joined.areas
         return bytes(area.view(0, area.size))
 
-    def _rebuild(self) -> Rebuilding:
+    def _rebuild(self) -> ImageRebuild:
         self.begun += 1
         self._folder.mkdir(exist_ok=True)
-        return Rebuilding(self.record.files, self._layout, str(self._folder), threads=2, ceiling=64 << 20)
+        return ImageRebuild(self.record.files, self._layout, str(self._folder), threads=2, ceiling=64 << 20)
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_a_runtime_that_comes_when_all_is_there(
         assert list(stage.iterdir()) == [], "nothing has a name before"
         with runtime.joined(environment) as joined:
             with runtime.images(joined) as images:
-                assert images.begun
+                assert images.has_started_all
                 images.result()
                 assert images.paths == {NAME: str(stage / KEY / f"images-{NAME}")}
                 assert Path(images.paths[NAME]).read_bytes() == content
@@ -253,7 +253,7 @@ def test_a_runtime_that_comes_before(
     ):
         waiting = threading.Thread(target=images.result)
         waiting.start()
-        assert not images.begun
+        assert not images.has_started_all
         assert not images.paths
         gate.open()
         waiting.join(60)
@@ -298,7 +298,7 @@ def test_processes_are_loaded_side_by_side(record: Manifest, layout: Layout) -> 
     second = replace(first, pid=PID + 1, regions=(RegionRecord(ADDRESS, table),))
     gate = Gate(layout, ())
     regions = boards.list_regions(replace(record, processes=(first, second)))
-    with closing(Loading((), regions, gate, Memory(threads=1))) as found:
+    with closing(Loader((), regions, gate, Memory(threads=1))) as found:
         wait_until_done({VARIABLE: found.path})
     assert gate.asked[:2] == [first.regions[0].table.chunks[0].blob, table.chunks[0].blob]
 
@@ -630,7 +630,7 @@ def test_images_of_a_runtime_that_may_open_few_files(
     files = tuple(replace(record.files[0], name=f"pages-{number}.img") for number in range(50))
     blobs = Layout(layout.path)
     with limit_descriptors(110):
-        found = Rebuilding(files, blobs, str(tmp_path), threads=2, ceiling=64 << 20, stage=tmpfs.Stage(KEY))
+        found = ImageRebuild(files, blobs, str(tmp_path), threads=2, ceiling=64 << 20, stage=tmpfs.Stage(KEY))
         with closing(found):
             found.result()
             assert set(found.paths.values()) == {str(tmp_path / each.name) for each in files}
@@ -661,8 +661,8 @@ def test_its_workers(record: Manifest, layout: Layout, monkeypatch: pytest.Monke
     monkeypatch.setattr(copies, "cores", lambda: 8)
     settings = Memory(threads=threads)
     files, regions = load_process.choose_contents(record, settings)
-    with closing(Loading(files, regions, layout, settings)) as found:
-        assert found._workers == transfer.reading_threads(settings) == (threads or 6)
+    with closing(Loader(files, regions, layout, settings)) as found:
+        assert found._workers == transfer.count_reading_threads(settings) == (threads or 6)
 
 
 @pytest.fixture
@@ -670,7 +670,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where RAM is claimed."""
     folder = str(tmp_path / "gpusnap" / "room")
     monkeypatch.setattr(load_process, "claim", partial(reservations.claim, folder))
-    monkeypatch.setattr(load_process, "_loadings", [])
+    monkeypatch.setattr(load_process, "_loaders", [])
     return folder
 
 
@@ -685,7 +685,7 @@ def test_two_at_once(room: str, record: Manifest, layout: Layout, monkeypatch: p
     gate = Gate(layout, memory_blobs(record))
     monkeypatch.setattr(load_process, "Layout", lambda _: gate)
     assert load_process.load(record, layout.path, Memory(threads=2))
-    (first,) = load_process._loadings
+    (first,) = load_process._loaders
     with closing(first):
         assert reservations.read_reserved(room) == {reservations.RAM: needed(record)}
         # It has RAM for the region, and CRIU's images go to the disk.
@@ -696,7 +696,7 @@ def test_two_at_once(room: str, record: Manifest, layout: Layout, monkeypatch: p
         gate.open()
         wait_for(lambda: reservations.read_reserved(room) == {}, "the end of its claim")
         assert read_state({VARIABLE: first.path}) in (State.AT_WORK, State.DONE)
-    assert load_process._loadings == [first]
+    assert load_process._loaders == [first]
 
 
 def test_a_claim_goes_with_its_load_process(
@@ -706,14 +706,14 @@ def test_a_claim_goes_with_its_load_process(
     gate = Gate(layout, memory_blobs(record))
     monkeypatch.setattr(load_process, "Layout", lambda _: gate)
     assert load_process.load(record, layout.path, Memory(threads=2))
-    (one,) = load_process._loadings
+    (one,) = load_process._loaders
     assert reservations.read_reserved(room)
     gate.open()
     one.close()
     assert reservations.read_reserved(room) == {}
     damage(layout, memory_blobs(record)[0])
     assert load_process.load(record, layout.path, Memory(threads=2))
-    failing = load_process._loadings[-1]
+    failing = load_process._loaders[-1]
     with closing(failing):
         wait_for(lambda: read_state({VARIABLE: failing.path}) is State.FAILED, "its failure")
         assert reservations.read_reserved(room) == {}
@@ -744,7 +744,7 @@ def test_others_that_claim_for_long(
     monkeypatch.setattr(load_process, "_PATIENCE", 0.1)
     with reservations.claim(room), pytest.raises(GpusnapError, match=r"kept .* locked"):
         load_process.load(record, layout.path, Memory(threads=2))
-    assert load_process._loadings == []
+    assert load_process._loaders == []
 
 
 @pytest.fixture

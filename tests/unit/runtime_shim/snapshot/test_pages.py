@@ -36,11 +36,11 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import bring_back, recover_checkpoint
-from gpusnap.runtime_shim.snapshot.loading.prefetch import Filling
+from gpusnap.runtime_shim.snapshot.loading.prefetch import Prefetch
 from gpusnap.runtime_shim.snapshot.memory import capture as pages
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
-from gpusnap.runtime_shim.snapshot.memory.destination import ImageHome
+from gpusnap.runtime_shim.snapshot.memory.destination import ImageDestination
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
@@ -164,8 +164,8 @@ def test_what_runs_again_does_not_change_what_is_written(holders: list[Holder], 
     assert journal.entries()[0].processes == ()
     chunks.commit(kept=False)
     stop(pids, timeout=60)
-    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
-        filling.deliver({7: pids[0]})
+    with Prefetch(str(path), made(chunks, holders[0]), SMALL, "other") as prefetch:
+        prefetch.deliver({7: pids[0]})
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == [digests[0], changed[1]]
     chunks.close()
@@ -175,7 +175,7 @@ def test_for_the_disk_that_it_is_read_from(
     holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The place of the chunks says how fast that is; both who writes ahead and who writes the rest ask."""
-    home = ImageHome(str(image(tmp_path)), "c0ffee", SMALL)
+    home = ImageDestination(str(image(tmp_path)), "c0ffee", SMALL)
     home.speed = ReadSpeed(5 << 30, 2)
     asked: list[object] = []
     write: Callable[..., tuple[Table, ...]] = writing.write
@@ -185,9 +185,9 @@ def test_for_the_disk_that_it_is_read_from(
         return write(*given, **options)
 
     monkeypatch.setattr(writing, "write", asked_to_write)
-    chunks = Chunks(home.place, "c0ffee", SMALL, home=home)
+    chunks = Chunks(home.place, "c0ffee", SMALL, destination=home)
     suspended(chunks, holders)
-    early = chunks._begun()
+    early = chunks._start_early_writer()
     chunks.take([holder.pid for holder in holders])
     chunks.write()
     assert early is not None
@@ -230,9 +230,9 @@ def test_filling(way: str, holders: list[Holder], tmp_path: Path) -> None:
     pid = holders[0].pid
     chunks.take([pid])
     chunks.commit(kept=False)
-    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
-        filling.deliver({7: pid})
-        filling.right()
+    with Prefetch(str(path), made(chunks, holders[0]), SMALL, "other") as prefetch:
+        prefetch.deliver({7: pid})
+        prefetch.wait_checked()
     chunks.close()
     go_on([holder.pid for holder in holders])
     assert [holder.say("digest") for holder in holders] == digests
@@ -250,10 +250,10 @@ def test_a_region_that_a_process_does_not_take(way: str, holders: list[Holder], 
     wrong = tuple(replace(each, start=1 << 50) for each in record.processes[0].regions)
     record = replace(record, processes=(replace(record.processes[0], regions=wrong),))
     with (
-        Filling(str(path), record, SMALL, "other") as filling,
+        Prefetch(str(path), record, SMALL, "other") as prefetch,
         pytest.raises(GpusnapError) as caught,
     ):
-        filling.deliver({7: pid})
+        prefetch.deliver({7: pid})
     assert stage.FOLDER not in caught.value.sentence()
     assert ("gpusnap verify" in caught.value.hint) == (way == "staged")
     chunks.close()
@@ -266,9 +266,9 @@ def test_one_that_has_ended_is_left_out(way: str, holders: list[Holder], tmp_pat
     suspended(chunks, holders)
     chunks.take([holders[0].pid])
     chunks.commit(kept=False)
-    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
-        filling.deliver({})
-        filling.right()
+    with Prefetch(str(path), made(chunks, holders[0]), SMALL, "other") as prefetch:
+        prefetch.deliver({})
+        prefetch.wait_checked()
     chunks.close()
 
 
@@ -276,7 +276,7 @@ def test_a_blob_that_is_damaged(
     way: str, holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is named, whoever reads it, before a process may go on."""
-    monkeypatch.setattr(Chunks, "_copied", lambda *_: None)
+    monkeypatch.setattr(Chunks, "_copy", lambda *_: None)
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", SMALL)
     suspended(chunks, holders)
@@ -287,11 +287,11 @@ def test_a_blob_that_is_damaged(
     blob = path / "gpusnap/blobs/sha256" / name
     blob.write_bytes(bytes(blob.stat().st_size))
     monkeypatch.setattr(userfault, "explain_missing", lambda: "it is not there")  # else test_demand_paging.py
-    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
+    with Prefetch(str(path), made(chunks, holders[0]), SMALL, "other") as prefetch:
         if way == "staged":
-            filling.deliver({7: holders[0].pid})
+            prefetch.deliver({7: holders[0].pid})
         with pytest.raises(ImageError, match=name[:12]):
-            filling.right() if way == "staged" else filling.deliver({7: holders[0].pid})
+            prefetch.wait_checked() if way == "staged" else prefetch.deliver({7: holders[0].pid})
     (failure,) = chunks.give_back([holders[0].pid]).values()
     assert isinstance(failure, ImageError)
     assert name[:12] in str(failure)
@@ -331,7 +331,7 @@ def test_parts(holders: list[Holder]) -> None:
     holders[0].say("map")
     found = pages._mappings(holders[0].pid)
     region = max((m for m in found if m.is_plain), key=lambda m: m.size)
-    part = transfer.Part(holders[0].pid, region.start, region.size)
+    part = transfer.ProcessRegion(holders[0].pid, region.start, region.size)
     view = memoryview(bytearray(b"gpusnap!"))
     part.write(4096, view)
     into = memoryview(bytearray(8))
@@ -358,7 +358,7 @@ def test_no_descriptor_is_to_be_had(holders: list[Holder], tmp_path: Path) -> No
         remote.mmap(region.start, region.size, 3, transfer.OWN)
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
-    assert transfer.give("c0ffee", {pid: [area]}) == {}
+    assert transfer.map_areas("c0ffee", {pid: [area]}) == {}
     assert next(m for m in pages._mappings(pid) if m.start <= region.start < m.end).is_plain
     area.close()
     go_on([pid])
@@ -371,10 +371,10 @@ def test_a_file_of_that_name_on_another_disk(
     """A container's own file that is named like a staged one stays what it is, whatever its size."""
     pid, _ = holders[0].pid, holders[0].say("map")
     _, area = staged(pid)
-    assert transfer.give("c0ffee", {pid: [area]}) == {}
+    assert transfer.map_areas("c0ffee", {pid: [area]}) == {}
     monkeypatch.setattr(stage, "device", lambda: "00:00")
     before = pages._mappings(pid)
-    transfer.own("c0ffee", pid)
+    transfer.replace_staged_memory("c0ffee", pid)
     assert pages._mappings(pid) == before
     area.close()
 
@@ -385,11 +385,11 @@ def test_what_the_driver_leaves_becomes_the_process_own(
     """A staged file that is mapped after the driver's restore is memory again, of which pages can go."""
     pid, digest = holders[0].pid, holders[0].say("map")
     region, area = staged(pid)
-    assert transfer.give("c0ffee", {pid: [area]}) == {}
+    assert transfer.map_areas("c0ffee", {pid: [area]}) == {}
     assert [m.name for m in pages._mappings(pid) if m.start == region.start] == [area.path]
     monkeypatch.setattr(transfer, "_PIECE", 3 * mmap.PAGESIZE)  # the bytes of it that are held at once
-    transfer.own("c0ffee", pid)
-    transfer.own("c0ffee", pid)
+    transfer.replace_staged_memory("c0ffee", pid)
+    transfer.replace_staged_memory("c0ffee", pid)
     area.close()
     assert [m.name for m in pages._mappings(pid) if m.name == area.path] == []
     go_on([pid])
@@ -541,7 +541,7 @@ def test_a_container_of_that_id_elsewhere(holders: list[Holder], tmp_path: Path)
     with journal.hold(here), journal.hold(there):
         assert [entry.container for entry in journal.entries()] == ["w"]
         assert journal.read(there) is None
-        with Filling(str(path), made(chunks, holders[0]), SMALL, there):
+        with Prefetch(str(path), made(chunks, holders[0]), SMALL, there):
             assert stage.containers() == sorted((here, there))
     assert stage.containers() == [here]
     assert chunks.give_back(pids) == {}
@@ -576,8 +576,8 @@ def test_nothing_is_staged_where_it_would_not_last(
     assert chunks.records() is not None
     assert stage.containers() == []
     chunks.commit(kept=False)
-    with Filling(str(path), made(chunks, holders[0]), SMALL, "other") as filling:
-        filling.deliver({7: pids[0]})
+    with Prefetch(str(path), made(chunks, holders[0]), SMALL, "other") as prefetch:
+        prefetch.deliver({7: pids[0]})
         assert stage.containers() == []
     assert chunks.give_back(pids) == {}
     go_on(pids)

@@ -31,10 +31,10 @@ from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot import restore, restore_gpus, restore_plan, restore_record
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
-from gpusnap.runtime_shim.snapshot.loading.demand_paging import Waits
-from gpusnap.runtime_shim.snapshot.loading.source import Fetching
+from gpusnap.runtime_shim.snapshot.loading.demand_paging import WaitTotals
+from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
 from gpusnap.runtime_shim.snapshot.memory import bulk_copy
-from gpusnap.runtime_shim.snapshot.memory.bulk_copy import Told
+from gpusnap.runtime_shim.snapshot.memory.bulk_copy import CopyTotals
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
 from gpusnap.runtime_shim.snapshot.restore_job import Job
 
@@ -139,7 +139,7 @@ class Bulk:
     """Stands in for BulkCopy."""
 
     def __init__(self, error: GpusnapError | None = None, wrong: GpusnapError | None = None) -> None:
-        self.error, self.wrong, self.told = error, wrong, Told(7, 1, 0.5)
+        self.error, self.wrong, self.totals = error, wrong, CopyTotals(7, 1, 0.5)
         self.closed = False
 
     def offer(self) -> tuple[str, dict[str, str]]:
@@ -503,8 +503,8 @@ def test_memory_is_claimed(scene: Scene, monkeypatch: pytest.MonkeyPatch, joined
     region = RegionRecord(4096, Table(8192, ()))
     image(scene, replace(record, processes=(replace(record.processes[0], regions=(region,)),)))
     monkeypatch.setattr(WrongContent, "_wrong", lambda _: None)
-    monkeypatch.setattr(WrongContent, "told", Waits(0, 0.0), raising=False)
-    monkeypatch.setattr(restore_plan, "Filling", WrongContent)
+    monkeypatch.setattr(WrongContent, "waits_so_far", WaitTotals(0, 0.0), raising=False)
+    monkeypatch.setattr(restore_plan, "Prefetch", WrongContent)
     read = restore_plan._start_reading
 
     def start_reading(job: Job) -> object:
@@ -652,15 +652,15 @@ def test_it_ends_at_once(scene: Scene) -> None:
 
 
 class WrongContent:
-    """A Filling whose digests are found wrong in the end."""
+    """A Prefetch whose digests are found wrong in the end."""
 
-    arriving = False
+    is_loading = False
 
     def __init__(self, *_: object) -> None:
-        self.deliver = self.right = self.close = lambda *_: None
+        self.deliver = self.wait_checked = self.close = lambda *_: None
 
     def __enter__(self) -> WrongContent:
-        self.right = self._wrong
+        self.wait_checked = self._wrong
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -672,7 +672,7 @@ class WrongContent:
 
 def test_wrong_content_makes_the_driver_fail(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver says of it then is not the cause."""
-    monkeypatch.setattr(restore_plan, "Filling", WrongContent)
+    monkeypatch.setattr(restore_plan, "Prefetch", WrongContent)
     pid = scene.driver.use(scene.family.spawn(), state=CHECKPOINTED)
     chunk = Chunk(0, 9, "sha256:" + "0" * 64, "sha256:" + "0" * 64, 9, "plain")
     region = RegionRecord(4096, Table(9, (chunk,)))
@@ -685,10 +685,10 @@ def test_wrong_content_makes_the_driver_fail(scene: Scene, monkeypatch: pytest.M
 
 
 class Coming:
-    """A Filling that is still filled while the driver restores."""
+    """A Prefetch that is still filled while the driver restores."""
 
-    arriving = True
-    told = Waits(3, 1.5, True)
+    is_loading = True
+    waits_so_far = WaitTotals(3, 1.5, True)
 
     def __init__(self, *_: object) -> None:
         self.deliver = self.close = lambda *_: None
@@ -701,11 +701,11 @@ class Coming:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def waits(self, pid: int) -> bool:
+    def is_waiting(self, pid: int) -> bool:
         return False
 
-    def right(self) -> None:
-        self.arriving = False
+    def wait_checked(self) -> None:
+        self.is_loading = False
         if self.wrong:
             raise ImageError(self.wrong)
 
@@ -716,7 +716,7 @@ made: list[Coming] = []
 @pytest.fixture
 def coming(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A checkpoint of two processes, whose memory comes while the driver restores them; their PIDs."""
-    monkeypatch.setattr(restore_plan, "Filling", Coming)
+    monkeypatch.setattr(restore_plan, "Prefetch", Coming)
     space = "gpusnap.runtime_shim.snapshot.preflight.space"
     monkeypatch.setattr(f"{space}.check_memory_to_restore", lambda *_, **__: None)
     pids = [scene.driver.use(scene.family.spawn(), state=CHECKPOINTED) for _ in range(2)]
@@ -760,14 +760,14 @@ def test_the_disk_of_its_store_is_measured(
             super().__init__()
             given.append(each)
 
-    monkeypatch.setattr(restore_plan, "Filling", Measured)
+    monkeypatch.setattr(restore_plan, "Prefetch", Measured)
     monkeypatch.setenv("GPUSNAP_STORE", str(scene.folder / "store"))
     record = replace(manifest_file.read(str(scene.image)), pages=pages)
     shutil.rmtree(scene.image)
     image(scene, record)
     assert scene.restore("--detach").code == 0
     ((*_, fetching, _, _, meter),) = given
-    assert isinstance(fetching, Fetching) == (pages == "store")
+    assert isinstance(fetching, BlobSource) == (pages == "store")
     assert meter is (fetching.meter if pages == "store" else None)
 
 

@@ -18,7 +18,7 @@ from kept_checkpoints import keep_pages
 from gpusnap.oci.base.errors import BlobError, Unreachable
 from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.read_meter import ReadMeter
-from gpusnap.oci.chunks.reader import Reading, read
+from gpusnap.oci.chunks.reader import Reader, read
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
@@ -31,9 +31,9 @@ from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Store as Settings
 from gpusnap.runtime_shim.snapshot.loading import source as module
-from gpusnap.runtime_shim.snapshot.loading.source import Fetching, Rebuilding, rebuild
+from gpusnap.runtime_shim.snapshot.loading.source import BlobSource, ImageRebuild, rebuild
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.memory.destination import as_artifact, labelled
+from gpusnap.runtime_shim.snapshot.memory.destination import label_tables, write_artifact
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 64 * KIB
@@ -95,15 +95,15 @@ def stored(path: Path, record: Manifest, layout: Layout) -> Store:
     """A store that has that checkpoint, as the shim puts it there."""
     store = Store(path).create()
     with store.stage() as staging:
-        tables = [table for _, table in labelled(record)]
+        tables = [table for _, table in label_tables(record)]
         for table in tables:
             for chunk in table.chunks:
                 staging.layout.link_blob(chunk.blob, chunk.stored, layout)
-        staging.commit(as_artifact(staging.layout, record), tables=tables)
+        staging.commit(write_artifact(staging.layout, record), tables=tables)
     return store
 
 
-def bytes_of(table: Table, fetching: Fetching) -> bytes:
+def bytes_of(table: Table, fetching: BlobSource) -> bytes:
     found = bytearray(table.size)
     read([table], fetching, [Buffer(found)], threads=2, ceiling=64 << 20)
     return bytes(found)
@@ -123,7 +123,7 @@ def test_all_of_it_is_in_the_store(
     """No registry is asked; gc, and worse, in between take nothing away."""
     record, layout = made
     store = stored(tmp_path / "store", record, layout)
-    with Fetching(record, NOWHERE, store.path, ["r.example/a"]) as fetching:
+    with BlobSource(record, NOWHERE, store.path, ["r.example/a"]) as fetching:
         store.remove(store.entries()[0].descriptor.digest)
         store.collect()
         assert not list((tmp_path / "store" / "blobs" / "sha256").iterdir())
@@ -143,11 +143,11 @@ def test_the_disk_is_measured(
     artifact = store.entries()[0].descriptor.digest if held else ""
     ticks = itertools.count()
     monkeypatch.setattr("gpusnap.oci.chunks.read_meter._LEAST", SIZE)
-    with Fetching(record, NOWHERE, store.path, [], artifact) as fetching:
+    with BlobSource(record, NOWHERE, store.path, [], artifact) as fetching:
         fetching.meter = ReadMeter(lambda: next(ticks) / 1024, lambda file, size: False)
         table, room = region_of(record), bytearray(SIZE)
         reads = fetching.meter.around()
-        with Reading([table], fetching, threads=1, ceiling=MIB, targets=[Buffer(room)], reads=reads) as each:
+        with Reader([table], fetching, threads=1, ceiling=MIB, targets=[Buffer(room)], reads=reads) as each:
             each.wait()
         fetching.finish()
     assert remembered(store.path) == 4 * MIB, "4 KiB in each 1024th of a second"
@@ -160,7 +160,7 @@ def test_what_is_beside_the_images_is_no_measure(
     record, layout = made
     monkeypatch.setattr("gpusnap.oci.chunks.read_meter._LEAST", 1)
     shutil.copytree(layout.path, tmp_path / "image" / "gpusnap")
-    with Fetching(record, str(tmp_path / "image"), str(tmp_path / "store"), []) as fetching:
+    with BlobSource(record, str(tmp_path / "image"), str(tmp_path / "store"), []) as fetching:
         fetching.meter = ReadMeter(cached=lambda file, size: False)
         with fetching.open_blob(region_of(record).chunks[0].blob, 4 * KIB), fetching.meter.around():
             pass
@@ -176,7 +176,7 @@ def test_the_artifact_is_held(
     (entry,) = store.entries()
     environ = {"GPUSNAP_STORE": store.path, "GPUSNAP_ARTIFACT": entry.descriptor.digest}
     blobs = tmp_path / "store" / "blobs" / "sha256"
-    with Fetching.of(record, NOWHERE, Settings(path=str(tmp_path)), environ) as fetching:
+    with BlobSource.from_settings(record, NOWHERE, Settings(path=str(tmp_path)), environ) as fetching:
         assert idle(tmp_path / "store")
         assert fetching.folders == (store.path,)
         store.remove(entry.descriptor.digest)
@@ -197,7 +197,7 @@ def test_another_artifact(
     store = Store(tmp_path / "store")
     other = keep_pages(store)
     artifact = {"another": other, "none": f"sha256:{'0' * 64}", "no digest": "x"}[what]
-    with Fetching(record, NOWHERE, store.path, ["r.example/a"], artifact) as fetching:
+    with BlobSource(record, NOWHERE, store.path, ["r.example/a"], artifact) as fetching:
         assert bytes_of(region_of(record), fetching) == content
         assert bytes_of(record.files[0].table, fetching) == content[::-1]
         fetching.finish()
@@ -212,7 +212,7 @@ def test_what_the_store_lacks_is_fetched_and_kept(
     """Each missing chunk once, and the next restore has them all."""
     record, _ = made
     path = tmp_path / "store"
-    with Fetching(record, NOWHERE, str(path), ["r.example/a"]) as fetching:
+    with BlobSource(record, NOWHERE, str(path), ["r.example/a"]) as fetching:
         assert len(registry.asked) == 2 * SIZE // (4 * KIB)
         assert registry.fetched == []
         assert bytes_of(region_of(record), fetching) == content
@@ -224,7 +224,7 @@ def test_what_the_store_lacks_is_fetched_and_kept(
     assert registry.closes == 1
     assert idle(path)
     registry.asked.clear()
-    with Fetching(record, NOWHERE, str(path), ["r.example/a"]) as fetching:
+    with BlobSource(record, NOWHERE, str(path), ["r.example/a"]) as fetching:
         assert bytes_of(region_of(record), fetching) == content
     assert registry.asked == []
     assert len(Store(path).entries()) == 1
@@ -238,13 +238,13 @@ def test_chunks_beside_the_images(
     images = tmp_path / "images"
     images.mkdir()
     shutil.copytree(layout.path, images / "gpusnap")
-    with Fetching(record, str(images), str(tmp_path / "store"), []) as fetching:
+    with BlobSource(record, str(images), str(tmp_path / "store"), []) as fetching:
         assert bytes_of(region_of(record), fetching) == content
         fetching.finish()
     assert not (tmp_path / "store").exists()
     lost = region_of(record).chunks[5].blob
     (images / "gpusnap/blobs/sha256" / lost.removeprefix("sha256:")).unlink()
-    with Fetching(record, str(images), str(tmp_path / "store"), ["r.example/a"]) as fetching:
+    with BlobSource(record, str(images), str(tmp_path / "store"), ["r.example/a"]) as fetching:
         assert bytes_of(region_of(record), fetching) == content
         assert registry.fetched == [lost]
         fetching.finish()
@@ -254,7 +254,7 @@ def test_chunks_beside_the_images(
 def test_given_up(tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository) -> None:
     """A restore that fails leaves nothing of what it had fetched."""
     record, _ = made
-    with Fetching(record, NOWHERE, str(tmp_path / "store"), ["r.example/a"]) as fetching:
+    with BlobSource(record, NOWHERE, str(tmp_path / "store"), ["r.example/a"]) as fetching:
         bytes_of(region_of(record), fetching)
     assert idle(tmp_path / "store")
     assert not Store(tmp_path / "store").entries()
@@ -271,7 +271,7 @@ def test_a_chunk_that_is_nowhere(
     os.unlink(tmp_path / "store" / "blobs" / "sha256" / lost.removeprefix("sha256:"))
     registry.lacks = lost
     with pytest.raises(Refused) as caught:
-        Fetching(record, NOWHERE, store.path, sources)
+        BlobSource(record, NOWHERE, store.path, sources)
     assert f"the chunk {lost} of the checkpoint is not in the store {store.path}" in str(caught.value)
     assert ("r.example/a does not have it either" in str(caught.value)) == bool(sources)
     assert "store.pull-from" in caught.value.hint
@@ -291,10 +291,10 @@ def test_a_registry_that_does_not_answer(
         return good
 
     monkeypatch.setattr(module, "_repository", one)
-    with Fetching(record, NOWHERE, str(tmp_path / "store"), ["broken.example/a", "r.example/a"]):
+    with BlobSource(record, NOWHERE, str(tmp_path / "store"), ["broken.example/a", "r.example/a"]):
         assert good.asked
     with pytest.raises(Refused, match=r"broken\.example is gone for good"):
-        Fetching(record, NOWHERE, str(tmp_path / "store"), ["broken.example/a"])
+        BlobSource(record, NOWHERE, str(tmp_path / "store"), ["broken.example/a"])
 
 
 def test_what_the_registry_gives_is_checked(
@@ -305,7 +305,7 @@ def test_what_the_registry_gives_is_checked(
     lost = region_of(record).chunks[5].blob
     os.unlink(Path(layout.path) / "blobs" / "sha256" / lost.removeprefix("sha256:"))
     with (
-        Fetching(record, NOWHERE, str(tmp_path / "store"), ["r.example/a"]) as fetching,
+        BlobSource(record, NOWHERE, str(tmp_path / "store"), ["r.example/a"]) as fetching,
         pytest.raises(BlobError, match=lost),
     ):
         bytes_of(region_of(record), fetching)
@@ -324,12 +324,12 @@ def test_a_store_that_cannot_be_written_to(
         raise DiskError("it is read-only")
 
     monkeypatch.setattr(Store, "stage", read_only)
-    with Fetching(record, NOWHERE, store.path, []) as fetching:
+    with BlobSource(record, NOWHERE, store.path, []) as fetching:
         assert fetching.scratch is None
         assert bytes_of(region_of(record), fetching) == content
         fetching.finish()
     with pytest.raises(Refused, match="the store cannot be written to"):
-        Fetching(record, NOWHERE, str(tmp_path / "another"), ["r.example/a"])
+        BlobSource(record, NOWHERE, str(tmp_path / "another"), ["r.example/a"])
 
 
 def test_the_environment_comes_before_the_settings(
@@ -345,10 +345,10 @@ def test_the_environment_comes_before_the_settings(
 
     monkeypatch.setattr(module, "_repository", one)
     settings = Settings(path=str(tmp_path / "own"), pull_from=("own.example/a",))
-    with Fetching.of(record, NOWHERE, settings, {}) as fetching:
+    with BlobSource.from_settings(record, NOWHERE, settings, {}) as fetching:
         assert fetching.folders[-1] == str(tmp_path / "own")
     environ = {"GPUSNAP_STORE": str(tmp_path / "given"), "GPUSNAP_PULL_FROM": "http://given.example/a x"}
-    with Fetching.of(record, NOWHERE, settings, environ) as fetching:
+    with BlobSource.from_settings(record, NOWHERE, settings, environ) as fetching:
         assert fetching.folders[-1] == str(tmp_path / "given")
     assert asked == ["own.example/a", "http://given.example/a"]
 
@@ -393,7 +393,7 @@ def test_images_in_ram(tmp_path: Path, stage: Path, made: tuple[Manifest, Layout
     record, layout = made
     folder = tmp_path / "images"
     folder.mkdir()
-    begun = partial(Rebuilding, record.files, layout, str(folder), threads=2, ceiling=64 << 20)
+    begun = partial(ImageRebuild, record.files, layout, str(folder), threads=2, ceiling=64 << 20)
     with closing(begun(stage=tmpfs.Stage("some-key"))) as rebuilding:
         rebuilding.result()
         assert Path(rebuilding.paths["pages-1.img"]).read_bytes() == content[::-1]
@@ -426,7 +426,7 @@ def test_no_ram_for_images(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(stage / "some-key" / "images"))
 
     monkeypatch.setattr(tmpfs.Stage if when == "at first" else tmpfs.Area, ROOM[when], full)
-    rebuilding = Rebuilding(
+    rebuilding = ImageRebuild(
         record.files, layout, str(folder), threads=2, ceiling=64 << 20, stage=tmpfs.Stage("some-key")
     )
     with closing(rebuilding):
@@ -459,15 +459,15 @@ def test_chunks_that_a_crash_left_in_a_staging(
     store = Store(tmp_path / "store").create()
     staging = store.stage()
     staging.mark_precious("a checkpoint")
-    for _, table in labelled(record):
+    for _, table in label_tables(record):
         for chunk in table.chunks:
             staging.layout.link_blob(chunk.blob, chunk.stored, layout)
     staging.close()
-    with Fetching(record, NOWHERE, store.path, []) as fetching:
+    with BlobSource(record, NOWHERE, store.path, []) as fetching:
         assert bytes_of(region_of(record), fetching) == content
     torn = region_of(record).chunks[5]
     path = Path(staging.path) / "blobs" / "sha256" / torn.blob.removeprefix("sha256:")
     path.unlink()
     path.write_bytes(bytes(torn.stored))
     with pytest.raises(Refused, match=torn.blob):
-        Fetching(record, NOWHERE, store.path, [])
+        BlobSource(record, NOWHERE, store.path, [])

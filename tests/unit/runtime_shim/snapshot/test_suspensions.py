@@ -28,7 +28,7 @@ from gpusnap.runtime_shim.snapshot import bring_back, recover_checkpoint
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, paused_container
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
-from gpusnap.runtime_shim.snapshot.memory.ram import NoHome
+from gpusnap.runtime_shim.snapshot.memory.ram import NoDestination
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import preflight, resume, suspend, take
@@ -166,7 +166,7 @@ def back(found: Suspension, go_on: Callable[[], object]) -> suspend._Undo:
 
 
 def job(found: Suspension, *, suspended: bool = False) -> Any:
-    pages = Chunks("", found.key, Settings().memory, home=NoHome(found.key))
+    pages = Chunks("", found.key, Settings().memory, destination=NoDestination(found.key))
     return SimpleNamespace(suspended=suspended, stuck=None, pages=pages)
 
 
@@ -474,7 +474,7 @@ def test_what_a_resume_could_not_remove(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_resume_that_stays_suspended(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then there is nothing to recover, and the error does not say so."""
     monkeypatch.setattr(driver_calls, "state", lambda *_: ProcessState.CHECKPOINTED)
-    monkeypatch.setattr(transfer, "empty", lambda *_: None)
+    monkeypatch.setattr(transfer, "release_memory", lambda *_: None)
     trouble.at(bring_back, "bring_back", GpusnapError("the driver failed"))
     assert trouble.caught() == "the driver failed"
     now = suspensions.read(suspension().key)
@@ -521,7 +521,7 @@ def test_what_cannot_be_removed(
     def fail(key: str) -> None:
         raise error
 
-    monkeypatch.setattr("gpusnap.runtime_shim.snapshot.memory.kept.free", fail)
+    monkeypatch.setattr("gpusnap.runtime_shim.snapshot.memory.suspended_memory.free", fail)
     monkeypatch.setattr(containers, "frozen_group", lambda init, container: None)
     resume._finish(found, Transaction(), lambda: gone_on.append(found.name))
     assert gone_on == ["w"]

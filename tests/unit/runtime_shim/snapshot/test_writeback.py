@@ -25,7 +25,7 @@ def test_threads_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     layout = Layout(tmp_path / "layout").create()
-    flushing = writeback.Flushing(layout)
+    flushing = writeback.Flusher(layout)
     for text in (b"one", b"two"):
         flushing.add(layout.add_blob(text).digest)
     flushing.close()

@@ -20,7 +20,7 @@ from oci_regions import CEILING, PAGE, Far, fill, load, save
 from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, OciError
 from gpusnap.oci.chunks import reader
 from gpusnap.oci.chunks.buffers import Buffer
-from gpusnap.oci.chunks.reader import Reading, read
+from gpusnap.oci.chunks.reader import Reader, read
 from gpusnap.oci.chunks.table import MEDIA_TYPES, Chunk, Table
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Descriptor
@@ -42,7 +42,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
-def failed(reading: Reading) -> bool:
+def failed(reading: Reader) -> bool:
     try:
         reading.check()
     except OciError:
@@ -127,7 +127,7 @@ def test_tables_are_checked(layout: Layout) -> None:
     before = threading.active_count()
     bad = Table(PAGE, (Chunk(0, 2 * PAGE, "", "", 1, "zstd"),))
     with pytest.raises(ChunkError, match="chunk 0 at 0"):
-        Reading([bad], layout, threads=2, ceiling=CEILING)
+        Reader([bad], layout, threads=2, ceiling=CEILING)
     assert threading.active_count() == before
 
 
@@ -162,7 +162,7 @@ def test_reads_ahead(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = save(layout, data)
     staged = Staged(monkeypatch, PAGE)
     target = bytearray(len(data))
-    with Reading(tables, layout, threads=3, ceiling=10 * PAGE + 7) as reading:
+    with Reader(tables, layout, threads=3, ceiling=10 * PAGE + 7) as reading:
         wait_for(lambda: staged.slots() == 10)
         reading.check()
         assert target == bytes(len(data))
@@ -175,8 +175,8 @@ def test_staged_bytes_need_no_file(layout: Layout) -> None:
     """What was read ahead is safe in memory: its blobs may go."""
     tables = save(layout, MIXED)
     target = bytearray(len(MIXED))
-    with Reading(tables, layout, threads=2, ceiling=CEILING) as reading:
-        wait_for(lambda: reading.staged == 16 * PAGE)
+    with Reader(tables, layout, threads=2, ceiling=CEILING) as reading:
+        wait_for(lambda: sum(part.chunk.size for part, _ in reading._staged) == 16 * PAGE)
         for chunk in tables[0].chunks:
             path_of(layout, chunk).unlink()
         reading.deliver([Buffer(target)])
@@ -188,7 +188,7 @@ def test_many_regions(layout: Layout) -> None:
     regions = [bytearray(fill(3 * PAGE + at, "random", at)) for at in range(5)]
     tables = save(layout, *regions)
     targets = [bytearray(len(each)) for each in regions]
-    with Reading(tables, layout, threads=4, ceiling=CEILING) as reading:
+    with Reader(tables, layout, threads=4, ceiling=CEILING) as reading:
         reading.deliver([Buffer(each) for each in targets])
     assert targets == regions
 
@@ -204,7 +204,7 @@ def test_zeros_are_not_written(layout: Layout) -> None:
 def test_a_huge_region_of_zeros_costs_nothing(layout: Layout) -> None:
     """A table may speak of any number of zeros: nothing is made of them before there is a target."""
     with (
-        Reading([Table(1 << 47, ())], layout, threads=2, ceiling=PAGE) as reading,
+        Reader([Table(1 << 47, ())], layout, threads=2, ceiling=PAGE) as reading,
         pytest.raises(ChunkError, match="does not fit"),
     ):
         reading.deliver([Buffer(bytearray(PAGE))])
@@ -229,12 +229,14 @@ def test_a_target_that_fails(layout: Layout, threads: int) -> None:
 
 
 def test_checked_later(layout: Layout) -> None:
-    """What `later` left is found by verify, whichever chunk it is, if zstd does not fail at it before."""
+    """verify finds each wrong chunk that `verify_later` left, unless zstd has failed at it before."""
     tables = save(layout, MIXED)
 
     def read_it(region: bytearray) -> None:
         targets = [Buffer(region)]
-        with Reading(tables, layout, threads=2, ceiling=CEILING, targets=targets, later=True) as reading:
+        with Reader(
+            tables, layout, threads=2, ceiling=CEILING, targets=targets, verify_later=True
+        ) as reading:
             reading.wait()
             reading.verify()
 
@@ -280,17 +282,17 @@ def test_behind_another(layout: Layout) -> None:
     assert count > 1
     ahead, region = bytearray(len(MIXED)), bytearray(len(MIXED))
     with (
-        Reading(tables, first, threads=1, ceiling=CEILING, targets=[Buffer(ahead)]) as one,
-        Reading(tables, second, threads=2, ceiling=CEILING, targets=[Buffer(region)], behind=one) as two,
+        Reader(tables, first, threads=1, ceiling=CEILING, targets=[Buffer(ahead)]) as one,
+        Reader(tables, second, threads=2, ceiling=CEILING, targets=[Buffer(region)], after=one) as two,
     ):
         for number in range(1, count):
             wait_for(partial(first.was_tried, number))
-            assert not one.begun
+            assert not one.has_started_all
             assert second.tried == 0
             first.may.release()
         wait_for(partial(first.was_tried, count))
-        assert one.begun
-        assert not one.complete
+        assert one.has_started_all
+        assert not one.is_complete
         second.may.release(count)
         two.wait()
         first.may.release()
@@ -305,8 +307,8 @@ def test_behind_one_that_ended(layout: Layout, end: str) -> None:
     region = bytearray(len(MIXED))
     held = Held(layout)
     with (
-        Reading(tables, held, threads=1, ceiling=CEILING, targets=[Buffer(bytearray(len(MIXED)))]) as one,
-        Reading(tables, layout, threads=1, ceiling=CEILING, targets=[Buffer(region)], behind=one) as two,
+        Reader(tables, held, threads=1, ceiling=CEILING, targets=[Buffer(bytearray(len(MIXED)))]) as one,
+        Reader(tables, layout, threads=1, ceiling=CEILING, targets=[Buffer(region)], after=one) as two,
     ):
         wait_for(partial(held.was_tried, 1))
         if end == "failed":
@@ -314,7 +316,7 @@ def test_behind_one_that_ended(layout: Layout, end: str) -> None:
             held.may.release()
         else:
             threading.Thread(target=one.close).start()
-            wait_for(lambda: one.begun)
+            wait_for(lambda: one.has_started_all)
             held.may.release()
         two.wait()
     assert region == MIXED
@@ -329,7 +331,7 @@ class Ahead:
         self.looks = 0
 
     @property
-    def begun(self) -> bool:
+    def has_started_all(self) -> bool:
         self.looked.add(threading.get_ident())
         self.looks += 1
         return self.begun_now.is_set()
@@ -338,8 +340,8 @@ class Ahead:
 def test_one_worker_looks(layout: Layout) -> None:
     """Whether the reading that it is behind has got so far; the others do not take the processor for that."""
     ahead, region = Ahead(), bytearray(len(MIXED))
-    with Reading(
-        save(layout, MIXED), layout, threads=4, ceiling=CEILING, targets=[Buffer(region)], behind=ahead
+    with Reader(
+        save(layout, MIXED), layout, threads=4, ceiling=CEILING, targets=[Buffer(region)], after=ahead
     ) as reading:
         wait_for(lambda: ahead.looks > 3)
         assert len(ahead.looked) == 1
@@ -378,7 +380,7 @@ def test_few_at_work(layout: Layout) -> None:
     count = len(tables[0].chunks)
     assert count >= 4
     turns.semaphore.acquire()
-    with Reading(tables, held, threads=4, ceiling=CEILING, targets=[Buffer(region)], turns=turns) as reading:
+    with Reader(tables, held, threads=4, ceiling=CEILING, targets=[Buffer(region)], turns=turns) as reading:
         wait_for(partial(held.was_tried, 4))
         held.may.release(count)
         wait_for(lambda: turns.asked == 4)
@@ -393,13 +395,13 @@ def test_turns_of_one_that_is_closed(layout: Layout) -> None:
     """Who waits for a turn gets one, and ends without having done anything."""
     turns, region = Turns(1), bytearray(len(MIXED))
     turns.semaphore.acquire()
-    reading = Reading(
+    reading = Reader(
         save(layout, MIXED), layout, threads=4, ceiling=CEILING, targets=[Buffer(region)], turns=turns
     )
     wait_for(lambda: turns.asked == 4)
     closing = threading.Thread(target=reading.close)
     closing.start()
-    wait_for(lambda: reading.begun)
+    wait_for(lambda: reading.has_started_all)
     turns.semaphore.release()
     closing.join(30)
     assert not closing.is_alive()
@@ -411,7 +413,7 @@ def test_checked_later_though_compressed(layout: Layout) -> None:
     data = fill(4 * PAGE, "text")
     table = packed_as(layout, zstandard.ZstdCompressor().compress(data[::-1]), 4 * PAGE, data)
     target = Buffer(bytearray(4 * PAGE))
-    with Reading([table], layout, threads=1, ceiling=CEILING, targets=[target], later=True) as reading:
+    with Reader([table], layout, threads=1, ceiling=CEILING, targets=[target], verify_later=True) as reading:
         reading.wait()
         with pytest.raises(ChunkError, match="does not contain the chunk at 0"):
             reading.verify()
@@ -421,7 +423,7 @@ def test_an_early_error_is_told_early(layout: Layout) -> None:
     """A broken blob is known before there are targets: check raises it, and deliver does."""
     tables = save(layout, MIXED)
     flip(path_of(layout, tables[0].chunks[0]), Path())
-    with Reading(tables, layout, threads=2, ceiling=CEILING) as reading:
+    with Reader(tables, layout, threads=2, ceiling=CEILING) as reading:
         wait_for(lambda: failed(reading))
         with pytest.raises(BlobError):
             reading.deliver([Buffer(bytearray(len(MIXED)))])
@@ -430,7 +432,7 @@ def test_an_early_error_is_told_early(layout: Layout) -> None:
 def test_closed_early(layout: Layout) -> None:
     """A reading that is closed leaves no thread, and does not pretend to have delivered."""
     before = threading.active_count()
-    reading = Reading(save(layout, MIXED), layout, threads=2, ceiling=CEILING)
+    reading = Reader(save(layout, MIXED), layout, threads=2, ceiling=CEILING)
     reading.close()
     reading.close()
     assert threading.active_count() == before
@@ -520,6 +522,6 @@ def test_a_small_chunk_has_no_large_window(layout: Layout, monkeypatch: pytest.M
     targets = [Buffer(bytearray(PAGE)), Buffer(bytearray(1 << 20))]
     with (
         pytest.raises(ChunkError, match="not valid zstd"),
-        Reading(tables, layout, threads=2, ceiling=64 << 20) as reading,
+        Reader(tables, layout, threads=2, ceiling=64 << 20) as reading,
     ):
         reading.deliver(targets)

@@ -18,7 +18,7 @@ from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.settings import Memory
-from gpusnap.runtime_shim.snapshot.memory.write_ahead import Early
+from gpusnap.runtime_shim.snapshot.memory.write_ahead import EarlyWriter
 
 SIZE = 64 << 10
 CHUNKS = 32
@@ -48,7 +48,7 @@ def blobs(layout: Layout) -> set[str]:
 def test_what_is_there_is_written_ahead(area: Area, layout: Layout) -> None:
     """While it is filled from the beginning; then nothing is left to write but the end, and all is right."""
     told: list[str] = []
-    early = Early(layout, MEMORY, None, told.append)
+    early = EarlyWriter(layout, MEMORY, None, told.append)
     early.begin(area)
     content = os.urandom(SIZE * CHUNKS)
     for at in range(0, SIZE * CHUNKS, SIZE):
@@ -65,12 +65,12 @@ def test_what_is_there_is_written_ahead(area: Area, layout: Layout) -> None:
         layout,
         chunk_size=SIZE,
         trust=False,
-        met=met,
-        written=written.append,
+        written_before=met,
+        on_written=written.append,
         **limits,  # type: ignore[arg-type]
     )
     assert len(written) == 1
-    assert early.counted([table]).stored == (CHUNKS - 1) * SIZE
+    assert early.count_chunks([table]).stored == (CHUNKS - 1) * SIZE
     back = Area(area.path + ".back", 0, area.size, new=True)
     read([table], layout, [back], threads=2, ceiling=64 << 20)
     assert bytes(back.view(0, back.size)) == content
@@ -88,7 +88,7 @@ def test_for_the_disk_that_it_is_read_from(
         return (Table(area.size, ()),)
 
     monkeypatch.setattr(writing, "write", write)
-    early = Early(layout, MEMORY, None, lambda blob: None, speed)
+    early = EarlyWriter(layout, MEMORY, None, lambda blob: None, speed)
     early.begin(area)
     early.end()
     assert asked == [speed]
@@ -96,7 +96,7 @@ def test_for_the_disk_that_it_is_read_from(
 
 def test_a_wrong_guess_costs_a_blob(area: Area, layout: Layout) -> None:
     """A chunk that changes after it was written ahead is written again, as what it is."""
-    early = Early(layout, MEMORY, None, lambda blob: None)
+    early = EarlyWriter(layout, MEMORY, None, lambda blob: None)
     fill(area, 0, b"half" + bytes(SIZE - 4))
     fill(area, SIZE, b"begun")
     early.begin(area)
@@ -105,9 +105,9 @@ def test_a_wrong_guess_costs_a_blob(area: Area, layout: Layout) -> None:
     content = os.urandom(SIZE)
     fill(area, 0, content)
     (table,) = writing.write(
-        [area], layout, threads=2, ceiling=64 << 20, chunk_size=SIZE, trust=False, met=met
+        [area], layout, threads=2, ceiling=64 << 20, chunk_size=SIZE, trust=False, written_before=met
     )
-    assert early.counted([table]).stored == 0
+    assert early.count_chunks([table]).stored == 0
     back = Area(area.path + ".back", 0, area.size, new=True)
     read([table], layout, [back], threads=2, ceiling=64 << 20)
     assert bytes(back.view(0, SIZE)) == content
@@ -116,7 +116,7 @@ def test_a_wrong_guess_costs_a_blob(area: Area, layout: Layout) -> None:
 
 def test_zeros_in_between(area: Area, layout: Layout) -> None:
     """It looks over what stays zero to what does not, and writes no zeros."""
-    early = Early(layout, MEMORY, None, lambda blob: None)
+    early = EarlyWriter(layout, MEMORY, None, lambda blob: None)
     early.begin(area)
     fill(area, 0, os.urandom(SIZE))
     fill(area, 20 * SIZE, os.urandom(SIZE))
@@ -134,12 +134,12 @@ def test_known_chunks_are_linked(area: Area, layout: Layout, tmp_path: Path) -> 
     known = Known(tmp_path / "known.json")
     known.learn(tables, store)
     told: list[str] = []
-    early = Early(layout, MEMORY, known, told.append)
+    early = EarlyWriter(layout, MEMORY, known, told.append)
     early.begin(area)
     wait_for(lambda: len(blobs(layout)) == 3, "all but the last")
     met = early.end()
     assert told == []
-    counted = early.counted(tables)
+    counted = early.count_chunks(tables)
     assert (counted.stored, counted.known) == (0, len(met) * SIZE)
 
 
@@ -149,7 +149,7 @@ def test_nothing_here_fails(area: Area, layout: Layout, monkeypatch: pytest.Monk
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    early = Early(layout, MEMORY, None, lambda blob: None)
+    early = EarlyWriter(layout, MEMORY, None, lambda blob: None)
     with monkeypatch.context() as patched:
         patched.setattr(Layout, "add_blob", full)
         fill(area, 0, os.urandom(8 * SIZE))
@@ -157,14 +157,14 @@ def test_nothing_here_fails(area: Area, layout: Layout, monkeypatch: pytest.Monk
         wait_for(lambda: "gpusnap-early" not in [each.name for each in threading.enumerate()], "its end")
     assert early.end() == {}
     area.close()
-    early = Early(layout, MEMORY, None, lambda blob: None)
+    early = EarlyWriter(layout, MEMORY, None, lambda blob: None)
     early.begin(area)
     assert early.end() == {}
 
 
 def test_an_empty_region(area: Area, layout: Layout) -> None:
     """Zeros all the way: there is nothing to write, and it ends when it is told to."""
-    early = Early(layout, MEMORY, None, lambda blob: None)
+    early = EarlyWriter(layout, MEMORY, None, lambda blob: None)
     early.begin(area)
     assert early.end() == {}
     assert early.end() == {}

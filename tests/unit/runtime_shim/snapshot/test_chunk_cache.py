@@ -25,9 +25,9 @@ from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
-from gpusnap.runtime_shim.snapshot.memory.chunk_cache import Kept, make_room, tidy
+from gpusnap.runtime_shim.snapshot.memory.chunk_cache import ChunkCache, make_room, tidy
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 REGION = bytearray(b"".join(fill(PAGE, kind, at) for at in range(6) for kind in ("text", "random")))
 CHANGED = REGION[:-PAGE] + fill(PAGE, "random", 99)
 TIGHT = os.statvfs_result((PAGE, PAGE, 10000, 400, 400, 9, 9, 9, 0, 255))
@@ -54,7 +54,7 @@ def checkpoint(
 ) -> tuple[Layout, tuple[Table, ...], int]:
     """What a checkpoint with --leave-running does; its layout, its tables, and bytes of new blobs."""
     said: list[Progress] = []
-    with Kept.open(settings, container, str(bundle)) as kept:
+    with ChunkCache.open(settings, container, str(bundle)) as kept:
         layout = Layout(folder).create()
         tables = write(
             [Buffer(region)],
@@ -122,7 +122,7 @@ def test_known_chunks_need_no_fsync(
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     )
-    with Kept.open(settings, "c", str(bundle)) as kept:
+    with ChunkCache.open(settings, "c", str(bundle)) as kept:
         kept.keep(layout, tables)
     assert synced
     assert not [path for path in synced if Path(path).name in names(tables)]
@@ -282,7 +282,7 @@ def test_killed_at_every_step(
         two.sync()
 
         def do(two: Layout = two, tables: tuple[Table, ...] = tables) -> None:
-            kept = Kept.open(settings, "c", str(bundle))
+            kept = ChunkCache.open(settings, "c", str(bundle))
             if what == "drop":
                 kept.drop()
             else:
@@ -332,7 +332,7 @@ def test_on_another_mount(
     layout = Layout(tmp_path / "1").create()
     tables = save(layout, REGION)
     monkeypatch.setattr(os, "link", link)
-    with Kept.open(settings, "c", str(bundle)) as kept:
+    with ChunkCache.open(settings, "c", str(bundle)) as kept:
         kept.keep(layout, tables)
     assert "is on another file system than" in capsys.readouterr().err
     assert not kept_folder(settings).exists()
@@ -363,7 +363,7 @@ def test_a_full_disk(small_disk: Path, bundle: Path, capsys: pytest.CaptureFixtu
     with suppress(OSError), (small_disk / "fill").open("wb", buffering=0) as file:
         while file.write(bytes(PAGE)):
             pass
-    with Kept.open(settings, "c", str(bundle)) as kept:
+    with ChunkCache.open(settings, "c", str(bundle)) as kept:
         kept.keep(layout, tables)
     assert "has only 0 B free" in capsys.readouterr().err
     assert not (small_disk / "kept/c").exists()
@@ -405,7 +405,7 @@ def test_a_container_that_is_gone(tmp_path: Path, settings: Memory, bundle: Path
     checkpoint(tmp_path / "2", settings, bundle, container="there")
     assert sorted(os.listdir(settings.keep_folder)) == ["gone", "there"]
     other.rmdir()
-    with Kept.open(settings, "third", str(bundle)) as kept:
+    with ChunkCache.open(settings, "third", str(bundle)) as kept:
         assert sorted(os.listdir(settings.keep_folder)) == ["gone", "there"]
         kept.drop()
     assert os.listdir(settings.keep_folder) == ["there"]
@@ -417,7 +417,10 @@ def test_two_containers_at_once(tmp_path: Path, settings: Memory, bundle: Path) 
     other.mkdir()
     checkpoint(tmp_path / "1", settings, bundle, container="a")
     checkpoint(tmp_path / "2", settings, other, container="b")
-    with Kept.open(settings, "a", str(bundle)) as one, Kept.open(settings, "b", str(other)) as two:
+    with (
+        ChunkCache.open(settings, "a", str(bundle)) as one,
+        ChunkCache.open(settings, "b", str(other)) as two,
+    ):
         assert one.known is not None
         assert two.known is not None
         other.rmdir()
@@ -433,13 +436,16 @@ def test_the_same_container_twice_at_once(
 ) -> None:
     """The journal keeps them apart; if it did not, the second would find nothing, and keep nothing."""
     layout, tables, _ = checkpoint(tmp_path / "1", settings, bundle)
-    with Kept.open(settings, "c", str(bundle)) as one, Kept.open(settings, "c", str(bundle)) as two:
+    with (
+        ChunkCache.open(settings, "c", str(bundle)) as one,
+        ChunkCache.open(settings, "c", str(bundle)) as two,
+    ):
         assert one.known is not None
         assert two.known is None
         two.keep(layout, tables)
         assert "another gpusnap is working on" in capsys.readouterr().err
         assert set(blobs(kept_folder(settings))) == names(tables)
-    with Kept.open(settings, "c", str(bundle)) as three:
+    with ChunkCache.open(settings, "c", str(bundle)) as three:
         assert three.known is not None
 
 
@@ -447,9 +453,9 @@ def test_the_lock_of_one_that_was_killed(tmp_path: Path, settings: Memory, bundl
     """It ends with its process."""
     checkpoint(tmp_path / "1", settings, bundle)
     program = (
-        "import sys; from gpusnap.runtime_shim.snapshot.memory.chunk_cache import Kept; "
+        "import sys; from gpusnap.runtime_shim.snapshot.memory.chunk_cache import ChunkCache; "
         "from gpusnap.runtime_shim.settings import Memory\n"
-        "kept = Kept.open(Memory(keep_folder=sys.argv[1]), 'c', sys.argv[2])\n"
+        "kept = ChunkCache.open(Memory(keep_folder=sys.argv[1]), 'c', sys.argv[2])\n"
         "print(kept.known is not None, flush=True); sys.stdin.read()"
     )
     words = [sys.executable, "-B", "-c", program, settings.keep_folder, str(bundle)]
@@ -463,10 +469,10 @@ def test_the_lock_of_one_that_was_killed(tmp_path: Path, settings: Memory, bundl
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "True\n"
-        with Kept.open(settings, "c", str(bundle)) as kept:
+        with ChunkCache.open(settings, "c", str(bundle)) as kept:
             assert kept.known is None
         holder.kill()
-    with Kept.open(settings, "c", str(bundle)) as kept:
+    with ChunkCache.open(settings, "c", str(bundle)) as kept:
         assert kept.known is not None
 
 
@@ -476,7 +482,7 @@ def test_removed_while_it_is_used(
     """`rm -r` is safe at any moment: what is missing is written, and the checkpoint is kept."""
     checkpoint(tmp_path / "1", settings, bundle)
     layout = Layout(tmp_path / "2").create()
-    with Kept.open(settings, "c", str(bundle)) as kept:
+    with ChunkCache.open(settings, "c", str(bundle)) as kept:
         shutil.rmtree(settings.keep_folder)
         tables = write(
             [Buffer(REGION)], layout, threads=2, ceiling=CEILING, chunk_size=PAGE, known=kept.known
@@ -492,7 +498,7 @@ def test_dropped(tmp_path: Path, settings: Memory, bundle: Path) -> None:
     """After a checkpoint that ends the container nothing is kept of it, and of others all."""
     checkpoint(tmp_path / "1", settings, bundle)
     checkpoint(tmp_path / "2", settings, bundle, container="other")
-    with Kept.open(settings, "c", str(bundle)) as kept:
+    with ChunkCache.open(settings, "c", str(bundle)) as kept:
         kept.drop()
     assert os.listdir(settings.keep_folder) == ["other"]
 
@@ -528,7 +534,7 @@ def test_what_is_not_ours_stays(tmp_path: Path, settings: Memory, bundle: Path) 
     (folder / "link").symlink_to("/")
     off = replace(settings, keep=False)
     make_room(off, str(tmp_path), 1 << 62, container="c")
-    with Kept.open(off, "c", str(bundle)) as kept:
+    with ChunkCache.open(off, "c", str(bundle)) as kept:
         kept.drop()
     left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     marker = ["c/blobs/sha256/README", "c/notes.txt", "file"]
@@ -570,7 +576,7 @@ def test_a_blob_of_the_image_that_changed(
     tables = save(layout, REGION)
     name = min(names(tables))
     os.truncate(Path(layout.path, "blobs/sha256", name), 3)
-    with Kept.open(settings, "c", str(bundle)) as kept:
+    with ChunkCache.open(settings, "c", str(bundle)) as kept:
         kept.keep(layout, tables)
     assert f"the blob {name} has changed since it was written" in capsys.readouterr().err
     assert not kept_folder(settings).exists()
@@ -580,7 +586,7 @@ def test_no_descriptor_is_left(tmp_path: Path, settings: Memory, bundle: Path) -
     """Whether it went well or not, and though `close` is called twice."""
     before = len(os.listdir("/proc/self/fd"))
     checkpoint(tmp_path / "1", settings, bundle)
-    with Kept.open(settings, "c", str(bundle)) as kept:
+    with ChunkCache.open(settings, "c", str(bundle)) as kept:
         kept.keep(Layout(tmp_path / "none"), save(Layout(tmp_path / "1"), CHANGED))
         kept.close()
     assert len(os.listdir("/proc/self/fd")) == before

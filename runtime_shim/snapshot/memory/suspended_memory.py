@@ -1,4 +1,4 @@
-"""The bytes that are kept of a suspended container, in RAM and in the store, and how they go."""
+"""Removes the memory of a suspended container, from RAM and from the store."""
 
 from __future__ import annotations
 

@@ -20,7 +20,12 @@ from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
 from gpusnap.runtime_shim.records.manifest_json import decode
 from gpusnap.runtime_shim.settings import Memory
-from gpusnap.runtime_shim.snapshot.memory.destination import ImageHome, StoreHome, labelled, left
+from gpusnap.runtime_shim.snapshot.memory.destination import (
+    ImageDestination,
+    StoreDestination,
+    label_tables,
+    reopen_destination,
+)
 
 MEMORY = Memory(pages="store", chunk_size=4096, threads=2, ceiling=64 << 20)
 ID = "c0ffee"
@@ -38,18 +43,18 @@ def image(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def home(tmp_path: Path, image: Path) -> StoreHome:
-    found = StoreHome(str(tmp_path / "store"), str(image), ID, MEMORY)
+def destination(tmp_path: Path, image: Path) -> StoreDestination:
+    found = StoreDestination(str(tmp_path / "store"), str(image), ID, MEMORY)
     found.begin()
     return found
 
 
-def written(home: StoreHome, size: int = 64 << 10) -> Manifest:
+def written(destination: StoreDestination, size: int = 64 << 10) -> Manifest:
     """A manifest with one region, whose chunks have been written."""
-    with home.known() as known:
+    with destination.open_known() as known:
         (table,) = write(
             [Buffer(bytearray(os.urandom(size)))],
-            home.layout,
+            destination.layout,
             threads=2,
             ceiling=64 << 20,
             chunk_size=4096,
@@ -64,18 +69,18 @@ def stagings(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "store" / "staging").iterdir())
 
 
-def test_all_the_way(home: StoreHome, image: Path, tmp_path: Path) -> None:
+def test_all_the_way(destination: StoreDestination, image: Path, tmp_path: Path) -> None:
     """Regions and large images are named by the store, the manifest as config; then they leave the folder."""
-    record = written(home)
-    home.needed()
-    home.commit([table for _, table in labelled(record)], kept=True)
-    files = home.images()
+    record = written(destination)
+    destination.mark_needed()
+    destination.commit([table for _, table in label_tables(record)], kept=True)
+    files = destination.write_images()
     assert [each.name for each in files] == ["pages-1.img"]
     assert sum(chunk.size for chunk in files[0].table.chunks) == 1 << 20, "zeros were stored"
     record = replace(record, files=files)
-    home.name(record)
+    destination.name(record)
     assert (image / "pages-1.img").exists(), "the manifest does not say yet that it is elsewhere"
-    home.close(record)
+    destination.close(record)
     assert sorted(path.name for path in image.iterdir()) == ["core-1.img", "gpusnap", "pages-2.img"]
     assert stagings(tmp_path) == []
     store = Store(tmp_path / "store")
@@ -83,7 +88,7 @@ def test_all_the_way(home: StoreHome, image: Path, tmp_path: Path) -> None:
     found = artifact.read(entry.descriptor, store.read)
     assert decode(store.read(found.config), "the config") == record
     assert {each.digest for each in found.chunks} == {
-        chunk.blob for _, table in labelled(record) for chunk in table.chunks
+        chunk.blob for _, table in label_tables(record) for chunk in table.chunks
     }
     assert store.collect().blobs == 0
 
@@ -99,9 +104,9 @@ def test_how_fast_it_is_read(
     (tmp_path / "store").mkdir()
     if measured is not None:
         remember(tmp_path / "store", measured)
-    home = StoreHome(str(tmp_path / "store"), str(image), ID, MEMORY, read_rate=setting)
-    assert home.speed == (ReadSpeed(found, 2) if found is not None else None)
-    assert ImageHome(str(image), ID, MEMORY).speed is None
+    destination = StoreDestination(str(tmp_path / "store"), str(image), ID, MEMORY, read_rate=setting)
+    assert destination.speed == (ReadSpeed(found, 2) if found is not None else None)
+    assert ImageDestination(str(image), ID, MEMORY).speed is None
 
 
 def test_images_for_such_a_disk(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,57 +118,63 @@ def test_images_for_such_a_disk(image: Path, tmp_path: Path, monkeypatch: pytest
         return ()
 
     monkeypatch.setattr(writing, "write", asked_to_write)
-    home = StoreHome(str(tmp_path / "store"), str(image), ID, MEMORY, read_rate=5 << 30)
-    home.begin()
-    home.images()
-    home.discard(earlier=False)
+    destination = StoreDestination(str(tmp_path / "store"), str(image), ID, MEMORY, read_rate=5 << 30)
+    destination.begin()
+    destination.write_images()
+    destination.discard(earlier=False)
     assert found == [ReadSpeed(5 << 30, 2)]
 
 
-def test_the_store_knows_the_chunks_of_earlier_ones(home: StoreHome, image: Path, tmp_path: Path) -> None:
+def test_the_store_knows_the_chunks_of_earlier_ones(
+    destination: StoreDestination, image: Path, tmp_path: Path
+) -> None:
     """Also of images, and of other containers."""
-    record = replace(written(home), files=home.images())
-    home.name(record)
-    home.close(record)
+    record = replace(written(destination), files=destination.write_images())
+    destination.name(record)
+    destination.close(record)
     (image / "pages-1.img").write_bytes(bytes(4096) + os.urandom(1 << 20))
-    second = StoreHome(str(tmp_path / "store"), str(image), "another", MEMORY)
+    second = StoreDestination(str(tmp_path / "store"), str(image), "another", MEMORY)
     second.begin()
-    with second.known() as known:
+    with second.open_known() as known:
         assert known is not None
-        chunks = [chunk for _, table in labelled(record) for chunk in table.chunks]
+        chunks = [chunk for _, table in label_tables(record) for chunk in table.chunks]
         assert all(known.find(chunk.plain) is not None for chunk in chunks)
     second.discard(earlier=False)
 
 
-def test_discarded(home: StoreHome, image: Path, tmp_path: Path) -> None:
+def test_discarded(destination: StoreDestination, image: Path, tmp_path: Path) -> None:
     """Nothing is left of it in the store, and the images are none of its business."""
-    written(home)
-    home.needed()
-    home.discard(earlier=True)
+    written(destination)
+    destination.mark_needed()
+    destination.discard(earlier=True)
     assert stagings(tmp_path) == []
     assert not Store(tmp_path / "store").entries()
     assert (image / "pages-1.img").exists()
-    home.discard(earlier=True)
+    destination.discard(earlier=True)
 
 
-def test_a_killed_one_is_spared_once_it_is_needed(home: StoreHome, image: Path, tmp_path: Path) -> None:
+def test_a_killed_one_is_spared_once_it_is_needed(
+    destination: StoreDestination, image: Path, tmp_path: Path
+) -> None:
     """gc takes what nobody had come to depend on, and leaves the rest to `gpusnap recover`."""
-    record = written(home)
-    path = home.layout.path
-    home._staged().close(leave=True)  # as its death would
+    record = written(destination)
+    path = destination.layout.path
+    destination._staged().close(leave=True)  # as its death would
     store = Store(tmp_path / "store")
-    another = StoreHome(str(tmp_path / "store"), str(image), "another", MEMORY)
+    another = StoreDestination(str(tmp_path / "store"), str(image), "another", MEMORY)
     another.begin()
     kept = written(another)
-    another.needed()
+    another.mark_needed()
     another._staged().close(leave=True)
     store.collect()
     assert stagings(tmp_path) == [Path(another.layout.path)]
-    gone = left(path, str(image), ID, MEMORY, [table for _, table in labelled(record)])
+    gone = reopen_destination(path, str(image), ID, MEMORY, [table for _, table in label_tables(record)])
     with pytest.raises(ImageError, match="sha256:"):
         gone.name(record)
     gone.discard(earlier=False)
-    again = left(another.layout.path, str(image), "another", MEMORY, [t for _, t in labelled(kept)])
+    again = reopen_destination(
+        another.layout.path, str(image), "another", MEMORY, [t for _, t in label_tables(kept)]
+    )
     again.name(kept)
     again.close(kept)
     assert len(store.entries()) == 1
@@ -172,15 +183,15 @@ def test_a_killed_one_is_spared_once_it_is_needed(home: StoreHome, image: Path, 
     store.collect()
 
 
-def test_killed_after_it_was_named(home: StoreHome, image: Path, tmp_path: Path) -> None:
+def test_killed_after_it_was_named(destination: StoreDestination, image: Path, tmp_path: Path) -> None:
     """The chunks are in the store by then, and are found there."""
-    record = written(home)
-    path = home.layout.path
-    home.needed()
-    home.name(record)
-    home.close(record)
-    tables = [table for _, table in labelled(record)]
-    again = left(path, str(image), ID, MEMORY, tables)
+    record = written(destination)
+    path = destination.layout.path
+    destination.mark_needed()
+    destination.name(record)
+    destination.close(record)
+    tables = [table for _, table in label_tables(record)]
+    again = reopen_destination(path, str(image), ID, MEMORY, tables)
     for chunk in tables[0].chunks:
         assert again.layout.has_blob(chunk.blob, chunk.stored)
     again.commit(tables, kept=False)
@@ -192,22 +203,22 @@ def test_killed_after_it_was_named(home: StoreHome, image: Path, tmp_path: Path)
 
 def test_left_in_the_image(image: Path) -> None:
     """The journal of a checkpoint beside its images names their folder."""
-    found = left(str(image / "gpusnap"), str(image), ID, MEMORY)
-    assert isinstance(found, ImageHome)
-    assert found.images() == ()
+    found = reopen_destination(str(image / "gpusnap"), str(image), ID, MEMORY)
+    assert isinstance(found, ImageDestination)
+    assert found.write_images() == ()
 
 
 def test_a_store_that_cannot_be(tmp_path: Path, image: Path) -> None:
     """Refused, with the setting to look at."""
     (tmp_path / "store").write_text("a file")
-    home = StoreHome(str(tmp_path / "store"), str(image), ID, MEMORY)
+    destination = StoreDestination(str(tmp_path / "store"), str(image), ID, MEMORY)
     with pytest.raises(Refused, match=str(tmp_path / "store")) as caught:
-        home.begin()
+        destination.begin()
     assert "store.path" in caught.value.hint
 
 
 def test_an_image_that_cannot_be_cut_stays(
-    home: StoreHome, image: Path, monkeypatch: pytest.MonkeyPatch
+    destination: StoreDestination, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The container may be gone by then: a full disk must not cost it its images."""
 
@@ -215,17 +226,17 @@ def test_an_image_that_cannot_be_cut_stays(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("gpusnap.oci.layout.layout.Layout.add_blob", full)
-    assert home.images() == ()
+    assert destination.write_images() == ()
     assert (image / "pages-1.img").stat().st_size == 2 << 20
 
 
 def test_only_the_manifest_from_before_the_dump_is_there(
-    home: StoreHome, image: Path, tmp_path: Path
+    destination: StoreDestination, image: Path, tmp_path: Path
 ) -> None:
     """It says nothing of images, so they stay; nothing is left in the store but what it names."""
-    record = replace(written(home), files=home.images())
-    home.needed()
-    home.name(record)
-    home.close(None)
+    record = replace(written(destination), files=destination.write_images())
+    destination.mark_needed()
+    destination.name(record)
+    destination.close(None)
     assert (image / "pages-1.img").exists()
     assert stagings(tmp_path) == []
