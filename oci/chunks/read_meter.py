@@ -1,8 +1,8 @@
 """What a disk delivers, measured in passing while blobs are read from it.
 
-A `ReadMeter` knows which blob each thread has open, and looks at it when the thread begins to read: only a
-blob of which neither end is in the kernel's page cache counts. What is counted is bytes against the time in
-which at least one such blob was being read; whatever a thread does besides, such as decoding, is left out.
+A `ReadMeter` knows which blob each thread has open, and looks at it when it was opened: only a blob of which
+neither end is in the kernel's page cache counts. What is counted is bytes against the time in which at least
+one such blob was being read; whatever a thread does besides, such as decoding, is left out.
 
 Where the page cache would have to give up other files for the blobs, the meter takes each blob out of it
 again after it was read (posix_fadvise(2), POSIX_FADV_DONTNEED), unless it was there before. Reads with
@@ -13,6 +13,7 @@ O_DIRECT would do that as well. They are not used: they are faster on some disks
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import threading
 import time
@@ -28,10 +29,8 @@ class _Of(threading.local):
     """What one thread reads."""
 
     file: io.FileIO | None = None
+    """A blob that comes from the disk."""
     size = 0
-    counted = False
-    dropped: io.FileIO | None = None
-    """To be taken out of the page cache after it was read."""
 
 
 class ReadMeter:
@@ -61,12 +60,9 @@ class ReadMeter:
             return self._bytes / self._seconds if self._bytes >= _LEAST and self._seconds > 0 else None
 
     def opened(self, file: io.FileIO, size: int) -> None:
-        """The calling thread reads this file next, all of it: `size` bytes."""
-        self._own.file, self._own.size = file, size
-        # Now, as what the kernel has been asked to read ahead may be there when the thread begins. The end
-        # of a blob comes last.
-        drop = self._drop and size > 0 and not is_cached_at(file, size - 1)
-        self._own.dropped = file if drop else None
+        """The calling thread reads this file next, all of it: `size` bytes. Nothing is read ahead yet."""
+        self._own.size = size
+        self._own.file = file if size > 0 and not self._cached(file, size) else None
 
     def around(self, reads: AbstractContextManager[object] | None = None) -> AbstractContextManager[None]:
         """For `reads` of gpusnap.oci.chunks.reader.Reader, around what would be there."""
@@ -74,9 +70,7 @@ class ReadMeter:
 
     def begin(self) -> None:
         """The calling thread begins to read."""
-        file, self._own.file = self._own.file, None
-        self._own.counted = file is not None and self._own.size > 0 and not self._cached(file, self._own.size)
-        if self._own.counted:
+        if self._own.file is not None:
             with self._lock:
                 if not self._reading:
                     self._since = self._clock()
@@ -84,17 +78,17 @@ class ReadMeter:
 
     def end(self, *, whole: bool) -> None:
         """It has ended; `whole`: with all that it was to read."""
-        if self._own.counted:
-            self._own.counted = False
-            with self._lock:
-                self._reading -= 1
-                if not self._reading:
-                    self._seconds += self._clock() - self._since
-                self._bytes += self._own.size if whole else 0
-        dropped, self._own.dropped = self._own.dropped, None
-        if dropped is not None:
+        file, self._own.file = self._own.file, None
+        if file is None:
+            return
+        with self._lock:
+            self._reading -= 1
+            if not self._reading:
+                self._seconds += self._clock() - self._since
+            self._bytes += self._own.size if whole else 0
+        if self._drop:
             with suppress(OSError):
-                os.posix_fadvise(dropped.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _Reads(AbstractContextManager[None]):
@@ -117,13 +111,14 @@ class _Reads(AbstractContextManager[None]):
 def in_page_cache(file: io.FileIO, size: int) -> bool:
     """Whether the first or the last byte of a file is in the page cache; so also where nobody can say.
 
-    preadv2(2) with RWF_NOWAIT gives EAGAIN for what would have to come from the disk.
+    preadv2(2) with RWF_NOWAIT gives EAGAIN for what would have to come from the disk. It has the kernel read
+    that, so a second question may be answered otherwise: each page is asked for once.
     """
-    return any(is_cached_at(file, offset) for offset in (size - 1, 0))
+    offsets = (size - 1, 0) if size > mmap.PAGESIZE else (0,)
+    return any(_is_cached_at(file, offset) for offset in offsets)
 
 
-def is_cached_at(file: io.FileIO, offset: int) -> bool:
-    """Whether one byte of a file is in the page cache; as `in_page_cache`."""
+def _is_cached_at(file: io.FileIO, offset: int) -> bool:
     try:
         os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
     except BlockingIOError:
