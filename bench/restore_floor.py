@@ -1,4 +1,4 @@
-"""What a restore could take at least, and what it takes: its blobs, the driver, and gpusnap, in one run.
+"""What a restore and a checkpoint could take at least, and what they take, in one run.
 
     python3 bench/restore_floor.py [--gib 12] [--data random,bf16] [--rounds 3] [--procs 1] [--gpuwork]
         [--settings 'memory.level = 0'] [--folder /var/tmp] [--json restore_floor.json]
@@ -12,9 +12,15 @@ dropped page cache:
     at once     `gpusnap restore` as it is
 
 `floor` is the slower of blobs and driver, `ratio` is at once / floor, `beyond` is at once - floor. Medians,
-in seconds; `faults` says how often the driver touched what was not there. With --gpuwork the program is
-tests/workload/gpuwork.c, which begins at once where PyTorch comes from a slow disk, and which checks less of
-its memory.
+in seconds; `faults` says how often the driver touched what was not there. The checkpoint is made once; its
+table has
+
+    driver      the driver's checkpoint alone: its step
+    blobs       writing the checkpoint's blobs alone, each with fsync, with one thread for each core
+    checkpoint  `gpusnap checkpoint`
+
+With --gpuwork the program is tests/workload/gpuwork.c, which begins at once where PyTorch comes from a slow
+disk, and which checks less of its memory.
 
 Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap for as long
 as it runs, and removes what it made.
@@ -83,6 +89,26 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """The checkpoint of one kind of data, in seconds."""
+
+    data: str
+    seconds: float
+    blobs: float
+    """To write its blobs alone."""
+    peak: int
+    """The most RAM that gpusnap-runtime had, in bytes."""
+    steps: dict[str, float]
+
+    def line(self) -> str:
+        """For docs/benchmarks.md."""
+        driver = self.steps["driver checkpoint"]
+        least = max(driver, self.blobs)
+        each = (driver, self.blobs, self.seconds, self.seconds - least)
+        return f"| {self.data} | {' | '.join(f'{value:.2f}' for value in each)} | {self.peak / GIB:.1f} |"
+
+
+@dataclass(frozen=True, slots=True)
 class Bench:
     """One run."""
 
@@ -107,6 +133,30 @@ class Bench:
         run_for_each(self.blobs(), reader("cache"), threads=len(os.sched_getaffinity(0)))
         return time.monotonic() - begun
 
+    def checkpoint(self, data: str) -> Made:
+        """Make it, and write its blobs again, beside the store. Raises BenchError."""
+        os.sync()
+        took, _ = command(COMMAND, "checkpoint", NAME)
+        told = json.loads(command(COMMAND, "inspect", "--json", NAME)[1])
+        steps = {each["step"]: each["seconds"] for each in told["timing"]}
+        return Made(data, took, self.write_alone(), told["peakMemory"], steps)
+
+    def write_alone(self) -> float:
+        """Seconds for all blobs, copied as durably as a store keeps them; they are read before."""
+        self.read_alone()
+        os.sync()
+        with tempfile.TemporaryDirectory(dir=self.store.parent) as folder:
+
+            def write(path: Path) -> None:
+                with Path(folder, path.name).open("xb") as file:
+                    file.write(path.read_bytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+
+            begun = time.monotonic()
+            run_for_each(self.blobs(), write, threads=len(os.sched_getaffinity(0)))
+            return time.monotonic() - begun
+
     def restore(self, work: Work) -> tuple[float, dict[str, Any]]:
         """Seconds of `gpusnap restore`, and what the runtime says of its steps. The program checks memory."""
         begun = time.time()
@@ -127,11 +177,11 @@ def drop_caches() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3\n")
 
 
-def measure(bench: Bench, case: Case, rounds: int) -> list[Found]:
-    """A checkpoint of the case, restored again and again."""
+def measure(bench: Bench, case: Case, rounds: int) -> tuple[Made, list[Found]]:
+    """A checkpoint of the case, and its restores, again and again."""
     bench.set()
     work = bench.here.start(bench.here.block(case), runtime="gpusnap-runtime", workers=case.procs)
-    command(COMMAND, "checkpoint", NAME)
+    made = bench.checkpoint(case.data)
     work.remove()
     stored = sum(path.stat().st_size for path in bench.blobs())
     every = [Found(case.data, cache, stored) for cache in ("warm", "cold")]
@@ -158,7 +208,7 @@ def measure(bench: Bench, case: Case, rounds: int) -> list[Found]:
                     found.driver.append(steps["driver restore"])
                 work.remove()
             print(f"{case}, {found.cache}: {found.row()}", file=sys.stderr, flush=True)
-    return every
+    return made, every
 
 
 def table(every: list[Found]) -> str:
@@ -187,6 +237,7 @@ def main() -> int:
         print(f"restore_floor: {reason}", file=sys.stderr)
         return 1
     every: list[Found] = []
+    checkpoints: list[Made] = []
     with ExitStack() as stack:
         here = stack.enter_context(place(None if software else Nvidia().host().gpus[0].minor))
         here = here.with_gpuwork() if options.gpuwork else here
@@ -197,14 +248,19 @@ def main() -> int:
             with tempfile.TemporaryDirectory(dir=options.folder, prefix="gpusnap-floor-") as folder:
                 bench = Bench(here, Path(folder, "store"), tuple(options.settings))
                 try:
-                    every += measure(bench, Case(options.gib, data, options.procs), options.rounds)
+                    made, found = measure(bench, Case(options.gib, data, options.procs), options.rounds)
                 except (BenchError, GpusnapError) as error:
                     print(f"restore_floor: {data}: {error}", file=sys.stderr)
                     return 1
+            checkpoints.append(made)
+            every += found
     if options.json:
         runs = [{**asdict(found), "row": found.row()} for found in every]
-        Path(options.json).write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
+        document = {**about, "runs": runs, "checkpoints": [asdict(made) for made in checkpoints]}
+        Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(about, indent=1))
+    print("| | driver | blobs | checkpoint | beyond | peak RAM, GiB |", "|---" * 6 + "|", sep="\n")
+    print("\n".join(made.line() for made in checkpoints), end="\n\n")
     print(table(every))
     return 0
 

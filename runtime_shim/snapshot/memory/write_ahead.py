@@ -24,8 +24,9 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.records.manifest import ChunkTotals
 from gpusnap.runtime_shim.settings import Memory
 
-# The driver copies in a thread of its own, and all cores' hashing would take its memory from it.
-_SHARE = 3
+# The driver copies in a thread of its own, and hashing on all cores would slow it down; on half of them it
+# does not (docs/benchmarks.md, "A checkpoint beside its disk").
+_SHARE = 2
 _MOST = 8
 # Bytes of zeros that are looked over for one that is not.
 _AHEAD = 1 << 30
