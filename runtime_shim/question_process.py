@@ -49,6 +49,8 @@ _NUMBER = struct.Struct("=i")
 _READY = b"r"
 _START = 30.0  # seconds for a child to run at last, as threads.py has it
 _ENDING = 10.0  # seconds for a killed forker to end, which waits for nothing
+# Signals that this process may have handlers for.
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 
 
 class Unanswered(GpusnapError):
@@ -439,14 +441,24 @@ def _fork() -> int:
     with warnings.catch_warnings():
         # Python 3.12 warns where there are threads. The child only forks, and those call the kernel.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
+        pid = -1
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            # Our handlers are the child's until `_in_child`, and what they raise there it would handle as we
+            # do: undo a checkpoint, say, that is ours. A signal waits until it has none of them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+            pid = os.fork()
+        finally:
+            if pid:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return pid
 
 
 def _in_child(end: socket.socket, work: Callable[[socket.socket], None]) -> NoReturn:
     """Do `work` with nothing of the parent's but its end of a pair of sockets, and exit."""
     try:
         gc.disable()  # what it would free closes descriptors by numbers that are others' by now
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        for number in _HANDLED:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -194,6 +194,37 @@ def test_a_forker_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not proc.is_running(forker.pid)
 
 
+def test_a_signal_at_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends the child. Our handler would have it undo what we do."""
+    question_process.end()
+    ran = tmp_path / "ran"
+    fork = os.fork
+
+    def fork_and_interrupt() -> int:
+        pid = fork()
+        if not pid:
+            os.kill(os.getpid(), signal.SIGINT)
+        return pid
+
+    def handle(*_: object) -> None:
+        ran.write_text("by the child")
+        os._exit(1)
+
+    monkeypatch.setattr(os, "fork", fork_and_interrupt)
+    before, mask = signal.signal(signal.SIGINT, handle), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        question_process.start()
+        forker = question_process._State.forker
+        assert forker is not None
+        wait_for(lambda: not proc.is_running(forker.pid), "its end")
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not ran.exists()
+    monkeypatch.undo()
+    assert ask(ME, "x", os.getpid) != ME
+
+
 def test_no_descriptor_is_left() -> None:
     """Of workers and forkers that were ended."""
     question_process.end()
