@@ -31,12 +31,14 @@ import pickle
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from importlib import _bootstrap
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from gpusnap.runtime_shim.deadlines import PATIENCE, wait_for_end
@@ -49,6 +51,8 @@ _NUMBER = struct.Struct("=i")
 _READY = b"r"
 _START = 30.0  # seconds for a child to run at last, as threads.py has it
 _ENDING = 10.0  # seconds for a killed forker to end, which waits for nothing
+# Signals that this process may have handlers for.
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 
 
 class Unanswered(GpusnapError):
@@ -356,7 +360,7 @@ def _stat_each(links: Sequence[str]) -> list[os.stat_result | OSError]:
 def start() -> None:
     """Have the forker there, for questions to come: at best before this process has threads.
 
-    A thread that is importing a module just when it is forked would keep workers from that for good.
+    What a thread holds just when it is forked, such as a lock, workers would wait for in vain.
     """
     with _State.lock, suppress(OSError):  # else the first question says so
         if _State.forker is None:
@@ -439,14 +443,24 @@ def _fork() -> int:
     with warnings.catch_warnings():
         # Python 3.12 warns where there are threads. The child only forks, and those call the kernel.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
+        pid = -1
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            # Our handlers are the child's until `_in_child`, and what they raise there it would handle as we
+            # do: undo a checkpoint, say, that is ours. A signal waits until it has none of them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+            pid = os.fork()
+        finally:
+            if pid:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return pid
 
 
 def _in_child(end: socket.socket, work: Callable[[socket.socket], None]) -> NoReturn:
     """Do `work` with nothing of the parent's but its end of a pair of sockets, and exit."""
     try:
         gc.disable()  # what it would free closes descriptors by numbers that are others' by now
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        for number in _HANDLED:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -465,6 +479,7 @@ def _in_child(end: socket.socket, work: Callable[[socket.socket], None]) -> NoRe
 
 
 def _fork_workers(end: socket.socket) -> None:
+    _forget_unfinished_imports()
     while True:
         data, descriptors, _, _ = socket.recv_fds(end, 1, 1)
         if not data or not descriptors:
@@ -480,6 +495,19 @@ def _fork_workers(end: socket.socket) -> None:
         socket.send_fds(end, [_NUMBER.pack(pid)], found)
         for descriptor in (*descriptors, *found):
             os.close(descriptor)
+
+
+def _forget_unfinished_imports() -> None:
+    """Have a child by fork import anew what other threads of its parent were importing just then.
+
+    They are not there to finish it, and to let go of its lock, for which an import would wait for ever
+    (cpython, Lib/importlib/_bootstrap.py, _ModuleLock and _find_and_load).
+    """
+    for name, module in list(sys.modules.items()):
+        with suppress(Exception):  # anything may be there in place of a module
+            if module.__spec__._initializing:  # type: ignore[union-attr]
+                del sys.modules[name]
+    getattr(_bootstrap, "_module_locks", {}).clear()
 
 
 def _answer_questions(end: socket.socket) -> None:

@@ -196,6 +196,24 @@ def _pass_signals_on(mark: str, is_over: Callable[[], bool]) -> Iterator[_Relay]
             signal.signal(number, handler)
 
 
+@contextmanager
+def ignore_signals() -> Iterator[None]:
+    """Have no second signal break into what cleans up after the first one.
+
+    By handlers that do nothing: what is run meanwhile would inherit SIG_IGN (execve(2)).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # nobody else gets a signal
+        return
+    ours = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in ours}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _worker(podman: int, mark: str) -> int:
     """The runtime that works for Podman at this moment; 0 where there is none."""
     for pid in proc.pids():

@@ -218,8 +218,11 @@ class Layout:
             raise BlobError(
                 f"the blob {wanted.digest} has {wanted.size} bytes, but at most {limit} are allowed"
             )
-        with self.open_blob(wanted.digest, wanted.size) as file:
-            data = file.read(wanted.size + 1)
+        try:
+            with self.open_blob(wanted.digest, wanted.size) as file:
+                data = file.read(wanted.size + 1)
+        except OSError as error:
+            raise BlobError(f"the blob {wanted.digest} cannot be read: {_explain(error)}") from error
         if digest_of(data) != wanted.digest:
             raise BlobError(f"the blob {wanted.digest} does not match its digest")
         return data

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import field
 from typing import Literal
 
-from gpusnap.engines import podman
+from gpusnap.engines import podman, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.tar.archive import entries
@@ -62,20 +62,21 @@ def explain_export_errors(export: Export, runs_on: Callable[[], None] = lambda: 
     try:
         yield
     except (GpusnapError, OciError, OSError, KeyboardInterrupt) as error:
-        said = _make_told_error(error)
-        left = _find_left(export)
-        if left == "running":
-            export.kept = False
-            # First: on a disk that is full nothing could be taken out of a store either.
-            with suppress(OSError):
-                os.unlink(export.archive)
-            runs_on()
-            if (
-                export.whole and "continues to run" not in said.sentence()
-            ):  # else its runtime has said what is so
-                said.add_hint(f"{export.found.name} continues to run")
-            raise said from error
-        raise _make_error_after(export, said, left) from error
+        with podman_work.ignore_signals():  # a second one would leave the archive, and not say how it is
+            said = _make_told_error(error)
+            left = _find_left(export)
+            if left == "running":
+                export.kept = False
+                # First: on a disk that is full nothing could be taken out of a store either.
+                with suppress(OSError):
+                    os.unlink(export.archive)
+                runs_on()
+                if (
+                    export.whole and "continues to run" not in said.sentence()
+                ):  # else its runtime has said what is so
+                    said.add_hint(f"{export.found.name} continues to run")
+                raise said from error
+            raise _make_error_after(export, said, left) from error
     export.kept = False
 
 

@@ -466,10 +466,10 @@ def _import(work: Callable[[], str], name: str, before: set[str]) -> str:
         return work()
     except Killed:
         raise  # the runtime may still be at work in what Podman has made
-    except GpusnapError as error:
-        with suppress(GpusnapError):
+    except (GpusnapError, KeyboardInterrupt) as error:
+        with podman_work.ignore_signals(), suppress(GpusnapError):
             _remove_new(name, before)
-        if (refused := in_use.explain(error, name)) is not None:
+        if isinstance(error, GpusnapError) and (refused := in_use.explain(error, name)) is not None:
             raise refused from error
         raise
 

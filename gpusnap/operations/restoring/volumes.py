@@ -14,7 +14,7 @@ from dataclasses import field, replace
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.volumes import records
-from gpusnap.engines import podman_objects
+from gpusnap.engines import podman_objects, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks.artifact import Artifact
@@ -170,10 +170,10 @@ def report_kept_volumes(choice: VolumeChoice) -> Iterator[None]:
         yield
     except Killed:
         raise  # what Podman had begun may go on
-    except GpusnapError as error:
-        if error.code == CODE:
+    except (GpusnapError, KeyboardInterrupt) as error:
+        if isinstance(error, GpusnapError) and error.code == CODE:
             raise
-        with suppress(GpusnapError):
+        with podman_work.ignore_signals(), suppress(GpusnapError):
             for name in set(named) & (podman_objects.volumes() - before if named else set()):
                 podman_objects.remove_volume(name)
         raise

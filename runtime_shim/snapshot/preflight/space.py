@@ -30,7 +30,7 @@ def check_memory(
     are about to take.
     """
     need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
-    _check_fits(need, "must move to", "this host", _measure_left(reserved))
+    _check_fits_on_host(need, "must move to", reserved)
     _check_fits(need, "must move to", "the container's memory limit", _limit(init))
     _check_own_cgroup(need, "must move to", settings)
 
@@ -41,7 +41,7 @@ def check_memory_to_restore(record: Manifest, settings: Memory, *, reserved: int
     `reserved`: as for `check_memory`.
     """
     need = measure_beside_images(record)
-    _check_fits(need, "must pass through", "this host", _measure_left(reserved))
+    _check_fits_on_host(need, "must pass through", reserved)
     _check_own_cgroup(need, "must pass through", settings)
 
 
@@ -81,6 +81,15 @@ def _check_own_cgroup(need: int, how: str, settings: Memory | None) -> None:
         _check_fits(
             least, how, where, _limit(os.getpid()), hint=f"raise {where}, or set memory.ceiling below it"
         )
+
+
+def _check_fits_on_host(need: int, how: str, reserved: int) -> None:
+    """`reserved`: as for `check_memory`. What they have taken of it already is counted twice."""
+    free = _measure_available()
+    left = None if free is None else max(0, free - reserved)
+    others = reserved > 0 and free is not None and need <= free
+    hint = f"other checkpoints and restores are about to take {human(reserved)}: try again when they are done"
+    _check_fits(need, how, "this host", left, hint=hint if others else "")
 
 
 def _check_fits(need: int, how: str, where: str, free: int | None, *, hint: str = "") -> None:

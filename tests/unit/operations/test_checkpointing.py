@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 import tarfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +27,7 @@ from gpusnap.oci.chunks import writer
 from gpusnap.oci.layout.reference import parse
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space
-from gpusnap.operations.checkpointing import archive
+from gpusnap.operations.checkpointing import archive, failed_export
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing.checkpoint import CheckpointRequest, CheckpointResult
 from gpusnap.progress import Progress
@@ -330,6 +331,33 @@ def test_we_fail_and_it_runs_on(pages: FakePodman, store: Store, monkeypatch: py
     assert (container, before) == (ID, set())
     assert since <= datetime.now(UTC)
     assert os.listdir(store.path + "/staging") == []
+
+
+@pytest.mark.parametrize("leave_running", [True, False])
+def test_a_second_signal(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave_running: bool
+) -> None:
+    """It does not keep us from saying what has become of the container, and leaves no file."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    find_left = failed_export._find_left
+
+    def find_left_interrupted(export: failed_export.Export) -> str:
+        interrupt()
+        return find_left(export)
+
+    fake.first("" if leave_running else fake.ends("inventory.img"))
+    monkeypatch.setattr(failed_export, "_find_left", find_left_interrupted)
+    monkeypatch.setattr(archive, "put", interrupt)
+    place = tmp_path / "out"
+    place.mkdir()
+    with pytest.raises(Interrupted) as raised:
+        made(to=locator.InFile(str(place / "w.tar")), leave_running=leave_running)
+    said = "w continues to run" if leave_running else "podman container restore w restores it"
+    assert said in raised.value.sentence()
+    assert os.listdir(place) == []
 
 
 @pytest.mark.parametrize("to", ["", "oci", "registry.example/w:v1"])

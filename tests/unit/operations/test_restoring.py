@@ -7,12 +7,14 @@ import io
 import json
 import lzma
 import os
+import signal
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from archives import CONFIG_DUMP, listed, record, regions, written
+from checkpoints import tar_of
 from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry
 from kept_checkpoints import an_archive, keep, keep_pages
@@ -21,7 +23,7 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.cli.exit_codes import exit_code
-from gpusnap.engines import podman_work
+from gpusnap.engines import podman, podman_objects, podman_work
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
@@ -30,7 +32,7 @@ from gpusnap.operations.restoring import volumes
 from gpusnap.operations.restoring.restore import RestoreRequest, RestoreResult
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, SettingsError, UsageError
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, SettingsError, UsageError
 from gpusnap.runtime_shim.records.manifest import VERSION, Manifest
 from gpusnap.runtime_shim.settings import Memory, load
 from gpusnap.runtime_shim.snapshot.loading.board import VARIABLE
@@ -274,6 +276,32 @@ def test_nothing_is_left(fake: FakePodman, store: Store, tmp_path: Path, what: s
     with pytest.raises(GpusnapError, match="no GPU fits"):
         restored(InStore(store, "w") if what == "store" else InFile(archive))
     assert (fake.calls()[-1] == f"rm {ID}") is not known
+
+
+def test_a_second_signal(
+    fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It breaks into neither what cleans up after the first one: container and volumes go."""
+    config = {**CONFIG_DUMP, "namedVolumes": [{"volumeName": "data", "dest": "/data"}]}
+    more = {"config.dump": json.dumps(config).encode(), "volumes/data.tar": tar_of({"data": b"data"})}
+    source = Layout(tmp_path / "source").create()
+    archive = written(tmp_path / "in.tar", source, record(regions(source)), more=more)
+    fake.has(status="created")
+    fake.first("echo data >>$F/volumes; kill -INT $PPID; while :; do sleep 0.02; done")
+
+    def interrupted(work: Callable[[str], None]) -> Callable[[str], None]:
+        def work_interrupted(one: str) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            work(one)
+
+        return work_interrupted
+
+    monkeypatch.setattr(podman, "remove", interrupted(podman.remove))
+    monkeypatch.setattr(podman_objects, "remove_volume", interrupted(podman_objects.remove_volume))
+    with pytest.raises(Interrupted, match="podman container restore was interrupted"):
+        restored(InFile(archive))
+    assert fake.calls()[-2:] == [f"rm {ID}", "volume rm data"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_pages_only(fake: FakePodman, store: Store) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakes import wait_for
@@ -192,6 +193,66 @@ def test_a_forker_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     os.kill(child, signal.SIGKILL)
     assert ask(ME, "x", os.getpid) != child
     assert not proc.is_running(forker.pid)
+
+
+def test_a_signal_at_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends the child. Our handler would have it undo what we do."""
+    question_process.end()
+    ran = tmp_path / "ran"
+    fork = os.fork
+
+    def fork_and_interrupt() -> int:
+        pid = fork()
+        if not pid:
+            os.kill(os.getpid(), signal.SIGINT)
+        return pid
+
+    def handle(*_: object) -> None:
+        ran.write_text("by the child")
+        os._exit(1)
+
+    monkeypatch.setattr(os, "fork", fork_and_interrupt)
+    before, mask = signal.signal(signal.SIGINT, handle), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        question_process.start()
+        forker = question_process._State.forker
+        assert forker is not None
+        wait_for(lambda: not proc.is_running(forker.pid), "its end")
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not ran.exists()
+    monkeypatch.undo()
+    assert ask(ME, "x", os.getpid) != ME
+
+
+def test_a_fork_during_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers import what another thread was importing: none waits for its lock."""
+    question_process.end()
+    turn = SimpleNamespace(begun=threading.Event(), over=threading.Event())
+    monkeypatch.setitem(sys.modules, "turn_of_imports", turn)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "long_import.py").write_text(
+        "import os, turn_of_imports as turn\n"
+        f"if os.getpid() == {ME}:\n"
+        "    turn.begun.set()\n"
+        "    turn.over.wait(60)\n"
+        "value = 7\n"
+    )
+    thread = threading.Thread(target=__import__, args=("long_import",))
+    thread.start()
+    try:
+        assert turn.begun.wait(60)
+        assert ask(ME, "x", read_value, "long_import", within=5) == 7
+    finally:
+        turn.over.set()
+        thread.join()
+        question_process.end()
+        del sys.modules["long_import"]
+
+
+def read_value(module: str) -> int:
+    return int(__import__(module).value)
 
 
 def test_no_descriptor_is_left() -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import Refused, printable
+from gpusnap.runtime_shim.errors import Interrupted, Refused, printable
 
 _NAMES = ("pycriu", "google.protobuf")
 _HINT = "install the package python3-pycriu (Debian, Ubuntu) or python3-criu (Fedora)"
@@ -63,6 +63,8 @@ def load() -> Pycriu:
             if is_there():
                 raise _make_broken_error(error) from error
             raise make_missing_error("CRIU's images cannot be read without it") from error
+        except Interrupted:
+            raise
         except Exception as error:  # protobuf refuses what was generated for another release of it
             raise _make_broken_error(error) from error
     payloads = {

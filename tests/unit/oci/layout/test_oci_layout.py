@@ -493,3 +493,16 @@ def test_no_descriptor_is_left(layout: Layout) -> None:
     with pytest.raises(LayoutError):
         Layout(layout.path + "3").read_index()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_document_on_a_disk_that_fails(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the blob."""
+
+    class Failing(io.FileIO):
+        def read(self, _size: int | None = -1, /) -> bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    wanted = layout.add_blob(b"document")
+    monkeypatch.setattr(layout, "open_blob", lambda digest, size: Failing("/dev/null"))
+    with pytest.raises(BlobError, match=f"the blob {wanted.digest} cannot be read: Input/output error"):
+        layout.read_blob(wanted)

@@ -14,13 +14,14 @@ import pytest
 from criu_images import INVENTORY, images
 from fakes import Scene, a_manifest
 
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.errors import Interrupted, Refused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 from gpusnap.runtime_shim.runtime.criu.images.check import check
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
+from gpusnap.runtime_shim.transaction import make_interruptible
 
 CHECKOUT = Path(__file__).parents[4]
 STANDINS = CHECKOUT / "tests/standins"
@@ -52,6 +53,17 @@ def test_missing(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="pycriu is not installed") as caught:
         check(str(tmp_path), "x86_64")
     assert "python3-pycriu (Debian, Ubuntu)" in caught.value.hint
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_a_signal_during_the_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is not blamed for it."""
+    (tmp_path / "pycriu").mkdir()
+    (tmp_path / "pycriu/__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(pycriu_package, "directories", lambda: (str(tmp_path),))
+        with make_interruptible(), pytest.raises(Interrupted, match="stopped by SIGTERM"):
+            pycriu_package.load()
 
 
 @pytest.mark.usefixtures("nowhere")

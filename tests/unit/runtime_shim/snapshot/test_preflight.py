@@ -309,6 +309,22 @@ def test_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.hint == "free some memory"
 
 
+@pytest.mark.parametrize(
+    ("need", "hint"),
+    [
+        (2, "other checkpoints and restores are about to take 3.0 GiB: try again when they are done"),
+        (5, "free some memory"),
+    ],
+)
+def test_memory_that_others_are_about_to_take(monkeypatch: pytest.MonkeyPatch, need: int, hint: str) -> None:
+    """It is short for a moment only, where there would be enough without them."""
+    monkeypatch.setattr(space, "_limit", lambda _: None)
+    monkeypatch.setattr(space, "_measure_available", lambda: 4 * GIB)
+    with pytest.raises(Refused, match=r"this host leaves only 1\.0 GiB") as caught:
+        space.check_memory({1: need * GIB}, 1, reserved=3 * GIB)
+    assert caught.value.hint == hint
+
+
 def test_available() -> None:
     """This host's own figure is a number that can be true."""
     available = space._measure_available()
