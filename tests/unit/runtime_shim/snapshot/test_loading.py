@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import resource
@@ -577,6 +578,7 @@ def test_digests_are_part_of_the_contents(record: Manifest) -> None:
 @contextmanager
 def limit_descriptors(more: int) -> Iterator[None]:
     """This process may open so many files more than it has open."""
+    gc.collect()  # what other tests left closes its files now, and not after they were counted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + more, hard))
     try:
