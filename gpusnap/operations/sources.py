@@ -97,12 +97,13 @@ def layout_of(
 
 def take_chunks(staging: Staging, chunks: Iterable[Descriptor]) -> None:
     """Have in the staging what the store has of them. Raises BlobError for one that is in neither."""
-    for each in chunks:
-        if not staging.layout.has_blob(each.digest, each.size) and not staging.take(each.digest, each.size):
-            raise BlobError(
-                f"the chunk {each.digest} of {each.size} bytes is neither in the checkpoint nor in the store "
-                f"{os.path.dirname(os.path.dirname(staging.path))}"
-            )
+    nowhere = staging.take_all(staging.layout.list_missing(chunks))
+    if nowhere:
+        first = nowhere[0]
+        raise BlobError(
+            f"the chunk {first.digest} of {first.size} bytes is neither in the checkpoint nor in the store "
+            f"{os.path.dirname(os.path.dirname(staging.path))}"
+        )
 
 
 def take_in(
