@@ -1,4 +1,4 @@
-"""Whether the driver's threads in a process get on while it answers a call, and help where they do not.
+"""Watches the driver's threads in a process during a call, and helps them if they are blocked.
 
 The driver works in a thread of the process, its restore thread, which uses the C library of the process. A
 thread that was stopped while it held one of that library's locks (fork takes those of malloc and stdio)

@@ -1,4 +1,4 @@
-"""GPU files that a process inherited by fork and never used: found, and replaced where they are.
+"""Finds GPU files that a process inherited by fork and never used, and replaces them in place.
 
 The workers of PyTorch's DataLoader are children by fork of a CUDA process. They hold all of its device files,
 open and mapped, and use none of them: CUDA refuses to work in such a child. The driver takes the parent's

@@ -1,4 +1,4 @@
-"""The GPU processes of a container, locked together.
+"""Locks the GPU processes of a container together.
 
 The driver locks a process when the GPU work that it has under way is done, and lets it begin no other. Ranks
 wait for each other on the GPU: a collective of NCCL's ends on one GPU when all others have begun it. So a
