@@ -1,4 +1,4 @@
-"""Bring a suspended container back onto its GPUs, or onto others that it can see.
+"""Brings a suspended container back onto its GPUs, or onto others that it can see.
 
     load → plan → hold → fill (what is in a store) → driver restore → freeze → let it go on (the engine)
 
