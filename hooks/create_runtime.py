@@ -1,4 +1,4 @@
-"""The stage createRuntime: keeps which GPUs a container was given (runtime-spec, config.md, createRuntime).
+"""The stage createRuntime: records the GPUs that a container was given (runtime-spec, config.md).
 
 The runtime runs it on the host when the container's namespaces exist and its program has not been started.
 """

@@ -1,4 +1,4 @@
-"""Files that may be anything: read within bounds, and never waited for."""
+"""Reads files that may be anything: with a size limit, and without waiting."""
 
 from __future__ import annotations
 

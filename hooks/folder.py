@@ -1,4 +1,4 @@
-"""The name of the folder of gpusnap.hooks.place, for who only looks whether there is anything in it."""
+"""The name of the directory of gpusnap.hooks.place, for callers that only check whether it is empty."""
 
 from __future__ import annotations
 

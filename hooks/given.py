@@ -1,4 +1,4 @@
-"""What a container is given of GPUs, read from its configuration (runtime-spec, config-linux.md, Devices).
+"""Finds the GPUs that a container is given, in its configuration (runtime-spec, config-linux.md, Devices).
 
 NVIDIA: the nodes /dev/nvidia*, and the driver's files as nvidia-ctk's CDI specification mounts them. AMD:
 /dev/kfd, with the render nodes in /dev/dri; those alone may belong to any other GPU.

@@ -1,7 +1,7 @@
 """The files that make Podman run the hooks: oci-hooks(5), version 1.0.0, one for each stage.
 
-A file is ours when it is, byte for byte, what `files` makes of the program and the choices that stand in it;
-one that somebody changed is his. Each file is put in place in one step.
+A file is ours if it is, byte for byte, what `files` makes of the program and the choices in it. If somebody
+changed it, it is theirs. Each file is put in place in one step.
 
 hooks.d has no condition for "has a GPU": Podman leaves no annotation for --device, and `hasBindMounts` counts
 the volumes of the user, not CDI's mounts (libpod, setupOCIHooks). So the hooks run for every container and

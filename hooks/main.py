@@ -4,9 +4,9 @@
     gpusnap-hook createRuntime                     a container's state on stdin
     gpusnap-hook poststop                          a container's state on stdin
 
-No container may fail of a hook, so the exit code is always 0, and an error is one line on stderr; precreate
-then prints the configuration as it came, byte for byte. Every container of the host may pay for what is
-imported here, so a stage's module is imported once it is certain that it has something to do.
+No hook may make a container fail, so the exit code is always 0, and an error is one line on stderr. precreate
+then prints the configuration as it came, byte for byte. Every container of the host may pay for imports here,
+so a stage's module is imported only when it certainly has something to do.
 """
 
 from __future__ import annotations

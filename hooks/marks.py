@@ -1,4 +1,4 @@
-"""The quick look at a configuration, before anything is imported to parse it."""
+"""Checks a configuration quickly for a GPU, before anything is imported to parse it."""
 
 from __future__ import annotations
 

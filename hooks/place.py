@@ -1,4 +1,4 @@
-"""Where gpusnap keeps what it knows of running containers: a folder each, gone with the next boot.
+"""The directories for what gpusnap knows of running containers, one for each; a reboot removes them.
 
     /run/gpusnap/containers/      0700
         ID/                       0700, made at createRuntime, removed at poststop

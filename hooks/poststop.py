@@ -1,4 +1,4 @@
-"""The stage poststop: forgets a container that is gone (runtime-spec, config.md, Poststop)."""
+"""The stage poststop: removes the record of a container that is gone (runtime-spec, config.md, Poststop)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage precreate: Podman's own, which hands over a container's configuration before it is created.
+"""Podman's stage precreate, which passes on a container's configuration before the container is created.
 
 Podman gives the configuration on stdin and takes it back from stdout, after CDI's edits and before the
 runtime sees it (libpod, setupOCIHooks; containers/common, pkg/hooks/exec/runtimeconfigfilter.go). What is

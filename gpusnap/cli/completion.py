@@ -1,7 +1,7 @@
 """Completion of command lines by the shell: click's own, and names in stores and of containers.
 
-bash takes a colon for the end of a word, and names of checkpoints have some; so its function is ours, and
-gives the line as it is. Nothing here may fail or wait long: a completion that cannot be had is none.
+bash ends a word at a colon, and names of checkpoints contain colons. So we use our own function, which passes
+the line as it is. Nothing here may fail or wait long; if there is no quick answer, there is no completion.
 """
 
 from __future__ import annotations

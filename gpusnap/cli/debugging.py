@@ -1,4 +1,4 @@
-"""`gpusnap --debug`: programs that are run, steps as they begin, and where an error is from, on stderr."""
+"""`gpusnap --debug`: shows programs that are run, steps as they begin, and where errors come from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where `gpusnap` starts and ends.
 
-Ctrl-C while its modules are imported ends it at once, without a traceback. At its end, when all else that
-Python does has been done, it does not wait for Python to take apart some hundred modules, 30 ms of computing.
+Ctrl-C while the modules are imported ends gpusnap at once, without a traceback. At the end, when Python has
+done everything else, gpusnap does not wait for it to take apart some hundred modules, which takes 30 ms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The exit codes of `gpusnap`, and which error has which; the docs of the commands list them from here."""
+"""The exit codes of `gpusnap`, and the code of each error; the documentation lists them from here."""
 
 from __future__ import annotations
 

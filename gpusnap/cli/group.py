@@ -1,4 +1,4 @@
-"""The commands of `gpusnap`, by the modules that have them: a module is imported when its command is run."""
+"""The commands of `gpusnap`, by module: a module is imported when its command is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of the rules of what is kept: for `prune`, and for `schedule`, which has it run."""
+"""The options for retention rules: for `prune`, and for `schedule`, which runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands that move checkpoints say of it: copy, push, pull."""
+"""The messages of commands that move checkpoints: copy, push, pull."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rows with a name each, which is never cut or broken: what `gpusnap ls`, `history`, `prune` and `ps` print.
+"""Rows for `gpusnap ls`, `history`, `prune` and `ps`, with a name each, which is never cut or broken.
 
-Columns that a terminal has no room for are left out. Where that is not enough, a name has a line of its own,
-and the rest is below it.
+Columns for which the terminal has no room are left out. If that is not enough, a name gets its own line, and
+the rest is below it.
 """
 
 from __future__ import annotations

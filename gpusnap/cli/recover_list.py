@@ -1,4 +1,4 @@
-"""What waits for `gpusnap recover`, as lines for people and as JSON."""
+"""Lists what `gpusnap recover` would handle, as lines for people and as JSON."""
 
 from __future__ import annotations
 

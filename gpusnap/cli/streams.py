@@ -1,8 +1,8 @@
 """stdout and stderr of a command whose reader may go away, as in `gpusnap ls | head -1`.
 
-What nobody reads is dropped, and the command goes on: a checkpoint is not cut off in its middle, and the exit
-code is that of the work. Another failure to write, as on a full disk, is raised once. Python would raise
-either again when it flushes at its end, with a traceback and the exit code 120.
+Output that nobody reads is dropped, and the command continues: a checkpoint is not cut off in the middle, and
+the exit code is that of the work. Any other failure to write, such as a full disk, is raised once. Python
+would raise both again when it flushes at its end, with a traceback and the exit code 120.
 
 What is written is in the locale's encoding. That of C or POSIX is ASCII here, where Python would write UTF-8
 (PEP 540). A character that an encoding does not have is replaced by ASCII that looks like it, or is escaped.

@@ -1,8 +1,8 @@
 """`gpusnap copy`: a checkpoint from any place to any other; push and pull are those to and from a registry.
 
-What the destination has already is not sent, or written, again. In a store a copy is named once all of it is
-there, in a registry its manifest comes last, and a file has its name when it is whole: what was killed leaves
-nothing false. A store and a registry keep what came, for the next time.
+Blobs that the destination already has are not sent or written again. A copy in a store gets its name when all
+of it is there, a registry gets the manifest last, and a file gets its name when it is complete. So a killed
+copy leaves nothing wrong. A store and a registry keep what has arrived, for the next time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The files that lie in a checkpoint beside its chunks, and those of its rootfs: by name, size and content.
+"""Compares the files beside a checkpoint's chunks, and those of its rootfs: by name, size and content.
 
 Archives are read as streams, nothing is unpacked. The names are those of Podman's archive.
 """

@@ -1,7 +1,7 @@
-"""Whether what Podman will export of a container has room, asked before anything is done to it.
+"""Checks that there is room for Podman's export of a container, before anything is done to it.
 
-If Podman runs out of room while it exports, a container with --rm is gone: Podman removes it with its
-checkpoint. All of it is an upper bound: what compresses, or is there from an earlier checkpoint, takes less.
+If Podman runs out of room while it exports, a container with --rm is lost, because Podman removes it with its
+checkpoint. All figures are upper bounds: data that compresses, or that an earlier checkpoint has, takes less.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where a checkpoint comes from, to look at it: an archive, a directory of images, a store, or a registry.
+"""Opens a checkpoint for reading: an archive, a directory of images, a store, or a registry.
 
-Of one in a registry the manifests and the config are read; anything else is fetched only when it is asked
-for, into a temporary folder.
+From a registry, only the manifests and the config are read. Anything else is fetched on demand, into a
+temporary directory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The processes of a checkpoint, read from wherever it is: CRIU's images, and what the manifest adds.
 
-An archive is read as a stream, once; nothing is unpacked. Of the images of pages only the few bytes that are
-command lines are kept, where the images that say where these are come before them, as engines write them.
+An archive is read as a stream, once; nothing is unpacked. From the images of pages, only the few bytes that
+are command lines are kept. This needs the images that say where these are to come first, as engines write
+them.
 """
 
 from __future__ import annotations

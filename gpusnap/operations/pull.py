@@ -1,4 +1,4 @@
-"""A checkpoint out of a registry, into a staging of a store: what is there of it does not come again."""
+"""Fetches a checkpoint from a registry into a staging directory of a store, without blobs that it has."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Restored containers that run while their Podman says otherwise: found, and ended for whoever says so.
+"""Finds restored containers that run although Podman says otherwise, and ends them on request.
 
-See runtime_shim/snapshot/restored_containers.py for how they come about. Each is asked for at the Podman that
-had it restored. A container that Podman lists as running or paused is never named here, and none is ended but
-by its ID or its name.
+runtime_shim/snapshot/restored_containers.py explains how this happens. For each container, gpusnap asks the
+Podman that had it restored. It never names a container that Podman lists as running or paused, and ends one
+only by its ID or its name.
 """
 
 from __future__ import annotations

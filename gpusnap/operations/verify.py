@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what its digests say, wherever it is, and what a damaged blob belongs to."""
+"""Checks a checkpoint against its digests, wherever it is, and says what a damaged blob belongs to."""
 
 from __future__ import annotations
 

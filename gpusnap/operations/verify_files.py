@@ -1,4 +1,4 @@
-"""Whether a checkpoint in an archive, or in a directory of images, is what its digests say."""
+"""Checks a checkpoint in an archive, or in a directory of images, against its digests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Bring processes back whose GPU state the driver has taken, by what the journal says of them.
+"""Resumes processes whose GPU state the driver has taken, by what the journal says of them.
 
-Memory of a process that runs is never touched. One that stands, and whose regions are still mapped, has them
-filled from the layout (again, if need be: the bytes are the same) or from files of the stage; then the driver
-restores it and it goes on.
+gpusnap never touches the memory of a running process. If a process is stopped and its regions are still
+mapped, gpusnap fills them from the layout (again, if need be: the bytes are the same) or from files of the
+stage. Then the driver restores the process and it continues.
 """
 
 from __future__ import annotations

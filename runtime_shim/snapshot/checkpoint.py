@@ -2,18 +2,17 @@
 
     inspect → prepare → lock → driver checkpoint → pages → [write →] dump [→ resume → write] → sync → manifest
 
-Until CRIU has dumped the container each step is undone when a later one fails: the GPU processes get their
-memory back and run on, and what was written is taken away. After the dump there is no way back without
---leave-running, because the container is gone; so the manifest is on disk by then, and only has to be
-renamed.
+Until CRIU has dumped the container, each step is undone if a later one fails: the GPU processes get their
+memory back and run on, and written data is removed. After the dump without --leave-running there is no way
+back, because the container is gone. So the manifest is on disk by then, and only has to be renamed.
 
-A container that is paused, as containerd has it, is held still and thawed for the driver's work, and paused
-for the dump and afterwards; see snapshot/gpu_processes/paused_container.py. One that runs is paused for the
-dump, if need be; see snapshot/gpu_processes/dump_pause.py.
+A paused container, as containerd has it, is kept stopped and thawed for the driver's work, and paused for the
+dump and afterwards; see snapshot/gpu_processes/paused_container.py. A running one is paused for the dump, if
+need be; see snapshot/gpu_processes/dump_pause.py.
 
-Of a container that is suspended (snapshot/suspended_containers/) the driver has taken the GPU state already.
-It is dumped as it stands, its memory is written from where it is kept, no GPU is asked, and it stays
-suspended.
+For a suspended container (snapshot/suspended_containers/), the driver has already taken the GPU state.
+gpusnap dumps the container as it is, writes its memory from where it is kept, and asks no GPU. The container
+stays suspended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the manifest says of a container that is about to be dumped."""
+"""Collects what the manifest says about a container that is about to be dumped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The real runtime at a restore: we work beside it, and watch it.
+"""Runs the real runtime at a restore, works beside it, and watches it.
 
-It runs in a thread, so that a signal ends a restore at any moment, and so does a log of CRIU's without end.
-Without --detach it stays until the container ends, while the GPUs come back.
+It runs in a thread, so a signal can end a restore at any moment, and so can a CRIU log that grows without
+end. Without --detach, it stays until the container ends, while the GPU state is restored.
 
 A limit on the size of files (setrlimit(2), RLIMIT_FSIZE) would not do for the log: it would hold as well for
 the container's own files, which CRIU writes and whose size it sets (deleted files, memfds, tmpfs).

@@ -1,4 +1,4 @@
-"""Threads that a killed gpusnap held by ptrace: their registers and signal masks, which it had on file."""
+"""Threads that a killed gpusnap held by ptrace: restores their registers and signal masks from files."""
 
 from __future__ import annotations
 

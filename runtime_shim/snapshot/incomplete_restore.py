@@ -1,16 +1,16 @@
-"""What is left of a container that a restore did not complete, where its runtime knows nothing of it.
+"""Finds what an incomplete restore left of a container that its runtime does not know.
 
-crun and runc write down a container when CRIU is done with it. Are they killed before, or CRIU is, then the
-processes that were restored so far stand there, and `delete` says that there is no such container. They are
-found by what was known before the restore began:
+crun and runc record a container when CRIU is done with it. If they or CRIU are killed before, the processes
+restored so far stay stopped, and `delete` says that there is no such container. They are found by what was
+known before the restore began:
 
     marked      CRIU, and what has not yet got its own environment back (runtime/criu/scratch_files.py)
     own         a process that began after the restore did, whose root is the container's root file system,
                 and whose cgroup is the container's own or the one that gpusnap was called in, where CRIU
                 leaves processes if it is told to ignore cgroups; and what descends from such a process
 
-Only what is both is killed, by pidfd: another container may have the same file system for its root, and a
-cgroup of the same name may be another engine's.
+Only a process that is both is killed, by pidfd: another container may have the same root file system, and a
+cgroup with the same name may be another engine's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Put right what a killed gpusnap left: processes that stand still, their GPU memory in files or in RAM.
+"""Repairs what a killed gpusnap left: stopped processes, with their GPU memory in files or in RAM.
 
-Memory of a process that runs is never touched. One that stands, and whose regions are still mapped, has them
-filled from the layout (again, if need be: the bytes are the same), then the driver restores it and it goes
-on. Where CRIU had dumped and ended them all, the checkpoint gets its name.
+gpusnap never touches the memory of a running process. If a process is stopped and its regions are still
+mapped, gpusnap fills them from the layout (again, if need be: the bytes are the same). Then the driver
+restores the process and it continues. If CRIU had dumped and ended all processes, the checkpoint gets its
+name.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""What a killed restore leaves to be taken away: half a container. Its checkpoint is unharmed.
+"""Removes what a killed restore left: half a container. Its checkpoint is unharmed.
 
-What was begun, and how far it came, its record says (restore_record.py).
+Its record says what was begun, and how far it came (restore_record.py).
 
-The real runtime goes on when gpusnap is killed, so there may be a container whose processes stand and miss
-their GPU state. Podman waits for it, and holds its lock, until it is gone: conmon reads what the container
-would say. Is the runtime killed, too, it knows no such container, whose processes may stand all the same:
-incomplete_restore.py finds them. `recover` lets that runtime end, and removes the container and what else is
-left, but never one that runs: one that had come up just then, or a later one of the same ID. The entry may be
-days old, and then says nothing of what runs; the driver does. Incomplete is only a container with a process
-whose GPU state the driver has not given back: none runs like that, and no other sign counts.
+The real runtime continues when gpusnap is killed, so a container may exist whose processes are stopped
+without their GPU state. Podman waits for it and holds its lock until it is gone: conmon reads what the
+container would print. If the runtime is killed too, it knows no such container, but the processes may still
+be there, stopped; incomplete_restore.py finds them. `recover` lets that runtime end, and removes the
+container and other leftovers. It never removes a container that runs: one that had come up just then, or a
+later one with the same ID. The entry may be days old, so it does not show what runs now; the driver does. A
+container is incomplete only if the driver has not given back the GPU state of one of its processes: no
+container runs like that, and no other sign counts.
 
-But where memory was still on its way into the processes (loading/demand_paging.py), the kernel has ended
-those that waited for it, and what the driver says of another one may be true of memory that never came. No
-process went on by then, which the entry says (`arriving`): the container is incomplete, whatever runs in it.
+There is one exception. If memory was still arriving in the processes (loading/demand_paging.py), the kernel
+has ended those that waited for it, and the driver's answer for another one may refer to memory that never
+came. No process had continued by then, as the entry says (`arriving`), so the container is incomplete,
+whatever runs in it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A restore of a container whose checkpoint holds GPU state.
+"""Restores a container whose checkpoint contains GPU state.
 
     plan → restore (the real runtime, CRIU) → driver restore → unlock
 
-What can refuse does so before the runtime is called. After that a failure kills what was restored: there is
-never half a container. The runtime runs as our child with descriptors 0 to 2 untouched, because CRIU gives
-them to the container; its init becomes a child of whoever reaps for us (conmon, containerd's shim), as
-without us. Only a restore that is killed leaves half a container; see recover_restore.py.
+Whatever can refuse does so before the runtime is called. After that, a failure kills what was restored: there
+is never half a container. The runtime runs as our child with descriptors 0 to 2 untouched, because CRIU gives
+them to the container. As without gpusnap, the container's init becomes a child of the reaper (conmon,
+containerd's shim). Only a killed restore leaves half a container; see recover_restore.py.
 """
 
 from __future__ import annotations

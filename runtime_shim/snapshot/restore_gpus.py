@@ -1,4 +1,4 @@
-"""What a restore does when the processes are back, and stand: their devices, then their GPU memory."""
+"""The part of a restore after the processes are back, and stopped: their devices, then their GPU memory."""
 
 from __future__ import annotations
 

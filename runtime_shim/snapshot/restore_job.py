@@ -1,4 +1,4 @@
-"""One restore under way: what its steps know and hand on (restore.py has their order)."""
+"""The state of one restore that its steps share (restore.py has their order)."""
 
 from __future__ import annotations
 

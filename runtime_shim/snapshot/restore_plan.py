@@ -1,7 +1,7 @@
-"""What a restore does before the runtime is called: GPUs are chosen, files prepared.
+"""The part of a restore before the runtime is called: chooses GPUs and prepares files.
 
-Nothing of the container is there yet, and whatever can refuse does so here. The bytes of the memory begin to
-come first, as they take longest.
+The container does not exist yet, so whatever can refuse does so here. Loading of the memory starts first,
+because it takes longest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The record of a restore that is under way: what was begun, and how far it has come.
+"""The record of a running restore: what was begun, and how far it has come.
 
     /run/gpusnap/journal/<key>.restore      written before config.json is changed, and again at each
                                             stage; removed when the container runs with its GPU state, or

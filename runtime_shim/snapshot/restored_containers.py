@@ -1,10 +1,10 @@
-"""Containers that Podman had restored and may never have heard of: it was killed, or told of a failure.
+"""Restored containers that Podman may not know of: it was killed, or was told of a failure.
 
-conmon and gpusnap-runtime go on when Podman is killed, and the container runs with its GPU memory, while
-Podman says that it does not run, or knows none of that ID; `podman rm` leaves it. The like is left where
-gpusnap-runtime is killed when all is done and it has not yet said so. So gpusnap-runtime writes down what it
-knows of each container that it restored for a Podman (journal.RESTORED): whoever asks that Podman can tell.
-Nothing is ended for the file's sake: a container may have been at work for hours.
+conmon and gpusnap-runtime continue when Podman is killed, and the container runs with its GPU memory. Podman
+says that it does not run, or does not know its ID, and `podman rm` does not end it. The same happens if
+gpusnap-runtime is killed when all is done but not yet reported. So gpusnap-runtime records what it knows of
+each container that it restored for a Podman (journal.RESTORED), so that later commands can ask that Podman.
+The file alone is no reason to end a container: it may have been at work for hours.
 
 A file counts while the container's init lives, known by PID and start time. Those of others are removed
 whenever gpusnap restores, checkpoints or recovers.

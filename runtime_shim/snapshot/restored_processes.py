@@ -1,4 +1,4 @@
-"""The processes that came back with a restore: those of the manifest are there, and it has forgotten none."""
+"""Checks the processes of a restore against the manifest: none is missing, and none is unlisted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpusnap recover: what puts right what a killed gpusnap left."""
+"""`gpusnap recover`: repairs what a killed gpusnap left."""
 
 from __future__ import annotations
 

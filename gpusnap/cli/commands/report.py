@@ -1,4 +1,4 @@
-"""`gpusnap report`: one file for a report of a bug."""
+"""`gpusnap report`: writes one file for a bug report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpusnap schedule`: have systemd checkpoint a container again and again."""
+"""`gpusnap schedule`: has systemd checkpoint a container periodically."""
 
 from __future__ import annotations
 

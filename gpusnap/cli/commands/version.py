@@ -1,4 +1,4 @@
-"""`gpusnap version`: the versions of all that gpusnap works with."""
+"""`gpusnap version`: the versions of everything that gpusnap works with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `podman container checkpoint` and `restore` that gpusnap does otherwise: each says how."""
+"""Options of `podman container checkpoint` and `restore` that gpusnap replaces: each says by what."""
 
 from __future__ import annotations
 

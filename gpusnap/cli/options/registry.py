@@ -1,7 +1,7 @@
-"""The options that say how a registry is spoken to, as Podman and skopeo have them.
+"""The options for access to a registry, as Podman and skopeo have them.
 
-What they say goes into the environment while the command runs: what a restore fetches is fetched by the
-runtime, several processes on. A password of --creds is in a file of this process' memory alone.
+Their values are in the environment while the command runs, because the runtime, several processes further
+down, fetches what a restore needs. A password of --creds is only in a file in this process's memory.
 """
 
 from __future__ import annotations

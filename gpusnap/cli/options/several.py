@@ -1,4 +1,4 @@
-"""One command for several containers or checkpoints: each is done on its own, and none stops the others."""
+"""Runs a command on several containers or checkpoints: each on its own, and no failure stops the others."""
 
 from __future__ import annotations
 

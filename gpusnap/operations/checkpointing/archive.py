@@ -1,7 +1,7 @@
 """The archive that `gpusnap checkpoint --to FILE` makes: where it may go, and how it gets its name.
 
-It is written beside its place under a name of its own, so that nobody takes half of it for a checkpoint, and
-it replaces no file.
+gpusnap writes it beside its final place under a temporary name, so that nobody takes an incomplete file for a
+checkpoint. It replaces no file.
 """
 
 from __future__ import annotations

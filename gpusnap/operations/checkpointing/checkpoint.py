@@ -1,10 +1,10 @@
 """`gpusnap checkpoint`: a running container becomes an artifact in a store or a registry, or an archive.
 
-Podman does the checkpoint, and gpusnap-runtime puts all memory straight into the store, so that what Podman
-exports is small; that is taken apart into the records of the same artifact. An error after Podman ended the
-container loses nothing: the checkpoint is in Podman's storage, too, and where Podman removes that at the
-container's end (--rm), what it exported stays; see failed_export.py. Only if Podman's own export fails is
-such a container gone, which is why its room is looked for first; see disk_space.py.
+Podman makes the checkpoint, and gpusnap-runtime puts all memory directly into the store, so Podman's export
+is small. gpusnap splits that export into the records of the same artifact. An error after Podman ended the
+container loses nothing, because the checkpoint is in Podman's storage, too. If Podman removes that at the
+container's end (--rm), its export stays; see failed_export.py. Such a container is lost only if Podman's own
+export fails, so gpusnap checks for room first; see disk_space.py.
 """
 
 from __future__ import annotations

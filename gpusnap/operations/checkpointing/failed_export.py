@@ -1,7 +1,8 @@
-"""What is left of a container whose checkpoint failed once Podman had ended it, and how that is kept.
+"""Keeps what is left of a container if its checkpoint failed after Podman had ended the container.
 
 Podman has the checkpoint in its storage, unless the container was to be removed at its end (--rm, as all of
-Quadlet's are): then what Podman exported is all there is, and stays. What is said is looked up, not assumed.
+Quadlet's are). Then Podman's export is the only copy, and stays. The message says what was found, not what is
+assumed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a restore needs of others, asked for before its own modules are imported.
+"""Starts the slow requests of a restore before the restore's own modules are imported.
 
-Podman takes 40 ms to list its containers, what a manifest is checked with 50 ms to be imported, the modules
-60 ms, and those of the load process 70 ms. At the same time they take as long as the longest.
+Podman takes 40 ms to list its containers. Importing takes 50 ms for the code that checks manifests, 60 ms for
+the modules, and 70 ms for those of the load process. In parallel, all of them take as long as the longest.
 """
 
 from __future__ import annotations

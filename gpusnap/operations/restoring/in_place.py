@@ -1,16 +1,16 @@
-"""A restore into the container that the checkpoint ended, which Podman keeps, stopped, under its name.
+"""Restores into the stopped container that the checkpoint ended, which Podman keeps under its name.
 
-Podman restores it from its own storage then, as `podman container restore CONTAINER` does. An import would
-need the container removed first. Nothing can be lost in place: what the container has beside its checkpoint
-(volumes, logs, its pod, what depends on it) stays, and where the restore fails, Podman leaves the container
+Podman then restores it from its own storage, as `podman container restore CONTAINER` does; an import would
+need the container removed first. Nothing can be lost in place: everything that the container has beside its
+checkpoint (volumes, logs, its pod, its dependents) stays. If the restore fails, Podman leaves the container
 and its images as they were (libpod, Container.restore: both change only after a success).
 
-Podman puts the files of the checkpoint back over the container's own (rootfs-diff.tar, in its storage): what
-somebody changed or removed in the stopped container, as `podman cp` does, comes back. What was added stays.
+Podman puts the files of the checkpoint back over the container's own (rootfs-diff.tar, in its storage). Files
+that somebody changed or removed in the stopped container, as with `podman cp`, come back. Added files stay.
 
-It is done only where Podman has that very checkpoint: the container has the ID and the name of the one in the
+This is done only if Podman has that very checkpoint: the container has the ID and the name of the one in the
 archive, a checkpoint ended it and it was not started since, and the images in Podman's storage are those in
-the archive. Anything else that has the name is left alone.
+the archive. Any other container with that name is left alone.
 """
 
 from __future__ import annotations

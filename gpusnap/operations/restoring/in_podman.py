@@ -1,7 +1,7 @@
-"""What Podman has of a container whose checkpoint a store does not have under its name.
+"""Finds Podman's own checkpoint of a container, if the store has none under its name.
 
-If the command `gpusnap checkpoint` is killed, Podman and its runtime complete the checkpoint all the same,
-and nobody gives it a name in the store. The container has ended; `podman container restore` continues it.
+If the command `gpusnap checkpoint` is killed, Podman and its runtime still complete the checkpoint, but
+nobody gives it a name in the store. The container has ended; `podman container restore` continues it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Podman says of a restore for which something is in use already, in terms of what to do about it.
+"""Turns Podman's errors about names, ports and addresses in use into messages that say what to do.
 
 The words are those of libpod (bindPort, CRImportCheckpoint), of containers/storage, and of netavark's IPAM in
 containers/common.

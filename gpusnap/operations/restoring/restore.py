@@ -1,4 +1,4 @@
-"""`gpusnap restore`: a container again, from a store, a registry, or an archive.
+"""`gpusnap restore`: restores a container from a store, a registry, or an archive.
 
 Podman gets a small archive of the records; gpusnap-runtime finds the memory in the store, and fetches what
 that lacks from the registry while CRIU restores.

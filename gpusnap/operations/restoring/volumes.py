@@ -1,8 +1,8 @@
-"""The named volumes of a container that is restored: what Podman shall do with them, asked before it begins.
+"""Decides what Podman does with the named volumes of a restored container, before it begins.
 
-Podman takes a volume that it has already as it is, or refuses; all volumes of a container alike
-(`--ignore-volumes`), and with that option it makes one that it lacks, empty (libpod, pkg/checkpoint and
-Container.restore). Here none is overwritten, and none becomes empty unless that was asked for.
+Podman uses an existing volume as it is, or refuses, for all volumes of a container alike
+(`--ignore-volumes`). With that option, it makes missing volumes, empty (libpod, pkg/checkpoint and
+Container.restore). gpusnap overwrites no volume, and makes none empty unless that was requested.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Containers off their GPUs and back: which one is meant, what its engine has to do, and what RAM is left."""
+"""Suspends and resumes containers: which one is meant, what its engine does, and how much RAM is left."""

@@ -1,8 +1,8 @@
-"""What suspend, resume and swap need of others, asked for before their own modules are imported.
+"""Starts the slow requests of suspend, resume and swap before their own modules are imported.
 
-Podman takes 40 ms to tell of a container, NVIDIA's driver 0.2 to 0.5 s until it can be called (cuInit,
-nvmlInit), and the modules 0.1 s. At the same time they take as long as the longest. Nothing is decided here:
-each of them is asked again, or waited for, where its answer counts, and fails there.
+Podman takes 40 ms to describe a container, NVIDIA's driver 0.2 to 0.5 s until it can be called (cuInit,
+nvmlInit), and the modules 0.1 s. In parallel, they take as long as the longest. Nothing is decided here: each
+of them is asked again, or waited for, where its answer counts, and fails there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RAM for suspended containers: `suspend.ram`, and what is done where it is not enough."""
+"""The RAM for suspended containers: `suspend.ram`, and what happens if it is not enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that a container of Podman's names for before a suspend and after a resume."""
+"""Runs the commands that a Podman container names for before a suspend and after a resume."""
 
 from __future__ import annotations
 

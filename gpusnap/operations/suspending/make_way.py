@@ -1,4 +1,4 @@
-"""Which container a suspended one could be swapped with, where its GPUs have too little memory free."""
+"""Suggests a container to swap with, if a suspended container's GPUs have too little free memory."""
 
 from __future__ import annotations
 

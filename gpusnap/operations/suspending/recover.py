@@ -1,4 +1,4 @@
-"""What `gpusnap recover` does of suspended containers."""
+"""The part of `gpusnap recover` for suspended containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpusnap resume`: containers back on GPUs, whatever engine runs them."""
+"""`gpusnap resume`: puts containers back on GPUs, whatever engine runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpusnap suspend --spill`: the GPU memory of suspended containers from RAM into the store."""
+"""`gpusnap suspend --spill`: moves the GPU memory of suspended containers from RAM into the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpusnap suspend`: containers off their GPUs, whatever engine runs them."""
+"""`gpusnap suspend`: takes containers off their GPUs, whatever engine runs them."""
 
 from __future__ import annotations
 

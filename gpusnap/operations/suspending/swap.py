@@ -1,12 +1,12 @@
-"""`gpusnap swap`: one container off the GPU, another on.
+"""`gpusnap swap`: takes one container off the GPU, and puts another on.
 
-What the second needs and no GPU has to do with is done while the first is suspended: both are looked at, the
-plan is made, and what was spilled of the second is read from the store into RAM. Its driver's restore begins
-when the first is off: they are swapped because there is no room for both.
+While the first is suspended, the work for the second that needs no GPU is done: both are checked, the plan is
+made, and the spilled memory of the second is read from the store into RAM. The driver restores the second
+when the first is off, because there is no room for both.
 
-Who else acts meanwhile: whoever resumes, suspends or removes the second takes its lock, which the swap has
-only when the first is suspended. It then finds the second in another state and says so; the first comes
-back, unless the second runs.
+Other commands may act meanwhile. A command that resumes, suspends or removes the second takes its lock, which
+the swap takes only when the first is suspended. The swap then finds the second in another state and says so.
+It resumes the first, unless the second runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The container that a NAME means, by its engine: Podman's, or else containerd's.
+"""Finds the container that a NAME means, by its engine: Podman's, or else containerd's.
 
-A name without more is Podman's; where Podman knows none, it is a task of containerd by that ID, which may
-stand in any namespace: NAMESPACE/ID says in which.
+A plain name is Podman's. If Podman knows none, it is the ID of a containerd task, in any namespace;
+NAMESPACE/ID says in which.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`gpusnap ps`: the containers that use GPUs, or used some until they were suspended."""
+"""`gpusnap ps`: lists the containers that use GPUs, or used some until they were suspended."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Other GPUs than at the checkpoint: chosen, reserved, put in place."""
+"""Restores on other GPUs than at the checkpoint: they are chosen, reserved and put in place."""

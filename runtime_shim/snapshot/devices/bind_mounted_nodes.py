@@ -1,13 +1,13 @@
-"""What can only be done in the mounts of a restored container: device nodes that are mounts of their own.
+"""Replaces device nodes that are mounts of their own, in the mounts of a restored container.
 
-Where a container has a user namespace, or a node was given as a volume, its /dev/nvidia0 is this host's node,
-mounted on an empty file. CRIU brings such a mount back at the old place, and no image says another one. So
-the node is put in place afterwards, while the GPU's processes stand still, by a thread of ours that has
-joined the container's mount namespace; the rest of this process stays where it is.
+If a container has a user namespace, or a node was given as a volume, its /dev/nvidia0 is this host's node,
+mounted on an empty file. CRIU restores such a mount from the old place, and no image can change that. So a
+thread of ours puts the node in place afterwards, while the GPU processes are stopped. The thread joins the
+container's mount namespace; the rest of this process stays where it is.
 
-What lies in the container is its own affair and may be hostile. So no link is followed, each folder is
-reached from the one above it, and nothing is made or taken away outside its /dev. The nodes come from this
-host's /dev, with the numbers that the caller knows.
+The container's files may be hostile. So gpusnap follows no link, reaches each directory from the one above
+it, and makes or removes nothing outside the container's /dev. The nodes come from this host's /dev, with the
+numbers that the caller knows.
 """
 
 from __future__ import annotations

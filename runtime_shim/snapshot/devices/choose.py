@@ -1,4 +1,4 @@
-"""Which GPUs a restore takes: their driver, those that a pod was given, who asks for which, and the plan."""
+"""Chooses the GPUs of a restore: their driver, those given to a pod, requests, and the plan."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Whether a container may open its GPUs' device nodes, and that it may again.
+"""Checks that a container may open its GPUs' device nodes, and allows it again.
 
-The kernel asks the programs of a cgroup when a process opens a device node (Linux,
-Documentation/admin-guide/cgroup-v2.rst, Device controller), and not while it has one open. So a container
-can lose its GPUs, and its processes work on: `podman update` hands crun rules that forbid all devices, in
-place of those that --device gave, and has them in config.json from then on; a daemon-reload of systemd takes
-the nodes away, too. A GPU's driver opens the nodes once more when it restores GPU state, and cannot then. So
-whoever is about to take GPU state looks before, and so does whoever gives it back after a while. In between
-Podman holds the container's lock.
+The kernel runs the programs of a cgroup when a process opens a device node (Linux,
+Documentation/admin-guide/cgroup-v2.rst, Device controller), but not while the process has it open. So a
+container can lose its GPUs while its processes work on. `podman update` gives crun rules that forbid all
+devices, in place of those from --device, and keeps them in config.json; a daemon-reload of systemd takes the
+nodes away, too. A GPU's driver opens the nodes again when it restores GPU state, and then fails. So gpusnap
+checks the rules before it takes GPU state, and before it gives it back after a while. In between, Podman
+holds the container's lock.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What has to change so that a container comes back on the GPUs of a plan.
+"""Plans the changes with which a container can run on the GPUs of a plan.
 
     manifest + plan + this host ─→ device nodes ─→ config.json, CRIU's image of /dev, bind-mounted nodes
                                 └→ sources of mounts: the driver's files and the GPUs' own folders in /proc
 
-Everything here is decided before the runtime is called, from the manifest and what this host has; the
-checkpoint itself is never changed. The archive may come from anywhere. It can name no device: what a node
-becomes is always a node of this host's for a GPU of the plan, and a device in /dev that neither config.json
-nor the manifest knows is refused.
+Everything here is decided before the runtime is called, from the manifest and from this host. The checkpoint
+itself is never changed. The archive may come from anywhere, but it cannot name a device: a node always
+becomes a node of this host for a GPU of the plan, and a device in /dev that neither config.json nor the
+manifest knows is refused.
 """
 
 from __future__ import annotations

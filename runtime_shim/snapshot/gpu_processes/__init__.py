@@ -1,1 +1,1 @@
-"""GPU state: locked, taken, given back, and who stands still meanwhile."""
+"""Locks, suspends and resumes GPU state, and says which processes are stopped meanwhile."""

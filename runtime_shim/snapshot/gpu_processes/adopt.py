@@ -1,4 +1,4 @@
-"""A checkpoint of a suspended container: what the driver gave when it was suspended is taken over."""
+"""A checkpoint of a suspended container: takes over the memory that the driver gave at the suspend."""
 
 from __future__ import annotations
 

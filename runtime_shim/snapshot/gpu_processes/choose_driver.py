@@ -1,4 +1,4 @@
-"""Which of a host's drivers suspends the GPUs of a container, and in which way."""
+"""Chooses which of a host's drivers suspends the GPUs of a container, and how."""
 
 from __future__ import annotations
 

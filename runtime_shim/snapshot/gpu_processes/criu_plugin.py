@@ -1,8 +1,8 @@
-"""Checkpoints and restores whose GPU state a plugin of CRIU's carries: what is otherwise there.
+"""Checkpoints and restores whose GPU state a CRIU plugin saves, without the steps of the driver.
 
-AMD's always does; NVIDIA's where the setting nvidia.driver says so. There is nothing to lock, carry away or
-fill then: it is CRIU that calls the plugin, and the GPUs' memory is in its images. A restore goes the way
-that its checkpoint was made, whatever this host's settings say, since no other leads back.
+AMD's plugin always does this; NVIDIA's does if the setting nvidia.driver says so. Then there is nothing to
+lock, move or fill, because CRIU calls the plugin, and the GPUs' memory is in CRIU's images. A restore uses
+the method of its checkpoint, whatever this host's settings say, because no other can restore it.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ the driver has taken away. What was measured on an H100 (driver 580.159.04, PyTo
   let run until the driver has answered: locked 0.5 to 1.9 ms after the SIGCONT, and standing again 1.0 to
   3.0 ms after it.
 
-Where its threads do not get on, others are let run until they do (driver_watch.py). Where nothing helps
-before the deadline, the call fails; a process that is being locked, unlocked or checkpointed is let run as a
-whole, so that the driver's call ends, and the caller undoes it. No call waits for ever.
+If its threads make no progress, others may run until they do (driver_watch.py). If nothing helps before the
+deadline, the call fails. A process that is being locked, unlocked or checkpointed then runs as a whole, so
+that the driver's call ends, and the caller undoes it. No call waits forever.
 """
 
 from __future__ import annotations

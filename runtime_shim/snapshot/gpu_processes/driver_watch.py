@@ -1,13 +1,14 @@
-"""Whether the driver's threads in a process get on while it answers a call, and help where they do not.
+"""Watches the driver's threads in a process during a call, and helps them if they are blocked.
 
-The driver works in a thread of the process, its restore thread, which uses the C library of the process. A
-thread that was stopped while it held one of that library's locks (fork takes those of malloc and stdio)
-blocks it. So it is watched: while it waits in a futex and gets nowhere, the other threads are let run, one at
-a time and for a moment each, until it gets on: the one that the lock names as its owner first, then those
-within the C library, then all others; and where that does not help, several at once. It has also been seen to
-yield (sched_yield) for minutes, on two H100s, in processes that had been locked and unlocked several times
-before: it waits for another thread then, first of all the driver's second one. A thread that comes upon
-memory that the driver has taken away stands at that instruction, and runs it again when the memory is back.
+The driver works in a thread of the process, its restore thread, which uses the C library of the process. If
+another thread was stopped while it held one of that library's locks (fork takes those of malloc and stdio),
+the restore thread is blocked. So gpusnap watches it. While it waits in a futex without progress, gpusnap lets
+the other threads run, one at a time and for a moment each: first the one that the lock names as its owner,
+then those within the C library, then all others. If that does not help, several run at once. The restore
+thread has also been seen to yield (sched_yield) for minutes, on two H100s, in processes that had been locked
+and unlocked several times before. It then waits for another thread, first of all the driver's second one. If
+a thread accesses memory that the driver has taken away, it stops at that instruction, and runs it again when
+the memory is back.
 """
 
 from __future__ import annotations

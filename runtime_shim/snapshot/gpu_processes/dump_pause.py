@@ -1,10 +1,10 @@
-"""A running container, paused for CRIU's dump alone, at a moment when no process waits in vfork(2).
+"""Pauses a running container for CRIU's dump alone, when no process waits in vfork(2).
 
-The runtimes have CRIU freeze the container's cgroup and seize what is in it. Where that comes upon a process
-that waits for its child to begin a program, the dump fails after CRIU's timeout (stopping/vfork.py). A shell
-that starts programs all day is in that state for some percent of the time. So the container is paused before
-the dump, by the runtime itself, since that is the group which it names to CRIU; where a process waits it goes
-on for a moment, and is paused again. A container whose processes all stand already is left alone.
+The runtimes have CRIU freeze the container's cgroup and seize its processes. If a process waits for its child
+to begin a program, the dump fails after CRIU's timeout (stopping/vfork.py). A shell that starts programs all
+day is in that state for some percent of the time. So the runtime itself pauses the container before the dump,
+since it names that group to CRIU. If a process waits, the container continues for a moment, and is paused
+again. If all processes are already stopped, the container is left alone.
 
 A killed gpusnap leaves it paused: the journal says so (<container>.paused), and `recover` lets it go on.
 """

@@ -1,11 +1,12 @@
-"""GPU files that a process inherited by fork and never used: found, and replaced where they are.
+"""Finds GPU files that a process inherited by fork and never used, and replaces them in place.
 
 The workers of PyTorch's DataLoader are children by fork of a CUDA process. They hold all of its device files,
-open and mapped, and use none of them: CUDA refuses to work in such a child. The driver takes the parent's
-away when it suspends it, nobody takes the children's, and CRIU dumps no such file. So while the parent stands
-still, locked but not suspended yet, each child is stopped, its descriptors are led to /dev/null, its mappings
-to nothing, and it goes on. That is never undone, and need not be: a handle shared with a parent that has been
-suspended once is dead in any case, because the driver opens new ones when it resumes the parent.
+open and mapped, and use none of them: CUDA refuses to work in such a child. When the driver suspends the
+parent, it removes the parent's files but not the children's, and CRIU dumps no such file. So while the parent
+is stopped, locked but not suspended yet, gpusnap stops each child, replaces its descriptors by /dev/null and
+its mappings by nothing, and continues it. This is never undone, and need not be: a handle shared with a
+parent that has been suspended once is dead in any case, because the driver opens new ones when it resumes the
+parent.
 
 A process counts as such a child only if everything that it holds came from an ancestor with GPU state: each
 descriptor is the same open file as one of the ancestor's (kcmp(2), KCMP_FILE), each mapping lies where the

@@ -1,4 +1,4 @@
-"""The GPU processes of one checkpoint: found, stopped, suspended, brought back; and the container's pause."""
+"""The GPU processes of one checkpoint: finds, stops, suspends and resumes them; and pauses the container."""
 
 from __future__ import annotations
 

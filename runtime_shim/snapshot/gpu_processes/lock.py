@@ -1,10 +1,10 @@
-"""The GPU processes of a container, locked together.
+"""Locks the GPU processes of a container together.
 
-The driver locks a process when the GPU work that it has under way is done, and lets it begin no other. Ranks
-wait for each other on the GPU: a collective of NCCL's ends on one GPU when all others have begun it. So a
-rank that is locked before it begins one keeps those that have begun it from ever being locked (seen on two
-H100s with a training loop that is idle most of the time: one lock of both for 10 s failed). Therefore, with
-more than one process:
+The driver locks a process when the GPU work in progress is done, and lets it begin no other. Ranks wait for
+each other on the GPU: an NCCL collective ends on one GPU when all others have begun it. So if a rank is
+locked before it begins one, the ranks that have begun it can never be locked (seen on two H100s with a
+training loop that is idle most of the time: one lock of both for 10 s failed). Therefore, with more than one
+process:
 
 - All are locked at once, each by a thread of its own. Where some are locked and others are not, the locked
   ones are unlocked, all of them, run for a moment, and are locked again. The driver is still asked to lock
@@ -20,7 +20,7 @@ more than one process:
   as long as the time since the start (0.5 s at least), and in the last 40 % of the time nobody is unlocked.
   So with 10 s processes are locked, one or more of which have kernels of up to 3.8 s, one after another.
 
-One process has nobody to wait for, and gets one call with all the time.
+A single process waits for no other, and gets one call with all the time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A paused container: GPU work is done while it is thawed, and nothing of it runs meanwhile.
+"""Does GPU work in a paused container: the container is thawed meanwhile, but its programs do not run.
 
 containerd pauses a task before it has it checkpointed and resumes it afterwards; so does CRI's
 CheckpointContainer, and a user may. A frozen process cannot answer the GPU's driver. So

@@ -1,1 +1,1 @@
-"""The memory of a checkpoint on its way back into a container's processes."""
+"""Loads the memory of a checkpoint back into a container's processes."""

@@ -1,10 +1,10 @@
-"""Regions that a process may touch before they are filled: whoever comes too early waits for the page.
+"""Lets a process touch regions before they are filled: a thread that is too early waits for the page.
 
 The files of a stage are mapped into the process and registered with its userfaultfd, and workers fill the
-files in address order (prefetch.py). Once a piece is whole and its digest is right, it is released: from
-then on the process reads it as any memory. A thread that touches one before waits in the kernel, we are told
-the address, and that piece is read next. So the driver's restore and the filling take as long as the slower
-of the two.
+files in address order (prefetch.py). When a piece is complete and its digest is right, it is released: from
+then on the process reads it like any memory. A thread that touches a piece before waits in the kernel;
+gpusnap gets the address, and reads that piece next. So the driver's restore and the filling take as long as
+the slower of the two.
 
 Nobody may read what is not released, so a process ends before its userfaultfd does: where a piece turns out
 wrong, or no longer comes, the processes are killed; and where gpusnap is killed, the kernel does so, by the

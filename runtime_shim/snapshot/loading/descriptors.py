@@ -1,7 +1,7 @@
-"""Whether a process may open what a restore needs: its limit on descriptors (getrlimit(2), RLIMIT_NOFILE).
+"""Checks a process's limit on descriptors before a restore opens many (getrlimit(2), RLIMIT_NOFILE).
 
-A restore that comes upon the limit half-way fails. So whoever opens many files asks here first, and takes a
-way with fewer.
+A restore that reaches the limit half-way fails. So code that opens many files checks here first, and
+otherwise uses a method with fewer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The runtime's side of a load process: its files, what is still on its way, and what if it ends.
+"""The runtime's side of a load process: takes its files, waits for missing chunks, and handles its end.
 
 See load_process.py. The runtime opens all files before it depends on them, and gives them names among those
 of its container. A chunk counts as loaded when the load process has set its byte on the board, which it does

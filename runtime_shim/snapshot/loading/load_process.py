@@ -9,10 +9,9 @@ the command or of the runtime would hold that up.
                            │  GPUSNAP_LOADING=/proc/PID/fd/N, as Podman and conmon pass it on
     gpusnap-runtime      `join.py`: opens the files, and gives them names in the container's directory
 
-Nothing has a name before it is the runtime's, so nothing is left of a load process that is killed, or of a
-runtime that never comes. Nobody depends on the load process: where it has ended, has failed or gets no
-further, the runtime ends it and loads the rest itself, and reports what is wrong with a chunk. It ends with
-the command.
+Files have no names before they are the runtime's, so a killed load process leaves nothing, nor does one whose
+runtime never comes. Nobody depends on the load process: if it has ended, has failed or is stuck, the runtime
+ends it, loads the rest itself, and reports what is wrong with a chunk. It ends with the command.
 
 Until all is loaded it claims the RAM for that (records/reservations.py), as checkpoints and other restores
 do. Where there is too little beside their claims, nothing is loaded ahead. A claim ends with its process.

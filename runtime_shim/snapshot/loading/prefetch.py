@@ -9,8 +9,8 @@ checked while the driver works.
 
 In both cases no process continues before all digests are checked.
 
-If the memory does not suffice for a second copy of the regions (memory.ceiling), the chunks are read into a
-few slots and copied into the processes one after the other."""
+If there is no memory for a second copy of the regions (memory.ceiling), the chunks are read into a few slots
+and copied into the processes one after the other."""
 
 from __future__ import annotations
 

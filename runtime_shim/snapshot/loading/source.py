@@ -1,13 +1,13 @@
-"""The chunks of a checkpoint that lie in a store, or in a registry that it was pushed to.
+"""The chunks of a checkpoint that are in a store, or in a registry to which it was pushed.
 
-All that the store has is linked into a staging folder of its first, so that nothing can take it away while
-the restore runs. Where the caller says which artifact of the store the checkpoint is, as `gpusnap restore`
-does, that is held instead: some thousand links take 0.1 s to be made, and as long to be removed. Of the rest
-a registry is asked, before anything is started, whether it has it; then those who need a chunk fetch it, each
-in the thread that waits for it, while CRIU restores the container.
+Everything that the store has is first linked into a staging directory, so that nothing can remove it while
+the restore runs. If the caller names the artifact of the checkpoint in the store, as `gpusnap restore` does,
+the artifact is held instead: some thousand links take 0.1 s to make, and as long to remove. For the rest,
+gpusnap asks a registry whether it has them before anything is started. Then each thread that needs a chunk
+fetches it, while CRIU restores the container.
 
-Which store and which registry is for this host to say (the settings, or the caller's environment), never for
-the checkpoint: an archive from elsewhere cannot make us speak to anybody, nor send anybody our credentials.
+Only this host (the settings, or the caller's environment) chooses the store and the registry, never the
+checkpoint. So an archive from elsewhere cannot make gpusnap contact anybody, or send anybody its credentials.
 """
 
 from __future__ import annotations

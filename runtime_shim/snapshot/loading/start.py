@@ -1,4 +1,4 @@
-"""How `gpusnap restore` has the memory of a checkpoint loaded by a process of its own; see load_process.py.
+"""Starts a process that loads the memory of a checkpoint for `gpusnap restore`; see load_process.py.
 
 What the load process needs is imported there.
 """

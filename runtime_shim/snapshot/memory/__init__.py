@@ -1,1 +1,1 @@
-"""GPU memory on its way between processes and blobs."""
+"""Moves GPU memory between processes and blobs."""

@@ -1,8 +1,8 @@
 """Large private memory of restored processes, written by gpusnap in many threads while CRIU waits.
 
-CRIU fills the memory of a process in one thread. So the pages of large mappings that are nobody else's
-(runtime/criu/images/vmas.py) are taken out of the pagemaps that CRIU reads. They come back to CRIU empty, and
-are written to where they belong with process_vm_writev(2), from the same pages file:
+CRIU fills the memory of a process in one thread. So gpusnap removes the pages of large private mappings
+(runtime/criu/images/vmas.py) from the pagemaps that CRIU reads. CRIU restores these mappings empty, and
+gpusnap writes the pages with process_vm_writev(2), from the same pages file:
 
     plan           for each process with a large pages file, a second pagemap without those pages, and a
                    second, small pages file of what is left, both in the directory that CRIU reads (`view`);

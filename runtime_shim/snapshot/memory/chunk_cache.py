@@ -1,4 +1,4 @@
-"""The chunks of a container's last checkpoint, kept on this host, so that the next one need not write them.
+"""Keeps the chunks of a container's last checkpoint on this host, so the next one need not write them.
 
 The image directory is its caller's: containerd deletes it once it is packed, Podman before a restore, and
 the next checkpoint may go into the same one. So the blobs get second names here:

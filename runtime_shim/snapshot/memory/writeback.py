@@ -1,7 +1,8 @@
-"""Blobs on their way to disk while others are still written, so that the fsync at the end waits for little.
+"""Starts to write blobs to disk while others are still made, so the fsync at the end waits for little.
 
-The kernel by itself begins to write only when a tenth of the memory is dirty or half a minute has passed
-(Documentation/admin-guide/sysctl/vm.rst), so a disk would be idle just when it decides how long all takes.
+By itself, the kernel begins to write only when a tenth of the memory is dirty or half a minute has passed
+(Documentation/admin-guide/sysctl/vm.rst). So the disk would be idle when its speed decides how long the
+checkpoint takes.
 """
 
 from __future__ import annotations

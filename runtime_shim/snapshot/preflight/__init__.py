@@ -1,1 +1,1 @@
-"""What refuses a checkpoint while nothing has been changed."""
+"""Checks that refuse a checkpoint before anything has been changed."""

@@ -1,7 +1,7 @@
-"""The local addresses that saved TCP connections need at a restore, asked while nothing has been changed yet.
+"""Checks the local addresses of saved TCP connections before a restore changes anything.
 
-CRIU makes each connection again by binding a socket to the address that it had (criu/sk-inet.c,
-inet_bind). By then the processes are there, and all of them are killed if it fails.
+CRIU makes each connection again by binding a socket to the old address (criu/sk-inet.c, inet_bind). By then
+the processes exist, and a failure kills them all.
 
 The kernel is asked by a bind(2) of our own: a list of addresses, be it from /proc or by netlink, has neither
 those that a route makes local, nor net.ipv4.ip_nonlocal_bind. pyroute2 would list them, and takes 0.23 s of

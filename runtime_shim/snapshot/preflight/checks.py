@@ -1,4 +1,4 @@
-"""Everything that can refuse a checkpoint, asked while nothing has been changed yet.
+"""Checks everything that can refuse a checkpoint, before anything is changed.
 
 Each function returns nothing or raises Refused with one sentence: what, which process, and what to do about
 it.

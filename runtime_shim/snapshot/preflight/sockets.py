@@ -1,6 +1,6 @@
 """The sockets of a container's processes: their protocols, and TCP's connections.
 
-CRIU refuses some of them, and by then the container has been paused for long; so they are looked at before.
+CRIU refuses some of them, but only long after the container has been paused. So gpusnap checks them before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whether a checkpoint, or a restore, has room: in memory, and on disk.
+"""Checks that a checkpoint or a restore has room, in memory and on disk.
 
-Where there is none, Refused says in one sentence how much is needed, where, and what to do about it.
+If there is none, Refused says in one sentence how much is needed, where, and what to do about it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is noted for a gpusnap that is killed, and the files of volumes."""
+"""The records that a killed gpusnap leaves for recovery, and the files of volumes."""

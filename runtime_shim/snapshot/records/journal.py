@@ -1,4 +1,4 @@
-"""What a killed gpusnap leaves to be put right: where the bytes are that it had taken out of a container.
+"""The journal for recovery after a kill: where the bytes are that gpusnap took out of a container.
 
     /run/gpusnap/journal/        0700; gone with the next boot, as the processes are
         <key>.json               written before the first process is locked, and again before a region is

@@ -1,8 +1,8 @@
-"""Room that is claimed by those under way: on GPUs by restores, in RAM by those who take GPU memory off.
+"""Room claimed by running operations: GPU memory for restores, RAM for suspends and checkpoints.
 
-NVML says what is used now; a restore fills its GPUs minutes after it has chosen them. So each restore writes
-down what it took, and counts what the others wrote besides NVML's figures, which errs to the safe side. The
-same holds for RAM (RAM in place of a UUID), of which the kernel would end somebody where there is too little:
+NVML shows the current use, but a restore fills its GPUs minutes after it has chosen them. So each restore
+records what it took, and adds the records of the others to NVML's figures, which errs to the safe side. The
+same holds for RAM (RAM in place of a UUID), because the kernel would kill somebody if there is too little:
 
     /run/gpusnap/room/        0700, gone with the next boot
         lock                  held (flock) from before the inventory is read until ours is written

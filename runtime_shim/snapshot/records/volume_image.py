@@ -2,9 +2,9 @@
 
 IMAGE is a line of JSON, {"version": 1, "entries": […]}, and the data of all files one after another.
 
-It may be anybody's: it is written to the new container's own emptyDirs and /dev/shm and nowhere else, no link
-is followed there, and nothing gets a setuid bit. A file that is there already is replaced by a new one, so
-that another container of the pod keeps what it has open.
+The image may come from anybody. It is written only to the new container's own emptyDirs and /dev/shm, no link
+is followed there, and nothing gets a setuid bit. An existing file is replaced by a new one, so that another
+container of the pod keeps the file that it has open.
 """
 
 from __future__ import annotations

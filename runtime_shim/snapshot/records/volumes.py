@@ -1,11 +1,11 @@
-"""Open files of a pod's own volumes, which a checkpoint through CRI does not have.
+"""Open files of a pod's own volumes, which a checkpoint through CRI does not contain.
 
-After a restore the mounts of a pod's container are those of the new pod. CRIU opens by its path what was open
-when it dumped, and an emptyDir, or the /dev/shm of the pod's sandbox, is empty then ("Can't open file"). So
-the files, directories and FIFOs in such mounts that a process has open or mapped, or works in, are copied
-into an image of ours beside CRIU's, with the directories above them, while all processes stand. A restore
-puts them in place before CRIU looks; see volume_image.py. What nobody has open stays behind, as with every
-checkpoint that kubelet asks for.
+After a restore, the mounts of a pod's container are those of the new pod. CRIU opens files by the paths that
+it saw at the dump, but an emptyDir, or the /dev/shm of the pod's sandbox, is empty then ("Can't open file").
+So while all processes are stopped, gpusnap copies the files, directories and FIFOs in such mounts that a
+process has open or mapped, or works in, with the directories above them. They go into an image of ours beside
+CRIU's. A restore puts them in place before CRIU looks; see volume_image.py. Files that nobody has open are
+left out, as in every checkpoint that kubelet requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who runs a container that is suspended and resumed."""
+"""The engine that runs a suspended or resumed container."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What was spilled of a suspended container, read into RAM before its GPU is free.
+"""Reads the spilled memory of a suspended container into RAM before its GPU is free.
 
 `gpusnap swap` reads while the other container is suspended, so that the resume finds the bytes in files that
 are mapped into the processes (memory/transfer.py, `give`) and waits for no disk. Every chunk is checked.
 
-The files are a copy and nothing else. The journal says all the time that the bytes are in the store, and
-whoever resumes, recovers or checkpoints the container meanwhile reads them there. The container's lock is not
-had: the files have names of their own,
+The files are only a copy. The journal says all the time that the bytes are in the store, and a command that
+resumes, recovers or checkpoints the container meanwhile reads them there. The container's lock is not held:
+the files have names of their own,
 
     /run/gpusnap/stage/<key>/<pid>-<address>.load.<PID and start time of this gpusnap>
 

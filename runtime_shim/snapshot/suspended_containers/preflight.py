@@ -1,4 +1,4 @@
-"""What can refuse a suspend while the container runs. Nothing is changed."""
+"""Checks that can refuse a suspend while the container runs. Nothing is changed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Bring a suspended container back onto its GPUs, or onto others that it can see.
+"""Brings a suspended container back onto its GPUs, or onto others that it can see.
 
     load → plan → hold → fill (what is in a store) → driver restore → freeze → let it go on (the engine)
 
 Whatever can refuse does so before anything is changed. A resume that fails or is killed loses nothing: the
-bytes stay where they were until all processes have their GPU state, and the next resume begins where it was.
+bytes stay where they are until all processes have their GPU state, and the next resume continues from there.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A suspended container's bytes move from RAM into the store; a resume reads them back, checked.
+"""Moves a suspended container's bytes from RAM into the store; a resume reads them back, checked.
 
     files of the stage ─→ chunks in a staging of the store, durable ─→ journal ─→ the files are removed
 
-Until the journal names the chunks the bytes are in RAM as before, and whoever is killed has changed nothing.
-The container's lock is had only for the last two steps: a resume meanwhile does not wait, and what was
-written for nothing is removed. No gc takes the staging, which says whose it is; its owner is the journal's
-entry, so that it is removed with that, or after a reboot, when nobody has such an entry any more.
+Until the journal names the chunks, the bytes are in RAM as before, and a kill changes nothing. The
+container's lock is held only for the last two steps. So a resume meanwhile does not wait; chunks written in
+vain are removed. gc does not remove the staging directory, which names its owner, the journal's entry. It is
+removed with that entry, or after a reboot, when no such entry exists any more.
 """
 
 from __future__ import annotations

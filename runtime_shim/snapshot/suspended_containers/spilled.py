@@ -1,4 +1,4 @@
-"""What the store has of suspended containers, and how it goes: see spill.py."""
+"""The chunks of suspended containers in the store, and their removal: see spill.py."""
 
 from __future__ import annotations
 

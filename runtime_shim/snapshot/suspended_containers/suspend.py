@@ -1,10 +1,10 @@
-"""Take a running container off its GPUs: the driver puts their memory into files in RAM.
+"""Takes a running container off its GPUs: the driver puts their memory into files in RAM.
 
     inspect → pause (the engine) → hold → lock → driver checkpoint → pages → freeze
 
-The container stays, paused as its engine has it, so that its name, network and files are as they were. Within
-the frozen cgroup its GPU processes are stopped too: whoever thaws it without gpusnap lets run what needs no
-GPU, and nothing that misses its memory. Until the last step each is undone when a later one fails.
+The container stays, paused as its engine has it, so its name, network and files are as they were. Within the
+frozen cgroup, its GPU processes are stopped too. If somebody thaws it without gpusnap, only processes that
+need no GPU run. Until the last step, each step is undone if a later one fails.
 
 What is needed from the pause on is imported while the engine pauses it.
 """

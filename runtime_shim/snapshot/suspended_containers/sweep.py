@@ -1,8 +1,8 @@
-"""What a suspended container holds, and how it is let go of: when it is resumed, and when it has ended.
+"""Releases what a suspended container holds, when it is resumed or has ended.
 
-A container may end while it is suspended: it is removed, killed, or its host's engine is. Nobody of gpusnap's
-need see that. So every command that knows of suspended containers sweeps by what is on file: of one whose
-first process is gone nothing is kept.
+A container may end while it is suspended: it is removed or killed, or its engine is. gpusnap may not notice
+that. So every command that knows of suspended containers sweeps the records: if a container's first process
+is gone, everything of it is removed.
 """
 
 from __future__ import annotations

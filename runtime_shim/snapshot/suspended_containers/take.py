@@ -1,4 +1,4 @@
-"""Take the processes of a container that its engine has paused off their GPUs."""
+"""Takes the processes of a container that its engine has paused off their GPUs."""
 
 from __future__ import annotations
 

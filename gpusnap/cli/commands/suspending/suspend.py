@@ -1,4 +1,4 @@
-"""gpusnap suspend, resume and swap: containers off their GPUs, and back."""
+"""`gpusnap suspend`, `resume` and `swap`: take containers off their GPUs, and put them back."""
 
 from __future__ import annotations
 
