@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from gpusnap.engines.podman import Container, clean_up
 from gpusnap.engines.podman_command import RUNTIME, find_runtime_error, finish, sentence, start
@@ -184,34 +184,31 @@ def _decide_signal(command: str, relay: _Relay) -> str:
 def _pass_signals_on(mark: str, is_over: Callable[[], bool]) -> Iterator[_Relay]:
     """Hand signals on while the block runs."""
     relay = _Relay(mark, is_over)
-    if threading.current_thread() is not threading.main_thread():
-        yield relay  # nobody else gets a signal
-        return
-    ours = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, relay.pass_on) for number in ours}
-    try:
+    with _handle_signals(relay.pass_on):
         yield relay
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
-@contextmanager
-def ignore_signals() -> Iterator[None]:
+def ignore_signals() -> AbstractContextManager[None]:
     """Have no second signal break into what cleans up after the first one.
 
     By handlers that do nothing: what is run meanwhile would inherit SIG_IGN (execve(2)).
     """
+    return _handle_signals(lambda *_: None)
+
+
+@contextmanager
+def _handle_signals(handler: Callable[[int, object], object]) -> Iterator[None]:
+    """Handle signals by that while the block runs, except those that are ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield  # nobody else gets a signal
         return
     ours = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: None) for number in ours}
+    before = {number: signal.signal(number, handler) for number in ours}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _worker(podman: int, mark: str) -> int:

@@ -321,7 +321,7 @@ def restore(
         raise UsageError("name what to restore: one or more checkpoints, or --import FILE")
     from gpusnap.operations.restoring.ahead import ahead
 
-    asked = click.get_current_context().with_resource(ahead())
+    asked = click.get_current_context().with_resource(ahead(loads=file is None))
     from gpusnap.operations.restoring import restore as restoring
 
     if gpu_map:

@@ -72,9 +72,8 @@ def explain_export_errors(export: Export, runs_on: Callable[[], None] = lambda: 
                 with suppress(OSError):
                     os.unlink(export.archive)
                 runs_on()
-                if (
-                    export.whole and "continues to run" not in said.sentence()
-                ):  # else its runtime has said what is so
+                # Otherwise its runtime has said what is so.
+                if export.whole and "continues to run" not in said.sentence():
                     said.add_hint(f"{export.found.name} continues to run")
                 raise said from error
             raise _make_error_after(export, said, left) from error

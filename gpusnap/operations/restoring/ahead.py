@@ -16,9 +16,13 @@ from gpusnap.runtime_shim.snapshot.loading import start as load_process
 
 
 @contextmanager
-def ahead() -> Iterator[podman.Listing]:
-    """Have Podman asked for its containers, and what checks and loads prepared, while the block runs."""
+def ahead(*, loads: bool) -> Iterator[podman.Listing]:
+    """Have Podman asked for its containers, and what checks and loads prepared, while the block runs.
+
+    `loads`: there may be a load process, as for everything but an archive.
+    """
+    prepared = [manifest_json.prepare, *([load_process.prepare] if loads else [])]
     with podman.Listing() as asked:
         question_process.start()  # before there are threads
-        with threads.run_meanwhile(manifest_json.prepare, load_process.prepare, name="gpusnap-ahead"):
+        with threads.run_meanwhile(*prepared, name="gpusnap-ahead"):
             yield asked

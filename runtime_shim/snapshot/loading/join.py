@@ -222,7 +222,7 @@ def join(
 
 
 class JoinedImages:
-    """CRIU's images of a load process: used as a `ImageRebuild`. To be closed."""
+    """CRIU's images of a load process: used as an `ImageRebuild`. To be closed."""
 
     def __init__(self, joined: JoinedProcess, rebuild: Callable[[], ImageRebuild]) -> None:
         """`rebuild`: begins them anew, should nothing come of the load process."""

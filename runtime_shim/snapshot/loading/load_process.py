@@ -28,7 +28,7 @@ from functools import partial
 
 from gpusnap.oci.chunks.read_meter import ReadMeter
 from gpusnap.oci.chunks.reader import Reader
-from gpusnap.oci.chunks.table import Chunk
+from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
@@ -112,7 +112,7 @@ class Loader:
             for pid, region in regions:
                 name = f"{pid}-{region.start:x}"
                 self._areas.append(self._stage.area(name, region.start, region.table.size))
-            self._begin(files, regions, _MeteredBlobs(blobs, self._meter), settings)
+            self._begin(files, regions, tables, _MeteredBlobs(blobs, self._meter), settings)
         except BaseException:
             self.close()
             raise
@@ -121,10 +121,11 @@ class Loader:
         self,
         files: Sequence[FileRecord],
         regions: Sequence[tuple[int, RegionRecord]],
+        tables: Sequence[Table],
         blobs: Blobs,
         settings: Memory,
     ) -> None:
-        tables = [*(file.table for file in files), *(region.table for _, region in regions)]
+        """`tables`: of the files, then of the regions."""
         self._numbers = number_chunks(tables)
         own = proc.process(os.getpid())
         owner = os.getpid(), own.start if own is not None else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.table import Table, descriptors
 from gpusnap.runtime_shim.errors import MAKE_ROOM, Refused, reason
 from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.records.manifest import Manifest
@@ -63,9 +63,9 @@ def would_evict(tables: Sequence[Table]) -> bool:
 
     They would where the memory that nothing uses is not enough for the blobs and for what is made of them.
     """
-    blobs = {chunk.blob: chunk.stored for table in tables for chunk in table.chunks}
+    need = sum(blob.size for blob in descriptors(tables)) + sum(table.size for table in tables)
     unused = proc.unused_memory()
-    return unused is not None and unused < sum(blobs.values()) + sum(table.size for table in tables)
+    return unused is not None and unused < need
 
 
 def measure_beside_images(record: Manifest) -> int:

@@ -214,9 +214,14 @@ def wait_until_done(environment: dict[str, str]) -> None:
     wait_for(lambda: read_state(environment) is State.DONE, "the end of the loading")
 
 
+def blob_path(layout: Layout, blob: str) -> Path:
+    """The file of a blob."""
+    return Path(layout.path, "blobs", "sha256", blob.removeprefix("sha256:"))
+
+
 def damage(layout: Layout, blob: str) -> None:
     """Make a blob another one."""
-    (Path(layout.path) / "blobs" / "sha256" / blob.removeprefix("sha256:")).write_bytes(os.urandom(4 * KIB))
+    blob_path(layout, blob).write_bytes(os.urandom(4 * KIB))
 
 
 def test_a_runtime_that_comes_when_all_is_there(
@@ -794,7 +799,7 @@ def test_the_page_cache_where_memory_is_used_up(
 ) -> None:
     monkeypatch.setattr(proc, "unused_memory", lambda: unused)
     for blob in (*file_blobs(record), *filter(None, memory_blobs(record))):
-        with io.FileIO(f"{layout.path}/blobs/{blob.replace(':', '/')}") as file:
+        with io.FileIO(blob_path(layout, blob)) as file:
             if not os.major(os.fstat(file.fileno()).st_dev):
                 pytest.skip("the folder is on no disk")
             os.fsync(file.fileno())
@@ -803,7 +808,7 @@ def test_the_page_cache_where_memory_is_used_up(
         wait_until_done(environment)
     found = []
     for blob in file_blobs(record):
-        with io.FileIO(f"{layout.path}/blobs/{blob.replace(':', '/')}") as file:
+        with io.FileIO(blob_path(layout, blob)) as file:
             found.append(in_page_cache(file, os.fstat(file.fileno()).st_size))
     assert set(found) == {unused > 0}
 
