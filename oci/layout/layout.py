@@ -30,7 +30,7 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
@@ -284,13 +284,14 @@ class Layout:
 
     # Durability
 
-    def sync_blobs(self, names: Collection[str] | None = None, *, threads: int = 8) -> None:
+    def sync_blobs(self, names: Mapping[str, os.stat_result] | None = None, *, threads: int = 8) -> None:
         """Make all blobs durable that this object wrote, linked or found there; with `names`, just these.
 
+        `names`: each with its status. One that this object has made durable already is left alone.
         Raises DiskError, also where an earlier fsync of one has failed; BlobError for one that has gone.
         """
-        for name in names or ():
-            self._unsynced.note_existing(name)
+        for name, status in (names or {}).items():
+            self._unsynced.note_existing(name, status)
         try:
             self._unsynced.sync(self._open_file, threads=threads, names=names)
         except OSError as error:

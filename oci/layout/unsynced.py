@@ -37,6 +37,8 @@ class Unsynced:
         self._open: list[tuple[str, int]] = []
         self._found: set[str] = set()
         self._failed: dict[str, OSError] = {}
+        # The file that an fsync made durable, by name: device, inode, time of the last write.
+        self._durable: dict[str, tuple[int, int, int]] = {}
 
     def __del__(self) -> None:
         self.close()
@@ -54,16 +56,21 @@ class Unsynced:
             return
         with self._lock:
             self._failed.pop(name, None)
+            self._durable.pop(name, None)
             self._found.discard(name)
             self._open.append((name, own))
             oldest = self._open.pop(0) if len(self._open) > self._most else None
         if oldest is not None:
             self._sync_and_close(oldest)
 
-    def note_existing(self, name: str) -> None:
-        """That file was there already, and whoever wrote it may have been killed before it was durable."""
+    def note_existing(self, name: str, status: os.stat_result | None = None) -> None:
+        """That file was there already, and whoever wrote it may have been killed before it was durable.
+
+        `status`: the file's, if it is known; the file is left out where it is one that was made durable here.
+        """
         with self._lock:
-            self._found.add(name)
+            if status is None or self._durable.get(name) != _identify(status):
+                self._found.add(name)
 
     def sync(
         self, opened: Callable[[str], int], *, threads: int, names: Collection[str] | None = None
@@ -142,4 +149,13 @@ class Unsynced:
             failure = OSError(error.errno, error.strerror, name)
             with self._lock:
                 self._failed[name] = failure
+                self._durable.pop(name, None)
             raise failure from error
+        with suppress(OSError):  # then it is made durable again
+            durable = _identify(os.fstat(descriptor))
+            with self._lock:
+                self._durable[name] = durable
+
+
+def _identify(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns

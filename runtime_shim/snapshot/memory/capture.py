@@ -16,7 +16,7 @@ import contextlib
 import errno
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 
@@ -381,6 +381,7 @@ class Chunks(Pages):
 
         # A chunk that is only linked was not read: no process may depend on it alone.
         live = any(isinstance(source, transfer.ProcessRegion) for source in sources)
+        written_before = self._early.end() if self._early is not None else {}
         with transfer.as_image_error(self._layout.path), self._destination.open_known() as known:
             self._layout.create()
             tables = writing.write(
@@ -393,7 +394,8 @@ class Chunks(Pages):
                 speed=self._destination.speed,
                 known=known if not live else None,
                 trust=False,  # an earlier checkpoint in the same place may have been damaged
-                written_before=self._early.end() if self._early is not None else {},
+                written_before=written_before,
+                pieces=self._order(sources),
                 on_written=self._flush,
                 progress=wrote,
             )
@@ -409,6 +411,18 @@ class Chunks(Pages):
         )
         now = self._progress
         self.written = ChunkTotals(now.written, now.known, now.zero)
+
+    def _order(self, sources: Sequence[transfer.ProcessRegion | Area]) -> Iterable[tuple[int, int, int]]:
+        """What was not written ahead first: the disk has nothing to do while the rest is hashed again."""
+        pieces, early = writing.cut(sources, self._settings.chunk_size), self._early
+        if early is None:
+            return pieces
+
+        def is_written(piece: tuple[int, int, int]) -> bool:
+            source = sources[piece[0]]
+            return isinstance(source, Area) and early.is_written(source, piece[1])
+
+        return sorted(pieces, key=is_written)
 
     def _free(self, pid: int) -> None:
         """In a thread of its own for each process, which is the tracer."""

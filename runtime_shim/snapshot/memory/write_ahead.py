@@ -24,10 +24,10 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.records.manifest import ChunkTotals
 from gpusnap.runtime_shim.settings import Memory
 
-# The driver copies in a thread of its own, and hashing on all cores would slow it down; on half of them it
+# The driver copies in a thread of its own, and hashing on all cores would slow it down; on three of four it
 # does not (docs/benchmarks.md, "A checkpoint beside its disk").
-_SHARE = 2
-_MOST = 8
+_SHARE = 0.75
+_MOST = 16
 # Bytes of zeros that are looked over for one that is not.
 _AHEAD = 1 << 30
 _LOOK = 0.005  # seconds
@@ -53,10 +53,14 @@ class EarlyWriter:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._chunks: dict[str, Chunk] = {}
+        self._written: set[tuple[str, int]] = set()
 
     def begin(self, area: Area) -> None:
         """Watch a region that was just made, and is zeros so far."""
-        thread = threading.Thread(target=self._watch, args=(area,), name="gpusnap-early")
+        cores = (self._settings.threads or copies.cores()) * _SHARE
+        # Each that comes gets a smaller part of the cores, as nobody knows how many will.
+        share = max(1, min(_MOST, int(cores / (len(self._threads) + 1))))
+        thread = threading.Thread(target=self._watch, args=(area, share), name="gpusnap-early")
         self._threads.append(thread)
         thread.start()
 
@@ -68,9 +72,8 @@ class EarlyWriter:
         self._threads = []
         return self._chunks
 
-    def _watch(self, area: Area) -> None:
+    def _watch(self, area: Area, threads: int) -> None:
         size, level = self._settings.chunk_size, self._settings.level
-        threads = max(1, min(_MOST, (self._settings.threads or copies.cores()) // _SHARE))
         with suppress(OciError, OSError, ValueError):  # ValueError: it was let go of
             (table,) = writing.write(
                 [area],
@@ -87,6 +90,11 @@ class EarlyWriter:
             )
             with self._lock:
                 self._chunks |= {chunk.plain: chunk for chunk in table.chunks}
+                self._written |= {(area.path, chunk.offset) for chunk in table.chunks}
+
+    def is_written(self, area: Area, offset: int) -> bool:
+        """Whether something of that chunk was written ahead, so that most likely it only has to be read."""
+        return (area.path, offset) in self._written
 
     def count_chunks(self, tables: Iterable[Table]) -> ChunkTotals:
         """Of the chunks that were written ahead and are in these tables: what is new, and what was linked."""

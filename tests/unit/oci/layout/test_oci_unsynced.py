@@ -67,6 +67,45 @@ def test_a_bounded_number_stays_open(tmp_path: Path, synced: list[str]) -> None:
     assert len(synced) == 5
 
 
+def test_what_was_made_durable_here_is_not_again(tmp_path: Path, synced: list[str]) -> None:
+    """As long as it is the same file, and nobody has written to it."""
+    unsynced = Unsynced(most=3)
+
+    def there(name: str) -> os.stat_result:
+        return os.stat(tmp_path / name)
+
+    def sync() -> list[str]:
+        synced.clear()
+        unsynced.sync(lambda name: os.open(tmp_path / name, os.O_RDONLY), threads=1)
+        return sorted(synced)
+
+    add(unsynced, tmp_path, "a", "b", "c")
+    unsynced.note_existing("other", there("a"))  # another name
+    (tmp_path / "other").touch()
+    assert sync() == ["a", "b", "c", "other"]
+    os.utime(tmp_path / "b", ns=(0, 0))
+    os.unlink(tmp_path / "c")
+    (tmp_path / "c").touch()
+    for name in ("a", "b", "c"):
+        unsynced.note_existing(name, there(name))
+    assert sync() == ["b", "c"]
+    unsynced.note_existing("a")  # by somebody who does not know the file
+    assert sync() == ["a"]
+
+
+def test_what_failed_is_not_taken_for_durable(tmp_path: Path, synced: list[str]) -> None:
+    """Neither then, nor once it was written again."""
+    unsynced = Unsynced(most=3)
+    (tmp_path / "bad").touch()
+    unsynced.note_existing("bad")
+    with pytest.raises(OSError, match="bad"):
+        unsynced.sync(lambda name: os.open(tmp_path / name, os.O_RDONLY), threads=1)
+    add(unsynced, tmp_path, "bad")
+    unsynced.note_existing("bad", os.stat(tmp_path / "bad"))
+    unsynced.sync(no_other, threads=1)
+    assert synced == ["bad", "bad"]
+
+
 def test_an_early_failure_is_not_forgotten(tmp_path: Path, synced: list[str]) -> None:
     """Where it is met by whoever adds another file, and where nobody looks at it: it is never durable."""
     unsynced = Unsynced(most=1)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes import a_manifest, wait_for
+from fakes import a_manifest, evict, wait_for
 
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks.buffers import Buffer
@@ -802,8 +802,7 @@ def test_the_page_cache_where_memory_is_used_up(
         with io.FileIO(blob_path(layout, blob)) as file:
             if not os.major(os.fstat(file.fileno()).st_dev):
                 pytest.skip("the folder is on no disk")
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            evict(file)
     with loading(record, layout) as environment:
         wait_until_done(environment)
     found = []

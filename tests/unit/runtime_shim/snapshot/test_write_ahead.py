@@ -57,6 +57,9 @@ def test_what_is_there_is_written_ahead(area: Area, layout: Layout) -> None:
         wait_for(lambda at=at: len(blobs(layout)) >= at // SIZE, "the chunks before it")  # type: ignore[misc]
     met = early.end()
     assert len(met) == CHUNKS - 1
+    assert [early.is_written(area, at) for at in range(0, SIZE * CHUNKS, SIZE)] == [True] * (CHUNKS - 1) + [
+        False
+    ]
     assert set(told) == {chunk.blob for chunk in met.values()}
     written: list[str] = []
     limits = {"threads": 2, "ceiling": 64 << 20}
