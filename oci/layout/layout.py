@@ -61,6 +61,8 @@ from gpusnap.oci.layout.unsynced import Unsynced
 
 VERSION = "1.0.0"
 _PIECE = 1 << 20
+# What they wait for is a flush of the disk's own cache, which many may share.
+_SYNC_THREADS = 32
 
 
 class Layout:
@@ -284,7 +286,9 @@ class Layout:
 
     # Durability
 
-    def sync_blobs(self, names: Mapping[str, os.stat_result] | None = None, *, threads: int = 8) -> None:
+    def sync_blobs(
+        self, names: Mapping[str, os.stat_result] | None = None, *, threads: int = _SYNC_THREADS
+    ) -> None:
         """Make all blobs durable that this object wrote, linked or found there; with `names`, just these.
 
         `names`: each with its status. One that this object has made durable already is left alone.
@@ -300,7 +304,7 @@ class Layout:
                 size = os.stat(self._join_path("blobs", "sha256", error.filename)).st_size
             raise disk_error(error, self.path, "a blob", size) from error
 
-    def sync(self, *, threads: int = 8) -> None:
+    def sync(self, *, threads: int = _SYNC_THREADS) -> None:
         """The same, and then the folders. Raises as that does."""
         self.sync_blobs(threads=threads)
         parent = os.path.dirname(self.path)
@@ -318,7 +322,7 @@ class Layout:
         """Let go of what was written and is not durable: it is to be removed. May be called twice."""
         self._unsynced.close()
 
-    def commit(self, index: Index, *, threads: int = 8) -> None:
+    def commit(self, index: Index, *, threads: int = _SYNC_THREADS) -> None:
         """Make the layout durable, and only then give it that index. Raises as sync and write_index do."""
         self.sync(threads=threads)
         self.write_index(index)

@@ -76,7 +76,7 @@ class SuspendedChunks(Chunks):
 
     def close(self) -> None:
         """What is staged stays."""
-        self._finish_flush()
+        self._end_early()
         self.leave()
 
     def discard(self, *, layout: bool) -> None:

@@ -9,7 +9,7 @@ written again."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from gpusnap.oci.base.errors import OciError
@@ -24,9 +24,9 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.records.manifest import ChunkTotals
 from gpusnap.runtime_shim.settings import Memory
 
-# The driver copies in a thread of its own, and hashing on all cores would slow it down; on three of four it
+# The driver copies in a thread of its own, and hashing on all cores would slow it down; on half of them it
 # does not (docs/benchmarks.md, "A checkpoint beside its disk").
-_SHARE = 0.75
+_SHARE = 0.5
 _MOST = 16
 # Bytes of zeros that are looked over for one that is not.
 _AHEAD = 1 << 30
@@ -42,11 +42,10 @@ class EarlyWriter:
         layout: Layout,
         settings: Memory,
         known: Known | None,
-        written: Callable[[str], None],
         speed: ReadSpeed | None = None,
     ) -> None:
-        """`written` is told each new blob. `speed`: as for gpusnap.oci.chunks.writer.write."""
-        self._layout, self._settings, self._known, self._tell = layout, settings, known, written
+        """`speed`: as for gpusnap.oci.chunks.writer.write."""
+        self._layout, self._settings, self._known = layout, settings, known
         self._speed = speed
         self._new: set[str] = set()
         self._threads: list[threading.Thread] = []
@@ -85,7 +84,7 @@ class EarlyWriter:
                 speed=self._speed,
                 known=self._known,
                 trust=False,
-                on_written=self._wrote,
+                on_written=self._new.add,
                 pieces=self._filled(area, size),
             )
             with self._lock:
@@ -102,10 +101,6 @@ class EarlyWriter:
         new = sum(chunk.stored for blob, chunk in used.items() if blob in self._new)
         linked = sum(chunk.size for blob, chunk in used.items() if blob not in self._new)
         return ChunkTotals(new, linked)
-
-    def _wrote(self, blob: str) -> None:
-        self._new.add(blob)
-        self._tell(blob)
 
     def _filled(self, area: Area, size: int) -> Iterator[tuple[int, int, int]]:
         """The chunks before the furthest one that has begun to be something else than zeros."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from gpusnap.oci.layout.unsynced import Unsynced
+from gpusnap.oci.layout import unsynced as unsynced_module
+from gpusnap.oci.layout.unsynced import MOST, Unsynced, count_descriptors
 
 
 def written(folder: Path, name: str) -> int:
@@ -67,6 +69,27 @@ def test_a_bounded_number_stays_open(tmp_path: Path, synced: list[str]) -> None:
     assert len(synced) == 5
 
 
+def test_the_kernel_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each file that was written, once."""
+    begun: list[str] = []
+    real = unsynced_module._libc().sync_file_range
+
+    class Libc:
+        def sync_file_range(self, descriptor: int, offset: int, size: int, flags: int) -> int:
+            assert (offset, size, flags) == (0, 0, 2)
+            begun.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+            found: int = real(descriptor, offset, size, flags)
+            assert found == 0
+            return found
+
+    monkeypatch.setattr(unsynced_module, "_libc", Libc)
+    unsynced = Unsynced()
+    (tmp_path / "other").touch()
+    unsynced.note_existing("other")
+    add(unsynced, tmp_path, "a", "b")
+    assert begun == ["a", "b"]
+
+
 def test_what_was_made_durable_here_is_not_again(tmp_path: Path, synced: list[str]) -> None:
     """As long as it is the same file, and nobody has written to it."""
     unsynced = Unsynced(most=3)
@@ -104,6 +127,15 @@ def test_what_failed_is_not_taken_for_durable(tmp_path: Path, synced: list[str])
     unsynced.note_existing("bad", os.stat(tmp_path / "bad"))
     unsynced.sync(no_other, threads=1)
     assert synced == ["bad", "bad"]
+
+
+@pytest.mark.parametrize(
+    ("soft", "most"), [(1024, 256), (1 << 20, MOST), (resource.RLIM_INFINITY, MOST), (2, 1)]
+)
+def test_as_many_as_the_limit_allows(monkeypatch: pytest.MonkeyPatch, soft: int, most: int) -> None:
+    """A part of this process' descriptors."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
+    assert count_descriptors() == most
 
 
 def test_an_early_failure_is_not_forgotten(tmp_path: Path, synced: list[str]) -> None:
