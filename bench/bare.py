@@ -1,7 +1,8 @@
-"""The row `driver` of bench/checkpoint.py: the driver's bare calls on processes that are in no container.
+"""The row `driver` of bench/checkpoint.py: the driver's bare calls on processes outside of any container.
 
-In three ways: as they come, with the large mapping populated for the driver, and as gpusnap does it by
-default, with files of memory.stage in that mapping's place, which the process lets go and has mapped back.
+It measures three ways: without preparation; with the large mapping populated for the driver; and gpusnap's
+default way, with files of memory.stage instead of that mapping, which are unmapped from the process and
+mapped back.
 """
 
 from __future__ import annotations

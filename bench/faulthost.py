@@ -1,4 +1,4 @@
-"""What the programs that inject faults share: the host, commands with a deadline, and what may not be left.
+"""Shared code of programs that inject faults: the host, commands with a deadline, checks for leftovers.
 
 fuzz.py, kills.py, injected.py and soak.py run in the test host. Each ends with one line of JSON, the counts,
 and exit status 1 if anything was lost, left behind or hung.

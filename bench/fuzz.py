@@ -1,15 +1,15 @@
-"""Damaged and malicious checkpoints: each is refused with a sentence, or restored right.
+"""Damaged and malicious checkpoints: each is refused with an error message, or restored correctly.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/fuzz.py [--rounds 500] [--seed 1] [--only TEXT] [--keep /keep]
 
-Half of the rounds are cases by hand (fuzz_cases.py), spread over all there are, the others are made at
-random. Each goes to `gpusnap verify` and to a restore, by Podman or by `gpusnap restore`. A refusal is a
-sentence on stderr within the deadline, without a traceback; what is restored goes on with every byte of GPU
-memory right. What verify refuses a restore refuses, and the reverse, but for content without digests: CRIU's
-images and the engine's files in an archive ("unseen": such damage may be restored, and the container may
-then end, or compute something else; --strict counts that as a failure). Afterwards no process, mount,
-container or file is left, and nothing outside was written.
+Half of the rounds are hand-written cases (fuzz_cases.py), spread over all of them; the others are random.
+Each checkpoint goes to `gpusnap verify` and to a restore, by Podman or by `gpusnap restore`. A refusal is an
+error message on stderr within the deadline, without a traceback. A restored container continues with every
+byte of GPU memory right. A restore refuses what verify refuses, and the reverse. The exception is content
+without digests, which is CRIU's images and the engine's files in an archive ("unseen"): such damage may be
+restored, and the container may then end or compute wrong results; --strict counts that as a failure.
+Afterwards no process, mount, container or file is left, and nothing outside was written.
 """
 
 from __future__ import annotations

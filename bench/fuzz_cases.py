@@ -1,7 +1,7 @@
-"""All cases of the fuzzer: damaged and malicious checkpoints, by hand and at random.
+"""All cases of the fuzzer: damaged and malicious checkpoints, hand-written and random.
 
-A case makes its checkpoint in a folder, and says whether its damage is one that nothing can see: content of
-CRIU's images and of the engine's files has no digest in an archive (docs/format.md).
+A case makes its checkpoint in a directory, and says whether its damage cannot be detected: in an archive, the
+content of CRIU's images and of the engine's files has no digest (docs/format.md).
 """
 
 from __future__ import annotations

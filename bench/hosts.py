@@ -1,7 +1,8 @@
-"""Where bench/checkpoint.py runs: a machine with a GPU, or the test host with softgpu; and its workload.
+"""The machine that bench/checkpoint.py runs on: one with a GPU, or the test host with softgpu; its workload.
 
-The workload holds a block of device memory still from tick to tick, says the time with each tick, and ends at
-the first wrong word: tests/gpu/programs/torch_block.py on a real GPU, tests/workload/gpuwork.c on softgpu.
+The workload holds a block of device memory that does not change between ticks, prints the time at each tick,
+and ends at the first wrong word: tests/gpu/programs/torch_block.py on a real GPU, tests/workload/gpuwork.c on
+softgpu.
 """
 
 from __future__ import annotations

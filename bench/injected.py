@@ -4,12 +4,13 @@
         /opt/gpusnap/bin/python -B /src/bench/injected.py [--rounds 400 | --stride 1 | --kinds] [--seed 1]
         [--runtimes crun] [--ways checkpoint,restore] [--errors ENOSPC,EIO,ENOMEM,EMFILE] [--pages chunks]
 
-Calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
-(injecting.py). Each round fails one call once: --stride 1 takes each call with each error that its manual
-page knows, --rounds as many, spread evenly, --kinds one of each kind: the same call on the same file, but
-for what each run draws anew in its name, with the same error; and each that begins a thread or a process.
-Then either it has worked all the same, and the image or the container is right; or one sentence says why not,
-the workload runs on with every byte right (or the image is whole), and nothing is left.
+Fails calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
+(injecting.py). Each round fails one call once. --stride 1 fails each call with each error that its manual
+page lists. --rounds fails that many calls, spread evenly. --kinds fails one call of each kind: the same call
+on the same file (apart from random parts of the name) with the same error, and each call that starts a thread
+or a process. Then there are two correct results: the command succeeded, and the image or the container is
+right; or it printed an error message, the workload continues with every byte right (or the image is
+complete), and nothing is left.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Run gpusnap, and have one of its system calls fail: ptrace(2), so only x86-64 and as root.
+"""Runs gpusnap, and makes one of its system calls fail: with ptrace(2), so only on x86-64 and as root.
 
     injecting.py --calls FILE [--at N [--kind KIND] --error ENOSPC] [--after PATH] -- COMMAND…
 
-The calls that could fail so are numbered from 0 for each error in the order in which gpusnap makes them, all
-threads and forks together; a child that begins another program (crun, CRIU) is let go there. Numbering begins
-when a file is opened whose path ends in --after. With --kind only calls of that kind are numbered (`kind`),
-which two runs of the same command have in common more than an order. FILE gets the name and the path of the
-call that failed; without --at, those of all calls, and which errors fit each. The exit status is the
-command's.
+The calls that can fail with an error are numbered from 0 for each error, in the order in which gpusnap makes
+them, all threads and forks together. A child that starts another program (crun, CRIU) is released there.
+Numbering begins when a file is opened whose path ends in --after. With --kind, only calls of that kind
+(`kind`) are numbered; between two runs of the same command, kinds differ less than the order does. FILE gets
+the name and the path of the call that failed; without --at, it gets those of all calls, and which errors fit
+each. The exit status is that of the command.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@
         /opt/gpusnap/bin/python -B /src/bench/kills.py [--rounds 300] [--seed 1] [--runtimes crun,runc]
         [--ways checkpoint,restore,push,pull,gc] [--victims gpusnap,gpusnap-runtime,runtime,criu,podman]
 
-A round kills some of the processes that a command has started, at a moment of its usual duration or soon
-after one of them has begun. Then `gpusnap recover` succeeds, and the work is there: the container runs with
-every byte right, or its checkpoint restores so; what runs without Podman's knowledge `recover` names, and
-ends by its ID. The next checkpoint works, what the killed command left is gone, and the store is whole. A
-command that was itself not killed ends in time, with a sentence where it failed.
+A round kills some of the processes that a command has started, at a moment within its usual duration or soon
+after one of them has started. Then `gpusnap recover` must succeed, and the work must not be lost: the
+container runs with every byte right, or its checkpoint can be restored so. If a container runs without
+Podman's knowledge, `recover` names it, and ends it by its ID. The next checkpoint succeeds, nothing of the
+killed command is left, and the store is complete. A command that was not killed itself ends in time, with an
+error message if it failed.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
-"""The pause of `gpusnap migrate`, beside that of a checkpoint through a registry: one run, on softgpu.
+"""The pause of `gpusnap migrate`, beside that of a checkpoint through a registry: in one run, on softgpu.
 
     tests/host/host enter --env GPUSNAP_TESTHOST=1 -- \\
         /opt/gpusnap/bin/python /src/bench/migrate.py [--mib 256] [--rounds 3] [--json FILE]
 
-A container of --mib moves to a second host within the test host (tests/integration/otherhost.py), in turn by
+A container of --mib moves to a second host within the test host (tests/integration/otherhost.py), in turn
+with
 
-ahead      gpusnap migrate, its memory sent once while it runs
+ahead      gpusnap migrate, which sends its memory once while it runs
 at once    gpusnap migrate --precopy 0
-registry   gpusnap checkpoint --to REF, then gpusnap restore REF over there; docker-registry on this machine
+registry   gpusnap checkpoint --to REF, then gpusnap restore REF on the other host; docker-registry on this
+machine
 
-The pause is the time in which the container does not run: that of `gpusnap migrate --json`, or that of the
-two commands. Each round begins with empty stores and an empty registry. Compare only within a run: both hosts
-share cores and disk, and the network is a pipe. Only the test host has what this needs.
+The pause is the time in which the container does not run: the one that `gpusnap migrate --json` reports, or
+the time of the two commands. Each round begins with empty stores and an empty registry. Compare only within a
+run: both hosts share cores and disk, and the network is a pipe. Runs only in the test host.
 """
 
 from __future__ import annotations

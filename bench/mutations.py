@@ -1,4 +1,4 @@
-"""Ways to damage a checkpoint: whole files, members of JSON, and what a case of the fuzzer is."""
+"""Ways to damage a checkpoint: whole files, members of JSON; and the class of the fuzzer's cases."""
 
 from __future__ import annotations
 

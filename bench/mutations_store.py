@@ -1,4 +1,4 @@
-"""Stores whose blobs, documents and index are damaged, also such that every digest is right."""
+"""Stores with damaged blobs, documents and index; also damage that leaves every digest right."""
 
 from __future__ import annotations
 

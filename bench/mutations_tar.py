@@ -1,4 +1,4 @@
-"""Tar archives whose headers lie or lead elsewhere, and compressed ones that are cut or have bits flipped."""
+"""Tar archives with wrong or malicious headers, and truncated or damaged compressed archives."""
 
 from __future__ import annotations
 

@@ -1,29 +1,29 @@
-"""What a restore and a checkpoint could take at least, and what they take, in one run.
+"""The shortest possible time of a restore and of a checkpoint, and the real time, in one run.
 
     python3 bench/restore_floor.py [--gib 12] [--data random,bf16] [--rounds 3] [--procs 1] [--gpuwork]
         [--settings 'memory.level = 0'] [--folder /var/tmp] [--json restore_floor.json]
 
-For each kind of data one checkpoint into a store in --folder. Then in each round, with a warm and with a
-dropped page cache:
+For each kind of data, it makes one checkpoint into a store in --folder. Then in each round, with a warm page
+cache and with an empty one, it measures:
 
     blobs       reading the blobs of the checkpoint alone, with one thread for each core
-    driver      the driver's restore alone: its step in a restore that fills all memory before
+    driver      the driver's restore alone: its step in a restore that first loads all memory
     in turn     `gpusnap restore` with memory.demand-paging = false
-    at once     `gpusnap restore` as it is
+    at once     `gpusnap restore` with the default settings
 
 `floor` is the slower of blobs and driver, `ratio` is at once / floor, `beyond` is at once - floor. Medians,
-in seconds; `faults` says how often the driver touched what was not there. The checkpoint is made once; its
-table has
+in seconds. `faults` is how often the driver touched memory that was not loaded yet. The checkpoint is made
+once; its table has
 
     driver      the driver's checkpoint alone: its step
     blobs       writing the checkpoint's blobs alone, each with fsync, with one thread for each core
     checkpoint  `gpusnap checkpoint`
 
-With --gpuwork the program is tests/workload/gpuwork.c, which begins at once where PyTorch comes from a slow
-disk, and which checks less of its memory.
+With --gpuwork, the program is tests/workload/gpuwork.c. It starts quickly even if the disk is slow, which
+PyTorch does not, and it checks less of its memory.
 
-Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap for as long
-as it runs, and removes what it made.
+Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap while it
+runs, and removes what it made.
 """
 
 from __future__ import annotations

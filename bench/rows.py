@@ -1,4 +1,4 @@
-"""The rows of bench/checkpoint.py: what each of them does, and how it is timed."""
+"""The rows of bench/checkpoint.py: what each of them does, and how it is measured."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Checkpoints and restores of one container, again and again: nothing grows.
+"""Checkpoints and restores of one container, many times: no resource may grow.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/soak.py [--rounds 200] [--runtimes crun,runc]
 
-A cycle checkpoints the container, which ends, and restores it; crun and runc take half of the cycles each,
-an archive and a store are used in turn, by `gpusnap` and by Podman. After each every byte of GPU memory is
-right. What is counted after the fifth cycle may not be more later: processes, mounts, control groups, files
-of gpusnap's, open files and memory maps of the container's process and of conmon, semaphores and shared
-memory, the containers of Podman and of the runtime, and the bytes of the store after `gpusnap gc`.
+A cycle checkpoints the container, which ends, and restores it. crun and runc do half of the cycles each; an
+archive and a store are used in turn, by `gpusnap` and by Podman. After each cycle, every byte of GPU memory
+must be right. The following are counted after the fifth cycle, and may not grow later: processes, mounts,
+control groups, gpusnap's files, open files and memory maps of the container's process and of conmon,
+semaphores and shared memory, the containers of Podman and of the runtime, and the bytes of the store after
+`gpusnap gc`.
 """
 
 from __future__ import annotations

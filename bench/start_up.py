@@ -1,13 +1,13 @@
-"""Where the time of a checkpoint and a restore goes that moves no bytes: a tiny container, on softgpu.
+"""Where a checkpoint and a restore spend time that is not for moving memory: a tiny container, on softgpu.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B /src/bench/start_up.py [--rounds 7] [--runtime crun]
         [--workload='--counters 4'] [--memory MIB] [--json FILE]
 
 `gpusnap checkpoint` into the store and `gpusnap restore` from it, in turn. Programs in front of Podman,
-gpusnap-runtime and the real runtime note when each is started and when it has ended. Medians, in seconds.
-Some milliseconds of each figure are theirs. With --memory the container has a second process, with so much
-memory on the CPU, half of it random bytes.
+gpusnap-runtime and the real runtime record when each starts and ends, which adds a few milliseconds to each
+figure. Medians, in seconds. With --memory, the container has a second process with that much memory on the
+CPU, half of it random bytes.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""The store: what its stages cost, what ten checkpoints take, and whole commands beside Podman's.
+"""The store: the cost of its stages, the time of ten checkpoints, and whole commands beside Podman's.
 
     python3 bench/store.py --json store.json [--only stages,ten,whole] [--gib 12] [--mib 1024] [--folder DIR]
 
 stages   a file of --mib is cut into chunks, hashed, compressed, written and read back, and the same data goes
-         through `cp`, `sha256sum` and `zstd -T0`. MiB for each second of processor time,
-         which is what a core does, and for each of the clock.
+         through `cp`, `sha256sum` and `zstd -T0`. MiB per second of processor time (one core), and per second
+         of the clock.
 ten      a container whose workload changes 5 % of its GPU memory between ten checkpoints that leave it
-         running: what the store takes after each, and what each push sends to a registry on this machine
-         (docker-registry), if that is installed.
+         running: the size of the store after each, and the bytes that each push sends to a registry on this
+         machine (docker-registry), if that is installed.
 whole    `gpusnap checkpoint --to oci:DIR` and `gpusnap restore`; `podman container checkpoint --export`,
          with its default compression, and `--import`, both with GPU memory in CRIU's images: restores from a
          cold page cache, then from a warm one. All in one run; compare only within it.
 
-`ten` and `whole` need root, Podman, CRIU and a GPU; or the test host, where they run on softgpu. Exit code 1
-where a part failed; the others are measured all the same.
+`ten` and `whole` need root, Podman, CRIU and a GPU; or the test host, where they run on softgpu. The exit
+code is 1 if a part failed; the others are still measured.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
         /opt/gpusnap/bin/python -B /src/bench/suspended_injected.py [--rounds 200 | --kinds] [--seed 1]
         [--runtimes crun] [--ways suspend,resume,spill,swap] [--errors ENOSPC,EIO,ENOMEM,EMFILE]
 
-As injected.py does it, with the calls of `gpusnap` itself, from where it begins to ask Podman. Each round
-fails one call once. Then either it has worked all the same, or one sentence says why not. A container that
-is suspended resumes, and each runs on with every byte right; nothing is left in RAM, in the store or in /run.
-`gpusnap recover` is needed only where the sentence says so.
+Like injected.py, for the calls of `gpusnap` itself, from where it begins to ask Podman. Each round fails one
+call once. Then either the command has succeeded, or an error message says why not. A suspended container can
+be resumed, and each container continues with every byte right. Nothing is left in RAM, in the store or in
+/run. `gpusnap recover` is needed only if the message says so.
 """
 
 from __future__ import annotations

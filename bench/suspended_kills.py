@@ -5,10 +5,10 @@
         [--runtimes crun,runc] [--ways suspend,resume,spill,swap,checkpoint]
         [--victims gpusnap,gpusnap-runtime,runtime,podman]
 
-As kills.py does it: a round kills some of the processes that a command has started, at a moment of its usual
-duration or soon after one of them has begun. Then `gpusnap recover` succeeds, and each container runs with
-every byte right, or is suspended, for Podman too, and does so when it is resumed. Nothing of it is left in
-RAM, in the store or in /run then.
+Like kills.py: a round kills some of the processes that a command has started, at a moment within its usual
+duration or soon after one of them has started. Then `gpusnap recover` must succeed. Each container then runs
+with every byte right, or it is suspended, for Podman too, and runs so after it is resumed. Then nothing of it
+is left in RAM, in the store or in /run.
 """
 
 from __future__ import annotations

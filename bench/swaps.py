@@ -1,14 +1,15 @@
-"""Three servers take turns on one GPU that has room for one: nothing is lost, and nothing grows.
+"""Three servers in turn on one GPU that has room for one: nothing is lost, and no resource grows.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B /src/bench/swaps.py [--rounds 200] [--mib 64] [--runtimes crun,runc]
 
-A round is a `gpusnap swap` of the container that runs with the one that was suspended first. Then every byte
-of the GPU memory of the one that came in is right, the GPU holds that one's memory alone, and all is counted
-that could grow. Before each fifth round the one that comes in is spilled to the store. After the first six
-rounds everything has been there once; what is more in a later round is a failure: open files, mappings and
-threads of the containers' processes and of conmon, processes, mounts, files in /run and in gpusnap's folders.
-Bytes may differ by some MiB: what is resident, and what RAM the tmpfs of /run and of the stage take.
+A round is a `gpusnap swap` of the running container with the one that was suspended first. After it, every
+byte of the GPU memory of the resumed one must be right, the GPU must hold only its memory, and all resources
+are counted that could grow. Before each fifth round, the container to resume is spilled to the store. After
+the first six rounds, every resource has been used once; any growth in a later round is a failure: open files,
+mappings and threads of the containers' processes and of conmon, processes, mounts, files in /run and in
+gpusnap's directories. Bytes may differ by some MiB: resident memory, and the RAM of the tmpfs of /run and of
+the stage.
 """
 
 from __future__ import annotations
