@@ -79,9 +79,9 @@ def plan(job: Job, config: dict[str, Any]) -> None:
     _clear_links(job)
     elsewhere: dict[str, str] = {}
     if coming is not None:
-        coming.result()
+        coming.wait()
         elsewhere = dict(coming.paths)
-        job.ahead = isinstance(coming, JoinedImages) and coming.taken
+        job.ahead = isinstance(coming, JoinedImages) and coming.are_from_load_process
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
     job.bulk = _begin_bulk_copy(job, config)
     criu_mounts.check_mounts(job.record.mounts, job.remap.mounts if job.remap is not None else None)

@@ -94,11 +94,11 @@ class _Region:
     userfault: Userfault | None = None
     """That of the process that has mapped the region."""
 
-    def piece(self, offset: int) -> int:
+    def find_piece(self, offset: int) -> int:
         """Return the piece that contains an offset."""
         return bisect_right(self.starts, offset) - 1
 
-    def with_due(self, piece: int) -> tuple[int, int]:
+    def extend_to_due(self, piece: int) -> tuple[int, int]:
         """Return the first and the last of the piece and the due pieces directly before and after it."""
         first = last = piece
         while first - 1 in self.due:
@@ -107,7 +107,7 @@ class _Region:
             last += 1
         return first, last
 
-    def runs(self) -> Iterator[tuple[int, int]]:
+    def iterate_ready_runs(self) -> Iterator[tuple[int, int]]:
         """Yield offset and size of each run of ready pieces."""
         begin = -1
         for piece, ready in enumerate(self.ready):
@@ -138,11 +138,11 @@ class DemandPaging:
     """
 
     def __init__(self, areas: Sequence[Area], tables: Sequence[Table]) -> None:
-        self._regions = [_region(area, table) for area, table in zip(areas, tables, strict=True)]
+        self._regions = [_make_region(area, table) for area, table in zip(areas, tables, strict=True)]
         self._zeros = deque(
             (at, offset)
             for at, table in enumerate(tables)
-            for offset, _ in _in_slices(table.gaps())
+            for offset, _ in _iterate_slices(table.gaps())
         )  # fmt: skip
         self._lock = threading.Lock()
         self._mapped: dict[int, _Mapped] = {}
@@ -179,10 +179,10 @@ class DemandPaging:
         if self._zeros:
             self._start(self._fill_zeros, "gpusnap-zeros")
 
-    def ready(self, at: int, offset: int) -> None:
+    def mark_ready(self, at: int, offset: int) -> None:
         """Mark the piece of a region that begins at an offset as complete and right."""
         region = self._regions[at]
-        piece = region.piece(offset)
+        piece = region.find_piece(offset)
         with self._lock:
             region.ready[piece] = 1
             region.missing -= 1
@@ -210,7 +210,7 @@ class DemandPaging:
         for userfault, regions in found.values():
             for at in regions:
                 area = self._regions[at].area
-                userfault.register(area.address, _to_page(area.size))
+                userfault.register(area.address, _round_to_pages(area.size))
         pidfd.remember((each.pid, each.start) for each in map(proc.process, found) if each is not None)
         with self._lock:
             if self._error is not None:
@@ -221,7 +221,7 @@ class DemandPaging:
                 for at in regions:
                     region = self._regions[at]
                     region.pid, region.userfault = pid, userfault
-                    for offset, size in region.runs():
+                    for offset, size in region.iterate_ready_runs():
                         self._release(region, offset, size)
 
     def is_attached(self, pids: Iterable[int]) -> bool:
@@ -276,7 +276,6 @@ class DemandPaging:
 
     def close(self) -> None:
         """Kill the processes that miss memory, and release the others. Call it after all `mark_ready`."""
-        """Kill all processes. Their threads then run no instruction and read no page (signal(7))."""
         self.stop()
         for thread in self._threads:
             thread.join()
@@ -291,7 +290,7 @@ class DemandPaging:
         self._threads.append(thread)
 
     def _kill(self) -> None:
-        """From here on no thread of them runs an instruction of its own (signal(7)): none reads a page."""
+        """Kill all processes. Their threads then run no instruction and read no page (signal(7))."""
         for pid in self._mapped:
             with contextlib.suppress(OSError):
                 pidfd.send(pid, signal.SIGKILL)
@@ -306,7 +305,7 @@ class DemandPaging:
         """
         region = self._regions[at]
         with self._lock:
-            first, last = region.with_due(piece)
+            first, last = region.extend_to_due(piece)
         while True:
             offset, failed = region.starts[first], None
             try:
@@ -317,7 +316,7 @@ class DemandPaging:
                 if region.userfault is None:
                     return  # no thread waits any more, see `detach`
                 if failed is None:
-                    self._released(at, first, last)
+                    self._forget_waits(at, first, last)
                 elif failed.errno != errno.ENOMEM or last - first == len(region.starts) - 1:
                     raise failed
                 else:
@@ -326,7 +325,7 @@ class DemandPaging:
                     return
             first, last = 0, len(region.starts) - 1
 
-    def _released(self, at: int, first: int, last: int) -> None:
+    def _forget_waits(self, at: int, first: int, last: int) -> None:
         self._regions[at].due.difference_update(range(first, last + 1))
         waits = self._mapped[self._regions[at].pid].waits
         waits -= {each for each in waits if each[0] == at and first <= each[1] <= last}
@@ -334,7 +333,7 @@ class DemandPaging:
     def _release(self, region: _Region, offset: int, size: int) -> None:
         """Release a range. Raises OSError; ENOMEM if the process would have too many mappings."""
         userfault, begin = region.userfault, region.area.address + offset
-        end = begin + _to_page(size)
+        end = begin + _round_to_pages(size)
         if userfault is None:  # see `detach`
             return
         parts = [(begin, end)]
@@ -352,7 +351,7 @@ class DemandPaging:
                     raise
             # The driver unmaps what it has read, and other memory may have these addresses now. The kernel
             # then releases no part of the range. Release the parts that are still mapped.
-            parts = _still_mapped(region, begin, end)
+            parts = _list_mapped(region, begin, end)
 
     def _fill_zeros(self) -> None:
         while not self._over.is_set():
@@ -363,8 +362,8 @@ class DemandPaging:
             region = self._regions[at]
             try:
                 # If the host has no memory for them, SIGBUS would kill a process that touches them.
-                region.area.populate(offset, region.sizes[region.piece(offset)])
-                self.ready(at, offset)
+                region.area.populate(offset, region.sizes[region.find_piece(offset)])
+                self.mark_ready(at, offset)
             except BaseException as error:
                 self.fail(error)
 
@@ -382,7 +381,7 @@ class DemandPaging:
                         poll.unregister(number)  # nothing more will come from it
                 check()
                 if time.monotonic() - self._moved > self._patience:
-                    raise _too_slow(self._patience)
+                    raise _make_timeout_error(self._patience)
             except BaseException as error:
                 self.fail(error)
 
@@ -392,9 +391,9 @@ class DemandPaging:
                 region = self._regions[at]
                 offset = address - region.area.address
                 if 0 <= offset < region.area.size:
-                    self._early(mapped, at, region.piece(offset), hurry)
+                    self._handle_early(mapped, at, region.find_piece(offset), hurry)
 
-    def _early(self, mapped: _Mapped, at: int, piece: int, hurry: Callable[[int, int], None]) -> None:
+    def _handle_early(self, mapped: _Mapped, at: int, piece: int, hurry: Callable[[int, int], None]) -> None:
         region = self._regions[at]
         zeros = at, region.starts[piece]
         with self._lock:
@@ -411,25 +410,25 @@ class DemandPaging:
         hurry(at, region.starts[piece])
 
 
-def _to_page(size: int) -> int:
+def _round_to_pages(size: int) -> int:
     """Return the size in bytes, rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
-def _region(area: Area, table: Table) -> _Region:
+def _make_region(area: Area, table: Table) -> _Region:
     chunks = [(chunk.offset, chunk.size) for chunk in table.chunks]
-    pieces = sorted([*chunks, *_in_slices(table.gaps())])
+    pieces = sorted([*chunks, *_iterate_slices(table.gaps())])
     starts, sizes = [start for start, _ in pieces], [size for _, size in pieces]
     return _Region(area, starts, sizes, bytearray(len(pieces)), len(pieces))
 
 
-def _in_slices(gaps: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _iterate_slices(gaps: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     for offset, size in gaps:
         for at in range(offset, offset + size, _ZEROS):
             yield at, min(_ZEROS, offset + size - at)
 
 
-def _still_mapped(region: _Region, start: int, end: int) -> list[tuple[int, int]]:
+def _list_mapped(region: _Region, start: int, end: int) -> list[tuple[int, int]]:
     """Return the ranges from `start` to `end` in which the process still maps the file; neighbours joined."""
     try:
         found = maps.mappings(region.pid)
@@ -445,7 +444,7 @@ def _still_mapped(region: _Region, start: int, end: int) -> list[tuple[int, int]
     return ranges
 
 
-def _too_slow(seconds: float) -> GpusnapError:
+def _make_timeout_error(seconds: float) -> GpusnapError:
     return ImageError(
         f"the GPU memory of the checkpoint does not arrive: no chunk of it in {seconds:.0f} s",
         hint="check that its disk or registry responds, then restore again",

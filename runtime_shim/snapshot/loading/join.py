@@ -232,8 +232,8 @@ class JoinedImages:
         """As ImageRebuild.paths."""
 
     @property
-    def taken(self) -> bool:
-        """After `result`: whether the images are those of the load process."""
+    def are_from_load_process(self) -> bool:
+        """after `wait`: whether the images are those of the load process."""
         return self._own is None
 
     @property
@@ -243,7 +243,7 @@ class JoinedImages:
             return self._own.has_started_all
         return self._joined.has_files() or not self._joined.is_at_work()
 
-    def result(self) -> None:
+    def wait(self) -> None:
         """Return when the images are complete and checked. Raises ImageError, GpusnapError."""
         joined = self._joined
         while not joined.has_files() and joined.is_at_work():
@@ -255,7 +255,7 @@ class JoinedImages:
             return
         joined.remove_files()
         self._own = self._rebuild()
-        self._own.result()
+        self._own.wait()
         self.paths = self._own.paths
 
     def close(self) -> None:

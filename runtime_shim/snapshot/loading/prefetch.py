@@ -297,7 +297,7 @@ class Prefetch:
 
     def _placed(self, at: int, chunk: Chunk) -> None:
         if self._paging is not None:
-            self._paging.ready(at, chunk.offset)
+            self._paging.mark_ready(at, chunk.offset)
 
     def _demand_paging(self) -> DemandPaging | None:
         """None if the driver cannot wait for missing memory."""

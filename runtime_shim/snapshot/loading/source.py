@@ -57,7 +57,7 @@ _CONNECTIONS = 16
 
 
 class BlobSource:
-    """`gpusnap.oci.layout.blobs.Blobs` for one restore. A context manager; `finish` commits what it fetched."""
+    """`gpusnap.oci.layout.blobs.Blobs` for one restore. A context manager; `finish` commits new blobs."""
 
     def __init__(
         self, record: Manifest, images: str, store: str, pull_from: Sequence[str], artifact: str = ""
@@ -69,7 +69,7 @@ class BlobSource:
         Raises Refused, which names a chunk that cannot be found, and ImageError.
         """
         self._record = record
-        self._beside = Layout(os.path.join(images, FOLDER))
+        self._image_layout = Layout(os.path.join(images, FOLDER))
         self._store = Store(os.path.realpath(store))
         self._staging: Staging | None = None
         self._held = contextlib.ExitStack()
@@ -82,12 +82,12 @@ class BlobSource:
         self.meter = ReadMeter(drop=space.would_evict(record.tables))
         """The meter of the store's disk, for those that read the blobs."""
         every = descriptors(record.tables)
-        wanted = self._beside.list_missing(every)
-        self._there = {each.digest for each in every} - {each.digest for each in wanted}
+        wanted = self._image_layout.list_missing(every)
+        self._in_image = {each.digest for each in every} - {each.digest for each in wanted}
         try:
-            missing = self._taken(wanted) if wanted and not self._hold(artifact, wanted) else []
+            missing = self._link_available(wanted) if wanted and not self._hold(artifact, wanted) else []
             if missing:
-                self._found(missing, pull_from)
+                self._find_in_registries(missing, pull_from)
         except BaseException:
             self.close()
             raise
@@ -114,7 +114,7 @@ class BlobSource:
     @property
     def folders(self) -> tuple[str, ...]:
         """The layouts that the chunks are read from."""
-        beside = (self._beside.path,) if self._there else ()
+        beside = (self._image_layout.path,) if self._in_image else ()
         staged = () if self._staging is None else (self._staging.layout.path,)
         return (*beside, *staged, self._store.layout.path)
 
@@ -125,10 +125,10 @@ class BlobSource:
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
         """Open a chunk's blob; fetch it first if necessary. Raises BlobError, RegistryError, DiskError."""
-        if digest in self._there:
-            return self._beside.open_blob(digest, size)
+        if digest in self._in_image:
+            return self._image_layout.open_blob(digest, size)
         if self._staging is None:
-            return self._metered(self._store.layout.open_blob(digest, size), size)
+            return self._meter_reads(self._store.layout.open_blob(digest, size), size)
         repository = self._remote.get(digest)
         if repository is not None and size is not None:
             with self._guard:
@@ -136,7 +136,7 @@ class BlobSource:
             with lock:
                 if not self._staging.layout.has_blob(digest, size):
                     self._fetch(repository, self._staging.layout, digest, size)
-        return self._metered(self._staging.layout.open_blob(digest, size), size)
+        return self._meter_reads(self._staging.layout.open_blob(digest, size), size)
 
     def check_blob(self, wanted: Descriptor) -> None:
         """As Layout.check_blob. Raises BlobError."""
@@ -149,7 +149,7 @@ class BlobSource:
         """
         if (rate := self.meter.rate) is not None:
             read_rate.remember(self._store.path, rate)
-        if self._staging is not None and self.fetched and not self._there:
+        if self._staging is not None and self.fetched and not self._in_image:
             with transfer.as_image_error(self._store.path):
                 self._staging.commit(
                     write_artifact(self._staging.layout, self._record), foreign=self._record.tables
@@ -165,7 +165,7 @@ class BlobSource:
             with contextlib.suppress(OciError, OSError):  # gc removes a leftover
                 staging.close()
 
-    def _metered(self, file: io.FileIO, size: int | None) -> io.FileIO:
+    def _meter_reads(self, file: io.FileIO, size: int | None) -> io.FileIO:
         self.meter.opened(file, size or 0)
         return file
 
@@ -182,23 +182,23 @@ class BlobSource:
         self._held.close()
         return False
 
-    def _taken(self, wanted: Sequence[Descriptor]) -> list[Descriptor]:
+    def _link_available(self, wanted: Sequence[Descriptor]) -> list[Descriptor]:
         """Link what the store has, and return the rest."""
         try:
             staging = self._staging = self._store.create().stage()
         except DiskError:  # a store that is mounted read-only can still be read
             missing = self._store.layout.list_missing(wanted)
             if missing:
-                raise self._nowhere(missing, ["the store cannot be written to"]) from None
+                raise self._make_missing_error(missing, ["the store cannot be written to"]) from None
             return []
         except OciError as error:
             raise ImageError(
                 f"the store {self._store.path} cannot be used: {error}", code=error.code
             ) from error
         with transfer.as_image_error(self._store.path):
-            return [each for each in staging.take_all(wanted) if not self._left_behind(each, staging)]
+            return [each for each in staging.take_all(wanted) if not self._link_from_staging(each, staging)]
 
-    def _left_behind(self, wanted: Descriptor, staging: Staging) -> bool:
+    def _link_from_staging(self, wanted: Descriptor, staging: Staging) -> bool:
         """Link a blob from a staging directory whose owner died before its commit, for example in a crash."""
         folder = os.path.dirname(staging.path)
         for name in os.listdir(folder):
@@ -210,22 +210,24 @@ class BlobSource:
                     return True
         return False
 
-    def _found(self, missing: Sequence[Descriptor], pull_from: Sequence[str]) -> None:
+    def _find_in_registries(self, missing: Sequence[Descriptor], pull_from: Sequence[str]) -> None:
         """Ask the registries for the chunks that the store lacks. Raises Refused."""
         said = []
         for text in pull_from:
             if not missing:
                 return
             try:
-                missing = self._asked(text, missing)
+                missing = self._ask_registry(text, missing)
             except OciError as error:
                 said.append(str(error))
         if missing:
-            raise self._nowhere(missing, said or [f"{name} does not have it either" for name in pull_from])
+            raise self._make_missing_error(
+                missing, said or [f"{name} does not have it either" for name in pull_from]
+            )
 
-    def _asked(self, text: str, missing: Sequence[Descriptor]) -> list[Descriptor]:
+    def _ask_registry(self, text: str, missing: Sequence[Descriptor]) -> list[Descriptor]:
         """Ask one registry; return what it does not have either. Raises RegistryError."""
-        repository = _repository(text)
+        repository = _open_repository(text)
         self._connected.callback(repository.close)
         lacking: list[Descriptor] = []
 
@@ -247,7 +249,7 @@ class BlobSource:
         with self._guard:
             self.fetched += size
 
-    def _nowhere(self, missing: Sequence[Descriptor], said: Sequence[str]) -> Refused:
+    def _make_missing_error(self, missing: Sequence[Descriptor], said: Sequence[str]) -> Refused:
         size = human(sum(each.size for each in missing))
         others = f" and {len(missing) - 1} others ({size} together)" if len(missing) > 1 else ""
         why = f": {'; '.join(said)}" if said else ""
@@ -260,7 +262,7 @@ class BlobSource:
         )
 
 
-def _repository(text: str) -> Repository:
+def _open_repository(text: str) -> Repository:
     """Return the repository of a line of store.pull-from. Raises RegistryError."""
     from gpusnap.oci.layout.reference import parse_plain
     from gpusnap.oci.registry import find as registries
@@ -287,7 +289,7 @@ class ImageRebuild:
         """`folder`: for the files. `stage`: for the files in RAM, if there is room.
 
         A file on a disk is written by one thread at a time (its inode is locked), memory by all threads, and
-        the images need not stay. If others take the RAM meanwhile, `result` begins anew on the disk. Raises
+        the images need not stay. If others take the RAM meanwhile, `wait` begins anew on the disk. Raises
         ImageError.
         """
         self._folder, self._files, self._blobs = folder, files, blobs
@@ -300,7 +302,7 @@ class ImageRebuild:
         self.paths: dict[str, str] = {}
         """The path of each file, by its name."""
         try:
-            with self._explained():
+            with self._as_image_error():
                 self._reading = self._begin()
         except BaseException:
             self._drop()
@@ -317,11 +319,11 @@ class ImageRebuild:
             self._blobs,
             threads=self._threads,
             ceiling=self._ceiling,
-            targets=[self._target(at, each) for at, each in enumerate(self._files)],
+            targets=[self._make_target(at, each) for at, each in enumerate(self._files)],
             prepare=partial(transfer.populate, self._areas),
         )
 
-    def _target(self, at: int, record: FileRecord) -> Target:
+    def _make_target(self, at: int, record: FileRecord) -> Target:
         """Make a file in RAM, or in the directory. Raises OSError."""
         if self._stage is not None and self._in_ram:
             try:
@@ -335,18 +337,18 @@ class ImageRebuild:
         os.ftruncate(file.fileno(), record.table.size)
         return File(file.fileno(), record.table.size)
 
-    def result(self) -> None:
+    def wait(self) -> None:
         """Return when the images are complete and checked. Raises ImageError."""
-        with self._explained():
+        with self._as_image_error():
             try:
                 self._reading.wait()
             except OSError as error:
                 if not transfer.is_full(error):
                     raise
-                self._on_disk()
+                self._restart_on_disk()
                 self._reading.wait()
 
-    def _on_disk(self) -> None:
+    def _restart_on_disk(self) -> None:
         """Begin anew in the directory, so that the GPUs' memory can have the RAM."""
         self._reading.close()
         self._opened.close()
@@ -371,7 +373,7 @@ class ImageRebuild:
             transfer.free(self._stage)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _as_image_error(self) -> Iterator[None]:
         try:
             yield
         except OciError as error:
@@ -389,4 +391,4 @@ def rebuild(files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: 
     with contextlib.closing(
         ImageRebuild(files, blobs, folder, threads=threads, ceiling=ceiling)
     ) as rebuilding:
-        rebuilding.result()
+        rebuilding.wait()

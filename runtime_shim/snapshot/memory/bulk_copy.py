@@ -162,7 +162,7 @@ class BulkCopy:
         try:
             write_all(init, taken, busy, threads=self._threads)
         except OSError as error:
-            raise _failed(error) from error
+            raise _make_write_error(error) from error
         self._copied = True
         size = sum(piece[2] for each in taken for piece in each.pieces)
         self.totals = CopyTotals(size, len(taken), round(time.monotonic() - begun, 6))
@@ -177,7 +177,7 @@ def begin(
     `criu`: the program, if the runtime's caller has named one.
     """
     launcher = locate.launcher()
-    if not launcher or os.uname().machine != "x86_64" or _is_bound(config):
+    if not launcher or os.uname().machine != "x86_64" or _has_numa_limit(config):
         return None
     if any(option.split("#", 1)[0].strip().removeprefix("--") in _OTHER_WAYS for option in options):
         return None
@@ -186,7 +186,7 @@ def begin(
     return None
 
 
-def _is_bound(config: Mapping[str, Any]) -> bool:
+def _has_numa_limit(config: Mapping[str, Any]) -> bool:
     """Whether the container may only use some NUMA nodes (runtime-spec, config-linux.md, CPU)."""
     found: Any = config
     for name in ("linux", "resources", "cpu", "mems"):
@@ -212,10 +212,10 @@ def _make_plan(view: str, plan: _Plan) -> None:
     sizes = {name: os.stat(os.path.join(view, name)).st_size for name in names if name.startswith("pages-")}
     if "parent" in names or not any(size >= SMALLEST_FILE for size in sizes.values()):
         return
-    files = {name: _number(view, name) for name in sorted(names) if name.startswith("pagemap-")}
+    files = {name: _read_number(view, name) for name in sorted(names) if name.startswith("pagemap-")}
     numbers = list(files.values())
-    free = max(*numbers, *(_number_in(name) for name in sizes)) + 1
-    family = _family(view)
+    free = max(*numbers, *(_parse_number(name) for name in sizes)) + 1
+    family = _read_relatives(view)
     known: dict[int, Any] = {}
     room = os.statvfs(view)
     left = min(_MOST_KEPT, room.f_bavail * room.f_frsize // _PART_OF_FREE)
@@ -225,12 +225,12 @@ def _make_plan(view: str, plan: _Plan) -> None:
         pages = f"pages-{number}.img"
         if number is None or numbers.count(number) != 1 or sizes.get(pages, 0) < SMALLEST_FILE:
             continue
-        own = _mm(view, pid, known)
-        relatives = [_mm(view, each, known) for each in family[pid] if f"mm-{each}.img" in names]
+        own = _read_mm(view, pid, known)
+        relatives = [_read_mm(view, each, known) for each in family[pid] if f"mm-{each}.img" in names]
         if own is None or None in relatives or free >= _NUMBERS:
             continue
         spans = vmas.plain(own, relatives, smallest=SMALLEST)
-        with _source(view, name, "pagemap", _LARGEST_PAGEMAP) as source:
+        with _open_image(view, name, "pagemap", _LARGEST_PAGEMAP) as source:
             if source is None or not spans:
                 continue
             found = pagemap.split(source, spans, number=free, smallest=_SMALLEST_PIECE)
@@ -240,7 +240,7 @@ def _make_plan(view: str, plan: _Plan) -> None:
         if kept > left or kept > sum(size for _, _, size in found.taken):
             continue
         left -= kept
-        _write_kept(view, pages, f"pages-{free}.img", found.kept)
+        _write_second_pages(view, pages, f"pages-{free}.img", found.kept)
         free += 1
         with open(os.path.join(view, name + _NEXT), "xb") as file:
             file.write(found.image)
@@ -248,22 +248,22 @@ def _make_plan(view: str, plan: _Plan) -> None:
         plan.taken.append(ProcessPages(pid, os.path.realpath(os.path.join(view, pages)), found.taken))
 
 
-def _number_in(name: str) -> int:
+def _parse_number(name: str) -> int:
     digits = name.removeprefix("pages-").removesuffix(".img")
     return int(digits) if digits.isascii() and digits.isdigit() else 0
 
 
-def _number(view: str, name: str) -> int:
+def _read_number(view: str, name: str) -> int:
     kind = messages.kind_of(name)
-    with _source(view, name, kind or "pagemap", None) as source:
+    with _open_image(view, name, kind or "pagemap", None) as source:
         assert source is not None
         return pagemap.read_number(source)
 
 
-def _family(view: str) -> dict[int, list[int]]:
+def _read_relatives(view: str) -> dict[int, list[int]]:
     """Return the parent and the children of each process in pstree.img, by its PID."""
     parents: dict[int, int] = {}
-    with _source(view, "pstree.img", "pstree", None) as source:
+    with _open_image(view, "pstree.img", "pstree", None) as source:
         while source is not None and source.count_left:
             message = messages.decode(source.message(), "pstree")
             if message is None or message.pid in parents:
@@ -277,18 +277,18 @@ def _family(view: str) -> dict[int, list[int]]:
     return found
 
 
-def _mm(view: str, pid: int, known: dict[int, Any]) -> Any:
+def _read_mm(view: str, pid: int, known: dict[int, Any]) -> Any:
     """Return the mm_entry of a process; None if it cannot be decoded."""
     if pid not in known:
-        with _source(view, f"mm-{pid}.img", "mm", _LARGEST_MM) as source:
+        with _open_image(view, f"mm-{pid}.img", "mm", _LARGEST_MM) as source:
             known[pid] = messages.decode(source.message(), "mm") if source is not None else None
     return known[pid]
 
 
 @contextlib.contextmanager
-def _source(view: str, name: str, kind: str, largest: int | None) -> Iterator[messages.Source | None]:
+def _open_image(view: str, name: str, kind: str, largest: int | None) -> Iterator[messages.Source | None]:
     """Open an image, and skip its magic numbers; None if it is too large."""
-    with open(_open(os.path.join(view, name)), "rb") as file:
+    with open(_open_file(os.path.join(view, name)), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if largest is not None and size > largest:
             yield None
@@ -298,7 +298,7 @@ def _source(view: str, name: str, kind: str, largest: int | None) -> Iterator[me
         yield source
 
 
-def _open(path: str) -> int:
+def _open_file(path: str) -> int:
     """Open a regular file, through the links of a view. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -307,10 +307,10 @@ def _open(path: str) -> int:
     return descriptor
 
 
-def _write_kept(view: str, pages: str, name: str, kept: Sequence[tuple[int, int]]) -> None:
+def _write_second_pages(view: str, pages: str, name: str, kept: Sequence[tuple[int, int]]) -> None:
     """Write the second pages file: parts of the first one, one after the other. Raises OSError."""
     with (
-        open(_open(os.path.join(view, pages)), "rb", buffering=0) as source,
+        open(_open_file(os.path.join(view, pages)), "rb", buffering=0) as source,
         open(os.path.join(view, name), "xb", buffering=0) as target,
     ):
         for offset, size in kept:
@@ -341,7 +341,7 @@ def write_all(init: int, taken: Sequence[ProcessPages], busy: Busy, *, threads: 
                 )
             chosen.append(process)
             _check_mapped(process.pid, each)
-            view = _mapped(each.path, opened)
+            view = _map_file(each.path, opened)
             for address, offset, size in each.pieces:
                 if offset + size > len(view):
                     raise ImageError(f"{each.path} changed during the restore", code="GPS-523")
@@ -360,8 +360,8 @@ def _write(pid: int, address: int, part: memoryview, busy: Busy) -> None:
     busy()
 
 
-def _mapped(path: str, opened: contextlib.ExitStack) -> memoryview:
-    descriptor = _open(path)
+def _map_file(path: str, opened: contextlib.ExitStack) -> memoryview:
+    descriptor = _open_file(path)
     try:
         mapped = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
@@ -408,7 +408,7 @@ def _check_mapped(pid: int, taken: ProcessPages) -> None:
             raise ImageError(f"process {taken.pid} has other memory at {address:#x}", code="GPS-523")
 
 
-def _failed(error: OSError) -> GpusnapError:
+def _make_write_error(error: OSError) -> GpusnapError:
     hints = {
         errno.ENOMEM: "there is not enough memory: look at the container's memory limit, and at the host's",
         errno.ESRCH: "the kernel may have ended it: look at the container's memory limit (dmesg)",
