@@ -46,18 +46,19 @@ from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, cl
 from gpusnap.runtime_shim.snapshot.restore_job import Job
 
 _WRITTEN = ("restore.log", "stats-restore")
-"""By CRIU, in the work directory (criu/log.c, criu/stats.c)."""
+"""Files that CRIU writes in the work directory (criu/log.c, criu/stats.c)."""
 
 
 def plan(job: Job, config: dict[str, Any]) -> None:
-    """Choose the GPUs and prepare what the runtime will read. Nothing of the container is there yet."""
+    """Choose the GPUs and prepare what the runtime will read. The container does not exist yet."""
     replaced: dict[str, bytes] = {}
     coming = _start_reading(job)
     if job.driver is not None:
         job.driver.open()
         if job.plugin is not None:
             find_plugin(job.plugin, job.settings)
-        # What other restores hold is in their claims or in the inventory only if it is read under the lock.
+        # The memory of other restores is in their claims or in the inventory only if both are read under the
+        # lock.
         room = job.room.enter_context(claim())
         host = job.driver.host()
         job.remap = remap.make(
@@ -93,7 +94,7 @@ def plan(job: Job, config: dict[str, Any]) -> None:
 
 
 def _begin_bulk_copy(job: Job, config: dict[str, Any]) -> bulk_copy.BulkCopy | None:
-    """Have gpusnap write what it can of the processes' memory; CRIU all of it where RAM is limited."""
+    """Let gpusnap write a part of the processes' memory; CRIU writes all of it if RAM is limited."""
     memory = job.settings.memory
     if not memory.parallel_restore or memory.ceiling:
         return None
@@ -107,9 +108,9 @@ def _begin_bulk_copy(job: Job, config: dict[str, Any]) -> bulk_copy.BulkCopy | N
 
 
 def _start_reading(job: Job) -> ImageRebuild | JoinedImages | None:
-    """Have the bytes come from now on; CRIU's images that are in chunks.
+    """Start to read the memory; return CRIU's images that are in chunks.
 
-    Only CRIU waits for its images, and only the driver for the GPUs' memory.
+    Only CRIU waits for its images, and only the driver waits for the GPUs' memory.
     """
     memory = job.settings.memory
     images: ImageRebuild | JoinedImages | None = None
@@ -144,7 +145,7 @@ def _start_reading(job: Job) -> ImageRebuild | JoinedImages | None:
 
 
 def _rebuild(job: Job, fetching: BlobSource, folder: str) -> ImageRebuild:
-    """Begin to put CRIU's images together, in RAM where there is room, else in the folder."""
+    """Start to build CRIU's images, in RAM if there is room, else in the directory."""
     memory = job.settings.memory
     return ImageRebuild(
         job.record.files,
@@ -157,10 +158,9 @@ def _rebuild(job: Job, fetching: BlobSource, folder: str) -> ImageRebuild:
 
 
 def _clear_links(job: Job) -> None:
-    """Take away links and FIFOs where CRIU and the runtime are to write files.
+    """Remove symbolic links and FIFOs where CRIU and the runtime write files.
 
-    An archive may have brought one there: they would follow the link as root, and wait for the FIFO. Raises
-    ImageError.
+    An archive may contain some: they would follow the link as root, and wait for the FIFO. Raises ImageError.
     """
     for path in (*(os.path.join(job.work_path, name) for name in _WRITTEN), job.call.pid_file):
         try:
@@ -179,14 +179,14 @@ def _clear_links(job: Job) -> None:
 def _choose(
     job: Job, host: Host, room: GpuClaim, only: Collection[str] | None
 ) -> tuple[tuple[str, str], ...]:
-    """The pairs of the plan, with their room claimed until `job.room` is closed. Raises Refused."""
+    """Return the pairs of the plan; their memory is claimed until `job.room` is closed. Raises Refused."""
     request = gpu_request(job.call.gpu_map)
     chosen = choose(job.record, host, request, job.settings.gpu_map, room.reserved, given=only)
     if chosen.refusal:
         raise chosen.make_refusal()
     new = dict(chosen.pairs)
     taken = {new[gpu.uuid]: gpu.memory_used for gpu in job.record.gpus}
-    if not job.joined_regions:  # else the load process has claimed it
+    if not job.joined_regions:  # otherwise the load process has claimed it
         taken[RAM] = space.measure_beside_images(job.record)
     room.take(taken)
     return chosen.pairs
