@@ -86,7 +86,7 @@ def processes(init: int, container_id: str) -> tuple[proc.Process, ...]:
     """
     if init <= 0:
         return ()
-    found = _list_listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).members)
+    found = _list_listed(neighbours.find(init, container_id, _own_cgroup(init, container_id)).members)
     pidfd.remember((process.pid, process.start) for process in found)
     return found
 
@@ -98,7 +98,7 @@ def list_beside(init: int, container_id: str) -> tuple[proc.Process, ...]:
     """
     if init <= 0:
         return ()
-    return _list_listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).neighbours)
+    return _list_listed(neighbours.find(init, container_id, _own_cgroup(init, container_id)).neighbours)
 
 
 def list_left_out(init: int, members: Iterable[proc.Process]) -> tuple[proc.Process, ...]:

@@ -45,7 +45,7 @@ class View:
     """Those of other containers that are in its own PID namespace, or have its init for an ancestor."""
 
 
-def look(init: int, container_id: str, group: Cgroup | None) -> View:
+def find(init: int, container_id: str, group: Cgroup | None) -> View:
     """The container whose init is `init`; `group` is the cgroup that was made for it, if one was."""
     parents = proc.parents()
     within = {pid for pid in parents if group is not None and is_inside(pid, group)}

@@ -231,7 +231,7 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     restored_containers.sweep()
     scratch_files.sweep_all()
     key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
-    restored_containers.tell(key)  # last: with the exit code the engine knows
+    restored_containers.record_report(key)  # last: with the exit code the engine knows
     return code
 
 

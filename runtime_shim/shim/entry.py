@@ -168,9 +168,9 @@ def _spawn(path: str, args: list[str]) -> tuple[str, int]:
 
 def _answer(args: list[str]) -> int:
     if args == list(CHECK):
-        from gpusnap.runtime_shim.shim.parts import tell
+        from gpusnap.runtime_shim.shim.parts import report_modules
 
-        return tell()
+        return report_modules()
     whose, at, values = read(args)
     if whose == VERSION:
         return _version(args, at, values.get("root"))

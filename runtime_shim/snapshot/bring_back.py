@@ -91,7 +91,7 @@ def _give_back(
 
     Return the errors, by PID.
     """
-    lost = {p.pid: _not_there(p) for p in processes if not _is_mapped(p)}
+    lost = {p.pid: _make_missing_error(p) for p in processes if not _is_mapped(p)}
     there = [process for process in processes if process.pid not in lost]
     layout = {
         p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions]
@@ -120,7 +120,7 @@ def _give_back(
     return lost
 
 
-def _not_there(process: JournalProcess) -> GpusnapError:
+def _make_missing_error(process: JournalProcess) -> GpusnapError:
     """The error if the memory is missing: the driver would read zeros, or something else."""
     return GpusnapError(
         f"process {process.pid} no longer has a mapping where its GPU memory was",

@@ -77,11 +77,11 @@ class Place:
         device, within, upper, fsid = "", "", "", 0
         if isinstance(rootfs, str) and rootfs:
             path_here = os.path.realpath(os.path.join(bundle, rootfs))
-            device, within, upper = _file_system(path_here)
-            fsid = _fsid(path_here) if device else 0
+            device, within, upper = _find_file_system(path_here)
+            fsid = _read_fsid(path_here) if device else 0
         ours = proc.cgroups("self")
         beside = tuple(f"{name}:{ours[name]}" for name in ([""] if "" in ours else sorted(ours)))
-        group = _group(path if isinstance(path, str) else "", container)
+        group = _parse_cgroups_path(path if isinstance(path, str) else "", container)
         return cls(group, beside, device, within, upper, fsid)
 
     @classmethod
@@ -108,7 +108,7 @@ class Place:
             return False
         if self.upper and found[-1].upper != self.upper:
             return False
-        fsid = question_process.ask(pid, "its root", _fsid, f"/proc/{pid}/root") if self.fsid else 0
+        fsid = question_process.ask(pid, "its root", _read_fsid, f"/proc/{pid}/root") if self.fsid else 0
         return not fsid or fsid == self.fsid
 
     def _is_own(self, path: str) -> bool:
@@ -135,7 +135,7 @@ def let_runtime_end(
 
     Do not wait for CRIU alone: nobody takes over what it restores.
     """
-    scratch_files.let_end(owner, container, enough=lambda: enough() or not _runtimes(owner, container))
+    scratch_files.let_end(owner, container, enough=lambda: enough() or not _list_runtimes(owner, container))
 
 
 def kill_restored(place: Place | None, owner: tuple[int, int], container: str) -> tuple[int, ...]:
@@ -210,18 +210,18 @@ def _unmount(path: str) -> None:
 
 def _list_left(place: Place | None, owner: tuple[int, int], container: str) -> list[proc.Process]:
     marked: list[proc.Process] = []
-    if not _runtimes(owner, container):
+    if not _list_runtimes(owner, container):
         marked = [each for each in map(proc.process, scratch_files.children(owner)) if each is not None]
     own = find(place, owner[1]) if place is not None else ()
     return list({each.pid: each for each in (*marked, *own)}.values())
 
 
-def _runtimes(owner: tuple[int, int], container: str) -> list[int]:
+def _list_runtimes(owner: tuple[int, int], container: str) -> list[int]:
     """Return the PIDs of the real runtime that a gpusnap called for a container and that still run."""
     return [pid for pid in scratch_files.children(owner) if container in proc.command(pid)]
 
 
-def _group(path: str, container: str) -> str:
+def _parse_cgroups_path(path: str, container: str) -> str:
     """Interpret linux.cgroupsPath (runtime-spec, config-linux.md); for systemd slice:prefix:name."""
     if path.startswith("/"):
         return os.path.normpath(path)
@@ -231,7 +231,7 @@ def _group(path: str, container: str) -> str:
     return os.path.basename(os.path.normpath(path)) if path else container
 
 
-def _fsid(path: str) -> int:
+def _read_fsid(path: str) -> int:
     """Return the ID of the file system of a path from statfs(2); 0 if it cannot be read."""
     try:
         return os.statvfs(path).f_fsid
@@ -239,7 +239,7 @@ def _fsid(path: str) -> int:
         return 0
 
 
-def _file_system(path: str) -> tuple[str, str, str]:
+def _find_file_system(path: str) -> tuple[str, str, str]:
     """Return (device, path within it, upper directory) of a directory.
 
     All are empty if they cannot be determined, or if it is the host's root.

@@ -70,7 +70,7 @@ def sweep() -> None:
             with suppress(GpusnapError), journal.hold(key, patience=0):
                 pass  # the holder of the lock removes them: process/ptrace/signal_masks.py
     with suppress(OSError):  # a tmpfs that a killed `gpusnap restore` mounted, and nobody has used since
-        stage.tidy()
+        stage.unmount_if_empty()
 
 
 def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:

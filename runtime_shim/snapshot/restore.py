@@ -86,8 +86,8 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
         job = Job(call, real, settings, record, driver, found, transaction, images, held, room, cleanup)
         with transaction.step("plan"):
             held.enter_context(journal.hold(job.key))
-            _absent(job)
-            _nothing_waits(job)
+            _refuse_existing(job)
+            _refuse_waiting(job)
             _begin(job, config)
             plan(job, config)
         with transaction.step("volumes"):
@@ -98,7 +98,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
             _finish(job)
             _commit(job)
             return 0
-        return _in_foreground(job)
+        return _run_in_foreground(job)
 
 
 def _begin(job: Job, config: dict[str, Any]) -> None:
@@ -128,16 +128,18 @@ def _commit(job: Job) -> None:
     job.transaction.commit()
     with job.transaction.step("let go"):
         if job.fetching is not None:
-            _said(partial(_keep_fetched, job.fetching))
-        _said(job.cleanup.close)
+            _report_errors(partial(_commit_fetched, job.fetching))
+        _report_errors(job.cleanup.close)
     assert job.entry is not None
     restore_record.record_start(job.entry)
-    _said(partial(restore_record.forget, job.key))  # not before, because a kill until then leaves files
-    _said(job.held.close)  # a checkpoint of it uses the same names for its files
-    _say_timing(job)
+    _report_errors(
+        partial(restore_record.forget, job.key)
+    )  # not before, because a kill until then leaves files
+    _report_errors(job.held.close)  # a checkpoint of it uses the same names for its files
+    _write_timing(job)
 
 
-def _said(let_go: Callable[[], object]) -> None:
+def _report_errors(let_go: Callable[[], object]) -> None:
     """Report an error, and do not raise it: an engine that gets an error removes the container."""
     try:
         let_go()
@@ -147,14 +149,14 @@ def _said(let_go: Callable[[], object]) -> None:
         note(text, code=found.code)
 
 
-def _keep_fetched(fetching: BlobSource) -> None:
+def _commit_fetched(fetching: BlobSource) -> None:
     try:
         fetching.finish()
     except GpusnapError as error:
         note(f"the fetched chunks cannot be kept in the store: {error.sentence()}")
 
 
-def _absent(job: Job) -> None:
+def _refuse_existing(job: Job) -> None:
     """Refuse if such a container exists: the runtime would refuse, and the undo must not remove it."""
     command = restore_record.commands(job.call, job.real)
     try:
@@ -174,7 +176,7 @@ def _absent(job: Job) -> None:
     )
 
 
-def _nothing_waits(job: Job) -> None:
+def _refuse_waiting(job: Job) -> None:
     """Refuse if processes wait for memory in RAM under the same key: a restore would remove it."""
     entry = journal.read(job.key)
     waiting = [p.pid for p in entry.processes if proc.is_same(p.pid, p.start)] if entry is not None else []
@@ -207,7 +209,7 @@ def _invoke(job: Job, pid_file: str | None, started: Callable[[int], object] | N
         return invoke(call, job.real, text, capture=False, started=started, environment=environment)
 
 
-def _error(job: Job, done: Invocation) -> GpusnapError:
+def _make_error(job: Job, done: Invocation) -> GpusnapError:
     if job.bulk is not None and job.bulk.error is not None:
         return job.bulk.error  # CRIU failed for this reason
     said = done.explain(job.criu_log)
@@ -226,7 +228,7 @@ def _restore_container(job: Job) -> None:
         runtime.wait_until_restored(None)
     done = runtime.result(job.real.name)
     if done.code != 0:
-        raise _error(job, done)
+        raise _make_error(job, done)
     stop_if_asked()
 
 
@@ -258,7 +260,7 @@ def _finish(job: Job) -> None:
     job.room.close()
 
 
-def _say_timing(job: Job) -> None:
+def _write_timing(job: Job) -> None:
     """Write the steps' times beside the runtime's restore.log."""
     document: dict[str, Any] = {
         "timing": [
@@ -283,7 +285,7 @@ def _kill(job: Job) -> None:
     job.removed = True
 
 
-def _in_foreground(job: Job) -> int:
+def _run_in_foreground(job: Job) -> int:
     """Without --detach, run the runtime until the container ends, and restore the GPUs meanwhile."""
     with pid_file(job.call) as path:
         runtime = RuntimeThread(lambda started: _invoke(job, path, started), job.criu_log)
@@ -296,5 +298,5 @@ def _in_foreground(job: Job) -> int:
             _commit(job)
         done = runtime.stand_for(job.real.name)
     if done.code != 0 and not job.transaction.committed:
-        raise _error(job, done)
+        raise _make_error(job, done)
     return done.code

@@ -70,7 +70,7 @@ def _fill(
         if job.prefetch is not None:
             job.prefetch.deliver({inner: process.pid for inner, process in by_inner.items()})
     with job.transaction.step("driver restore"):
-        right = partial(_right, job, gone_on)
+        right = partial(_check_process, job, gone_on)
         try:
             resume(driver, pids, PrefetchedPages(job.prefetch), pairs=pairs, right=right)
         except GpuError:
@@ -85,7 +85,7 @@ def _fill(
     return gone_on
 
 
-def _right(job: Job, gone_on: set[int], pid: int) -> None:
+def _check_process(job: Job, gone_on: set[int], pid: int) -> None:
     """Check, before a process continues, that its memory is right, and its own."""
     if job.prefetch is not None:
         job.prefetch.wait_checked()

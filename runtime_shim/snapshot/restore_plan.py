@@ -67,7 +67,7 @@ def plan(job: Job, config: dict[str, Any]) -> None:
             host,
             _choose(job, host, room, list_given(job.driver, config)),
             config,
-            known=lambda: _driver_files(host),
+            known=lambda: _read_driver_files(host),
             keep_names=job.settings.keep_names,
         )
         replaced = remap.image(job.record, job.images, job.remap, config)
@@ -88,7 +88,7 @@ def plan(job: Job, config: dict[str, Any]) -> None:
     criu_mounts.check_mounts(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else bundle.Edits()
     edits = replace(edits, hook=loopback.hook(job.real.kind, config))
-    noted = partial(_config_changes, job)
+    noted = partial(_record_config_change, job)
     undo = bundle.prepare(str(job.call.bundle_dir()), config, edits, noted=noted)
     job.transaction.undo("restoring config.json", undo)
 
@@ -188,13 +188,13 @@ def _choose(
     taken = {new[gpu.uuid]: gpu.memory_used for gpu in job.record.gpus}
     if not job.joined_regions:  # otherwise the load process has claimed it
         taken[RAM] = space.measure_beside_images(job.record)
-    room.take(taken)
+    room.record(taken)
     return chosen.pairs
 
 
-def _driver_files(host: Host) -> DriverFiles:
+def _read_driver_files(host: Host) -> DriverFiles:
     return find_files(cdi.load(report=lambda error: note(str(error), code=error.code)), host.driver_version)
 
 
-def _config_changes(job: Job, before: bytes, after: bytes) -> None:
+def _record_config_change(job: Job, before: bytes, after: bytes) -> None:
     job.save_progress(**restore_record.describe_change(before, after))

@@ -60,7 +60,7 @@ def is_on_file(key: str, init: int) -> bool:
     return entry is not None and is_alive(entry) and entry.init is not None and entry.init[0] == init
 
 
-def tell(key: str) -> None:
+def record_report(key: str) -> None:
     """Record that the engine now gets the result. This must not fail: without room, the file is removed."""
     try:
         entry = restore_record.read(key, RESTORED)
@@ -111,7 +111,7 @@ def end_container(entry: Restore, unknown: Callable[[], str | None]) -> str | No
             return "it has exited"
         _check(entry)
         recover_restore.remove(entry)
-        _wait(entry)
+        _wait_for_end(entry)
         journal.drop(entry.key, RESTORED)
     return f"it was killed: {why}"
 
@@ -131,7 +131,7 @@ def _check(entry: Restore) -> None:
         )
 
 
-def _wait(entry: Restore) -> None:
+def _wait_for_end(entry: Restore) -> None:
     assert entry.init is not None
     deadline = time.monotonic() + _ENDING
     while proc.is_same(*entry.init):

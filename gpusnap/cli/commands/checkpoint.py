@@ -319,9 +319,9 @@ def restore(
         )
     if bool(what) == (file is not None):
         raise UsageError("name what to restore: one or more checkpoints, or --import FILE")
-    from gpusnap.operations.restoring.ahead import ahead
+    from gpusnap.operations.restoring.ahead import start_ahead
 
-    asked = click.get_current_context().with_resource(ahead(loads=file is None))
+    asked = click.get_current_context().with_resource(start_ahead(loads=file is None))
     from gpusnap.operations.restoring import restore as restoring
 
     if gpu_map:

@@ -16,7 +16,7 @@ from gpusnap.runtime_shim.snapshot.loading import start as load_process
 
 
 @contextmanager
-def ahead(*, loads: bool) -> Iterator[podman.Listing]:
+def start_ahead(*, loads: bool) -> Iterator[podman.Listing]:
     """Have Podman asked for its containers, and what checks and loads prepared, while the block runs.
 
     `loads`: there may be a load process, as for everything but an archive.

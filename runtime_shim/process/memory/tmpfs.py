@@ -140,7 +140,7 @@ class Stage:
                 os.unlink(path)
             raise
 
-    def take(self, descriptor: int, name: str) -> str:
+    def name_unnamed(self, descriptor: int, name: str) -> str:
         """Give a file of an `Unnamed` a name among the container's; its path. Raises OSError."""
         path = self._path(name)
         # With a descriptor of a folder, which such a path does not need, os.link follows links (link(2)).
@@ -191,10 +191,10 @@ class Unnamed:
         if self._folder >= 0:
             folder, self._folder = self._folder, -1
             os.close(folder)
-            tidy()
+            unmount_if_empty()
 
 
-def tidy() -> None:
+def unmount_if_empty() -> None:
     """Unmount the tmpfs where nothing is in it. Raises OSError."""
     if is_folder(FOLDER):
         with _hold_lock():

@@ -78,7 +78,7 @@ class _Answer(Generic[T]):
         self.error: BaseException | None = None
 
     @property
-    def has_come(self) -> bool:
+    def has_answered(self) -> bool:
         return self._done.is_set()
 
     def begin(self) -> None:
@@ -135,7 +135,7 @@ def call(
     within `within` seconds, or earlier if there is no progress; PermissionRefused if the thread cannot be
     traced.
     """
-    with _in_its_hands(pid, may_lack=may_lack):
+    with _detect_exit(pid, may_lack=may_lack):
         tid = driver.restore_thread(pid)
         answer = _Answer(operation)
         if thread is not None:
@@ -145,11 +145,11 @@ def call(
         # Without `thread`, it may be somebody else's stop, and whoever made it may end it.
         lets_run = thread(pid, tid) if thread is not None else run_several(pid, [tid], guard=False)
         why = _run_threads(answer, pid, [tid], lets_run, within, waits)
-        if answer.has_come:
+        if answer.has_answered:
             return answer.value()
         if may_run:
             _run_all(answer, pid, stands=True, within=_ALL_RUN)
-        raise _no_answer(pid, why)
+        raise _make_no_answer_error(pid, why)
 
 
 def call_or_run(driver: Driver, pid: int, operation: Callable[[], object], *, timeout: float) -> bool:
@@ -159,7 +159,7 @@ def call_or_run(driver: Driver, pid: int, operation: Callable[[], object], *, ti
     the whole process runs until there is one, for at most `timeout` seconds. A stopped process is stopped
     afterwards.
     """
-    with _in_its_hands(pid):
+    with _detect_exit(pid):
         tid = driver.restore_thread(pid)
         answer = _Answer(operation)
         if not proc.is_thread_stopped(pid, tid) and _wait_while_running(answer, pid, tid, timeout + _MARGIN):
@@ -169,14 +169,14 @@ def call_or_run(driver: Driver, pid: int, operation: Callable[[], object], *, ti
         tids = [tid, *(each for each in second_threads(pid) if each != tid)]
         lets_run = run_several(pid, tids, guard=False)
         why = _run_threads(answer, pid, tids, lets_run, _BRIEFLY if stood else timeout + _MARGIN)
-        if answer.has_come and not (stood and isinstance(answer.error, LockTimeout)):
+        if answer.has_answered and not (stood and isinstance(answer.error, LockTimeout)):
             answer.value()
             return False
-        if answer.has_come:
+        if answer.has_answered:
             answer = _Answer(operation)
         _run_all(answer, pid, stands=stood, within=timeout + _MARGIN, stopping=timeout)
-        if not answer.has_come:
-            raise _no_answer(pid, why)
+        if not answer.has_answered:
+            raise _make_no_answer_error(pid, why)
         answer.value()
         return True
 
@@ -228,7 +228,7 @@ def unlock(driver: Driver, pid: int) -> None:
 
 def let_finish(driver: Driver, pid: int, *, within: float, quiet: float) -> None:
     """Let the driver's thread of a stopped process finish its work, as `gpu_state.let_finish`."""
-    with _in_its_hands(pid):
+    with _detect_exit(pid):
         tid = driver.restore_thread(pid)
         deadline = time.monotonic() + within
         with run_only(pid, tid):
@@ -253,7 +253,7 @@ def _wait_while_running(answer: _Answer[T], pid: int, tid: int, within: float) -
         elif now - since > _STANDING:
             return False
         if now > deadline:
-            raise _no_answer(pid, f"no response within {within:g} s")
+            raise _make_no_answer_error(pid, f"no response within {within:g} s")
     return True
 
 
@@ -301,7 +301,7 @@ def _run_all(
 
 
 @contextlib.contextmanager
-def _in_its_hands(pid: int, *, may_lack: bool = False) -> Iterator[None]:
+def _detect_exit(pid: int, *, may_lack: bool = False) -> Iterator[None]:
     """Raise ProcessGone if the process ends within the block, because the driver's own error is unclear then.
 
     With `may_lack`, a process without GPU state is waited for only if it is about to end.
@@ -315,7 +315,7 @@ def _in_its_hands(pid: int, *, may_lack: bool = False) -> Iterator[None]:
         raise
 
 
-def _no_answer(pid: int, why: str) -> DriverNotReady:
+def _make_no_answer_error(pid: int, why: str) -> DriverNotReady:
     return DriverNotReady(
         f"the GPU driver does not respond for process {pid} ({proc.comm(pid)}): {why}",
         hint="try again; if the error persists, check with nvidia-smi that the driver works, and look "

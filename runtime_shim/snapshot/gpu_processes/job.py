@@ -283,7 +283,7 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
             claimed = room.enter_context(claim())
             others = claimed.reserved.get(RAM, 0)
             space.check_memory(used, job.container.pid, job.settings.memory, reserved=others)
-            claimed.take({RAM: sum(used.values())})
+            claimed.record({RAM: sum(used.values())})
         elif plugin.into_memory:
             space.check_memory(used, job.container.pid)
         _take_off(job, records, all_bytes)

@@ -96,7 +96,7 @@ class JoinedProcess:
                 shape = (stat.S_IFMT(status.st_mode), status.st_dev, status.st_size)
                 if shape != (stat.S_IFREG, device, address % copies.HUGE + size):
                     raise ValueError(f"descriptor {number} is of another file")
-                names.append(self._stage.take(found, name))
+                names.append(self._stage.name_unnamed(found, name))
             finally:
                 os.close(found)
         if not proc.is_same(pid, start):  # another process may have had that PID

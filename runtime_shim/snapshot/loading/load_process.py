@@ -229,7 +229,7 @@ def load(record: Manifest, path: str, settings: Memory) -> str:
             return ""
         # CRIU needs the same amount again for the memory of the processes.
         size = 2 * sum(each.table.size for each in files) + sum(each.table.size for _, each in regions)
-        room.take({RAM: size})
+        room.record({RAM: size})
         loading = Loader(files, regions, Layout(path), settings, path, claimed.pop_all())
     _loaders.append(loading)
     return loading.path

@@ -74,7 +74,7 @@ class LoadProcess:
             from gpusnap.runtime_shim.process.memory import tmpfs
 
             with contextlib.suppress(OSError):
-                tmpfs.tidy()
+                tmpfs.unmount_if_empty()
 
     def _begin(self, record: Manifest, layout: str, settings: Memory) -> None:
         with contextlib.suppress(OSError, GpusnapError, OciError, RuntimeError):

@@ -89,7 +89,7 @@ class ChunkCache:
     def __init__(self, settings: Memory, container: str, bundle: str) -> None:
         self._settings = settings
         self._container, self._bundle = container, os.path.abspath(bundle)
-        self._folder = _place(settings)
+        self._folder = _resolve_folder(settings)
         self._path = os.path.join(self._folder, container)
         self._lock: int | None = None
         self.known: Known | None = None
@@ -100,8 +100,8 @@ class ChunkCache:
         """Open the chunks of a container. `bundle`: its directory, which exists as long as it does."""
         kept = cls(settings, container, bundle)
         with contextlib.suppress(*_PASSED):
-            kept._lock = _locked(kept._folder, container)
-            if settings.keep and _bundle_of(kept._path) == kept._bundle:
+            kept._lock = _open_locked(kept._folder, container)
+            if settings.keep and _read_bundle(kept._path) == kept._bundle:
                 known = Known(os.path.join(kept._path, _INDEX))
                 kept.known = known if len(known) else None
         return kept
@@ -124,7 +124,7 @@ class ChunkCache:
             return
         try:
             self._replace(layout, tables, blobs)
-            tidy(self._settings)
+            remove_stale(self._settings)
             return
         except (OciError, _NotCached) as error:
             why = str(error)
@@ -143,9 +143,9 @@ class ChunkCache:
         self.known = None
         with contextlib.suppress(*_PASSED):
             if self._lock is None:
-                self._lock = _locked(self._folder, self._container)
+                self._lock = _open_locked(self._folder, self._container)
             _empty(self._path)
-        tidy(self._settings)
+        remove_stale(self._settings)
 
     def close(self) -> None:
         """Release the lock. May be called twice."""
@@ -156,10 +156,10 @@ class ChunkCache:
     def _replace(self, layout: Layout, tables: Sequence[Table], blobs: Mapping[str, int]) -> None:
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         if os.stat(self._folder).st_dev != os.stat(layout.path).st_dev:
-            raise _elsewhere(self._folder, layout.path)
+            raise _make_elsewhere_error(self._folder, layout.path)
         _check_room(self._folder, sum(blobs.values()))
-        lock = self._made()
-        if _bundle_of(self._path) != self._bundle:
+        lock = self._open_or_create()
+        if _read_bundle(self._path) != self._bundle:
             replace(_RECORD, json.dumps({"version": 1, "bundle": self._bundle}).encode(), lock)
         own = Layout(self._path).create()
         _link(blobs, layout.path, self._path)
@@ -170,7 +170,7 @@ class ChunkCache:
         _remove(_BLOB, self._path, *_BLOBS, but={get_hex(blob) for blob in blobs})
         _remove(_CUT_OFF, self._path)
 
-    def _made(self) -> int:
+    def _open_or_create(self) -> int:
         """Return the locked directory of the container; create it again if somebody removed it meanwhile."""
         _check_name(self._container, self._folder)
         if self._lock is not None and not is_still_there(self._lock, self._path):
@@ -179,24 +179,24 @@ class ChunkCache:
         if self._lock is None:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._path, 0o700)
-            self._lock = _locked(self._folder, self._container)
+            self._lock = _open_locked(self._folder, self._container)
         return self._lock
 
 
-def tidy(settings: Memory) -> None:
+def remove_stale(settings: Memory) -> None:
     """Remove the chunks of containers that no longer exist; of all if the settings keep nothing."""
 
     def spent(path: str) -> bool:
-        bundle = _bundle_of(path)
+        bundle = _read_bundle(path)
         return bundle is not None and not (settings.keep and os.path.isdir(bundle))
 
-    folder = _place(settings)
-    for name in _names(folder):
+    folder = _resolve_folder(settings)
+    for name in _list_names(folder):
         path = os.path.join(folder, name)
         with contextlib.suppress(*_PASSED):
             # First check without the lock, which would block its user.
             if spent(path):
-                with _held(folder, name):
+                with _hold_lock(folder, name):
                     if spent(path):
                         _empty(path)
 
@@ -208,7 +208,7 @@ def make_room(settings: Memory, place: str, need: int, *, container: str) -> Non
     removed if `place` is on another file system, or if another gpusnap uses it at the moment. The caller
     checks afterwards whether there is enough space.
     """
-    folder = _place(settings)
+    folder = _resolve_folder(settings)
 
     def turn(name: str) -> tuple[bool, int]:
         return name == container, _last_kept(os.path.join(folder, name))
@@ -216,21 +216,21 @@ def make_room(settings: Memory, place: str, need: int, *, container: str) -> Non
     with contextlib.suppress(OSError):
         if os.stat(folder).st_dev != os.stat(place).st_dev:
             return
-        for name in sorted(_names(folder), key=turn):
-            if _free(place) >= need:
+        for name in sorted(_list_names(folder), key=turn):
+            if _count_free(place) >= need:
                 return
             path = os.path.join(folder, name)
-            with contextlib.suppress(*_PASSED), _held(folder, name):
-                if _bundle_of(path) is not None:
+            with contextlib.suppress(*_PASSED), _hold_lock(folder, name):
+                if _read_bundle(path) is not None:
                     _empty(path)
 
 
-def _place(settings: Memory) -> str:
+def _resolve_folder(settings: Memory) -> str:
     """The directory for kept chunks, without symbolic links, which gpusnap.oci.base.files does not follow."""
     return os.path.realpath(settings.keep_folder)
 
 
-def _names(folder: str) -> list[str]:
+def _list_names(folder: str) -> list[str]:
     try:
         return [name for name in os.listdir(folder) if _ID.fullmatch(name)]
     except OSError:
@@ -245,7 +245,7 @@ def _last_kept(path: str) -> int:
         return 0
 
 
-def _locked(folder: str, name: str) -> int:
+def _open_locked(folder: str, name: str) -> int:
     """Lock and return the directory of a container. Raises OSError, and _NotCached if it must not be used."""
     _check_name(name, folder)
     path = os.path.join(folder, name)
@@ -268,15 +268,15 @@ def _check_name(name: str, folder: str) -> None:
 
 
 @contextmanager
-def _held(folder: str, name: str) -> Iterator[None]:
-    lock = _locked(folder, name)
+def _hold_lock(folder: str, name: str) -> Iterator[None]:
+    lock = _open_locked(folder, name)
     try:
         yield
     finally:
         unlock(lock)
 
 
-def _bundle_of(path: str) -> str | None:
+def _read_bundle(path: str) -> str | None:
     """Return the bundle of the container whose chunks are kept there; None if kept.json does not say it."""
     try:
         folder = open_folder(path)
@@ -297,18 +297,18 @@ def _check_room(folder: str, size: int) -> None:
     """Raise _NotCached if the disk is nearly full: kept chunks take space from whatever is written next."""
     found = os.statvfs(folder)
     wanted = max(size, found.f_blocks * found.f_frsize // _FREE)
-    if _free(folder) < wanted:
+    if _count_free(folder) < wanted:
         raise _NotCached(
-            f"{folder} has only {human(_free(folder))} free, but {human(wanted)} must remain free"
+            f"{folder} has only {human(_count_free(folder))} free, but {human(wanted)} must remain free"
         )
 
 
-def _free(path: str) -> int:
+def _count_free(path: str) -> int:
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
 
-def _elsewhere(folder: str, image: str) -> _NotCached:
+def _make_elsewhere_error(folder: str, image: str) -> _NotCached:
     return _NotCached(f"{folder} is on another file system than {image}, so hard links are not possible")
 
 
@@ -324,7 +324,7 @@ def _link(blobs: Mapping[str, int], image: str, path: str) -> None:
             os.close(folder)
     except OSError as error:
         if error.errno == errno.EXDEV:
-            raise _elsewhere(path, image) from error
+            raise _make_elsewhere_error(path, image) from error
         raise
     finally:
         os.close(origin)

@@ -109,7 +109,7 @@ class ImageDestination:
     @contextlib.contextmanager
     def open_known(self) -> Iterator[Known | None]:
         """Open the chunks that were kept of the container's last checkpoint."""
-        with self._kept() as kept:
+        with self._open_cache() as kept:
             yield kept.known
 
     def write_images(self) -> tuple[FileRecord, ...]:
@@ -119,7 +119,7 @@ class ImageDestination:
     def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
         """Also make it a layout that everybody can read."""
         chunk_layout.commit(self.layout, tables, sync=self._settings.sync)
-        with self._kept() as keeping:
+        with self._open_cache() as keeping:
             if kept and self._settings.sync:
                 keeping.keep(self.layout, tables)
             else:
@@ -137,7 +137,7 @@ class ImageDestination:
         if not earlier:
             chunk_layout.remove(self._image)
 
-    def _kept(self) -> ChunkCache:
+    def _open_cache(self) -> ChunkCache:
         return ChunkCache.open(self._settings, self._container, self._bundle)
 
 
@@ -176,7 +176,7 @@ class StoreDestination:
     @property
     def layout(self) -> Layout:
         """The layout of the staging directory; only after `begin`."""
-        return self._staged().layout
+        return self._require_staging().layout
 
     def begin(self) -> None:
         """Create a staging directory. Raises Refused if the store cannot be used."""
@@ -209,7 +209,7 @@ class StoreDestination:
         """Mark it so that gc does not remove it even if gpusnap is killed. Raises ImageError."""
         if not self._needed:
             with transfer.as_image_error(self.place):
-                self._staged().mark_precious(self._why)
+                self._require_staging().mark_precious(self._why)
             self._needed = True
 
     @contextlib.contextmanager
@@ -251,7 +251,7 @@ class StoreDestination:
     def name(self, record: Manifest) -> None:
         """Name it as an artifact: the manifest is its config."""
         with transfer.as_image_error(self.place):
-            self._staged().commit(write_artifact(self.layout, record), tables=record.tables)
+            self._require_staging().commit(write_artifact(self.layout, record), tables=record.tables)
 
     def close(self, record: Manifest | None) -> None:
         """Remove the images that are in chunks, and the layout of an earlier checkpoint in the same place."""
@@ -265,7 +265,7 @@ class StoreDestination:
         """Remove the staging directory."""
         self._end()
 
-    def _staged(self) -> Staging:
+    def _require_staging(self) -> Staging:
         assert self._staging is not None
         return self._staging
 

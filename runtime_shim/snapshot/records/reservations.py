@@ -71,7 +71,7 @@ class GpuClaim:
         self.reserved: Mapping[str, int] = _read_others(folder, tidy=True)
         """Bytes that others have claimed, by GPU UUID, or RAM."""
 
-    def take(self, wanted: Mapping[str, int]) -> None:
+    def record(self, wanted: Mapping[str, int]) -> None:
         """Record `wanted`, bytes by GPU UUID, and let others choose. To be called once.
 
         Raises GpusnapError if it cannot be written; the lock is then still held.

@@ -167,7 +167,7 @@ def _plan(found: Suspension, host: Host, request: GpuMap, room: GpuClaim) -> tup
     """Like `check`, and claim their memory. Raises Refused."""
     pairs = check(found, host, request, room.reserved)
     new = dict(pairs)
-    room.take({new[gpu.uuid]: gpu.memory_used for gpu in found.gpus})
+    room.record({new[gpu.uuid]: gpu.memory_used for gpu in found.gpus})
     return pairs
 
 

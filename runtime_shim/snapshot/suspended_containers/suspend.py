@@ -70,7 +70,7 @@ def suspend(
         from gpusnap.runtime_shim.snapshot.suspended_containers import take
 
         way_back.job = take.job_of(container, real, settings, driver, transaction, seen)
-        return take.take(way_back.job, begun), tuple(transaction.steps)
+        return take.take_gpu_state(way_back.job, begun), tuple(transaction.steps)
 
 
 def _make_suspension(

@@ -44,7 +44,7 @@ def job_of(
     return job
 
 
-def take(job: Job, begun: Suspension) -> Suspension:
+def take_gpu_state(job: Job, begun: Suspension) -> Suspension:
     """Make the driver take the GPU state of a paused container; return its new record.
 
     `begun`: the record before. The job's transaction is committed at the end. Raises a GpusnapError; nothing
@@ -53,7 +53,7 @@ def take(job: Job, begun: Suspension) -> Suspension:
     transaction = job.transaction
     with transaction.step("look"):
         thaw(job)
-        _look(job)
+        _check(job)
     suspend_all(job)
     done = _describe(job, begun)
     with hold_signals(), transaction.step("freeze"):
@@ -71,7 +71,7 @@ def take(job: Job, begun: Suspension) -> Suspension:
     return done
 
 
-def _look(job: Job) -> None:
+def _check(job: Job) -> None:
     """Check what can refuse and can only be checked once the processes are stopped."""
     found = users(job.driver, job.processes(), job.held)
     preflight.check_states(found)

@@ -102,7 +102,7 @@ class Archive:
         plain, count = self._plain, 0
         before: dict[bytes, bytes] = {}
         extensions = b""
-        while (header := plain.take(_BLOCK)) != _ZEROS:
+        while (header := plain.read_exactly(_BLOCK)) != _ZEROS:
             count += 1
             if count > ENTRIES:
                 raise make_damaged_error(f"has more than {ENTRIES} entries")
@@ -111,7 +111,7 @@ class Archive:
             if kind in (_LONG_NAME, _LONG_LINK, _PAX):
                 if kind in before or size > _EXTENSION:
                     refuse(name, "has a header that tar does not write")
-                content = plain.take(_round_up(size))
+                content = plain.read_exactly(_round_up(size))
                 before[kind] = content[:size]
                 extensions += header + content
                 continue
@@ -126,7 +126,7 @@ class Archive:
         """The content of the entry that came last, with the zeros that fill its last block, in pieces."""
         size = _round_up(entry.size)
         while size:
-            yield (piece := self._plain.take(min(size, _PIECE)))
+            yield (piece := self._plain.read_exactly(min(size, _PIECE)))
             size -= len(piece)
 
     def read_end(self) -> Iterator[bytes]:
@@ -221,7 +221,7 @@ def _map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
             break
         if len(blocks) >= _EXTENSION * _BLOCK:
             refuse(name, "has too many holes")
-        block = plain.take(_BLOCK)
+        block = plain.read_exactly(_BLOCK)
         blocks += block
         slots, goes_on = block[slice(*_MORE_MAP)], block[_MORE_MAP_GOES_ON]
     if length != size or found > real or header[slice(*_MAGIC)] != _GNU:
@@ -285,7 +285,7 @@ class _Plain:
         self._at = 0
         self._read = self._given = 0
 
-    def take(self, size: int) -> bytes:
+    def read_exactly(self, size: int) -> bytes:
         """Exactly so many bytes."""
         while len(self._buffer) - self._at < size:
             more = self._read_more()

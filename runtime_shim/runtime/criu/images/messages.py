@@ -181,7 +181,7 @@ class Source:
         if magic != MAGIC[kind]:
             raise Damage("does not start like an image of that type")
 
-    def take(self, size: int) -> bytes:
+    def read_exactly(self, size: int) -> bytes:
         """Exactly so many bytes."""
         end = self._at + size
         if end > len(self._buffer):
@@ -208,7 +208,7 @@ class Source:
 
     def number(self) -> int:
         """Four bytes, least significant first."""
-        return int.from_bytes(self.take(4), "little")
+        return int.from_bytes(self.read_exactly(4), "little")
 
     def message(self) -> bytes:
         """The next message, without its size."""
@@ -226,9 +226,9 @@ class Source:
             self._empty += 1
             if self._empty > _MOST_EMPTY:
                 raise Damage("consists of zeros")
-        return self.take(size)
+        return self.read_exactly(size)
 
     def skip(self, size: int) -> None:
         """Pass over so many bytes."""
         while size:
-            size -= len(self.take(min(size, _PIECE)))
+            size -= len(self.read_exactly(min(size, _PIECE)))

@@ -144,7 +144,7 @@ def child(record: Manifest, blobs: Gate | Layout) -> Iterator[tuple[dict[str, st
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(reading)
-        tmpfs.tidy()
+        tmpfs.unmount_if_empty()
 
 
 class Runtime:
@@ -698,7 +698,7 @@ def test_two_at_once(room: str, record: Manifest, layout: Layout, monkeypatch: p
         # It has RAM for the region, and CRIU's images go to the disk.
         assert load_process.choose_contents(record, Memory(), reserved=needed(record))[0] == ()
         with reservations.claim(room) as checkpoint:
-            checkpoint.take({reservations.RAM: needed(record)})
+            checkpoint.record({reservations.RAM: needed(record)})
             assert load_process.load(record, layout.path, Memory(threads=2)) == ""
         gate.open()
         wait_for(lambda: reservations.read_reserved(room) == {}, "the end of its claim")
@@ -741,7 +741,7 @@ def test_a_claim_goes_with_its_load_process(
     assert reservations.read_reserved(room) == {}
     os.close(reading)
     os.close(writing)
-    tmpfs.tidy()
+    tmpfs.unmount_if_empty()
 
 
 def test_others_that_claim_for_long(
