@@ -227,7 +227,7 @@ def thread_by_inner_number(pid: int, number: int) -> int:
 
 
 def activity(pid: int, tid: int) -> tuple[str, int]:
-    """Return a thread's state (R, S, D, T, …) and its running time in clock ticks; "X" and 0 if it is gone."""
+    """Return a thread's state (R, S, D, T, …) and its running time in clock ticks; "X", 0 if it is gone."""
     stat = _stat(f"{pid}/task/{tid}")
     return (stat[0], int(stat[11]) + int(stat[12])) if stat else ("X", 0)
 
