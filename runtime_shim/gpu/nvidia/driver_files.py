@@ -1,9 +1,9 @@
-"""NVIDIA's driver as files of this host: which are its, where one of another version is, which build it is.
+"""NVIDIA's driver as files of this host: which files belong to it, and their version and build.
 
-A container's config.json mounts files of the driver of the host that it was made on: libcuda.so.560.35.03,
-firmware, nvidia-smi. On a host with another driver the same mounts need this host's files. An archive from
-elsewhere names the paths, so only what is the driver's is ever looked for, and what is found is always a
-regular file that this host's CDI specs, its loader's cache or the driver's own folders list.
+A container's config.json mounts driver files of the host that it was made on: libcuda.so.560.35.03, firmware,
+nvidia-smi. On a host with another driver, the same mounts need this host's files. An archive from elsewhere
+names the paths, so only the driver's files are searched, and every result is a regular file that this host's
+CDI specs, its loader's cache or the driver's own directories list.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CONFIG = r"""(?: [\w.-]*nvidia[\w.-]*\.json | nvoptix\.bin | nvidia-application
     | 10-nvidia\.conf | nvidia-drm-outputclass\.conf )"""
 _CONFIGS = r"""(?: glvnd/egl_vendor\.d | egl/egl_external_platform\.d | nvidia | X11/xorg\.conf\.d
     | vulkan/(?:icd|(?:im|ex)plicit_layer)\.d )"""
-# Where the driver has a root of its own: NVIDIA's GPU operator, Google's nodes, NixOS.
+# Where the driver may have a root of its own: NVIDIA's GPU operator, Google's nodes, NixOS.
 _ROOT = r"""(?: /run/nvidia/driver | /home/kubernetes/bin/nvidia | /run/opengl-driver
     | /nix/store/[0-9a-z]{32}-nvidia-x11-[\w.+-]+ )?"""
 _NAME = compile_later(rf"(?x) {_LIBRARY} | {_FIRMWARE} | {_PROGRAM} | {_CONFIG}", re.ASCII)
@@ -91,27 +91,27 @@ class File:
     """A regular file of this host's driver."""
 
     path: str
-    """As it is listed; may be a link to it."""
+    """The path as listed; may be a symbolic link."""
     real: str
     bits: int
     """64 or 32 for an ELF file, else 0."""
     rank: int
-    """Who lists it: 0 a CDI spec, 1 the loader's cache, 2 one of the driver's folders."""
+    """The source: 0 a CDI spec, 1 the loader's cache, 2 one of the driver's directories."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverFiles:
-    """What there is of the driver on this host."""
+    """The driver's files on this host."""
 
     version: str
     files: tuple[File, ...]
     present: frozenset[str] = frozenset()
-    """Paths that exist and are the driver's, the ones that are no regular files (/proc, sockets) too."""
+    """Paths of the driver that exist, also those that are not regular files (/proc, sockets)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MappedFile:
-    """A file that a process has mapped, as CRIU will know it again."""
+    """A file that a process has mapped, with what CRIU compares."""
 
     path: str
     size: int
@@ -121,12 +121,12 @@ class MappedFile:
 
 
 def is_driver_file(path: str) -> bool:
-    """Whether `path` is where NVIDIA's driver has one of its files, or its sockets or folders in /proc."""
+    """Whether `path` is a place of NVIDIA's driver for its files, or its sockets or directories in /proc."""
     return bool(_DRIVER.fullmatch(path)) and not {".", ".."} & {*path.split("/")}
 
 
 def replace_version(path: str, old: str, new: str) -> str:
-    """`path` with each driver version `old` in it replaced by `new`; never a part of another version."""
+    """Return `path` with each driver version `old` replaced by `new`; never a part of another version."""
     if not all(re.fullmatch(_VERSION, version) for version in (old, new)):
         return path
     return re.sub(rf"(?<![0-9])(?<![0-9]\.){re.escape(old)}(?![0-9]|\.[0-9])", new, path)
@@ -135,10 +135,10 @@ def replace_version(path: str, old: str, new: str) -> str:
 def find_files(
     specs: Iterable[Spec], version: str, *, asked: Iterable[str] = (), root: str = "/"
 ) -> DriverFiles:
-    """The driver's files here, from CDI specs, the loader's cache and the driver's folders, in that order.
+    """Return the driver's files here, from CDI specs, the loader's cache and its directories, in that order.
 
-    `version` is the driver's; `asked` are paths of which it must be known whether they exist. Everything is
-    looked up below `root`. What cannot be read is left out.
+    `version`: the driver's. `asked`: paths to check for existence. Everything is searched below `root`. What
+    cannot be read is omitted.
     """
     files = list(_iterate_regular(_iterate_mounted(specs), 0, root))
     files += _iterate_regular((path for _, path in loader_cache(_content(_LOADER_CACHE, root))), 1, root)

@@ -1,15 +1,15 @@
-"""NVIDIA's createContainer hooks, run again after a restore onto other driver libraries.
+"""Runs NVIDIA's createContainer hooks again after a restore onto other driver libraries.
 
 Neither crun nor runc runs createContainer hooks when it restores. Two of NVIDIA's depend on the libraries:
 `create-symlinks` makes links beside them and `update-ldcache` runs ldconfig for them. The hooks find the
 container's root by its bundle (config.json, root.path), and expect its mounts below that path, as they are
 before the runtime enters the root (nvidia-container-toolkit, internal/oci/state.go). On the host nothing is
-mounted there, and ldconfig would find empty files in the place of the libraries. So a thread of ours takes a
-copy of the container's mounts, and shows it at the root's path in a mount namespace for the hooks alone.
+mounted there, and ldconfig would find empty files instead of the libraries. So a thread of gpusnap copies the
+container's mounts, and shows them at the root's path in a mount namespace that only the hooks see.
 
-The configuration may come with an archive from elsewhere. Of a hook it says only which of the two is wanted
-and with which paths inside the container: the program is this host's, and what those two hooks do not take
-is not given to them. No hook fails a restore: what went wrong is a note.
+The configuration may come with an archive from elsewhere. It only determines which of the two hooks is wanted
+and with which paths inside the container. The program is this host's, and other arguments are not passed on.
+No hook fails a restore: errors are notes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PLACES = (
     "/opt/nvidia/toolkit",
     "/run/current-system/sw/bin",
 )
-"""Where NVIDIA's packages, its GPU operator and NixOS put the programs."""
+"""Where NVIDIA's packages, its GPU operator and NixOS install the programs."""
 
 # A program of NVIDIA's with the words that come before the hook's name.
 _PROGRAMS = {"nvidia-cdi-hook": (), "nvidia-ctk": ("hook",)}

@@ -152,7 +152,7 @@ def test_a_restore_is_on_file(scene: Scene, monkeypatch: pytest.MonkeyPatch, *, 
         seen.extend(entry.told for entry in restored_containers.list_living())
         tell(key)
 
-    monkeypatch.setattr(restored_containers, "tell", told)
+    monkeypatch.setattr(restored_containers, "record_report", told)
     pid = scene.driver.use(scene.family.spawn(), state=ProcessState.CHECKPOINTED)
     scene.image.mkdir()
     draft = Draft(str(scene.image))

@@ -499,7 +499,7 @@ def test_files_that_get_no_name(
     def gone(*_: object) -> str:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
-    monkeypatch.setattr(tmpfs.Stage, "take", gone)
+    monkeypatch.setattr(tmpfs.Stage, "name_unnamed", gone)
     with child(record, layout) as (environment, pid):
         assert join(record, KEY, Memory(), environment) is None
         assert not proc.is_running(pid)
@@ -911,7 +911,7 @@ def test_a_signal_while_a_load_process_is_killed(
     def gone(*_: object) -> str:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
-    monkeypatch.setattr(tmpfs.Stage, "take", gone)
+    monkeypatch.setattr(tmpfs.Stage, "name_unnamed", gone)
     with child(record, layout) as (environment, _), monkeypatch.context() as patched:
         patched.setattr(module, "kill_process", interrupt)
         with pytest.raises(Interrupted):
