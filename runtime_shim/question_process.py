@@ -228,7 +228,7 @@ class Companion:
         _State.companions.append(self)
 
     def ask(self, function: Callable[..., T], *arguments: object, within: float) -> T:
-        """Return the result of `function`, asked in the worker, or here without a deadline if there never was one.
+        """Return the result of `function`, asked in the worker, or here without a deadline if there is none.
 
         Raises what the function raises; TimeoutError after `within` seconds; GpusnapError if it ended two
         workers, and if there is none and this process must not ask.
@@ -238,7 +238,7 @@ class Companion:
         with self._lock:
             for _ in range(2):
                 if self._worker is None:
-                    self._worker = _started_worker()
+                    self._worker = _get_started_worker()
                 if self._worker is None:
                     break
                 try:
@@ -252,7 +252,7 @@ class Companion:
                     self._leave()
                     raise
         if ended is not None:
-            raise _was_ended(f"asked {function.__name__}") from ended
+            raise _make_ended_error(f"asked {function.__name__}") from ended
         if not self._here:
             raise GpusnapError(f"there is no child process for {function.__name__}", code="GPS-003")
         return function(*arguments)
@@ -315,22 +315,22 @@ def ask(
     within = PATIENCE if within is None else within
     question = pickle.dumps((function, arguments))
     if question in _State.unanswered:
-        raise _unanswered(pid, what, within)
+        raise _make_unanswered_error(pid, what, within)
     for first in (True, False):
-        worker = _take()
+        worker = _take_worker()
         try:
             answer = worker.ask(question, within)
         except TimeoutError as error:
             worker.leave()
             _State.unanswered.add(question)
-            raise _unanswered(pid, what, within) from error
+            raise _make_unanswered_error(pid, what, within) from error
         except _Raised as error:
             _State.idle.append(worker)
             raise error.error from None
         except _Ended as error:  # killed for lack of memory, or by somebody
             worker.leave()
             if not first:
-                raise _was_ended(f"inspected {what}") from error
+                raise _make_ended_error(f"inspected {what}") from error
         except BaseException:  # from a signal
             worker.leave()
             raise
@@ -380,7 +380,7 @@ def end() -> None:
         _State.unanswered.clear()
 
 
-def _unanswered(pid: int, what: str, within: float) -> Unanswered:
+def _make_unanswered_error(pid: int, what: str, within: float) -> Unanswered:
     try:
         with open(f"/proc/{pid}/comm", "rb") as file:
             name = file.read().rstrip(b"\n").decode("utf-8", "surrogateescape")
@@ -393,7 +393,7 @@ def _unanswered(pid: int, what: str, within: float) -> Unanswered:
     )
 
 
-def _was_ended(doing: str) -> GpusnapError:
+def _make_ended_error(doing: str) -> GpusnapError:
     return GpusnapError(
         f"a child process of gpusnap that {doing} was killed",
         hint="check the kernel log (dmesg) for what kills processes, then try again",
@@ -401,15 +401,15 @@ def _was_ended(doing: str) -> GpusnapError:
     )
 
 
-def _started_worker() -> _Worker | None:
+def _get_started_worker() -> _Worker | None:
     """Return a new worker if there is a forker already."""
     with _State.lock, suppress(OSError):  # TimeoutError is one
         if _State.forker is not None:
-            return _forker().worker()
+            return _get_forker().worker()
     return None
 
 
-def _forker() -> _Forker:
+def _get_forker() -> _Forker:
     """Return the running forker, or start a new one. The lock is held. Raises OSError."""
     if _State.forker is not None and not _State.forker.in_step:
         _State.forker.close()
@@ -419,14 +419,14 @@ def _forker() -> _Forker:
     return _State.forker
 
 
-def _take() -> _Worker:
+def _take_worker() -> _Worker:
     """Return an idle worker. Raises GpusnapError if the kernel permits none."""
     with suppress(IndexError):
         return _State.idle.pop()
     with _State.lock:
         for first in (True, False):
             try:
-                return _forker().worker()
+                return _get_forker().worker()
             except OSError as error:
                 if first and _State.forker is not None and not _State.forker.in_step:
                     continue  # with another one

@@ -50,7 +50,7 @@ def announce(to: Callable[[str], object] | None) -> None:
     _Announced.to = to
 
 
-def _begins(name: str) -> None:
+def _announce_step(name: str) -> None:
     if _Announced.to is not None:
         _Announced.to(name)
 
@@ -75,7 +75,7 @@ class Transaction:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Time a step; several steps may have the same name."""
-        _begins(name)
+        _announce_step(name)
         start, outer = self._clock(), self._current
         self._current = name
         try:
@@ -120,7 +120,7 @@ class Transaction:
         with hold_signals():
             while self._undo:
                 name, action = self._undo.pop()
-                _begins(f"undo: {name}")
+                _announce_step(f"undo: {name}")
                 start = self._clock()
                 try:
                     action()

@@ -96,8 +96,8 @@ def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progr
         return _relay(what, to, plain_http=plain_http, progress=progress)
     if isinstance(to, InLayoutFile):
         referrers, store = Referrers(), locator.default_store()
-        coming = fetch(store, what, after=referrers, plain_http=plain_http, progress=progress)
-        with coming as (staging, found, moved):
+        incoming = fetch(store, what, after=referrers, plain_http=plain_http, progress=progress)
+        with incoming as (staging, found, moved):
             name = store_name(what.reference)
             check_archive(found.parts, to.path)
             _write_layout(found.root, referrers.found, staging.layout, to, name, progress)
@@ -118,8 +118,8 @@ def _relay(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Prog
         def lacks(one: Descriptor) -> bool:
             return not there.has_blob(one.digest, one.size, pushing=True)
 
-        coming = fetch(store, what, after=referrers, wanted=lacks, plain_http=plain_http, progress=progress)
-        with coming as (staging, found, _):
+        incoming = fetch(store, what, after=referrers, wanted=lacks, plain_http=plain_http, progress=progress)
+        with incoming as (staging, found, _):
             same = what.reference.registry == to.reference.registry
             source = Local(found.root, staging.layout, store)
             pushed = push_pull.send(

@@ -101,7 +101,7 @@ def fetch(
         lacking = staging.layout.list_missing(each for each in found.parts if wanted(each))
         check_copy(lacking, store.path, there=store.layout, what=f"the pull of {what.reference}")
 
-        def come(which: Callable[[Descriptor], bool]) -> TransferTotals:
+        def pull_blobs(which: Callable[[Descriptor], bool]) -> TransferTotals:
             return transfer.pull(
                 repository,
                 root.digest,
@@ -112,13 +112,13 @@ def fetch(
             )[1]
 
         if not leave:
-            moved = come(wanted)
+            moved = pull_blobs(wanted)
         else:
-            moved = come(lambda one: one.digest not in away)
+            moved = pull_blobs(lambda one: one.digest not in away)
             if of_volumes := away.keys() & _list_volume_chunks(found, staging.layout):
-                come(lambda one: one.digest in of_volumes)
-            if not _may_wait(away, leave, seconds, come):
-                come(lambda one: one.digest in away)
+                pull_blobs(lambda one: one.digest in of_volumes)
+            if not _may_wait(away, leave, seconds, pull_blobs):
+                pull_blobs(lambda one: one.digest in away)
         moved = _combine(early, moved)
         if after is not None:
             moved = transfer.add(moved, after(repository, staging, found))
@@ -182,7 +182,7 @@ def _may_wait(
     away: Mapping[str, int],
     leave: int,
     seconds: float,
-    come: Callable[[Callable[[Descriptor], bool]], TransferTotals],
+    pull_blobs: Callable[[Callable[[Descriptor], bool]], TransferTotals],
 ) -> bool:
     """Whether chunks (digest, bytes) can come later: they are few, and would then come in time.
 
@@ -201,7 +201,7 @@ def _may_wait(
         probe.add(digest)
         size += each
     began = time.monotonic()
-    moved = come(lambda one: one.digest in probe)
+    moved = pull_blobs(lambda one: one.digest in probe)
     return missing * (time.monotonic() - began) <= moved.bytes * seconds
 
 

@@ -157,19 +157,19 @@ def pull(
     with convert_errors():
         call_it = store_name(what.reference)
         name = check_name(name) if name else call_it
-        wish = _PullTarget(file, call_it, to)
-        look = wish.look if file or isinstance(to, locator.InContainerd) else None
+        target = _PullTarget(file, call_it, to)
+        look = target.look if file or isinstance(to, locator.InContainerd) else None
         referrers = Referrers()
-        coming = fetch(
+        incoming = fetch(
             store,
             what,
-            check=wish.check,
+            check=target.check,
             look=look,
             after=referrers if isinstance(to, locator.InStore) or not (file or to) else None,
             plain_http=plain_http,
             progress=progress,
         )
-        with _name_in_errors(what), coming as (staging, found, moved):
+        with _name_in_errors(what), incoming as (staging, found, moved):
             done = PullResult(str(what.reference), found.root.digest, moved, file=file)
             if file:
                 progress.stage("archive")

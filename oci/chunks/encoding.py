@@ -140,36 +140,36 @@ class EncodingChooser:
         stride = (size - SAMPLE) // (_SAMPLES - 1) // 4 * 4
         pieces = [plain[at * stride : at * stride + SAMPLE] for at in range(_SAMPLES)]
         widths = (ZSTD, *(planes.WIDTHS if size % max(planes.WIDTHS) == 0 else ()))
-        left = {width: self._left(pieces, width) for width in widths}
+        left = {width: self._measure_left(pieces, width) for width in widths}
         order = sorted(left, key=lambda width: (left[width], -width))
         worth = {width: left[width] for width in order if left[width] < WORTH}
         if self._speed is None or not worth:
             return next(iter(worth), None)
-        return self._quickest(pieces, worth, self._speed)
+        return self._choose_quickest(pieces, worth, self._speed)
 
-    def _left(self, pieces: Sequence[memoryview], width: int) -> float:
+    def _measure_left(self, pieces: Sequence[memoryview], width: int) -> float:
         """Which part is left of the samples, each packed alone."""
         packed = sum(len(self._pack(piece, width)) for piece in pieces) / _WHOLE
         return packed + (width - 1) / width if width else packed
 
-    def _quickest(
+    def _choose_quickest(
         self, pieces: Sequence[memoryview], packed: Mapping[int, float], speed: ReadSpeed
     ) -> int | None:
         """As `choose`; `packed` has what is left in each way."""
 
         def measure(what: str, left: float, prepare: Callable[[memoryview], Callable[[], object]]) -> float:
-            return speed.times.of(what, left, _WHOLE, lambda: prepare(self._joined(pieces)))
+            return speed.times.of(what, left, _WHOLE, lambda: prepare(self._join_samples(pieces)))
 
         copied = measure("copy", 1, lambda sample: partial(Buffer(sample).read, 0, self._plain.view))
         hashed = measure("hash", 1, lambda sample: partial(_check, sample))
         found = {}
         for width, left in packed.items():
             way = f"planes {width}" if width else "zstd"
-            decoded = measure(way, left, partial(self._unpacking, width))
+            decoded = measure(way, left, partial(self._prepare_unpacking, width))
             found[width] = Candidate(left, copied * left + decoded + hashed)
         return choose(Candidate(1, copied + hashed), found, speed)
 
-    def _joined(self, pieces: Sequence[memoryview]) -> memoryview:
+    def _join_samples(self, pieces: Sequence[memoryview]) -> memoryview:
         """All samples as one: with less at a time, what each call costs would count for more than it does."""
         for at, piece in enumerate(pieces):
             self._sample.view[at * SAMPLE : (at + 1) * SAMPLE] = piece
@@ -179,14 +179,14 @@ class EncodingChooser:
         """A sample as zstd, or of its numbers the highest bytes."""
         if not width:
             return self._compressor.compress(sample)
-        low, top = self._planes(sample.nbytes, width)
+        low, top = self._get_planes(sample.nbytes, width)
         planes.split(sample, low, top, width)
         return self._compressor.compress(top)
 
-    def _unpacking(self, width: int, sample: memoryview) -> Callable[[], object]:
+    def _prepare_unpacking(self, width: int, sample: memoryview) -> Callable[[], object]:
         """What decodes a sample."""
         frame, plain = self._pack(sample, width), self._plain.view
-        low, top = self._planes(sample.nbytes, width) if width else (plain, plain)
+        low, top = self._get_planes(sample.nbytes, width) if width else (plain, plain)
 
         def unpack() -> None:
             with self._decompressor.stream_reader(frame) as reader:
@@ -196,7 +196,7 @@ class EncodingChooser:
 
         return unpack
 
-    def _planes(self, size: int, width: int) -> tuple[memoryview, memoryview]:
+    def _get_planes(self, size: int, width: int) -> tuple[memoryview, memoryview]:
         """Memory for the lower bytes of so many bytes of numbers, and for the highest ones."""
         count = size // width
         return self._low.view[: (width - 1) * count], self._top.view[:count]

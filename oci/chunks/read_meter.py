@@ -59,7 +59,7 @@ class ReadMeter:
         with self._lock:
             return self._bytes / self._seconds if self._bytes >= _LEAST and self._seconds > 0 else None
 
-    def opened(self, file: io.FileIO, size: int) -> None:
+    def note_opened(self, file: io.FileIO, size: int) -> None:
         """The calling thread reads this file next, all of it: `size` bytes. Nothing is read ahead yet."""
         self._own.size = size
         self._own.file = file if size > 0 and not self._cached(file, size) else None

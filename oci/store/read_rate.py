@@ -26,7 +26,7 @@ _KEPT = 5
 _SLOWEST, _FASTEST = 1 << 20, 1 << 40
 
 
-def remembered(store: str | os.PathLike[str]) -> float | None:
+def recall(store: str | os.PathLike[str]) -> float | None:
     """What the disk of the store in a folder delivers, in bytes per second; None where nobody knows."""
     rates = _read(store)
     return sorted(rates)[len(rates) // 2] if rates else None

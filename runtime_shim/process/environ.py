@@ -37,13 +37,13 @@ def live_environment(pid: int) -> dict[str, str] | None:
 
 def _read_live(pid: int) -> dict[str, str] | None:
     try:
-        where = _pointer(pid)
-        return _strings(pid, where) if where else None
+        where = _find_pointer(pid)
+        return _read_strings(pid, where) if where else None
     except (OSError, ValueError, IndexError, struct.error, OverflowError):
         return None
 
 
-def _strings(pid: int, where: int) -> dict[str, str]:
+def _read_strings(pid: int, where: int) -> dict[str, str]:
     """Read the strings of an array of pointers that ends with a null pointer."""
     found: dict[str, str] = {}
     (array,) = struct.unpack("<Q", copies.peek(pid, where, 8))
@@ -52,7 +52,7 @@ def _strings(pid: int, where: int) -> dict[str, str]:
         (address,) = struct.unpack("<Q", copies.peek(pid, array + 8 * number, 8))
         if not address:
             break
-        text = _string(pid, address)
+        text = _read_string(pid, address)
         left -= len(text)
         if left < 0:
             raise ValueError("unterminated list of variables")
@@ -69,7 +69,7 @@ def _read(file: int, offset: int, size: int) -> bytes:
     return data
 
 
-def _string(pid: int, address: int) -> str:
+def _read_string(pid: int, address: int) -> str:
     """Read a string up to its null byte, page by page: the next page may not be mapped."""
     text = bytearray()
     while len(text) < _LONGEST:
@@ -82,7 +82,7 @@ def _string(pid: int, address: int) -> str:
     return text.decode("utf-8", "surrogateescape")
 
 
-def _pointer(pid: int) -> int:
+def _find_pointer(pid: int) -> int:
     """Return the address of `environ` in the process; 0 if it has no known libc.
 
     If a program that is not position-independent uses `environ`, its own copy is the valid one
@@ -99,7 +99,7 @@ def _pointer(pid: int) -> int:
         # By map_files, even if the file has been replaced, or is in another mount namespace.
         file = os.open(f"{proc.PROC}/{pid}/map_files/{start:x}-{end:x}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            value, relative = _value(file)
+            value, relative = _read_value(file)
         finally:
             os.close(file)
         if value:
@@ -107,7 +107,7 @@ def _pointer(pid: int) -> int:
     return 0
 
 
-def _value(file: int) -> tuple[int, bool]:
+def _read_value(file: int) -> tuple[int, bool]:
     """Return the value of `environ` in a 64-bit ELF file, and whether it is relative to the file's start.
 
     0 if the file does not have it. Raises ValueError, IndexError or OverflowError if it is not such a file.
@@ -119,21 +119,21 @@ def _value(file: int) -> tuple[int, bool]:
     relative = struct.unpack_from("<H", head, 16)[0] != _ET_EXEC
     (first,) = struct.unpack_from("<Q", head, 40)
     size, number = struct.unpack_from("<HH", head, 58)
-    table = _table(file, first, size * number)
+    table = _read_table(file, first, size * number)
     headers = [struct.unpack_from("<IIQQQQIIQQ", table, size * at) for at in range(number)]
     dynamic = next((header for header in headers if header[1] == _SHT_DYNSYM), None)
     if dynamic is None:
         return 0, relative
     strings = headers[dynamic[6]]
-    names = _table(file, strings[4], strings[5])
-    symbols = _table(file, dynamic[4], dynamic[5])
+    names = _read_table(file, strings[4], strings[5])
+    symbols = _read_table(file, dynamic[4], dynamic[5])
     for name, _, _, section, value, _ in struct.iter_unpack("<IBBHQQ", symbols[: len(symbols) // 24 * 24]):
         if section and names[name : name + len(_SYMBOL) + 1] == _SYMBOL + b"\0":
             return int(value), relative
     return 0, relative
 
 
-def _table(file: int, offset: int, size: int) -> bytes:
+def _read_table(file: int, offset: int, size: int) -> bytes:
     if size > _TABLE:
         raise ValueError("larger than any")
     return _read(file, offset, size)

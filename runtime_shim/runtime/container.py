@@ -105,7 +105,7 @@ def list_beside(init: int, container_id: str) -> tuple[proc.Process, ...]:
 def list_left_out(init: int, members: Iterable[proc.Process]) -> tuple[proc.Process, ...]:
     """Return members that do not descend from init: the PID 1 of a shared PID namespace has adopted them."""
     known = {process.pid: process for process in members}
-    return tuple(known[pid] for pid in neighbours.orphans(init, known))
+    return tuple(known[pid] for pid in neighbours.find_orphans(init, known))
 
 
 def is_descendant(pid: int, init: int) -> bool:

@@ -151,7 +151,7 @@ def _check_name(value: bytes, path: str) -> str:
     return os.fsdecode(value)
 
 
-def creator(words: Sequence[str], root: str | None = None) -> str:
+def find_creator(words: Sequence[str], root: str | None = None) -> str:
     """Return the name of the runtime that made the container with an ID among the words; "" if not known.
 
     `root`: the value of --root. crun and runc do not know each other's containers. So, whatever the settings
@@ -199,7 +199,7 @@ def list_preferred(root: str | None = None, command: str = "") -> tuple[str, ...
 def find_all(named: str, made_by: str, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """Yield the paths of the real runtimes to try, in order, and whether each replaces the `named` one.
 
-    `named`: the setting `runtime`. `made_by`: the container's runtime, from `creator`. `names`: from
+    `named`: the setting `runtime`. `made_by`: the container's runtime, from `find_creator`. `names`: from
     `list_preferred`. If the named one is neither crun nor runc, such as a wrapper, it comes first: it may
     have made the container with one of them.
     """
@@ -230,7 +230,7 @@ def start(args: list[str], at: int, root: str | None, by: Callable[[str, list[st
     named = made_by = wrong = ""
     command, words = "".join(args[at : at + 1]), args[at + 1 :]
     try:
-        made_by = "" if command in BEGINNINGS else creator(words, root)
+        made_by = "" if command in BEGINNINGS else find_creator(words, root)
         named = setting()
     except SettingsError as error:
         wrong = str(error)

@@ -67,7 +67,7 @@ def find(init: int, container_id: str, group: Cgroup | None) -> View:
     return View(frozenset(members - {os.getpid()}), frozenset(neighbours - {os.getpid()}))
 
 
-def orphans(init: int, members: Iterable[int]) -> tuple[int, ...]:
+def find_orphans(init: int, members: Iterable[int]) -> tuple[int, ...]:
     """Return those members that lost their parent to a PID 1 that does not belong to their container.
 
     CRIU dumps a container by its tree from init on, and omits these.

@@ -127,8 +127,8 @@ def _commit(job: Job) -> None:
     """The container runs, and must not be removed any more: later errors are only reported."""
     job.transaction.commit()
     with job.transaction.step("let go"):
-        if job.fetching is not None:
-            _report_errors(partial(_commit_fetched, job.fetching))
+        if job.blob_source is not None:
+            _report_errors(partial(_commit_fetched, job.blob_source))
         _report_errors(job.cleanup.close)
     assert job.entry is not None
     restore_record.record_start(job.entry)
@@ -149,9 +149,9 @@ def _report_errors(let_go: Callable[[], object]) -> None:
         note(text, code=found.code)
 
 
-def _commit_fetched(fetching: BlobSource) -> None:
+def _commit_fetched(blob_source: BlobSource) -> None:
     try:
-        fetching.finish()
+        blob_source.finish()
     except GpusnapError as error:
         note(f"the fetched chunks cannot be kept in the store: {error.sentence()}")
 
@@ -270,7 +270,7 @@ def _write_timing(job: Job) -> None:
     }
     if job.prefetch is not None:
         document["memory"] = asdict(job.prefetch.waits_so_far)
-    if job.fetching is not None:
+    if job.blob_source is not None:
         document["ahead"] = job.ahead
     if job.bulk is not None:
         document["copied"] = asdict(job.bulk.totals)

@@ -50,7 +50,7 @@ class Job:
     """GPU memory that is loaded while CRIU works."""
     compared: Comparison | None = None
     """CRIU's images, compared with their digests while CRIU works."""
-    fetching: BlobSource | None = None
+    blob_source: BlobSource | None = None
     """The source of its chunks, if they are not in the image directory."""
     ahead: bool = False
     """Whether CRIU's images that are in chunks came from the load process of `gpusnap restore`."""

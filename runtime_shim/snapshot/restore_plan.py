@@ -52,7 +52,7 @@ _WRITTEN = ("restore.log", "stats-restore")
 def plan(job: Job, config: dict[str, Any]) -> None:
     """Choose the GPUs and prepare what the runtime will read. The container does not exist yet."""
     replaced: dict[str, bytes] = {}
-    coming = _start_reading(job)
+    reading = _start_reading(job)
     if job.driver is not None:
         job.driver.open()
         if job.plugin is not None:
@@ -79,10 +79,10 @@ def plan(job: Job, config: dict[str, Any]) -> None:
     job.compared = job.cleanup.enter_context(contextlib.closing(Comparison(job.images, job.record.images)))
     _clear_links(job)
     elsewhere: dict[str, str] = {}
-    if coming is not None:
-        coming.wait()
-        elsewhere = dict(coming.paths)
-        job.ahead = isinstance(coming, JoinedImages) and coming.are_from_load_process
+    if reading is not None:
+        reading.wait()
+        elsewhere = dict(reading.paths)
+        job.ahead = isinstance(reading, JoinedImages) and reading.are_from_load_process
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
     job.bulk = _begin_bulk_copy(job, config)
     criu_mounts.check_mounts(job.record.mounts, job.remap.mounts if job.remap is not None else None)
@@ -124,32 +124,32 @@ def _start_reading(job: Job) -> ImageRebuild | JoinedImages | None:
     if has_regions and not job.joined_regions:
         space.check_memory_to_restore(job.record, memory)
     if job.record.pages == StoreDestination.kind:
-        fetching = job.fetching = job.cleanup.enter_context(
+        blob_source = job.blob_source = job.cleanup.enter_context(
             BlobSource.from_settings(job.record, job.images, job.settings.store)
         )
-        job.save_progress(layouts=fetching.folders)
+        job.save_progress(layouts=blob_source.folders)
         if job.record.files:
-            where = fetching.scratch or scratch()
+            where = blob_source.scratch or scratch()
             folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=where)
             job.cleanup.callback(scratch_files.remove_folder, folder)
-            rebuild = partial(_rebuild, job, fetching, folder)
+            rebuild = partial(_rebuild, job, blob_source, folder)
             images = JoinedImages(joined, rebuild) if joined is not None and joined.files else rebuild()
             job.cleanup.callback(images.close)
     if has_regions:
-        meter = job.fetching.meter if job.fetching is not None else None
-        prefetch = Prefetch(job.images, job.record, memory, job.key, job.fetching, images, joined, meter)
+        meter = job.blob_source.meter if job.blob_source is not None else None
+        prefetch = Prefetch(job.images, job.record, memory, job.key, job.blob_source, images, joined, meter)
         job.prefetch = job.cleanup.enter_context(prefetch)
     elif joined is not None:
         joined.drop_areas()
     return images
 
 
-def _rebuild(job: Job, fetching: BlobSource, folder: str) -> ImageRebuild:
+def _rebuild(job: Job, blob_source: BlobSource, folder: str) -> ImageRebuild:
     """Start to build CRIU's images, in RAM if there is room, else in the directory."""
     memory = job.settings.memory
     return ImageRebuild(
         job.record.files,
-        fetching,
+        blob_source,
         folder,
         threads=memory.threads,
         ceiling=transfer.ceiling(memory),

@@ -60,7 +60,7 @@ def stop(pids: Iterable[int], *, timeout: float) -> None:
     _await_still(pids, timeout, again=True)
 
 
-def stand(pids: Iterable[int], *, timeout: float) -> None:
+def wait_until_stopped(pids: Iterable[int], *, timeout: float) -> None:
     """Wait until every thread of processes that got a SIGSTOP is stopped, as `stop` does.
 
     Raises GpusnapError after `timeout` seconds.

@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.kcmp import EQUAL, VM, compare
 from gpusnap.runtime_shim.process.ptrace.tracee import hold
-from gpusnap.runtime_shim.stopping.stop import make_untraceable_error, stand
+from gpusnap.runtime_shim.stopping.stop import make_untraceable_error, wait_until_stopped
 
 _LOOK = 0.0005
 _FALLING_ASLEEP = 1.0
@@ -102,7 +102,7 @@ def _begin(each: WaitingParent, deadline: float, timeout: float) -> None:
     that it gets meanwhile are delivered.
     """
     child = each.child
-    stand([child], timeout=max(deadline - time.monotonic(), _STANDING))
+    wait_until_stopped([child], timeout=max(deadline - time.monotonic(), _STANDING))
     try:
         with hold(child, child, own_signals=True) as tracee:
             tracee.to_exec(deadline)
@@ -112,4 +112,4 @@ def _begin(each: WaitingParent, deadline: float, timeout: float) -> None:
         raise make_too_long_error(each, timeout) from error
     except OSError as error:
         raise make_untraceable_error(child, child, error) from error
-    stand([child], timeout=_STANDING)
+    wait_until_stopped([child], timeout=_STANDING)

@@ -114,48 +114,50 @@ class CheckpointResult:
 
 
 def checkpoint(
-    wish: CheckpointRequest, progress: Progress, asked: podman.Inspection | None = None
+    request: CheckpointRequest, progress: Progress, asked: podman.Inspection | None = None
 ) -> CheckpointResult:
     """Make it. Raises NotFound, ContainerError, Interrupted, GpusnapError.
 
     `asked`: what Podman was already asked about the container.
     """
     began = time.monotonic()
-    if isinstance(wish.to, locator.InRegistry) and wish.to.reference.digest:
+    if isinstance(request.to, locator.InRegistry) and request.to.reference.digest:
         raise UsageError(
-            f"{wish.to.reference} names a digest, but a checkpoint has no digest until it is made",
+            f"{request.to.reference} names a digest, but a checkpoint has no digest until it is made",
             code="GPS-102",
         )
     settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman not always show why
-    found = asked.container() if asked is not None else podman.inspect_container(wish.container)
+    found = asked.container() if asked is not None else podman.inspect_container(request.container)
     asleep = _is_suspended(found)
     if asleep:
-        wish = replace(wish, leave_running=True, asleep=True)
+        request = replace(request, leave_running=True, asleep=True)
     podman.check(found, asleep=asleep)
-    podman_objects.check_options(found, force=wish.force)
+    podman_objects.check_options(found, force=request.force)
     # A suspended container can run no command.
     commands = (
-        nullcontext() if asleep else run_around_checkpoint(found, progress, leave_running=wish.leave_running)
+        nullcontext()
+        if asleep
+        else run_around_checkpoint(found, progress, leave_running=request.leave_running)
     )
-    if isinstance(wish.to, locator.InFile):
+    if isinstance(request.to, locator.InFile):
         with commands:
-            return _to_file(wish, found, wish.to.path, progress, began)
-    if isinstance(wish.to, locator.InRegistry):
-        progress.stage(f"asking {wish.to.reference.registry}")
-        _ask(wish.to, plain_http=wish.plain_http)
+            return _to_file(request, found, request.to.path, progress, began)
+    if isinstance(request.to, locator.InRegistry):
+        progress.stage(f"asking {request.to.reference.registry}")
+        _ask(request.to, plain_http=request.plain_http)
     with commands:
-        made = _to_store(wish, found, progress, began)
-    if not isinstance(wish.to, locator.InRegistry):
+        made = _to_store(request, found, progress, began)
+    if not isinstance(request.to, locator.InRegistry):
         return made
     try:
         made_there = locator.InStore(Store(made.store), made.digest)
-        pushed = push_pull.push(made_there, wish.to, plain_http=wish.plain_http, progress=progress)
+        pushed = push_pull.push(made_there, request.to, plain_http=request.plain_http, progress=progress)
     except (GpusnapError, KeyboardInterrupt) as error:
         said = error if isinstance(error, GpusnapError) else Interrupted("interrupted")
-        plain_http = " --plain-http" if wish.plain_http or wish.to.plain_http else ""
+        plain_http = " --plain-http" if request.plain_http or request.to.plain_http else ""
         raise type(said)(
             f"the checkpoint is in {made.store} as {made.name}, but was not pushed: {said}",
-            hint=f"gpusnap push {made.name} {wish.to.reference}{plain_http} continues it",
+            hint=f"gpusnap push {made.name} {request.to.reference}{plain_http} continues it",
             code=said.code or "GPS-710",
         ) from error
     return CheckpointResult(
@@ -180,21 +182,21 @@ def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:
 
 
 def _to_store(
-    wish: CheckpointRequest, found: podman.Container, progress: Progress, began: float
+    request: CheckpointRequest, found: podman.Container, progress: Progress, began: float
 ) -> CheckpointResult:
-    store = wish.to.store if isinstance(wish.to, locator.InStore) else locator.default_store()
+    store = request.to.store if isinstance(request.to, locator.InStore) else locator.default_store()
     with convert_errors():
-        names = _store_names(wish, found)
+        names = _store_names(request, found)
         disk_space.check(
             found,
             store.path,
-            rootfs=not wish.ignore_rootfs,
-            volumes=not wish.ignore_volumes,
+            rootfs=not request.ignore_rootfs,
+            volumes=not request.ignore_volumes,
             twice=True,
             gpus=False,
         )
         store.create()  # which writes, and would say no more than that its own few bytes do not fit
-        with _open_staging(wish, found, store) as (staging, export), ExitStack() as order:
+        with _open_staging(request, found, store) as (staging, export), ExitStack() as order:
             before, blobs = kept.roots(store), _blobs(store)
             shown = order.enter_context(board())
             path = shown.path if shown is not None else ""
@@ -206,18 +208,18 @@ def _to_store(
                     found.id,
                     pages=StoreDestination.kind,
                     store=store.path,
-                    force=wish.force,
+                    force=request.force,
                     progress=path,
-                    asleep=wish.asleep,
+                    asleep=request.asleep,
                 )
             )
             since = datetime.now(UTC)
             with explain_export_errors(export, lambda: kept.forget_pages_of(store, found.id, since, before)):
-                _run(wish, export, ["--compress", "none"], tick, progress)
+                _run(request, export, ["--compress", "none"], tick, progress)
                 order.close()
                 progress.stage("records")
                 root, volumes = sources.take_in(
-                    staging, export.archive, progress, wish.labels, written=store.open_known_chunks()
+                    staging, export.archive, progress, request.labels, written=store.open_known_chunks()
                 )
                 progress.stage("to disk")
                 whole = kept.load(root, staging.layout)
@@ -240,12 +242,14 @@ def _to_store(
 
 @contextmanager
 def _open_staging(
-    wish: CheckpointRequest, found: podman.Container, store: Store
+    request: CheckpointRequest, found: podman.Container, store: Store
 ) -> Iterator[tuple[Staging, Export]]:
     """A staging with the archive in it; it stays where that is all that is left of the container."""
     staging = store.stage()
     archive = os.path.join(staging.path, ARCHIVE)
-    environment = f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(wish.to, locator.InStore) else ""
+    environment = (
+        f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(request.to, locator.InStore) else ""
+    )
     why = (
         f"what Podman exported of the container {found.name}: {environment}podman container restore "
         f"--import {archive} restores it; remove this directory when it is no longer needed"
@@ -261,10 +265,10 @@ def _open_staging(
         return archive
 
     export = Export(found=found, archive=archive, keep=keep, environment=environment)
-    if isinstance(wish.to, locator.InRegistry):
-        export.more = f"gpusnap push {{archive}} {wish.to.reference} pushes it"
+    if isinstance(request.to, locator.InRegistry):
+        export.more = f"gpusnap push {{archive}} {request.to.reference} pushes it"
     try:
-        if found.auto_remove and not wish.leave_running:  # though we should be killed, too
+        if found.auto_remove and not request.leave_running:  # though we should be killed, too
             staging.mark_precious(why)
         yield staging, export
     finally:
@@ -275,7 +279,7 @@ def _open_staging(
 
 
 def _to_file(
-    wish: CheckpointRequest, found: podman.Container, path: str, progress: Progress, began: float
+    request: CheckpointRequest, found: podman.Container, path: str, progress: Progress, began: float
 ) -> CheckpointResult:
     path = os.path.abspath(path)
     folder, name = os.path.split(path)
@@ -283,8 +287,8 @@ def _to_file(
     disk_space.check(
         found,
         folder,
-        rootfs=not wish.ignore_rootfs,
-        volumes=not wish.ignore_volumes,
+        rootfs=not request.ignore_rootfs,
+        volumes=not request.ignore_volumes,
         twice=False,
         gpus=True,
     )
@@ -311,11 +315,11 @@ def _to_file(
             tick = progress.follow(shown, f"checkpoint of {found.name}", lambda: archives.size(beside))
             order.enter_context(
                 overrides.order(
-                    found.id, pages="chunks", force=wish.force, progress=board_path, asleep=wish.asleep
+                    found.id, pages="chunks", force=request.force, progress=board_path, asleep=request.asleep
                 )
             )
             order.enter_context(explain_export_errors(export))
-            _run(wish, export, compression, tick, progress)
+            _run(request, export, compression, tick, progress)
             memory = _measure_gpu_memory(export)
             with archives.explain_write_errors(path):
                 put = archives.put(beside, path, aside)
@@ -335,15 +339,17 @@ def _to_file(
     )
 
 
-def _run(wish: CheckpointRequest, export: Export, options: list[str], tick: Tick, progress: Progress) -> None:
+def _run(
+    request: CheckpointRequest, export: Export, options: list[str], tick: Tick, progress: Progress
+) -> None:
     """Have Podman do it, and see that it is what it says."""
-    words = [*options, *wish.options()]
+    words = [*options, *request.options()]
 
     def at_work() -> None:
         manifest_json.prepare()  # while Podman works: it takes 0.05 s, and the checkpoint is read behind it
         tick()
 
-    with _show_as_running(export.found) if wish.asleep else nullcontext():
+    with _show_as_running(export.found) if request.asleep else nullcontext():
         came = podman_work.checkpoint(export.found, export.archive, words, tick=at_work, say=progress.say)
     missing = set(FIRST)
     with convert_errors(), closing(entries(export.archive)) as found:
@@ -419,19 +425,19 @@ def _record_of(export: Export) -> manifest.Manifest | None:
     return manifest_json.decode(data, f"{CONFIG} in Podman's export") if data is not None else None
 
 
-def _store_names(wish: CheckpointRequest, found: podman.Container) -> list[str]:
+def _store_names(request: CheckpointRequest, found: podman.Container) -> list[str]:
     """What it is called in the store; the first name is the one to show. Raises StoreError.
 
     What goes to a registry has the usual name as well: NAME alone means the newest checkpoint of that name.
     """
-    given = wish.name
-    if not given and isinstance(wish.to, locator.InStore):
-        given = wish.to.wanted
+    given = request.name
+    if not given and isinstance(request.to, locator.InStore):
+        given = request.to.wanted
     if given:
         return [check_name(given)]
     names = [dated_name(found.name, found.id, datetime.now(UTC))]
-    if isinstance(wish.to, locator.InRegistry):
-        names.append(store_name(wish.to.reference))
+    if isinstance(request.to, locator.InRegistry):
+        names.append(store_name(request.to.reference))
     return names
 
 

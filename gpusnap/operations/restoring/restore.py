@@ -57,7 +57,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, Usag
 from gpusnap.runtime_shim.progress import VARIABLE
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
-from gpusnap.runtime_shim.snapshot.loading import source as fetching
+from gpusnap.runtime_shim.snapshot.loading import source
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
 from gpusnap.user_errors import Damaged, Killed, convert_errors
 
@@ -329,8 +329,8 @@ def _from_artifact(
         with LoadProcess(found.record, store.layout.path, memory) as loading, _make_folder(store) as folder:
             archive, choice = _build_archive(request, found, store.layout, folder, progress)
             environment = {
-                fetching.STORE: store.path,
-                fetching.ARTIFACT: found.root.digest,
+                source.STORE: store.path,
+                source.ARTIFACT: found.root.digest,
                 **loading.environment(),
             }
             try:
@@ -367,7 +367,7 @@ def _pull_and_restore(
 ) -> tuple[_RestoredContainer, str, str]:
     store, name = locator.default_store(), store_name(place.reference)
     pull_from = locator.InRegistry(place.reference, place.plain_http or request.plain_http).repository
-    coming = pull.fetch(
+    incoming = pull.fetch(
         store,
         place,
         leave=_ON_THE_WAY,
@@ -376,7 +376,7 @@ def _pull_and_restore(
         plain_http=request.plain_http,
         progress=progress,
     )
-    with coming as (staging, found, _), _make_folder(store) as folder, ExitStack() as stack:
+    with incoming as (staging, found, _), _make_folder(store) as folder, ExitStack() as stack:
         _check_here(request, found.root.digest)
         before = kept.roots(store)
         archive, choice = _build_archive(request, found, staging.layout, folder, progress)
@@ -384,9 +384,9 @@ def _pull_and_restore(
         if whole:
             kept.hold(store, found.root.digest, stack)
             staging.close()  # others who want the same need not wait
-        environment = {fetching.STORE: store.path, fetching.PULL_FROM: pull_from}
+        environment = {source.STORE: store.path, source.PULL_FROM: pull_from}
         if whole:
-            environment[fetching.ARTIFACT] = found.root.digest
+            environment[source.ARTIFACT] = found.root.digest
         fetched = watch_growth(os.path.dirname(staging.path))
         container = _run(request, archive, environment, progress, choice, fetched)
         whole = whole or _keep(store, staging, found, name, before)

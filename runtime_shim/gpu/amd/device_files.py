@@ -111,7 +111,7 @@ def _iterate_mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
     try:
         table = [line.split(maxsplit=5) for line in deadlines.read_lines(f"/proc/{pid}/maps")]
     except TimeoutError as error:
-        raise device_files.make_unanswered(error, pid) from error
+        raise device_files.make_unanswered_error(error, pid) from error
     except OSError as error:
         device_files.gone_or_raise(error, pid)
         return

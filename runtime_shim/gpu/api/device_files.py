@@ -228,7 +228,7 @@ def _mappings(pid: int) -> Iterator[tuple[str, str]]:
     try:
         lines = deadlines.read_lines(f"/proc/{pid}/maps")
     except TimeoutError as error:
-        raise make_unanswered(error, pid) from error
+        raise make_unanswered_error(error, pid) from error
     except OSError as error:
         gone_or_raise(error, pid)
         return
@@ -261,7 +261,7 @@ def _is_gpu(node: Node, frontends: frozenset[int]) -> bool:
     return ours and 0 <= node.minor <= LAST_GPU_MINOR
 
 
-def make_unanswered(error: TimeoutError, pid: int) -> GpuError:
+def make_unanswered_error(error: TimeoutError, pid: int) -> GpuError:
     """The error if the kernel does not say in time what a process has mapped."""
     return GpuError(
         f"the files that process {pid} ({comm(pid)}) has open could not be listed: {error.filename}: "

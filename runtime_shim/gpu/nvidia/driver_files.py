@@ -185,7 +185,7 @@ def loader_cache(data: bytes) -> tuple[tuple[str, str], ...]:
         return ()
     count = min(struct.unpack_from("=I", data, 20)[0], (len(data) - 48) // 24)
     rows = (struct.unpack_from("=iII", data, 48 + 24 * each) for each in range(count))
-    texts = ((_string(data, name), _string(data, path)) for _, name, path in rows)
+    texts = ((_read_string(data, name), _read_string(data, path)) for _, name, path in rows)
     return tuple((name, path) for name, path in texts if name and path.startswith("/"))
 
 
@@ -342,7 +342,7 @@ def _content(path: str, root: str) -> bytes:
         return b""
 
 
-def _string(data: bytes, at: int) -> str:
+def _read_string(data: bytes, at: int) -> str:
     end = data.find(b"\0", at, at + 4096)
     return os.fsdecode(data[at:end]) if end > at else ""
 

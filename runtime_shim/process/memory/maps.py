@@ -65,10 +65,10 @@ def mappings(pid: int) -> tuple[Mapping, ...]:
 
     Raises OSError if it has ended, TimeoutError if the kernel does not answer.
     """
-    return tuple(map(_mapping, deadlines.read_lines(f"/proc/{pid}/maps")))
+    return tuple(map(_parse_mapping, deadlines.read_lines(f"/proc/{pid}/maps")))
 
 
-def _mapping(line: str) -> Mapping:
+def _parse_mapping(line: str) -> Mapping:
     span, permissions, offset, device, inode, *name = line.split(maxsplit=5)
     start, _, end = span.partition("-")
     return Mapping(
@@ -84,11 +84,11 @@ def regions(
     Parts below `smallest` bytes are omitted. Both as `mappings` returns them.
     """
     old = sorted((each.start, each.end) for each in before if "w" in each.permissions)
-    found = (part for each in after if each.is_plain for part in _rest(each.start, each.end, old))
+    found = (part for each in after if each.is_plain for part in _subtract(each.start, each.end, old))
     return tuple(Region(start, end - start) for start, end in sorted(found) if end - start >= smallest)
 
 
-def _rest(start: int, end: int, taken: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _subtract(start: int, end: int, taken: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield the parts of a span that the others do not cover; those are sorted and do not overlap."""
     for low, high in taken:
         if high <= start or low >= end:

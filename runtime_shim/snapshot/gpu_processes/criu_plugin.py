@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu import plugins
 from gpusnap.runtime_shim.settings import Memory, Settings
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import idle_holders
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_idle_holders
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
@@ -76,7 +76,7 @@ def refuse_inherited(driver: Driver, processes: Collection[proc.Process]) -> Non
     """
     if (plugin := driver.plugin) is None:
         return
-    for process, files in idle_holders(driver, processes).items():
+    for process, files in find_idle_holders(driver, processes).items():
         raise Refused(
             f"process {process.pid} ({process.comm}) has {files[0]} open but no GPU state of its own; "
             f"{plugin.what} leaves that file to CRIU, which cannot dump it",

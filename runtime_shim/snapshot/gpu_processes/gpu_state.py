@@ -76,7 +76,7 @@ def users(
     return found
 
 
-def idle_holders(
+def find_idle_holders(
     driver: Driver, processes: Iterable[proc.Process], held: Collection[int] = ()
 ) -> dict[proc.Process, tuple[str, ...]]:
     """Return the processes that have a GPU's device files open or mapped, but no GPU state; with those files.

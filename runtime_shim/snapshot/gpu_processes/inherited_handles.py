@@ -35,7 +35,7 @@ from gpusnap.runtime_shim.process.kcmp import EQUAL, FILE, FILES, VM, compare
 from gpusnap.runtime_shim.process.ptrace.neutralise import NeutraliseResult, neutralise
 from gpusnap.runtime_shim.records.manifest import NeutralisedProcess
 from gpusnap.runtime_shim.runtime import container as containers
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import idle_holders, users
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_idle_holders, users
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
@@ -57,7 +57,7 @@ def find_strangers(
     them, every file counts as its own. Raises Refused for a stopped process, unless gpusnap stopped it
     (`held`).
     """
-    idle = idle_holders(driver, processes, held)
+    idle = find_idle_holders(driver, processes, held)
     if not idle:
         return {}
     gpu = users(driver, (process for process in processes if process not in idle), held)
@@ -168,7 +168,7 @@ class _Source:
         self, processes: Iterable[proc.Process], everyone: Collection[int], held: Collection[int]
     ) -> dict[int, proc.Process]:
         """Return holders of GPU files only by inheritance, by PID. Raises Refused as `find_strangers`."""
-        idle = idle_holders(self._driver, processes, held)
+        idle = find_idle_holders(self._driver, processes, held)
         return {process.pid: process for process in idle if not self.list_own(process.pid, everyone)}
 
     def list_own(self, pid: int, everyone: Collection[int]) -> tuple[str, ...]:

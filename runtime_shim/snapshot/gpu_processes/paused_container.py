@@ -39,7 +39,7 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
 from gpusnap.runtime_shim.stopping import vfork
-from gpusnap.runtime_shim.stopping.stop import go_on, settle, stand
+from gpusnap.runtime_shim.stopping.stop import go_on, settle, wait_until_stopped
 
 
 class PausedContainer:
@@ -94,7 +94,7 @@ class PausedContainer:
                 if not self._away:  # otherwise it is more important that the GPU state comes back
                     raise
         ours = [pid for pid in holders if pid in self._stopped]
-        stand(ours, timeout=timeout)
+        wait_until_stopped(ours, timeout=timeout)
         if not self._away:
             # They may have been paused anywhere. The driver has not taken memory yet that their threads need.
             settle(ours)

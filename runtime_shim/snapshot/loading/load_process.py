@@ -72,7 +72,7 @@ class _MeteredBlobs:
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
         """As Blobs.open_blob."""
         file = self._blobs.open_blob(digest, size)
-        self._meter.opened(file, size or 0)
+        self._meter.note_opened(file, size or 0)
         return file
 
     def check_blob(self, wanted: Descriptor) -> None:

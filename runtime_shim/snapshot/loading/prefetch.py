@@ -112,7 +112,7 @@ class Prefetch:
         self._meter = meter
         self._loaded: JoinedMemory | None = None
         self._areas = joined.areas if joined is not None and joined.regions else self._stage_regions(settings)
-        self._paging = self._demand_paging() if settings.demand_paging else None
+        self._paging = self._make_demand_paging() if settings.demand_paging else None
         self._reads = threading.Semaphore(_READS)
         self._workers = transfer.count_reading_threads(settings)
         self._turns = threading.Semaphore(max(1, min(_AT_FIRST, self._workers // _PART_AT_FIRST)))
@@ -124,10 +124,10 @@ class Prefetch:
         try:
             if joined is not None and joined.regions:
                 read = partial(self._read, verify_later=False)
-                self._reading = self._loaded = JoinedMemory(joined, self._placed, reporter.move, read)
+                self._reading = self._loaded = JoinedMemory(joined, self._mark_placed, reporter.move, read)
             else:
                 tables = [region.table for _, region in self._regions]
-                placed = self._placed if self._paging is not None else None
+                placed = self._mark_placed if self._paging is not None else None
                 self._reading = self._read(tables, placed, verify_later=self._paging is None, after=after)
         except BaseException:
             self._drop()
@@ -295,11 +295,11 @@ class Prefetch:
         except ImageError as error:
             self._wrong = error
 
-    def _placed(self, at: int, chunk: Chunk) -> None:
+    def _mark_placed(self, at: int, chunk: Chunk) -> None:
         if self._paging is not None:
             self._paging.mark_ready(at, chunk.offset)
 
-    def _demand_paging(self) -> DemandPaging | None:
+    def _make_demand_paging(self) -> DemandPaging | None:
         """None if the driver cannot wait for missing memory."""
         tables = [region.table for _, region in self._regions]
         if not self._areas or not has_whole_pages(tables) or userfault.explain_missing():

@@ -166,7 +166,7 @@ class BlobSource:
                 staging.close()
 
     def _meter_reads(self, file: io.FileIO, size: int | None) -> io.FileIO:
-        self.meter.opened(file, size or 0)
+        self.meter.note_opened(file, size or 0)
         return file
 
     def _hold(self, artifact: str, wanted: Sequence[Descriptor]) -> bool:

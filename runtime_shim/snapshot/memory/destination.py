@@ -25,7 +25,7 @@ from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table, descriptors
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.oci.store.read_rate import remembered
+from gpusnap.oci.store.read_rate import recall
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import Refused
@@ -166,7 +166,7 @@ class StoreDestination:
         self._staging: Staging | None = None
         self._needed = False
         self._image, self._container, self._settings = image_path, container, settings
-        rate = read_rate or remembered(self.place)
+        rate = read_rate or recall(self.place)
         self.speed = ReadSpeed(rate, transfer.count_reading_threads(settings)) if rate is not None else None
         self._why = why or (
             f"the checkpoint of container {container}; gpusnap recover repairs it; if that does not find "

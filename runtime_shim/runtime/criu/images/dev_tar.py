@@ -66,7 +66,7 @@ class Entry:
     @property
     def numbers(self) -> tuple[int, int]:
         """Return a device's major and minor number. Raises ImageError if a field contains none."""
-        return _number(self.header, _MAJOR, self.name), _number(self.header, _MINOR, self.name)
+        return _read_number(self.header, _MAJOR, self.name), _read_number(self.header, _MINOR, self.name)
 
     @property
     def target(self) -> bytes:
@@ -84,7 +84,7 @@ class Entry:
             refuse(name, "cannot be represented in a tar header")
         old = self.header
         new = name.ljust(_NAME[1], b"\0") + old[_NAME[1] : _MAJOR[0]] + fields + old[_MINOR[1] :]
-        return new[: _SUM[0]] + f"{_checksum(new):06o}\0 ".encode() + new[_SUM[1] :]
+        return new[: _SUM[0]] + f"{_compute_checksum(new):06o}\0 ".encode() + new[_SUM[1] :]
 
 
 class Archive:
@@ -107,7 +107,7 @@ class Archive:
             if count > ENTRIES:
                 raise make_damaged_error(f"has more than {ENTRIES} entries")
             name = _header_name(header)
-            kind, size = header[_TYPE : _TYPE + 1], _number(header, _SIZE, name)
+            kind, size = header[_TYPE : _TYPE + 1], _read_number(header, _SIZE, name)
             if kind in (_LONG_NAME, _LONG_LINK, _PAX):
                 if kind in before or size > _EXTENSION:
                     refuse(name, "has a header that tar does not write")
@@ -116,8 +116,8 @@ class Archive:
                 extensions += header + content
                 continue
             if kind == _HOLES:
-                header += _map(header, plain, name, size)
-            yield _entry(header, name, size, before, extensions)
+                header += _read_map(header, plain, name, size)
+            yield _make_entry(header, name, size, before, extensions)
             before, extensions = {}, b""
         if before:
             raise make_damaged_error("ends in the middle of an entry")
@@ -162,9 +162,11 @@ def make_printable(name: bytes) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _entry(header: bytes, name: bytes, size: int, before: dict[bytes, bytes], extensions: bytes) -> Entry:
+def _make_entry(
+    header: bytes, name: bytes, size: int, before: dict[bytes, bytes], extensions: bytes
+) -> Entry:
     long_name, long_link = before.get(_LONG_NAME), before.get(_LONG_LINK)
-    link = _string(header, _LINK)
+    link = _read_string(header, _LINK)
     if long_name is not None:
         name = _read_long_name(long_name, name)
     if long_link is not None:
@@ -190,21 +192,21 @@ def _entry(header: bytes, name: bytes, size: int, before: dict[bytes, bytes], ex
 
 def _header_name(header: bytes) -> bytes:
     """Return the name in a header, after checking that it is a header."""
-    name = _string(header, _NAME)
-    if _number(header, _SUM, name) != _checksum(header):
+    name = _read_string(header, _NAME)
+    if _read_number(header, _SUM, name) != _compute_checksum(header):
         refuse(name, "has a wrong checksum")
-    magic, prefix = header[slice(*_MAGIC)], _string(header, _PREFIX)
+    magic, prefix = header[slice(*_MAGIC)], _read_string(header, _PREFIX)
     if magic not in (_USTAR, _GNU):
         refuse(name, "has a header of a type that tar does not write")
     return prefix + b"/" + name if prefix and magic == _USTAR else name
 
 
-def _map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
+def _read_map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
     """Return the blocks after the header of a sparse file, if its map fits the content (tar(5), "Old GNU").
 
     Each piece of data fills whole blocks; the last one may end earlier.
     """
-    real, found, length = _number(header, _REAL_SIZE, name), 0, 0
+    real, found, length = _read_number(header, _REAL_SIZE, name), 0, 0
     slots, goes_on, blocks = header[slice(*_MAP)], header[_MAP_GOES_ON], b""
     while True:
         for at in range(0, len(slots), 24):
@@ -212,8 +214,8 @@ def _map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
                 if slots[at:].strip(b"\0") or goes_on:
                     refuse(name, "has a map of its holes that tar does not write")
                 break
-            start = _number(slots, (at, at + 12), name)
-            piece = _number(slots, (at + 12, at + 24), name)
+            start = _read_number(slots, (at, at + 12), name)
+            piece = _read_number(slots, (at + 12, at + 24), name)
             if (length % _BLOCK and piece) or start < found:
                 refuse(name, "has a map of its holes that tar does not write")
             found, length = start + piece, length + piece
@@ -246,18 +248,18 @@ def _read_long_name(content: bytes, name: bytes) -> bytes:
     return content[:-1]
 
 
-def _string(header: bytes, field: tuple[int, int]) -> bytes:
+def _read_string(header: bytes, field: tuple[int, int]) -> bytes:
     return header[slice(*field)].partition(b"\0")[0]
 
 
-def _number(header: bytes, field: tuple[int, int], name: bytes) -> int:
+def _read_number(header: bytes, field: tuple[int, int], name: bytes) -> int:
     match = _OCTAL.fullmatch(header, *field)
     if match is None:
         refuse(name, "has an invalid number")
     return int(match[1], 8)
 
 
-def _checksum(header: bytes) -> int:
+def _compute_checksum(header: bytes) -> int:
     """Compute it over all bytes, those of the checksum itself counted as blanks (tar(5))."""
     return sum(header) - sum(header[slice(*_SUM)]) + 8 * ord(" ")
 
@@ -307,12 +309,12 @@ class _Plain:
         while True:
             if self._gzip.eof:
                 # A gzip file may consist of several members (RFC 1952, 2.2).
-                self._waiting = self._gzip.unused_data or self._file_bytes()
+                self._waiting = self._gzip.unused_data or self._read_file_bytes()
                 if not self._waiting:
                     return b""
                 self._gzip = zlib.decompressobj(16 + zlib.MAX_WBITS)
             elif not self._waiting:
-                self._waiting = self._file_bytes()
+                self._waiting = self._read_file_bytes()
                 if not self._waiting:
                     raise make_damaged_error("is cut short")
             try:
@@ -326,7 +328,7 @@ class _Plain:
             if piece:
                 return piece
 
-    def _file_bytes(self) -> bytes:
+    def _read_file_bytes(self) -> bytes:
         try:
             piece = self._file.read(_PIECE)
         except OSError as error:

@@ -49,7 +49,7 @@ class Pagemap:
 
 def read(source: Source) -> Pagemap:
     """Read the messages of a pagemap, after its magic numbers. Raises Damage."""
-    number = _numbers(source.message())[1] or 0
+    number = _read_numbers(source.message())[1] or 0
     # Everything except the address is the same in most messages.
     known: dict[bytes, tuple[int, int]] = {}
     present = in_parent = 0
@@ -59,7 +59,7 @@ def read(source: Source) -> Pagemap:
         rest = message[address.end() :] if address is not None else message
         counts = known.get(rest)
         if counts is None:
-            counts = _counts(message)
+            counts = _count_pages(message)
             if len(known) < _MOST_KNOWN:
                 known[rest] = counts
         present += counts[0]
@@ -73,10 +73,10 @@ def locate(source: Source, address: int) -> tuple[int, int, int] | None:
     These are the following bytes of the same run. None if the page is in no file, or in that of an earlier
     dump. Pages are those of x86-64. Raises Damage.
     """
-    number, before = _numbers(source.message())[1] or 0, 0
+    number, before = _read_numbers(source.message())[1] or 0, 0
     while source.count_left:
         message = source.message()
-        start, (present, in_parent) = _numbers(message)[1] or 0, _counts(message)
+        start, (present, in_parent) = _read_numbers(message)[1] or 0, _count_pages(message)
         end = start + max(present, in_parent) * _PAGE
         if start <= address < end:
             return (number, before * _PAGE + address - start, end - address) if present else None
@@ -100,7 +100,7 @@ class Split:
 
 def read_number(source: Source) -> int:
     """Read the number of its pages-N.img. Raises Damage."""
-    return _numbers(source.message())[1] or 0
+    return _read_numbers(source.message())[1] or 0
 
 
 def split(source: Source, spans: Sequence[tuple[int, int]], *, number: int, smallest: int) -> Split | None:
@@ -113,7 +113,7 @@ def split(source: Source, spans: Sequence[tuple[int, int]], *, number: int, smal
     """
     source.message()
     starts = [start for start, _ in spans]
-    parts = [_framed(_encoded((1, number)))]
+    parts = [_frame(_encode((1, number)))]
     kept: list[tuple[int, int]] = []
     taken: list[tuple[int, int, int]] = []
     known: dict[bytes, tuple[int, int]] = {}
@@ -123,17 +123,17 @@ def split(source: Source, spans: Sequence[tuple[int, int]], *, number: int, smal
         address = _ADDRESS.match(message)
         if address is None:
             return None
-        start, rest = _varint(message, 1)[0], message[address.end() :]
+        start, rest = _read_varint(message, 1)[0], message[address.end() :]
         counts = known.get(rest)
         if counts is None:
-            counts = _counts(message)
+            counts = _count_pages(message)
             if len(known) < _MOST_KNOWN:
                 known[rest] = counts
         present, in_parent = counts
         if in_parent or start % _PAGE or start < end:
             return None
         if not present:
-            parts.append(_framed(message))
+            parts.append(_frame(message))
             end = start + _count(message) * _PAGE
             continue
         end = start + present * _PAGE
@@ -143,17 +143,17 @@ def split(source: Source, spans: Sequence[tuple[int, int]], *, number: int, smal
             if min(high, end) - max(low, start) >= smallest
         ]
         if not cuts:
-            parts.append(_framed(message))
+            parts.append(_frame(message))
             kept.append((offset, end - start))
         at = start
         for low, high in cuts:
             if low > at:
-                parts.append(_framed(_piece(message, at, low)))
+                parts.append(_frame(_make_piece(message, at, low)))
                 kept.append((offset + at - start, low - at))
             taken.append((low, offset + low - start, high - low))
             at = high
         if cuts and at < end:
-            parts.append(_framed(_piece(message, at, end)))
+            parts.append(_frame(_make_piece(message, at, end)))
             kept.append((offset + at - start, end - at))
         offset += end - start
     if not kept or not taken:
@@ -163,21 +163,21 @@ def split(source: Source, spans: Sequence[tuple[int, int]], *, number: int, smal
 
 def _count(message: bytes) -> int:
     """Return the number of pages of a run, wherever they are."""
-    found = _numbers(message)
+    found = _read_numbers(message)
     return (found[2] or 0) if found[5] is None else found[5]
 
 
-def _piece(message: bytes, start: int, end: int) -> bytes:
+def _make_piece(message: bytes, start: int, end: int) -> bytes:
     """Return the message of a part of a run, in the format of the CRIU that wrote the run."""
-    _, _, _, was_in_parent, flags, count = _numbers(message)
+    _, _, _, was_in_parent, flags, count = _read_numbers(message)
     pages = (end - start) // _PAGE
     fields = [(1, start), (2, pages if count is None else 0), (3, was_in_parent), (4, flags)]
     if count is not None:
         fields.append((5, pages))
-    return _encoded(*fields)
+    return _encode(*fields)
 
 
-def _encoded(*fields: tuple[int, int | None]) -> bytes:
+def _encode(*fields: tuple[int, int | None]) -> bytes:
     """Encode a message of numbers, each by its field; None is omitted."""
     return b"".join(
         _as_varint(field << 3) + _as_varint(number) for field, number in fields if number is not None
@@ -192,13 +192,13 @@ def _as_varint(number: int) -> bytes:
     return bytes([*out, number])
 
 
-def _framed(message: bytes) -> bytes:
+def _frame(message: bytes) -> bytes:
     return struct.pack("<I", len(message)) + message
 
 
-def _counts(message: bytes) -> tuple[int, int]:
+def _count_pages(message: bytes) -> tuple[int, int]:
     """Return how many pages of a run are in the file, and how many are in an earlier dump."""
-    _, _, old_count, was_in_parent, flags, count = _numbers(message)
+    _, _, old_count, was_in_parent, flags, count = _read_numbers(message)
     # criu/pagemap.c, init_compat_pagemap_entry: images of older versions have no flags.
     if flags is None:
         flags = 0 if was_in_parent else _PRESENT
@@ -207,7 +207,7 @@ def _counts(message: bytes) -> tuple[int, int]:
     return count if flags & _PRESENT else 0, count if was_in_parent or flags & _IN_PARENT else 0
 
 
-def _numbers(message: bytes) -> list[int | None]:
+def _read_numbers(message: bytes) -> list[int | None]:
     """Return the first fields of a message, by their numbers; None for absent ones."""
     found: list[int | None] = [None] * _FIELDS
     at, end = 0, len(message)
@@ -216,17 +216,17 @@ def _numbers(message: bytes) -> list[int | None]:
             key = message[at]
             at += 1
             if key & 0x80:
-                key, at = _varint(message, at - 1)
+                key, at = _read_varint(message, at - 1)
             wire = key & 7
             if wire == 0:
                 value = message[at]
                 at += 1
                 if value & 0x80:
-                    value, at = _varint(message, at - 1)
+                    value, at = _read_varint(message, at - 1)
                 if key >> 3 < _FIELDS:
                     found[key >> 3] = value
             elif wire == 2:
-                size, at = _varint(message, at)
+                size, at = _read_varint(message, at)
                 at += size
             elif wire in (1, 5):
                 at += 8 if wire == 1 else 4
@@ -239,7 +239,7 @@ def _numbers(message: bytes) -> list[int | None]:
     return found
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     """Decode a number of at most ten bytes; return it and where it ends."""
     value = shift = 0
     while shift <= 63:

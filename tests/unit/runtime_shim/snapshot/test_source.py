@@ -24,7 +24,7 @@ from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.registry.repository import Repository
-from gpusnap.oci.store.read_rate import remembered
+from gpusnap.oci.store.read_rate import recall
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.process.memory import tmpfs
@@ -150,7 +150,7 @@ def test_the_disk_is_measured(
         with Reader([table], fetching, threads=1, ceiling=MIB, targets=[Buffer(room)], reads=reads) as each:
             each.wait()
         fetching.finish()
-    assert remembered(store.path) == 4 * MIB, "4 KiB in each 1024th of a second"
+    assert recall(store.path) == 4 * MIB, "4 KiB in each 1024th of a second"
 
 
 def test_what_is_beside_the_images_is_no_measure(
