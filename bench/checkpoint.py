@@ -39,7 +39,7 @@ from figures import Case, Run, Steady, ratios, table  # noqa: E402
 from hosts import NAME, BenchError, Place, place  # noqa: E402
 from podman_gpu import circumstances  # noqa: E402
 from realhost import missing  # noqa: E402
-from rows import ROWS, Bench, LeftOut, Plan, checked, steady  # noqa: E402
+from rows import ROWS, Bench, LeftOut, Plan, check_settings, steady  # noqa: E402
 from support import podman  # noqa: E402
 
 from gpusnap.runtime_shim.errors import GpusnapError, SettingsError  # noqa: E402
@@ -177,7 +177,7 @@ def arguments() -> argparse.Namespace:
         options.settings += QUICK_SETTINGS
     options.sizes = options.sizes or [QUICK_SIZE if options.quick else 12.0]
     try:
-        checked(options.settings)
+        check_settings(options.settings)
     except SettingsError as error:
         parser.error(f"--settings: {error.sentence()}")
     if not os.path.isdir(options.folder):

@@ -257,7 +257,7 @@ class Encoded:
         return f"{kind} ({small / max(1 / disk, 1 / (self.read_plain * threads)):.2f})"
 
 
-def encoded(folder: Path, kind: str, memory: memoryview, back: memoryview) -> Encoded:
+def measure_encodings(folder: Path, kind: str, memory: memoryview, back: memoryview) -> Encoded:
     """Write the data for each disk, and read the smallest and the plain chunks in one thread."""
     size = len(memory)
 
@@ -321,7 +321,7 @@ def floor(memory: Memory, back: Memory) -> list[Row]:
     ]
 
 
-def printed(rows: list[Row]) -> str:
+def format_rows(rows: list[Row]) -> str:
     """The rows as a table."""
     head = ("what", "data", "chunk", "level", "threads", "MiB", "write", "read", "sha256", "ratio")
     lines = ["{:21}{:8}{:>6}{:>6}{:>8}{:>6}{:>8}{:>8}{:>8}{:>8}".format(*head)]
@@ -395,7 +395,7 @@ def encodings(folder: Path) -> list[Encoded]:
     rows = []
     for kind in ENCODED:
         fill(memory, kind)
-        rows.append(encoded(folder, kind, memory.view, back.view))
+        rows.append(measure_encodings(folder, kind, memory.view, back.view))
     return rows
 
 
@@ -409,7 +409,7 @@ def main() -> int:
         rows = measure(options, Path(folder))
         took = time.monotonic() - begun
     print(f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, {took:.0f} s")
-    print(printed(rows))
+    print(format_rows(rows))
     if options.json:
         document = {
             "kernel": platform.release(),

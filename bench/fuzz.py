@@ -30,14 +30,14 @@ from faulthost import (
     Report,
     State,
     checked_message,
-    limited,
     parser,
     plain,
     prepare,
     remove_all,
+    run_limited,
     settings,
     start,
-    waited,
+    wait_for,
 )
 from fuzz_cases import at_random, by_hand
 from mutations import CANARY, Base, Case
@@ -80,17 +80,17 @@ def goes_on() -> str:
         running = podman("inspect", "--format", "{{.State.Running}}", NAME).out.strip() == "true"
         return "" if running else "ended"
 
-    how: str = waited(over, seconds=30)
+    how: str = wait_for(over, seconds=30)
     return how or "stands"
 
 
-def restored(locator: str, by_podman: bool) -> tuple[str, str]:
+def try_restore(locator: str, by_podman: bool) -> tuple[str, str]:
     """What a restore said, or "" and how what was restored went on."""
     if by_podman and not locator.startswith("oci:"):
         line = ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--import", locator]
     else:
         line = [COMMAND, "restore", locator]
-    done = limited(line)
+    done = run_limited(line)
     return (checked_message(done) or "refused", "") if done.code else ("", "restored")
 
 
@@ -99,9 +99,9 @@ def round_of(
 ) -> None:
     """One case, from making it to having removed all of it. Raises Bad."""
     locator = case.make(folder)
-    verify = limited([COMMAND, "verify", locator])
+    verify = run_limited([COMMAND, "verify", locator])
     verdict = _verdict(verify)
-    said, how = restored(locator, by_podman and case.podman)
+    said, how = try_restore(locator, by_podman and case.podman)
     if how:
         how = goes_on()
     remove_all()

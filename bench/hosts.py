@@ -225,7 +225,7 @@ def _softgpu() -> Iterator[tuple[str, ...]]:
             gpuhost.install(build, before)
 
 
-def _told(err: str) -> str:
+def _find_message(err: str) -> str:
     """gpusnap's sentence if it said one, else the end of what Podman said."""
     found = [line.partition("gpusnap: ")[2] for line in err.splitlines() if "gpusnap: " in line]
     return found[0] if found else err.strip()[-400:]
@@ -260,5 +260,5 @@ def command(*argv: str | os.PathLike[str]) -> tuple[float, str]:
     took = time.monotonic() - begun
     if process.returncode:
         words = " ".join(map(str, argv[:5]))
-        raise BenchError(f"`{words} …` ended with {process.returncode}: {_told(err) or out[-400:]}")
+        raise BenchError(f"`{words} …` ended with {process.returncode}: {_find_message(err) or out[-400:]}")
     return took, out

@@ -33,14 +33,14 @@ from faulthost import (
     State,
     checked_message,
     goes_on,
-    limited,
     parser,
     plain,
     prepare,
     remove_all,
+    run_limited,
     settings,
     start,
-    waited,
+    wait_for,
 )
 from injecting import FITTING, kind, of_imports
 from support import RUNTIME, STORAGE, Container, good, podman, run, until
@@ -66,10 +66,10 @@ class Point:
         return ["--at", str(self.at), "--error", self.error, *(["--kind", self.kind] if self.kind else [])]
 
 
-def traced(line: list[str], point: Point | None, after: str = _FROM) -> tuple[Done, list[str]]:
+def run_traced(line: list[str], point: Point | None, after: str = _FROM) -> tuple[Done, list[str]]:
     """Run a command with a call failing, and the calls that it made from where it opens the file `after`."""
     words = point.words() if point is not None else []
-    done = limited([*_TRACED, "--after", after, *words, "--", *line])
+    done = run_limited([*_TRACED, "--after", after, *words, "--", *line])
     return done, CALLS.read_text().splitlines()
 
 
@@ -171,7 +171,7 @@ class Checkpoints:
         if Path(f"/proc/{self.pid}").exists() and (done.code or self.leave):
             goes_on(self.id)
             if done.code == 0:
-                good(limited([COMMAND, "verify", str(self.image)]))
+                good(run_limited([COMMAND, "verify", str(self.image)]))
         else:
             self._restore(outcome)
             outcome += ", restored"
@@ -181,19 +181,21 @@ class Checkpoints:
 
     def _recover(self) -> str:
         """Have `gpusnap recover` put it right; where an fsync failed, do what its message says."""
-        done = limited([COMMAND, "recover"])
+        done = run_limited([COMMAND, "recover"])
         if done.code and "were not flushed to disk" in done.err:
             folder = self.image / "gpusnap"
             (folder / "manifest.pending").rename(folder / "manifest.json")
-            good(limited([COMMAND, "recover"]))
+            good(run_limited([COMMAND, "recover"]))
             return "doubtful, renamed by hand"
         good(done)
         return "recovered"
 
     def _restore(self, outcome: str) -> None:
         container = Container(NAME)
-        waited(lambda: container.inspect()["State"]["Status"] == "exited")
-        again = limited(["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--keep", NAME])
+        wait_for(lambda: container.inspect()["State"]["Status"] == "exited")
+        again = run_limited(
+            ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--keep", NAME]
+        )
         if again.code:
             raise Bad(f"{outcome}: it has ended, and cannot be restored: {again.err[-1500:]}")
         self.pid = container.pid
@@ -250,7 +252,7 @@ class Restores:
             if _waits():
                 if "gpusnap recover" not in done.err:
                     raise Bad(f"it needs `gpusnap recover`, and does not say so: {said}")
-                good(limited([COMMAND, "recover"]))
+                good(run_limited([COMMAND, "recover"]))
                 return "recovered"
             if (self.bundle / "config.json").read_bytes() != self.config:
                 raise Bad(f"config.json is not as it was: {said}")
@@ -285,7 +287,7 @@ def rounds(report: Report, way: str, runtime: str, given: list[str], choice: Cho
 
     job = begin()
     for _ in range(2):  # the first fills caches
-        done, calls = traced(job.line(), None)
+        done, calls = run_traced(job.line(), None)
         good(done)
         job.check(done)
     chosen = points(calls, given, choice)
@@ -299,7 +301,7 @@ def rounds(report: Report, way: str, runtime: str, given: list[str], choice: Cho
         report.counts[f"{way}s"] += 1
         call = ""
         try:
-            done, calls = traced(job.line(), point)
+            done, calls = run_traced(job.line(), point)
             call = calls[0] if calls else ""
             report.counts[point.error if call else "not met"] += 1
             outcome = job.check(done)

@@ -114,14 +114,14 @@ class Tracer:
         while True:
             tid, status = os.waitpid(-1, _WALL)
             if os.WIFSTOPPED(status):
-                self._stopped(tid, root, ptrace.Stop(os.WSTOPSIG(status), status >> 16))
+                self._handle_stop(tid, root, ptrace.Stop(os.WSTOPSIG(status), status >> 16))
                 continue
             self.inside.discard(tid)
             if tid == root:
                 code = os.waitstatus_to_exitcode(status)
                 return code if code >= 0 else 128 - code
 
-    def _stopped(self, tid: int, root: int, stop: ptrace.Stop) -> None:
+    def _handle_stop(self, tid: int, root: int, stop: ptrace.Stop) -> None:
         try:
             if stop.is_at_exec and tid != root:
                 ptrace.let_go(tid)
@@ -153,9 +153,9 @@ class Tracer:
         if not errors:
             return
         if self.inject is None:
-            self._write(f"{','.join(errors)} {name} {_described(tid, name, arguments)}")
+            self._write(f"{','.join(errors)} {name} {_describe_call(tid, name, arguments)}")
         elif self.inject[1] in errors:
-            described = f"{name} {_described(tid, name, arguments)}"
+            described = f"{name} {_describe_call(tid, name, arguments)}"
             if self.wanted and kind(described) != self.wanted:
                 return
             if self.number == self.inject[0]:
@@ -225,7 +225,7 @@ def _fits(tid: int, name: str, arguments: tuple[int, ...], error: str) -> bool:
     return True
 
 
-def _described(tid: int, name: str, arguments: tuple[int, ...]) -> str:
+def _describe_call(tid: int, name: str, arguments: tuple[int, ...]) -> str:
     at = _PATH_AT.get(name)
     if at is not None:
         return _text(tid, arguments[at])

@@ -46,7 +46,7 @@ def write_settings(pages: str, *, parallel: bool) -> None:
     shimhost.write_settings(f'runtime = "crun"\n[memory]\npages = "{pages}"\nparallel-restore = {word}\n')
 
 
-def restored(archive: Path) -> tuple[float, float]:
+def restore_archive(archive: Path) -> tuple[float, float]:
     """Seconds of the step `restore`, and of the copy in it."""
     good(podman("container", "restore", "--import", archive))
     container = Container(NAME)
@@ -82,7 +82,7 @@ def main() -> None:
             for _ in range(options.rounds):
                 for parallel in (False, True):
                     write_settings(pages, parallel=parallel)
-                    seconds[parallel].append(restored(archive))
+                    seconds[parallel].append(restore_archive(archive))
             off, on = (statistics.median(each[0] for each in seconds[which]) for which in (False, True))
             copy = statistics.median(each[1] for each in seconds[True])
             print(f"{pages}: restore {off:.3f} s by CRIU alone, {on:.3f} s with the copy ({copy:.3f} s)")

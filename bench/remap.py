@@ -35,7 +35,7 @@ from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 NAME = "gpusnap-bench"
 
 
-def imported(archive: Path, old: Gpu, new: Gpu) -> tuple[float, float]:
+def import_archive(archive: Path, old: Gpu, new: Gpu) -> tuple[float, float]:
     """Seconds of the import, and of the runtime in it; the container is removed again."""
     env = {"PATH": os.environ["PATH"], "HOME": "/root", "GPUSNAP_GPU_MAP": f"{old.uuid}={new.uuid}"}
     words = ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--print-stats"]
@@ -73,8 +73,8 @@ def main() -> int:
             good(program.checkpoint(archive, "--compress", "none"))
             program.remove()
             for _ in range(options.rounds):
-                times["same"].append(imported(archive, gpus[0], gpus[0]))
-                times["other"].append(imported(archive, gpus[0], gpus[1]))
+                times["same"].append(import_archive(archive, gpus[0], gpus[0]))
+                times["other"].append(import_archive(archive, gpus[0], gpus[1]))
         finally:
             podman("rm", "--force", "--time", "0", NAME)
         size = archive.stat().st_size

@@ -44,7 +44,7 @@ from checkpoint import obstacle  # noqa: E402
 from hosts import NAME, BenchError, Place, command, place  # noqa: E402
 from podman_gpu import circumstances  # noqa: E402
 from restore_floor import COMMAND, drop_caches  # noqa: E402
-from rows import checked  # noqa: E402
+from rows import check_settings  # noqa: E402
 from servers import PORT, runtimes  # noqa: E402
 from support import podman  # noqa: E402
 
@@ -223,7 +223,7 @@ def main() -> int:
             tempfile.TemporaryDirectory(dir=options.folder, prefix="gpusnap-server-")
         )
         text = [f'runtime = "{runtime}"', f'store.path = "{folder}/store"', *options.settings]
-        checked(text)
+        check_settings(text)
         shimhost.write_settings("\n".join(text) + "\n")
         remove()
         stack.callback(remove)

@@ -27,11 +27,11 @@ from faulthost import (
     Report,
     State,
     goes_on,
-    limited,
     parser,
     prepare,
     processes,
     remove_all,
+    run_limited,
     settings,
     start,
 )
@@ -56,14 +56,14 @@ def cycle(container: Container, number: int) -> None:
     )
     to_file = ([COMMAND, "checkpoint", NAME, "--to", str(archive)], [COMMAND, "restore", str(archive)])
     checkpoint, restore = (to_store, by_podman, to_store, to_file)[number % 4]
-    good(limited(checkpoint))
+    good(run_limited(checkpoint))
     container.remove()
-    good(limited(restore))
+    good(run_limited(restore))
     archive.unlink(missing_ok=True)
     goes_on(container.id)
     if checkpoint is to_store[0]:
-        good(limited([COMMAND, "rm", kept]))
-        good(limited([COMMAND, "gc", f"oci:{STORE}"]))
+        good(run_limited([COMMAND, "rm", kept]))
+        good(run_limited([COMMAND, "gc", f"oci:{STORE}"]))
 
 
 def counts(container: Container, keep: Path) -> dict[str, int]:

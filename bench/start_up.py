@@ -20,7 +20,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from faulthost import COMMAND, limited, parser, prepare, remove_all, settings, start
+from faulthost import COMMAND, parser, prepare, remove_all, run_limited, settings, start
 from shimhost import LAUNCHER
 from support import Container, good, podman
 
@@ -112,11 +112,11 @@ class Notes:
         }
 
 
-def timed(line: list[str], environment: dict[str, str]) -> Notes:
+def run_timed(line: list[str], environment: dict[str, str]) -> Notes:
     """Run a command to its end. Raises AssertionError where it fails."""
     _NOTES.unlink(missing_ok=True)
     begin = time.time()
-    done = limited(line, env=environment)
+    done = run_limited(line, env=environment)
     end = time.time()
     good(done)
     return Notes(begin, end)
@@ -144,9 +144,9 @@ def measure(rounds: int, runtime: str, workload: str, memory: int) -> dict[str, 
         start(NAME, *workload.split())
     for _ in range(rounds):
         add({"gpusnap --version": plain([COMMAND, "--version"])})
-        add(timed([COMMAND, "checkpoint", "--name", f"{NAME}:1", NAME], environment).rows("checkpoint"))
+        add(run_timed([COMMAND, "checkpoint", "--name", f"{NAME}:1", NAME], environment).rows("checkpoint"))
         good(podman("rm", NAME))
-        add(timed([COMMAND, "restore", f"{NAME}:1"], environment).rows("restore"))
+        add(run_timed([COMMAND, "restore", f"{NAME}:1"], environment).rows("restore"))
     return found
 
 

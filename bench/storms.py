@@ -52,7 +52,7 @@ class Hung(Exception):
     """A command did not end."""
 
 
-def limited(*line: str | os.PathLike[str]) -> Done:
+def run_limited(*line: str | os.PathLike[str]) -> Done:
     """Run a command; Hung where it does not end in time, with where everybody stands."""
     try:
         return run(*line)
@@ -82,17 +82,17 @@ def one_round(container: Container, way: str, folder: Path) -> Done:
     if way == "ended":
         archive = folder / "archive.tar"
         line = ("podman", "--runtime", "gpusnap-runtime", "container")
-        done = limited(*line, "checkpoint", "--compress", "none", "--export", archive, container.name)
+        done = run_limited(*line, "checkpoint", "--compress", "none", "--export", archive, container.name)
         if done.code == 0:
             good(podman("rm", "--force", "--time", "0", container.name))
-            done = limited(*line, "restore", "--import", archive)
+            done = run_limited(*line, "restore", "--import", archive)
         return done
     if way == "paused":
         good(podman("pause", container.name))
-        done = limited(*container.line(folder, "--leave-running"))
+        done = run_limited(*container.line(folder, "--leave-running"))
         good(podman("unpause", container.name))
         return done
-    return limited(*container.line(folder, "--leave-running"))
+    return run_limited(*container.line(folder, "--leave-running"))
 
 
 Start = Callable[[str, str, int, bool], Container]
