@@ -234,7 +234,7 @@ class Repository:
         return tuple(found)
 
     def read_tags(self) -> tuple[str, ...]:
-        """Return all tags, in the registry's order, up to some ten thousand (distribution-spec, Listing Tags).
+        """Return all tags, in the registry's order, up to some 10,000 (distribution-spec, Listing Tags).
 
         Raises LayoutError, too, for an answer that is no list of tags.
         """
