@@ -1,7 +1,8 @@
-"""The row `driver` of bench/checkpoint.py: the driver's bare calls on processes that are in no container.
+"""The row `driver` of bench/checkpoint.py: the driver's bare calls on processes outside of any container.
 
-In three ways: as they come, with the large mapping populated for the driver, and as gpusnap does it by
-default, with files of memory.stage in that mapping's place, which the process lets go and has mapped back.
+It measures three ways: without preparation; with the large mapping populated for the driver; and gpusnap's
+default way, with files of memory.stage instead of that mapping, which are unmapped from the process and
+mapped back.
 """
 
 from __future__ import annotations
@@ -101,30 +102,30 @@ class Bare:
         stages: dict[str, float] = {}
         notes: set[str] = set()
 
-        def timed(name: str, action: Callable[[], object]) -> None:
+        def time_step(name: str, action: Callable[[], object]) -> None:
             begun = time.monotonic()
             action()
             stages[name] = time.monotonic() - begun
 
         def step(name: str, action: Callable[[int], object]) -> None:
-            timed(name, lambda: run_at_once(action, pids).raise_first())
+            time_step(name, lambda: run_at_once(action, pids).raise_first())
 
-        def away(pid: int) -> None:
+        def checkpoint_one(pid: int) -> None:
             with thread(pid, driver.restore_thread(pid)) as done:
                 driver.checkpoint(pid)
             notes.add(getattr(done, "why_not", ""))
 
-        def back(pid: int) -> None:
+        def restore_one(pid: int) -> None:
             with run_only(pid, driver.restore_thread(pid)):
                 driver.restore(pid)
 
         step("lock", partial(driver.lock, timeout=_TIMEOUT))
         stop(pids, timeout=_TIMEOUT)
-        step("driver checkpoint", away)
+        step("driver checkpoint", checkpoint_one)
         if chunks is not None:
-            timed("let go", partial(chunks.take, pids))
-            timed("map back", partial(_map_back, chunks, pids))
-        step("driver restore", back)
+            time_step("let go", partial(chunks.take, pids))
+            time_step("map back", partial(_map_back, chunks, pids))
+        step("driver restore", restore_one)
         go_on(pids)
         step("unlock", driver.unlock)
         return stages, "; ".join(sorted(notes - {""}))

@@ -2,14 +2,15 @@
 
     python3 bench/checkpoint.py --json checkpoint.json [--sizes 1,12,48] [--data random,zero] [--procs 1,4]
 
-Each case is a block of device memory of a size, a kind of data and a number of processes. For each: what the
-machine can do with so many bytes, the driver's suspend and resume, export and import through Podman with
-gpusnap-runtime, the pause of a checkpoint that leaves the container running, a second and a third one of it,
-and the stock tools, where they are installed; then the steady state, once. One reading of each, but medians
-of three of the driver's calls, in turn; on an idle machine. docs/benchmarks.md explains the rows.
+Each case is a block of device memory of a size, a kind of data and a number of processes. For each case, the
+bench measures what the machine can do with as many bytes, the driver's suspend and resume, export and import
+through Podman with gpusnap-runtime, the pause of a checkpoint that leaves the container running, a second and
+a third such checkpoint, and the stock tools, if they are installed. It measures the steady state once. Each
+is measured once, except the driver's calls: these are medians of three, in turn. Use an idle machine.
+docs/benchmarks.md explains the rows.
 
-Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap for as long
-as it runs, and removes what it made. Exit code 1 where a row failed; the others are measured all the same.
+Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap while it
+runs, and removes what it made. The exit code is 1 if a row failed; the other rows are still measured.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from figures import Case, Run, Steady, ratios, table  # noqa: E402
 from hosts import NAME, BenchError, Place, place  # noqa: E402
 from podman_gpu import circumstances  # noqa: E402
 from realhost import missing  # noqa: E402
-from rows import ROWS, Bench, LeftOut, Plan, checked, steady  # noqa: E402
+from rows import ROWS, Bench, LeftOut, Plan, check_settings, steady  # noqa: E402
 from support import podman  # noqa: E402
 
 from gpusnap.runtime_shim.errors import GpusnapError, SettingsError  # noqa: E402
@@ -176,7 +177,7 @@ def arguments() -> argparse.Namespace:
         options.settings += QUICK_SETTINGS
     options.sizes = options.sizes or [QUICK_SIZE if options.quick else 12.0]
     try:
-        checked(options.settings)
+        check_settings(options.settings)
     except SettingsError as error:
         parser.error(f"--settings: {error.sentence()}")
     if not os.path.isdir(options.folder):

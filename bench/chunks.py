@@ -1,24 +1,24 @@
-"""What chunks cost: a region in memory written as blobs of an image layout, and read back.
+"""The cost of chunks: a region in memory is written as blobs of an image layout, and read back.
 
     python3 bench/chunks.py --json chunks.json [--mib 1024] [--chunk 4 16 64] [--level 0 1 3] [--threads 1 16]
 
 For each kind of data (random, zero, bf16 weights, text) and each setting: GiB/s to write and to read, and the
-ratio of plain bytes to stored ones. The column sha256: to read where the table has no BLAKE3. In the same
-run, on the same disk: memcpy, sha256 and blake3 in one thread, and plain writes and reads of files of a
-chunk's size, which is what there is to gain. No fsync, and a warm page cache, but for the rows named
-"durable": there the clock of a write stops after fsync, or after `Layout.commit`, and what is read comes from
-the disk. --durable: only these.
+ratio of plain bytes to stored bytes. The column sha256 is the reading if the table has no BLAKE3. For
+comparison, in the same run and on the same disk: memcpy, sha256 and blake3 in one thread, and plain writes
+and reads of files of a chunk's size. Without fsync and with a warm page cache, except the rows named
+"durable": there the time of a write includes fsync, or `Layout.commit`, and reads come from the disk.
+--durable: only these.
 
-The default run stays below a minute on two idle cores: it changes one thing at a time, and measures what zstd
-packs on a part of the region; the column MiB says how much. --all measures every setting on all of it.
+The default run takes less than a minute on two idle cores. It changes one thing at a time, and measures zstd
+on a part of the region; the column MiB says how much. --all measures every setting on the whole region.
 
     python3 bench/chunks.py --encodings
 
-shows which encoding a chunk gets for disks of some speeds and restores with so many threads: the choice as
-the writer makes it, from times that it measures itself. Beside it what was measured on the whole region:
-the part that the smallest encoding leaves, and GiB that a thread reads of that, and of plain chunks, in each
-second of processor time, from a warm page cache. In brackets: how many times shorter a restore of plain
-chunks is, by these, than with the smallest.
+shows the encoding of a chunk for disks of several speeds and restores with several numbers of threads. The
+writer chooses it, from times that it measures itself. The other columns are measured on the whole region,
+from a warm page cache: the size in the smallest encoding as a part of the plain size, and the GiB per second
+of processor time that a thread reads in that encoding and in plain chunks. In brackets: how many times faster
+a restore of plain chunks is than one of the smallest encoding, according to these.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class Encoded:
         return f"{kind} ({small / max(1 / disk, 1 / (self.read_plain * threads)):.2f})"
 
 
-def encoded(folder: Path, kind: str, memory: memoryview, back: memoryview) -> Encoded:
+def measure_encodings(folder: Path, kind: str, memory: memoryview, back: memoryview) -> Encoded:
     """Write the data for each disk, and read the smallest and the plain chunks in one thread."""
     size = len(memory)
 
@@ -321,7 +321,7 @@ def floor(memory: Memory, back: Memory) -> list[Row]:
     ]
 
 
-def printed(rows: list[Row]) -> str:
+def format_rows(rows: list[Row]) -> str:
     """The rows as a table."""
     head = ("what", "data", "chunk", "level", "threads", "MiB", "write", "read", "sha256", "ratio")
     lines = ["{:21}{:8}{:>6}{:>6}{:>8}{:>6}{:>8}{:>8}{:>8}{:>8}".format(*head)]
@@ -395,7 +395,7 @@ def encodings(folder: Path) -> list[Encoded]:
     rows = []
     for kind in ENCODED:
         fill(memory, kind)
-        rows.append(encoded(folder, kind, memory.view, back.view))
+        rows.append(measure_encodings(folder, kind, memory.view, back.view))
     return rows
 
 
@@ -409,7 +409,7 @@ def main() -> int:
         rows = measure(options, Path(folder))
         took = time.monotonic() - begun
     print(f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}, {took:.0f} s")
-    print(printed(rows))
+    print(format_rows(rows))
     if options.json:
         document = {
             "kernel": platform.release(),

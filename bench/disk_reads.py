@@ -1,18 +1,18 @@
-"""How fast a disk gives the blobs of a store: through the page cache, asked for ahead, and directly.
+"""How fast a disk reads the blobs of a store: through the page cache, asked for ahead, and with O_DIRECT.
 
     python3 bench/disk_reads.py [--folder /var/tmp] [--files 1000] [--mib 5] [--rounds 1]
 
-Files of random bytes, as large as compressed chunks, are written and synced. Then all of them are read by so
-many threads, from the disk each time, into memory that is there already, in huge pages (with 4 KiB pages a
-large request of O_DIRECT falls into many):
+Files of random bytes, of the size of compressed chunks, are written and synced. Then the given number of
+threads reads all of them, from the disk each time, into memory that is already allocated, in huge pages (with
+pages of 4 KiB, the kernel splits a large request of O_DIRECT):
 
     cache          read(2), the kernel's own read-ahead
-    asked for      the same, and each file is asked for as a whole when it is opened, as a restore does
+    asked for      the same, and each file is asked for as a whole when it is opened, like in a restore
                    (gpusnap.oci.base.files.ask_for)
     sequential     with twice the read-ahead (posix_fadvise(2))
     direct         O_DIRECT
 
-and from a warm page cache. GiB/s, medians. Needs room in --folder, where nothing is left.
+and from a warm page cache. GiB/s, medians. Needs space in --folder, and leaves nothing there.
 """
 
 from __future__ import annotations

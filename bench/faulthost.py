@@ -1,4 +1,4 @@
-"""What the programs that inject faults share: the host, commands with a deadline, and what may not be left.
+"""Shared code of programs that inject faults: the host, commands with a deadline, checks for leftovers.
 
 fuzz.py, kills.py, injected.py and soak.py run in the test host. Each ends with one line of JSON, the counts,
 and exit status 1 if anything was lost, left behind or hung.
@@ -45,12 +45,12 @@ __all__ = [
     "checked_message",
     "descendants",
     "goes_on",
-    "limited",
     "parser",
     "prepare",
     "program",
+    "run_limited",
     "start",
-    "waited",
+    "wait_for",
 ]
 
 COMMAND = "/usr/local/bin/gpusnap"
@@ -105,7 +105,7 @@ def program(pid: int) -> str:
     return name
 
 
-def limited(
+def run_limited(
     argv: Sequence[str | os.PathLike[str]],
     *,
     limit: float = LIMIT,
@@ -170,7 +170,7 @@ def _stands(root: int) -> str:
     return "\n".join(lines)
 
 
-def waited(condition: Callable[[], Any], *, seconds: float = SETTLING) -> Any:
+def wait_for(condition: Callable[[], Any], *, seconds: float = SETTLING) -> Any:
     """What the condition gives once it is true, or at the deadline."""
     end = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < end:
@@ -192,7 +192,7 @@ def goes_on(identity: str, more: int = 3) -> None:
             lines = file.read().split(b"\n")[:-1]
         return [line for line in lines if b" tick=" in line]
 
-    waited(lambda: log.exists() and (len(ticks()) > more or any(b" BAD" in line for line in ticks())))
+    wait_for(lambda: log.exists() and (len(ticks()) > more or any(b" BAD" in line for line in ticks())))
     found = ticks() if log.exists() else []
     if wrong := [line.decode(errors="replace") for line in found if b" BAD" in line]:
         raise Bad(f"wrong bytes: {wrong[0]}")
@@ -236,7 +236,7 @@ class State:
             new[:] = sorted((Counter(_things()) - self.there).elements())
             return not new
 
-        waited(gone, seconds=seconds)
+        wait_for(gone, seconds=seconds)
         return new
 
 

@@ -1,4 +1,4 @@
-"""What bench/checkpoint.py found: its records, the ratios between them, and the table for people."""
+"""The results of bench/checkpoint.py: records, the ratios between them, and the table that it prints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the machine itself can do with so many bytes: the link to the GPU, the disk, sha256.
+"""What the machine can do with as many bytes: the link to the GPU, the disk, sha256.
 
-A checkpoint moves the bytes over the link and to the disk, a restore back; less time than these two take it
-cannot need, unless it overlaps them or leaves bytes out.
+A checkpoint moves the bytes over the link and to the disk, and a restore moves them back. It cannot take less
+time than these two, unless they overlap or it omits bytes.
 """
 
 from __future__ import annotations

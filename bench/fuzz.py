@@ -1,15 +1,15 @@
-"""Damaged and malicious checkpoints: each is refused with a sentence, or restored right.
+"""Damaged and malicious checkpoints: each is refused with an error message, or restored correctly.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/fuzz.py [--rounds 500] [--seed 1] [--only TEXT] [--keep /keep]
 
-Half of the rounds are cases by hand (fuzz_cases.py), spread over all there are, the others are made at
-random. Each goes to `gpusnap verify` and to a restore, by Podman or by `gpusnap restore`. A refusal is a
-sentence on stderr within the deadline, without a traceback; what is restored goes on with every byte of GPU
-memory right. What verify refuses a restore refuses, and the reverse, but for content without digests: CRIU's
-images and the engine's files in an archive ("unseen": such damage may be restored, and the container may
-then end, or compute something else; --strict counts that as a failure). Afterwards no process, mount,
-container or file is left, and nothing outside was written.
+Half of the rounds are hand-written cases (fuzz_cases.py), spread over all of them; the others are random.
+Each checkpoint goes to `gpusnap verify` and to a restore, by Podman or by `gpusnap restore`. A refusal is an
+error message on stderr within the deadline, without a traceback. A restored container continues with every
+byte of GPU memory right. A restore refuses what verify refuses, and the reverse. The exception is content
+without digests, which is CRIU's images and the engine's files in an archive ("unseen"): such damage may be
+restored, and the container may then end or compute wrong results; --strict counts that as a failure.
+Afterwards no process, mount, container or file is left, and nothing outside was written.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from faulthost import (
     Report,
     State,
     checked_message,
-    limited,
     parser,
     plain,
     prepare,
     remove_all,
+    run_limited,
     settings,
     start,
-    waited,
+    wait_for,
 )
 from fuzz_cases import at_random, by_hand
 from mutations import CANARY, Base, Case
@@ -80,17 +80,17 @@ def goes_on() -> str:
         running = podman("inspect", "--format", "{{.State.Running}}", NAME).out.strip() == "true"
         return "" if running else "ended"
 
-    how: str = waited(over, seconds=30)
+    how: str = wait_for(over, seconds=30)
     return how or "stands"
 
 
-def restored(locator: str, by_podman: bool) -> tuple[str, str]:
+def try_restore(locator: str, by_podman: bool) -> tuple[str, str]:
     """What a restore said, or "" and how what was restored went on."""
     if by_podman and not locator.startswith("oci:"):
         line = ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--import", locator]
     else:
         line = [COMMAND, "restore", locator]
-    done = limited(line)
+    done = run_limited(line)
     return (checked_message(done) or "refused", "") if done.code else ("", "restored")
 
 
@@ -99,9 +99,9 @@ def round_of(
 ) -> None:
     """One case, from making it to having removed all of it. Raises Bad."""
     locator = case.make(folder)
-    verify = limited([COMMAND, "verify", locator])
+    verify = run_limited([COMMAND, "verify", locator])
     verdict = _verdict(verify)
-    said, how = restored(locator, by_podman and case.podman)
+    said, how = try_restore(locator, by_podman and case.podman)
     if how:
         how = goes_on()
     remove_all()

@@ -1,7 +1,7 @@
-"""All cases of the fuzzer: damaged and malicious checkpoints, by hand and at random.
+"""All cases of the fuzzer: damaged and malicious checkpoints, hand-written and random.
 
-A case makes its checkpoint in a folder, and says whether its damage is one that nothing can see: content of
-CRIU's images and of the engine's files has no digest in an archive (docs/format.md).
+A case makes its checkpoint in a directory, and says whether its damage cannot be detected: in an archive, the
+content of CRIU's images and of the engine's files has no digest (docs/format.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mutations import (
     Case,
     at_path,
     json_cases,
-    repacked,
+    repack,
     rows,
     text_at,
     with_manifest,
@@ -41,23 +41,23 @@ def by_hand(base: Base) -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {"images": [], "other files": []}
     for image in base.images():
         for name, edit in FILES.items():
-            made = repacked(base, at_path(f"checkpoint/{image}", edit))
+            made = repack(base, at_path(f"checkpoint/{image}", edit))
             found["images"].append(Case(f"{image} {name}", made, name in MAY_BE_UNSEEN))
     blobs = sorted(path.name for path in (base.unpacked / "checkpoint/gpusnap/blobs/sha256").iterdir())
     others = [INDEX, "checkpoint/gpusnap/oci-layout", MANIFEST, "config.dump", "spec.dump"]
     for path in [*(f"checkpoint/gpusnap/blobs/sha256/{name}" for name in blobs[:2]), *others]:
         for name, edit in FILES.items():
-            made = repacked(base, at_path(path, edit))
+            made = repack(base, at_path(path, edit))
             case = Case(f"{Path(path).name[:12]} {name}", made, path in _DUMPS)
             case = replace(case, podman=path not in _DUMPS or name != "a FIFO")
             found["other files"].append(case)
     record = json.loads((base.unpacked / MANIFEST).read_text())
     found["manifest"] = [
-        Case(f"manifest: {name}", repacked(base, with_manifest(text, named=True)), True)
+        Case(f"manifest: {name}", repack(base, with_manifest(text, named=True)), True)
         for name, text in (*json_cases(record), *rows(record))
     ]
     text = json.dumps(record) + " "
-    unnamed = repacked(base, with_manifest(text, named=False))
+    unnamed = repack(base, with_manifest(text, named=False))
     found["manifest"].append(Case("manifest: not the named one", unnamed))
     for file, group in (
         (INDEX, "index"),
@@ -65,7 +65,7 @@ def by_hand(base: Base) -> dict[str, list[Case]]:
         ("spec.dump", "engine's files"),
     ):
         for name, text in json_cases(json.loads((base.unpacked / file).read_text())):
-            made = repacked(base, text_at(file, text))
+            made = repack(base, text_at(file, text))
             found.setdefault(group, []).append(Case(f"{Path(file).name}: {name}", made, True))
     found["tar"], found["compressed"] = [*tar_cases(base)], [*compressed_cases(base)]
     found["store, its files"], found["store, its JSON"] = [], []

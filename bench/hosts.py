@@ -1,7 +1,8 @@
-"""Where bench/checkpoint.py runs: a machine with a GPU, or the test host with softgpu; and its workload.
+"""The machine that bench/checkpoint.py runs on: one with a GPU, or the test host with softgpu; its workload.
 
-The workload holds a block of device memory still from tick to tick, says the time with each tick, and ends at
-the first wrong word: tests/gpu/programs/torch_block.py on a real GPU, tests/workload/gpuwork.c on softgpu.
+The workload holds a block of device memory that does not change between ticks, prints the time at each tick,
+and ends at the first wrong word: tests/gpu/programs/torch_block.py on a real GPU, tests/workload/gpuwork.c on
+softgpu.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def _softgpu() -> Iterator[tuple[str, ...]]:
             gpuhost.install(build, before)
 
 
-def _told(err: str) -> str:
+def _find_message(err: str) -> str:
     """gpusnap's sentence if it said one, else the end of what Podman said."""
     found = [line.partition("gpusnap: ")[2] for line in err.splitlines() if "gpusnap: " in line]
     return found[0] if found else err.strip()[-400:]
@@ -259,5 +260,5 @@ def command(*argv: str | os.PathLike[str]) -> tuple[float, str]:
     took = time.monotonic() - begun
     if process.returncode:
         words = " ".join(map(str, argv[:5]))
-        raise BenchError(f"`{words} …` ended with {process.returncode}: {_told(err) or out[-400:]}")
+        raise BenchError(f"`{words} …` ended with {process.returncode}: {_find_message(err) or out[-400:]}")
     return took, out

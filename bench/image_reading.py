@@ -1,9 +1,9 @@
-"""What it costs to look at CRIU's images before a restore: python3 bench/image_reading.py
+"""The cost of reading CRIU's images before a restore: python3 bench/image_reading.py
 
-In seconds of computing: importing pycriu, and counting the pages of a pagemap, by gpusnap's reader
-(runtime_shim/runtime/criu/images/pagemap.py) and by pycriu's classes. With
-PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python protobuf decodes in Python, as it does where a distribution has
-not built its part in C. The test host has pycriu:
+Seconds of processor time to import pycriu, and to count the pages of a pagemap, with gpusnap's reader
+(runtime_shim/runtime/criu/images/pagemap.py) and with pycriu's classes. With
+PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python, protobuf decodes in Python, as it does if a distribution has
+not built its C part. The test host has pycriu:
 
     tests/host/host enter -- python3 /src/bench/image_reading.py
 """

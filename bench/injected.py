@@ -4,12 +4,13 @@
         /opt/gpusnap/bin/python -B /src/bench/injected.py [--rounds 400 | --stride 1 | --kinds] [--seed 1]
         [--runtimes crun] [--ways checkpoint,restore] [--errors ENOSPC,EIO,ENOMEM,EMFILE] [--pages chunks]
 
-Calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
-(injecting.py). Each round fails one call once: --stride 1 takes each call with each error that its manual
-page knows, --rounds as many, spread evenly, --kinds one of each kind: the same call on the same file, but
-for what each run draws anew in its name, with the same error; and each that begins a thread or a process.
-Then either it has worked all the same, and the image or the container is right; or one sentence says why not,
-the workload runs on with every byte right (or the image is whole), and nothing is left.
+Fails calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
+(injecting.py). Each round fails one call once. --stride 1 fails each call with each error that its manual
+page lists. --rounds fails that many calls, spread evenly. --kinds fails one call of each kind: the same call
+on the same file (apart from random parts of the name) with the same error, and each call that starts a thread
+or a process. Then there are two correct results: the command succeeded, and the image or the container is
+right; or it printed an error message, the workload continues with every byte right (or the image is
+complete), and nothing is left.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from faulthost import (
     State,
     checked_message,
     goes_on,
-    limited,
     parser,
     plain,
     prepare,
     remove_all,
+    run_limited,
     settings,
     start,
-    waited,
+    wait_for,
 )
 from injecting import FITTING, kind, of_imports
 from support import RUNTIME, STORAGE, Container, good, podman, run, until
@@ -65,10 +66,10 @@ class Point:
         return ["--at", str(self.at), "--error", self.error, *(["--kind", self.kind] if self.kind else [])]
 
 
-def traced(line: list[str], point: Point | None, after: str = _FROM) -> tuple[Done, list[str]]:
+def run_traced(line: list[str], point: Point | None, after: str = _FROM) -> tuple[Done, list[str]]:
     """Run a command with a call failing, and the calls that it made from where it opens the file `after`."""
     words = point.words() if point is not None else []
-    done = limited([*_TRACED, "--after", after, *words, "--", *line])
+    done = run_limited([*_TRACED, "--after", after, *words, "--", *line])
     return done, CALLS.read_text().splitlines()
 
 
@@ -170,7 +171,7 @@ class Checkpoints:
         if Path(f"/proc/{self.pid}").exists() and (done.code or self.leave):
             goes_on(self.id)
             if done.code == 0:
-                good(limited([COMMAND, "verify", str(self.image)]))
+                good(run_limited([COMMAND, "verify", str(self.image)]))
         else:
             self._restore(outcome)
             outcome += ", restored"
@@ -180,19 +181,21 @@ class Checkpoints:
 
     def _recover(self) -> str:
         """Have `gpusnap recover` put it right; where an fsync failed, do what its message says."""
-        done = limited([COMMAND, "recover"])
+        done = run_limited([COMMAND, "recover"])
         if done.code and "were not flushed to disk" in done.err:
             folder = self.image / "gpusnap"
             (folder / "manifest.pending").rename(folder / "manifest.json")
-            good(limited([COMMAND, "recover"]))
+            good(run_limited([COMMAND, "recover"]))
             return "doubtful, renamed by hand"
         good(done)
         return "recovered"
 
     def _restore(self, outcome: str) -> None:
         container = Container(NAME)
-        waited(lambda: container.inspect()["State"]["Status"] == "exited")
-        again = limited(["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--keep", NAME])
+        wait_for(lambda: container.inspect()["State"]["Status"] == "exited")
+        again = run_limited(
+            ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--keep", NAME]
+        )
         if again.code:
             raise Bad(f"{outcome}: it has ended, and cannot be restored: {again.err[-1500:]}")
         self.pid = container.pid
@@ -249,7 +252,7 @@ class Restores:
             if _waits():
                 if "gpusnap recover" not in done.err:
                     raise Bad(f"it needs `gpusnap recover`, and does not say so: {said}")
-                good(limited([COMMAND, "recover"]))
+                good(run_limited([COMMAND, "recover"]))
                 return "recovered"
             if (self.bundle / "config.json").read_bytes() != self.config:
                 raise Bad(f"config.json is not as it was: {said}")
@@ -284,7 +287,7 @@ def rounds(report: Report, way: str, runtime: str, given: list[str], choice: Cho
 
     job = begin()
     for _ in range(2):  # the first fills caches
-        done, calls = traced(job.line(), None)
+        done, calls = run_traced(job.line(), None)
         good(done)
         job.check(done)
     chosen = points(calls, given, choice)
@@ -298,7 +301,7 @@ def rounds(report: Report, way: str, runtime: str, given: list[str], choice: Cho
         report.counts[f"{way}s"] += 1
         call = ""
         try:
-            done, calls = traced(job.line(), point)
+            done, calls = run_traced(job.line(), point)
             call = calls[0] if calls else ""
             report.counts[point.error if call else "not met"] += 1
             outcome = job.check(done)

@@ -1,13 +1,13 @@
-"""Run gpusnap, and have one of its system calls fail: ptrace(2), so only x86-64 and as root.
+"""Runs gpusnap, and makes one of its system calls fail: with ptrace(2), so only on x86-64 and as root.
 
     injecting.py --calls FILE [--at N [--kind KIND] --error ENOSPC] [--after PATH] -- COMMAND…
 
-The calls that could fail so are numbered from 0 for each error in the order in which gpusnap makes them, all
-threads and forks together; a child that begins another program (crun, CRIU) is let go there. Numbering begins
-when a file is opened whose path ends in --after. With --kind only calls of that kind are numbered (`kind`),
-which two runs of the same command have in common more than an order. FILE gets the name and the path of the
-call that failed; without --at, those of all calls, and which errors fit each. The exit status is the
-command's.
+The calls that can fail with an error are numbered from 0 for each error, in the order in which gpusnap makes
+them, all threads and forks together. A child that starts another program (crun, CRIU) is released there.
+Numbering begins when a file is opened whose path ends in --after. With --kind, only calls of that kind
+(`kind`) are numbered; between two runs of the same command, kinds differ less than the order does. FILE gets
+the name and the path of the call that failed; without --at, it gets those of all calls, and which errors fit
+each. The exit status is that of the command.
 """
 
 from __future__ import annotations
@@ -114,14 +114,14 @@ class Tracer:
         while True:
             tid, status = os.waitpid(-1, _WALL)
             if os.WIFSTOPPED(status):
-                self._stopped(tid, root, ptrace.Stop(os.WSTOPSIG(status), status >> 16))
+                self._handle_stop(tid, root, ptrace.Stop(os.WSTOPSIG(status), status >> 16))
                 continue
             self.inside.discard(tid)
             if tid == root:
                 code = os.waitstatus_to_exitcode(status)
                 return code if code >= 0 else 128 - code
 
-    def _stopped(self, tid: int, root: int, stop: ptrace.Stop) -> None:
+    def _handle_stop(self, tid: int, root: int, stop: ptrace.Stop) -> None:
         try:
             if stop.is_at_exec and tid != root:
                 ptrace.let_go(tid)
@@ -153,9 +153,9 @@ class Tracer:
         if not errors:
             return
         if self.inject is None:
-            self._write(f"{','.join(errors)} {name} {_described(tid, name, arguments)}")
+            self._write(f"{','.join(errors)} {name} {_describe_call(tid, name, arguments)}")
         elif self.inject[1] in errors:
-            described = f"{name} {_described(tid, name, arguments)}"
+            described = f"{name} {_describe_call(tid, name, arguments)}"
             if self.wanted and kind(described) != self.wanted:
                 return
             if self.number == self.inject[0]:
@@ -225,7 +225,7 @@ def _fits(tid: int, name: str, arguments: tuple[int, ...], error: str) -> bool:
     return True
 
 
-def _described(tid: int, name: str, arguments: tuple[int, ...]) -> str:
+def _describe_call(tid: int, name: str, arguments: tuple[int, ...]) -> str:
     at = _PATH_AT.get(name)
     if at is not None:
         return _text(tid, arguments[at])

@@ -1,11 +1,11 @@
-"""What can be seen, from outside, of GPU memory that one process opens of another: needs a GPU.
+"""What can be seen, from outside, when a process opens GPU memory of another process: needs a GPU.
 
     python3 bench/ipc_signs.py [--json F]
 
 One process exports 4 MiB (cuIpcGetMemHandle), another opens it (cuIpcOpenMemHandle) and closes it again.
-Before, meanwhile and afterwards this lists, of each, the descriptors and mappings of the driver's files, its
-Unix sockets, and which open files the two have in common (kcmp). What differs between the first two is what a
-check before a checkpoint could look for: the driver suspends such processes, and cannot restore them
+Before, meanwhile and afterwards, this lists for each process the descriptors and mappings of the driver's
+files, its Unix sockets, and which open files the two share (kcmp). A check before a checkpoint could use what
+differs between the first two: the driver suspends such processes, and cannot restore them
 (runtime_shim/snapshot/preflight/nccl.py). The last lines say whether the driver restored them this time.
 """
 

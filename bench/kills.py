@@ -4,11 +4,12 @@
         /opt/gpusnap/bin/python -B /src/bench/kills.py [--rounds 300] [--seed 1] [--runtimes crun,runc]
         [--ways checkpoint,restore,push,pull,gc] [--victims gpusnap,gpusnap-runtime,runtime,criu,podman]
 
-A round kills some of the processes that a command has started, at a moment of its usual duration or soon
-after one of them has begun. Then `gpusnap recover` succeeds, and the work is there: the container runs with
-every byte right, or its checkpoint restores so; what runs without Podman's knowledge `recover` names, and
-ends by its ID. The next checkpoint works, what the killed command left is gone, and the store is whole. A
-command that was itself not killed ends in time, with a sentence where it failed.
+A round kills some of the processes that a command has started, at a moment within its usual duration or soon
+after one of them has started. Then `gpusnap recover` must succeed, and the work must not be lost: the
+container runs with every byte right, or its checkpoint can be restored so. If a container runs without
+Podman's knowledge, `recover` names it, and ends it by its ID. The next checkpoint succeeds, nothing of the
+killed command is left, and the store is complete. A command that was not killed itself ends in time, with an
+error message if it failed.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from faulthost import (
     State,
     checked_message,
     goes_on,
-    limited,
     parser,
     plain,
     prepare,
     processes,
     program,
     remove_all,
+    run_limited,
     settings,
     start,
-    waited,
+    wait_for,
 )
 from registryhost import running
 from support import Container, faults, good, podman
@@ -166,7 +167,7 @@ class Bench:
     def begin(self) -> None:
         """A container as on the first day."""
         remove_all()
-        good(limited([COMMAND, "recover"]))
+        good(run_limited([COMMAND, "recover"]))
         self.container = start(NAME)
         self.before = State.now()
 
@@ -181,10 +182,10 @@ class Bench:
             wanted = (first, *random.sample(among, random.choice([0, 0, 0, *range(len(among))])))
             after = -random.uniform(0, _SOON[first])
         killer = Killer(wanted, after, frozenset(processes()), stuck=lambda: self._free(way))
-        done = limited(line, during=killer)
-        if not waited(lambda: not self._behind(killer.before), seconds=_ENDING / 2):
+        done = run_limited(line, during=killer)
+        if not wait_for(lambda: not self._behind(killer.before), seconds=_ENDING / 2):
             self._free(way)
-            waited(lambda: not self._behind(killer.before), seconds=_ENDING / 2)
+            wait_for(lambda: not self._behind(killer.before), seconds=_ENDING / 2)
         if going_on := self._behind(killer.before):
             raise Bad(f"{killer.killed} killed, and {going_on} still run after {_ENDING:g} s")
         self.report.counts["killed"] += bool(killer.killed)
@@ -201,16 +202,16 @@ class Bench:
     def measure(self, way: str, line: Line) -> None:
         """Run a command to its end, for its duration."""
         begun = time.monotonic()
-        good(limited(line))
+        good(run_limited(line))
         self.usual[way].append(time.monotonic() - begun)
 
     def recover(self) -> str:
         """What `gpusnap recover` says; it may be told to wait."""
-        done = limited([COMMAND, "recover"])
+        done = run_limited([COMMAND, "recover"])
         end = time.monotonic() + _ENDING
         while done.code and "working on" in done.err and time.monotonic() < end:
             time.sleep(0.5)
-            done = limited([COMMAND, "recover"])
+            done = run_limited([COMMAND, "recover"])
         if done.code:
             raise Bad(f"recover: {checked_message(done)}; open below /run/gpusnap: {_users_of_run()}")
         return done.out.strip()
@@ -223,7 +224,7 @@ class Bench:
     def end_unknown(self, said: str) -> None:
         """End the containers that `recover` says run without Podman's knowledge; then it says so no more."""
         for container in _UNKNOWN.findall(said):
-            ended = good(limited([COMMAND, "recover", container]))
+            ended = good(run_limited([COMMAND, "recover", container]))
             self.report.counts["ran without Podman's knowledge"] += 1
             self.report.note(f"    {said}\n    {ended}")
             if found := _UNKNOWN.findall(self.recover()):
@@ -234,10 +235,10 @@ class Bench:
         if left := self.before.left():
             raise Bad(f"left behind by {what}: {left[:10]}")
         if STORE.exists() and (what.startswith("gpusnap, ") or random.random() < 0.2):
-            good(limited([COMMAND, "gc", f"oci:{STORE}"]))
+            good(run_limited([COMMAND, "gc", f"oci:{STORE}"]))
             if staged := [str(path) for path in (STORE / "staging").glob("*")]:
                 raise Bad(f"left in the store by {what}: {staged[:10]}")
-            good(limited([COMMAND, "verify", "--all"]))
+            good(run_limited([COMMAND, "verify", "--all"]))
 
 
 def restore_from(locator: str) -> Line:
@@ -290,18 +291,18 @@ def _brought_back(bench: Bench, kind: str, name: str, archive: Path, done: Done,
         "gpusnap to a file": str(archive),
         "podman": str(archive),
     }
-    waited(
+    wait_for(
         lambda: podman("inspect", "--format", "{{.State.Status}}", NAME).out.strip() in ("exited", "stopped")
     )
     if done.code == 0 and kind in from_elsewhere:
         podman("rm", "--force", "--time", "0", NAME)
-        again = limited(restore_from(from_elsewhere[kind]))
+        again = run_limited(restore_from(from_elsewhere[kind]))
         outcome = "restored from what was made"
     else:
         if podman("inspect", "--format", "{{.State.Status}}", NAME).out.strip() == "stopped":
             # Who was to clean up was killed; docs/troubleshooting.md.
             good(podman("container", "cleanup", NAME))
-        again = limited([*_PODMAN, "restore", NAME])
+        again = run_limited([*_PODMAN, "restore", NAME])
         outcome = "restored in place"
     if again.code:
         raise Bad(f"{what}: the container has ended, and cannot be restored: {again.err[-1500:]}")
@@ -328,7 +329,7 @@ def restore(bench: Bench) -> str:
         podman("rm", "--force", "--time", "0", NAME)
         if left := bare.left():
             raise Bad(f"left behind by {what}; recover: {said!r}; podman said {status!r}: {left[:10]}")
-        good(limited(restore_from(whole)))
+        good(run_limited(restore_from(whole)))
         goes_on(bench.container.id)
         outcome = "restored again"
     bench.nothing_left(f"{what}; recover: {said}")
@@ -348,8 +349,8 @@ def push(bench: Bench) -> str:
     reference = f"{bench.registry}/team/w{bench.number}:v1"
     line = [COMMAND, "push", f"oci:{STORE}:whole", reference, "--plain-http"]
     _, killer = bench.run("push", line, victims=("gpusnap",))
-    good(limited(line))
-    good(limited([COMMAND, "verify", "--deep", "--plain-http", reference]))
+    good(run_limited(line))
+    good(run_limited([COMMAND, "verify", "--deep", "--plain-http", reference]))
     bench.nothing_left("push")
     return f"push, {killer.killed} killed after {killer.after:.2f} s"
 
@@ -364,12 +365,12 @@ def pull(bench: Bench) -> str:
     _, killer = bench.run("pull", line, victims=("gpusnap",))
     found = str(folder / "w.tar") if to_file else f"oci:{folder}/store:w"
     if to_file and (folder / "w.tar").exists():
-        good(limited([COMMAND, "verify", found]))
+        good(run_limited([COMMAND, "verify", found]))
     else:
-        good(limited(line))
-        good(limited([COMMAND, "verify", found]))
+        good(run_limited(line))
+        good(run_limited([COMMAND, "verify", found]))
     if not to_file:
-        good(limited([COMMAND, "gc", f"oci:{folder}/store"]))
+        good(run_limited([COMMAND, "gc", f"oci:{folder}/store"]))
     staging = folder / "store/staging"
     left = [str(path) for path in (staging if not to_file else folder).glob("*") if path.name != "w.tar"]
     if left:
@@ -388,17 +389,17 @@ def gc(bench: Bench) -> str:
         # The pages of a checkpoint that came to nothing have none.
         name = each.get("annotations", {}).get("org.opencontainers.image.ref.name", "whole")
         if name != "whole":
-            good(limited([COMMAND, "rm", f"oci:{folder}:{name}"]))
+            good(run_limited([COMMAND, "rm", f"oci:{folder}:{name}"]))
     for number in range(300):
         data = random.randbytes(64)
         import hashlib
 
         (folder / "blobs/sha256" / hashlib.sha256(data).hexdigest()).write_bytes(data + b"%d" % number)
     _, killer = bench.run("gc", [COMMAND, "gc", f"oci:{folder}"], victims=("gpusnap",))
-    good(limited([COMMAND, "verify", f"oci:{folder}:whole"]))
-    good(limited([COMMAND, "gc", f"oci:{folder}"]))
-    good(limited([COMMAND, "verify", "--all", f"oci:{folder}"]))
-    found = json.loads(good(limited([COMMAND, "gc", "--dry-run", "--json", f"oci:{folder}"])))
+    good(run_limited([COMMAND, "verify", f"oci:{folder}:whole"]))
+    good(run_limited([COMMAND, "gc", f"oci:{folder}"]))
+    good(run_limited([COMMAND, "verify", "--all", f"oci:{folder}"]))
+    found = json.loads(good(run_limited([COMMAND, "gc", "--dry-run", "--json", f"oci:{folder}"])))
     if found["blobs"] or found["stagings"] or [*(folder / "staging").iterdir()]:
         raise Bad(f"left behind by a gc killed after {killer.after:.2f} s: {found}")
     shutil.rmtree(folder)

@@ -1,9 +1,9 @@
-"""The link between host and GPU: copies of pinned memory, both ways, by the driver's API alone.
+"""The link between host and GPU: copies of pinned memory, in both directions, with only the driver's API.
 
     python3 bench/link.py [BYTES]
 
-Prints JSON: GiB/s to the device and to the host, the best of three. A program of its own, so that who asks
-does not hold the GPU itself.
+Prints JSON: GiB/s to the device and to the host, the best of three. It is a program of its own, so that the
+caller does not hold the GPU.
 """
 
 from __future__ import annotations

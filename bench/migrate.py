@@ -1,17 +1,19 @@
-"""The pause of `gpusnap migrate`, beside that of a checkpoint through a registry: one run, on softgpu.
+"""The pause of `gpusnap migrate`, beside that of a checkpoint through a registry: in one run, on softgpu.
 
     tests/host/host enter --env GPUSNAP_TESTHOST=1 -- \\
         /opt/gpusnap/bin/python /src/bench/migrate.py [--mib 256] [--rounds 3] [--json FILE]
 
-A container of --mib moves to a second host within the test host (tests/integration/otherhost.py), in turn by
+A container of --mib moves to a second host within the test host (tests/integration/otherhost.py), in turn
+with
 
-ahead      gpusnap migrate, its memory sent once while it runs
+ahead      gpusnap migrate, which sends its memory once while it runs
 at once    gpusnap migrate --precopy 0
-registry   gpusnap checkpoint --to REF, then gpusnap restore REF over there; docker-registry on this machine
+registry   gpusnap checkpoint --to REF, then gpusnap restore REF on the other host; docker-registry on this
+machine
 
-The pause is the time in which the container does not run: that of `gpusnap migrate --json`, or that of the
-two commands. Each round begins with empty stores and an empty registry. Compare only within a run: both hosts
-share cores and disk, and the network is a pipe. Only the test host has what this needs.
+The pause is the time in which the container does not run: the one that `gpusnap migrate --json` reports, or
+the time of the two commands. Each round begins with empty stores and an empty registry. Compare only within a
+run: both hosts share cores and disk, and the network is a pipe. Runs only in the test host.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from storehost import COMMAND, PLAIN, empty_store, gpusnap  # noqa: E402
 from support import GPUS_CONF, GPUWORK, Container, good, podman  # noqa: E402
 
 
-def migrated(*words: str) -> float:
+def run_migrate(*words: str) -> float:
     """Seconds of the pause of a migration."""
     done = gpusnap("migrate", "w", "ssh://other", "--ssh", str(SSH), "--quiet", "--json", *words)
     return float(json.loads(good(done))["pause"])
@@ -53,7 +55,7 @@ def through_a_registry(other: OtherHost) -> float:
         return time.monotonic() - began
 
 
-def measured(way: Callable[[OtherHost], float], mib: int) -> float:
+def measure_way(way: Callable[[OtherHost], float], mib: int) -> float:
     """One move, from empty stores; nothing is left of it."""
     with empty_store(PLAIN), other_host() as other:
         Container.start("w", "--mib", str(mib), "--slices", "32", "--touch", "1", gpus=["0"])
@@ -79,14 +81,14 @@ def main() -> None:
     gpuhost.install(CHECKOUT / "softgpu" / "build", GPUS_CONF)
     shutil.copy(CHECKOUT / "softgpu" / "build" / "bin" / "gpuwork", GPUWORK)
     ways: dict[str, Callable[[OtherHost], float]] = {
-        "ahead": lambda _: migrated(),
-        "at once": lambda _: migrated("--precopy", "0"),
+        "ahead": lambda _: run_migrate(),
+        "at once": lambda _: run_migrate("--precopy", "0"),
         "registry": through_a_registry,
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(words.rounds):
         for name, way in ways.items():
-            found[name].append(measured(way, words.mib))
+            found[name].append(measure_way(way, words.mib))
     medians = {name: statistics.median(each) for name, each in found.items()}
     for name, seconds in medians.items():
         print(f"{name:<9} {seconds:6.2f} s   {seconds / medians['registry']:.2f} of registry   {found[name]}")

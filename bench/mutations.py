@@ -1,4 +1,4 @@
-"""Ways to damage a checkpoint: whole files, members of JSON, and what a case of the fuzzer is."""
+"""Ways to damage a checkpoint: whole files, members of JSON; and the class of the fuzzer's cases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "hex_digest",
     "json_cases",
     "raw",
-    "repacked",
+    "repack",
     "rows",
     "text_at",
     "with_manifest",
@@ -63,7 +63,7 @@ class Case:
     """Whether Podman may restore it by itself: there are archives at which it waits for ever."""
 
 
-def repacked(base: Base, edit: Callable[[Path], object]) -> Callable[[Path], str]:
+def repack(base: Base, edit: Callable[[Path], object]) -> Callable[[Path], str]:
     """An archive of the unpacked one after an edit."""
 
     def make(folder: Path) -> str:
@@ -101,13 +101,13 @@ def text_at(path: str, text: str) -> FileEdit:
 # Files
 
 
-def _linked(path: Path) -> None:
+def _link_file(path: Path) -> None:
     other = path.with_name(path.name + ".other")
     path.rename(other)
     path.symlink_to(other.name)
 
 
-def _replaced(make: FileEdit) -> FileEdit:
+def _replace_file(make: FileEdit) -> FileEdit:
     def edit(path: Path) -> None:
         path.unlink()
         make(path)
@@ -120,11 +120,11 @@ FILES: dict[str, FileEdit] = {
     "emptied": lambda path: os.truncate(path, 0),
     "halved": lambda path: os.truncate(path, path.stat().st_size // 2),
     "doubled": lambda path: path.write_bytes(path.read_bytes() * 2),
-    "a link": _linked,
-    "a link to elsewhere": _replaced(lambda path: path.symlink_to("/etc/passwd")),
-    "a FIFO": _replaced(os.mkfifo),
-    "a directory": _replaced(Path.mkdir),
-    "a device": _replaced(lambda path: os.mknod(path, 0o020600, os.makedev(1, 5))),
+    "a link": _link_file,
+    "a link to elsewhere": _replace_file(lambda path: path.symlink_to("/etc/passwd")),
+    "a FIFO": _replace_file(os.mkfifo),
+    "a directory": _replace_file(Path.mkdir),
+    "a device": _replace_file(lambda path: os.mknod(path, 0o020600, os.makedev(1, 5))),
     "missing": Path.unlink,
     "of zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "sparse": lambda path: os.truncate(path, path.stat().st_size + (1 << 30)),
@@ -159,7 +159,7 @@ _OTHER: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _edited(document: Any, at: tuple[str | int, ...], how: str) -> str:
+def _edit_member(document: Any, at: tuple[str | int, ...], how: str) -> str:
     """The document with one member changed, as text."""
     made = json.loads(json.dumps(document))
     parent = made
@@ -179,7 +179,7 @@ def json_cases(document: Any) -> Iterator[tuple[str, str]]:
     for at, _ in _walk(document):
         ways = ["removed", *_OTHER, *(["twice in its list"] if isinstance(at[-1], int) else [])]
         for how in ways:
-            yield f"{'.'.join(map(str, at))} {how}", _edited(document, at, how)
+            yield f"{'.'.join(map(str, at))} {how}", _edit_member(document, at, how)
     text = json.dumps(document)
     for key in document:
         yield f"{key} twice", text[:-1] + f', "{key}": 1}}'

@@ -1,4 +1,4 @@
-"""Stores whose blobs, documents and index are damaged, also such that every digest is right."""
+"""Stores with damaged blobs, documents and index; also damage that leaves every digest right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _blob(store: Path, digest: str) -> Path:
     return store / _at(digest)
 
 
-def _replaced(text: str, _: bytes) -> bytes:
+def _replace_blob(text: str, _: bytes) -> bytes:
     return raw(text)
 
 
@@ -47,7 +47,7 @@ def _root(store: Path) -> dict[str, Any]:
     return found
 
 
-def _again(store: Path, manifest: bytes) -> None:
+def _digest_again(store: Path, manifest: bytes) -> None:
     """Another artifact manifest in place of the first, with index.json naming it by its digest and size."""
     index = json.loads((store / "index.json").read_text())
     entry = index["manifests"][0]
@@ -65,7 +65,7 @@ def _with_layer(at: int | None, change: Callable[[bytes], bytes]) -> FileEdit:
         data = change(_blob(store, entry["digest"]).read_bytes())
         entry["digest"], entry["size"] = f"sha256:{hex_digest(data)}", len(data)
         _blob(store, entry["digest"]).write_bytes(data)
-        _again(store, json.dumps(manifest).encode())
+        _digest_again(store, json.dumps(manifest).encode())
 
     return edit
 
@@ -94,12 +94,14 @@ def store_cases(base: Base) -> Iterator[Case]:
             in_store(base, text_at("index.json", text)),
         )
     for name, text in json_cases(manifest):
-        yield Case(f"store: manifest: {name}", in_store(base, partial(_again, manifest=raw(text))), True)
+        yield Case(
+            f"store: manifest: {name}", in_store(base, partial(_digest_again, manifest=raw(text))), True
+        )
     record = json.loads(_blob(base.store, manifest["config"]["digest"]).read_text())
     for name, text in (*json_cases(record), *rows(record)):
         yield Case(
             f"store: config: {name}",
-            in_store(base, _with_layer(None, partial(_replaced, text))),
+            in_store(base, _with_layer(None, partial(_replace_blob, text))),
             True,
         )
     changes: dict[str, Callable[[bytes], bytes]] = {

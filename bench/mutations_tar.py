@@ -1,4 +1,4 @@
-"""Tar archives whose headers lie or lead elsewhere, and compressed ones that are cut or have bits flipped."""
+"""Tar archives with wrong or malicious headers, and truncated or damaged compressed archives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _members(base: Base) -> list[Member]:
         return found
 
 
-def _joined(members: list[Member], form: int = tarfile.GNU_FORMAT) -> bytes:
+def _join_members(members: list[Member], form: int = tarfile.GNU_FORMAT) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=form) as tar:
         for info, data in members:
@@ -80,7 +80,7 @@ def _header_at(data: bytes, name: str) -> int:
         return next(info.offset for info in tar if info.name.removeprefix("./") == name)
 
 
-def _patched(data: bytes, at: int, fields: dict[int, bytes], *, checksum: bool = True) -> bytes:
+def _patch_header(data: bytes, at: int, fields: dict[int, bytes], *, checksum: bool = True) -> bytes:
     """A header with other bytes at offsets in it."""
     header = bytearray(data[at : at + _BLOCK])
     for offset, value in fields.items():
@@ -127,7 +127,7 @@ PAX: dict[str, dict[str, str]] = {
 }
 
 
-def _inserted(data: bytes, at: int, piece: bytes) -> bytes:
+def _insert_piece(data: bytes, at: int, piece: bytes) -> bytes:
     return data[:at] + piece + data[at:]
 
 
@@ -154,16 +154,16 @@ def tar_cases(base: Base) -> Iterator[Case]:
         for where in ("first", "last"):
             made = [*added, *members] if where == "first" else [*members, *added]
             unseen = "again" in name or "config.dump" in name
-            yield Case(f"tar: {name}, {where}", written(partial(_joined, made)), unseen)
+            yield Case(f"tar: {name}, {where}", written(partial(_join_members, made)), unseen)
     for target in TARGETS:
         at = _header_at(data, target)
         for name, fields in HEADERS.items():
-            patched = partial(_patched, data, at, fields)
+            patched = partial(_patch_header, data, at, fields)
             yield Case(f"tar: {target}: {name}", written(patched), target != MANIFEST)
-        wrong = partial(_patched, data, at, {148: b"0000000\0"}, checksum=False)
+        wrong = partial(_patch_header, data, at, {148: b"0000000\0"}, checksum=False)
         yield Case(f"tar: {target}: a wrong checksum", written(wrong))
         for name, values in PAX.items():
-            longer = partial(_inserted, data, at, _pax_header(values))
+            longer = partial(_insert_piece, data, at, _pax_header(values))
             unseen = target != MANIFEST or name == "a long value"
             yield Case(f"tar: {target}: PAX {name}", written(longer), unseen)
     ends: dict[str, bytes] = {

@@ -1,11 +1,12 @@
-"""What memory.parallel-restore makes of a restore: CRIU's share of it, with the setting on and off.
+"""What memory.parallel-restore gains: CRIU's share of a restore, with the setting on and off.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B /src/bench/parallel_restore.py [--mib 1024] [--rounds 5] [--json F]
 
-A process of the container has so much private memory of random bytes, another one the GPU (softgpu). It is
-checkpointed once, and restored by turns. Seconds of gpusnap-runtime's step `restore`, which is crun with
-CRIU, and of the copy in it; medians. Runs in the test host, as it puts gpusnap and softgpu in place.
+One process of the container has the given amount of private memory with random bytes, another one uses the
+GPU (softgpu). The container is checkpointed once, and restored in turn with and without the setting. Seconds
+of gpusnap-runtime's step `restore`, which is crun with CRIU, and of the copy in it; medians. Runs in the test
+host, because it installs gpusnap and softgpu.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def write_settings(pages: str, *, parallel: bool) -> None:
     shimhost.write_settings(f'runtime = "crun"\n[memory]\npages = "{pages}"\nparallel-restore = {word}\n')
 
 
-def restored(archive: Path) -> tuple[float, float]:
+def restore_archive(archive: Path) -> tuple[float, float]:
     """Seconds of the step `restore`, and of the copy in it."""
     good(podman("container", "restore", "--import", archive))
     container = Container(NAME)
@@ -81,7 +82,7 @@ def main() -> None:
             for _ in range(options.rounds):
                 for parallel in (False, True):
                     write_settings(pages, parallel=parallel)
-                    seconds[parallel].append(restored(archive))
+                    seconds[parallel].append(restore_archive(archive))
             off, on = (statistics.median(each[0] for each in seconds[which]) for which in (False, True))
             copy = statistics.median(each[1] for each in seconds[True])
             print(f"{pages}: restore {off:.3f} s by CRIU alone, {on:.3f} s with the copy ({copy:.3f} s)")

@@ -1,14 +1,15 @@
-"""What gpusnap-runtime costs the commands that are none of its own: state, kill, delete and the question
-`checkpoint --help`, beside the bare runtime.
+"""The cost of gpusnap-runtime for commands that it passes through: state, kill, delete and
+`checkpoint --help`, compared with the bare runtime.
 
     python3 bench/passthrough.py --runtime crun --shim gpusnap-runtime -n 200 --json passthrough.json
 
-Each pair runs the same command once bare and once through the shim, in turn first and second, so that a
-change in the machine's speed meets both. Ratio and difference are medians over the pairs. `state` and `kill`
-(SIGCONT, which changes nothing) go to one running container; each `delete --force` to a container made for
-it, outside the time. The containers live under a runtime root and bundle of their own, which are removed at
-the end. Needs root, a static busybox, and a host where the runtime can make containers; elsewhere --missing
-measures `state` of a container that is not there. The goal is a ratio of at most 1.10 and at most 6 ms more.
+Each pair runs the same command once directly and once through the shim, in alternating order, so that changes
+in the machine's speed affect both. Ratio and difference are medians over the pairs. `state` and `kill`
+(SIGCONT, which changes nothing) go to one running container; each `delete --force` goes to a container that
+is made for it, outside the measured time. The containers have a runtime root and a bundle of their own, which
+are removed at the end. Needs root, a static busybox, and a host where the runtime can make containers;
+elsewhere --missing measures `state` of a container that does not exist. The goal is a ratio of at most 1.10
+and at most 6 ms more.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a checkpoint and a restore of a GPU container take with Podman and gpusnap-runtime, step by step.
+"""The time of a checkpoint and a restore of a GPU container with Podman and gpusnap-runtime, step by step.
 
     python3 bench/podman_gpu.py --json podman_gpu.json [--runtime crun] [--only torch-4] [--list]
 
 Each case starts one of the programs of tests/gpu/programs in a container, exports it, removes it and imports
-it; the times are those of whole commands. A case with --leave-running also tells the pause that the program
-saw by its own clock: the longest time between two of its ticks, less the usual one. One reading of each, on
-an otherwise idle machine; the export goes to --folder. Needs root, Podman, CRIU and a GPU, installs gpusnap
-for as long as it runs, and removes what it made.
+it. The times are those of whole commands. A case with --leave-running also reports the pause that the program
+saw by its own clock: the longest time between two of its ticks, minus the usual one. Each case is measured
+once, on an otherwise idle machine. The export goes to --folder. Needs root, Podman, CRIU and a GPU; installs
+gpusnap while it runs, and removes what it made.
 """
 
 from __future__ import annotations

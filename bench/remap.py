@@ -1,11 +1,11 @@
-"""What a restore onto another GPU takes, against one onto the same GPU: Podman, PyTorch, one archive.
+"""The time of a restore onto another GPU, compared with the same GPU: Podman, PyTorch, one archive.
 
     python3 bench/remap.py --json remap.json [--runtime crun] [--mib 1024] [--rounds 2]
 
 A container that trains on the first GPU is exported once. The archive is then imported in turn onto the same
-GPU and onto the second; each import must go on from the checkpoint with every byte right. The times are those
-of whole commands and, as Podman says, of gpusnap-runtime in them. Needs root, Podman, CRIU and two GPUs of a
-kind; installs gpusnap for as long as it runs, and removes what it made.
+GPU and onto the second one. Each import must continue from the checkpoint with every byte right. The times
+are those of the whole commands, and of gpusnap-runtime in them as Podman reports it. Needs root, Podman, CRIU
+and two GPUs of the same model; installs gpusnap while it runs, and removes what it made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 NAME = "gpusnap-bench"
 
 
-def imported(archive: Path, old: Gpu, new: Gpu) -> tuple[float, float]:
+def import_archive(archive: Path, old: Gpu, new: Gpu) -> tuple[float, float]:
     """Seconds of the import, and of the runtime in it; the container is removed again."""
     env = {"PATH": os.environ["PATH"], "HOME": "/root", "GPUSNAP_GPU_MAP": f"{old.uuid}={new.uuid}"}
     words = ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--print-stats"]
@@ -73,8 +73,8 @@ def main() -> int:
             good(program.checkpoint(archive, "--compress", "none"))
             program.remove()
             for _ in range(options.rounds):
-                times["same"].append(imported(archive, gpus[0], gpus[0]))
-                times["other"].append(imported(archive, gpus[0], gpus[1]))
+                times["same"].append(import_archive(archive, gpus[0], gpus[0]))
+                times["other"].append(import_archive(archive, gpus[0], gpus[1]))
         finally:
             podman("rm", "--force", "--time", "0", NAME)
         size = archive.stat().st_size

@@ -1,29 +1,29 @@
-"""What a restore and a checkpoint could take at least, and what they take, in one run.
+"""The shortest possible time of a restore and of a checkpoint, and the real time, in one run.
 
     python3 bench/restore_floor.py [--gib 12] [--data random,bf16] [--rounds 3] [--procs 1] [--gpuwork]
         [--settings 'memory.level = 0'] [--folder /var/tmp] [--json restore_floor.json]
 
-For each kind of data one checkpoint into a store in --folder. Then in each round, with a warm and with a
-dropped page cache:
+For each kind of data, it makes one checkpoint into a store in --folder. Then in each round, with a warm page
+cache and with an empty one, it measures:
 
     blobs       reading the blobs of the checkpoint alone, with one thread for each core
-    driver      the driver's restore alone: its step in a restore that fills all memory before
+    driver      the driver's restore alone: its step in a restore that first loads all memory
     in turn     `gpusnap restore` with memory.demand-paging = false
-    at once     `gpusnap restore` as it is
+    at once     `gpusnap restore` with the default settings
 
 `floor` is the slower of blobs and driver, `ratio` is at once / floor, `beyond` is at once - floor. Medians,
-in seconds; `faults` says how often the driver touched what was not there. The checkpoint is made once; its
-table has
+in seconds. `faults` is how often the driver touched memory that was not loaded yet. The checkpoint is made
+once; its table has
 
     driver      the driver's checkpoint alone: its step
     blobs       writing the checkpoint's blobs alone, each with fsync, with one thread for each core
     checkpoint  `gpusnap checkpoint`
 
-With --gpuwork the program is tests/workload/gpuwork.c, which begins at once where PyTorch comes from a slow
-disk, and which checks less of its memory.
+With --gpuwork, the program is tests/workload/gpuwork.c. It starts quickly even if the disk is slow, which
+PyTorch does not, and it checks less of its memory.
 
-Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap for as long
-as it runs, and removes what it made.
+Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap while it
+runs, and removes what it made.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from disk_reads import reader  # noqa: E402
 from figures import Case  # noqa: E402
 from hosts import NAME, BenchError, Place, Work, command, place  # noqa: E402
 from podman_gpu import circumstances  # noqa: E402
-from rows import checked  # noqa: E402
+from rows import check_settings  # noqa: E402
 from support import podman  # noqa: E402
 
 from gpusnap.oci.base.threads import run_for_each  # noqa: E402
@@ -64,8 +64,8 @@ COLUMNS = ("blobs", "driver", "in turn", "at once", "floor", "ratio", "beyond")
 
 
 @dataclass(slots=True)
-class Found:
-    """One kind of data with one state of the page cache; seconds, one for each round."""
+class RestoreFigures:
+    """The restores of one kind of data with one state of the page cache, in seconds, one per round."""
 
     data: str
     cache: str
@@ -77,10 +77,10 @@ class Found:
     at_once: list[float] = field(default_factory=list)
     faults: list[int] = field(default_factory=list)
     steps: list[dict[str, float]] = field(default_factory=list)
-    """Of the restores at once."""
+    """The steps of the restores at once."""
 
     def row(self) -> dict[str, float]:
-        """Medians, and what follows from them."""
+        """Return the medians, and the figures computed from them."""
         blobs, driver, turn, once = (
             statistics.median(each) for each in (self.blobs, self.driver, self.in_turn, self.at_once)
         )
@@ -89,15 +89,15 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CheckpointFigures:
     """The checkpoint of one kind of data, in seconds."""
 
     data: str
     seconds: float
     blobs: float
-    """To write its blobs alone."""
+    """The time to write only its blobs."""
     peak: int
-    """The most RAM that gpusnap-runtime had, in bytes."""
+    """The most RAM that gpusnap-runtime used, in bytes."""
     steps: dict[str, float]
 
     def line(self) -> str:
@@ -116,33 +116,33 @@ class Bench:
     store: Path
     settings: tuple[str, ...]
 
-    def set(self, *lines: str) -> None:
-        """Put settings in place. Raises SettingsError."""
+    def write_settings(self, *lines: str) -> None:
+        """Write the settings file. Raises SettingsError."""
         text = ['runtime = "crun"', f'store.path = "{self.store}"', *lines, *self.settings]
-        checked(text)
+        check_settings(text)
         shimhost.write_settings("\n".join(text) + "\n")
 
     def blobs(self) -> list[Path]:
-        """Those of the store, in the order of their names."""
+        """Return the blobs of the store, in the order of their names."""
         return sorted((self.store / "blobs/sha256").iterdir())
 
     def read_alone(self) -> float:
-        """Seconds for all of them, with as many threads as a restore has."""
+        """Read all blobs, with as many threads as a restore; return the seconds."""
 
         begun = time.monotonic()
         run_for_each(self.blobs(), reader("cache"), threads=len(os.sched_getaffinity(0)))
         return time.monotonic() - begun
 
-    def checkpoint(self, data: str) -> Made:
-        """Make it, and write its blobs again, beside the store. Raises BenchError."""
+    def checkpoint(self, data: str) -> CheckpointFigures:
+        """Make the checkpoint, and write its blobs again beside the store. Raises BenchError."""
         os.sync()
-        took, _ = command(COMMAND, "checkpoint", NAME)
-        told = json.loads(command(COMMAND, "inspect", "--json", NAME)[1])
-        steps = {each["step"]: each["seconds"] for each in told["timing"]}
-        return Made(data, took, self.write_alone(), told["peakMemory"], steps)
+        seconds, _ = command(COMMAND, "checkpoint", NAME)
+        report = json.loads(command(COMMAND, "inspect", "--json", NAME)[1])
+        steps = {each["step"]: each["seconds"] for each in report["timing"]}
+        return CheckpointFigures(data, seconds, self.write_alone(), report["peakMemory"], steps)
 
     def write_alone(self) -> float:
-        """Seconds for all blobs, copied as durably as a store keeps them; they are read before."""
+        """Copy all blobs with fsync, as a store does, after reading them; return the seconds."""
         self.read_alone()
         os.sync()
         with tempfile.TemporaryDirectory(dir=self.store.parent) as folder:
@@ -158,13 +158,13 @@ class Bench:
             return time.monotonic() - begun
 
     def restore(self, work: Work) -> tuple[float, dict[str, Any]]:
-        """Seconds of `gpusnap restore`, and what the runtime says of its steps. The program checks memory."""
+        """Return the seconds of `gpusnap restore`, and the runtime's report. The program checks memory."""
         begun = time.time()
-        took, _ = command(COMMAND, "restore", NAME)
-        told: dict[str, Any] = json.loads((work.static / TIMING).read_text())
+        seconds, _ = command(COMMAND, "restore", NAME)
+        report: dict[str, Any] = json.loads((work.static / TIMING).read_text())
         again = Work(NAME, type(work.log_file)(_log(work)), work.workers)
         again.log_file.wait(again.workers, since=begun)
-        return took, told
+        return seconds, report
 
 
 def _log(work: Work) -> Path:
@@ -172,52 +172,54 @@ def _log(work: Work) -> Path:
 
 
 def drop_caches() -> None:
-    """Have the disk be read again."""
+    """Empty the page cache, so that the disk is read again."""
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text("3\n")
 
 
-def measure(bench: Bench, case: Case, rounds: int) -> tuple[Made, list[Found]]:
-    """A checkpoint of the case, and its restores, again and again."""
-    bench.set()
+def measure(bench: Bench, case: Case, rounds: int) -> tuple[CheckpointFigures, list[RestoreFigures]]:
+    """Make a checkpoint of the case, and restore it in each round."""
+    bench.write_settings()
     work = bench.here.start(bench.here.block(case), runtime="gpusnap-runtime", workers=case.procs)
     made = bench.checkpoint(case.data)
     work.remove()
     stored = sum(path.stat().st_size for path in bench.blobs())
-    every = [Found(case.data, cache, stored) for cache in ("warm", "cold")]
+    every = [RestoreFigures(case.data, cache, stored) for cache in ("warm", "cold")]
     for _ in range(rounds):
-        for found in every:
+        for figures in every:
 
-            def prepared(found: Found = found) -> None:
-                if found.cache == "cold":
+            def prepare_cache(figures: RestoreFigures = figures) -> None:
+                if figures.cache == "cold":
                     drop_caches()
 
-            prepared()
-            found.blobs.append(bench.read_alone())
+            prepare_cache()
+            figures.blobs.append(bench.read_alone())
             for demand in (False, True):
-                bench.set(f"memory.demand-paging = {'true' if demand else 'false'}")
-                prepared()
-                took, told = bench.restore(work)
-                steps = {each["step"]: each["seconds"] for each in told["timing"]}
+                bench.write_settings(f"memory.demand-paging = {'true' if demand else 'false'}")
+                prepare_cache()
+                seconds, report = bench.restore(work)
+                steps = {each["step"]: each["seconds"] for each in report["timing"]}
                 if demand:
-                    found.at_once.append(took)
-                    found.steps.append(steps)
-                    found.faults.append(told["memory"]["faults"])
+                    figures.at_once.append(seconds)
+                    figures.steps.append(steps)
+                    figures.faults.append(report["memory"]["faults"])
                 else:
-                    found.in_turn.append(took)
-                    found.driver.append(steps["driver restore"])
+                    figures.in_turn.append(seconds)
+                    figures.driver.append(steps["driver restore"])
                 work.remove()
-            print(f"{case}, {found.cache}: {found.row()}", file=sys.stderr, flush=True)
+            print(f"{case}, {figures.cache}: {figures.row()}", file=sys.stderr, flush=True)
     return made, every
 
 
-def table(every: list[Found]) -> str:
+def table(every: list[RestoreFigures]) -> str:
     """For docs/benchmarks.md."""
     lines = [f"| | GiB stored | {' | '.join(COLUMNS)} | faults |", "|---" * (len(COLUMNS) + 3) + "|"]
-    for found in every:
-        figures = " | ".join(f"{value:.2f}" for value in found.row().values())
-        faults = statistics.median(found.faults)
-        lines.append(f"| {found.data}, {found.cache} | {found.stored / GIB:.2f} | {figures} | {faults:.0f} |")
+    for figures in every:
+        medians = " | ".join(f"{value:.2f}" for value in figures.row().values())
+        faults = statistics.median(figures.faults)
+        lines.append(
+            f"| {figures.data}, {figures.cache} | {figures.stored / GIB:.2f} | {medians} | {faults:.0f} |"
+        )
     return "\n".join(lines)
 
 
@@ -236,8 +238,8 @@ def main() -> int:
     if reason := obstacle(software=software):
         print(f"restore_floor: {reason}", file=sys.stderr)
         return 1
-    every: list[Found] = []
-    checkpoints: list[Made] = []
+    every: list[RestoreFigures] = []
+    checkpoints: list[CheckpointFigures] = []
     with ExitStack() as stack:
         here = stack.enter_context(place(None if software else Nvidia().host().gpus[0].minor))
         here = here.with_gpuwork() if options.gpuwork else here
@@ -248,14 +250,14 @@ def main() -> int:
             with tempfile.TemporaryDirectory(dir=options.folder, prefix="gpusnap-floor-") as folder:
                 bench = Bench(here, Path(folder, "store"), tuple(options.settings))
                 try:
-                    made, found = measure(bench, Case(options.gib, data, options.procs), options.rounds)
+                    made, figures = measure(bench, Case(options.gib, data, options.procs), options.rounds)
                 except (BenchError, GpusnapError) as error:
                     print(f"restore_floor: {data}: {error}", file=sys.stderr)
                     return 1
             checkpoints.append(made)
-            every += found
+            every += figures
     if options.json:
-        runs = [{**asdict(found), "row": found.row()} for found in every]
+        runs = [{**asdict(figures), "row": figures.row()} for figures in every]
         document = {**about, "runs": runs, "checkpoints": [asdict(made) for made in checkpoints]}
         Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(about, indent=1))

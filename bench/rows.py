@@ -1,4 +1,4 @@
-"""The rows of bench/checkpoint.py: what each of them does, and how it is timed."""
+"""The rows of bench/checkpoint.py: what each of them does, and how it is measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Settings, load
 from gpusnap.runtime_shim.snapshot.restore import TIMING
 
-__all__ = ["ROWS", "Bench", "LeftOut", "Plan", "checked", "steady"]
+__all__ = ["ROWS", "Bench", "LeftOut", "Plan", "check_settings", "steady"]
 
 SHIM = "gpusnap-runtime"
 # Chunks are kept on the file system of the images, in a folder of our own: this host's are none of ours.
@@ -60,7 +60,7 @@ class Plan:
     pairs: int = 3
 
 
-def checked(lines: Sequence[str]) -> Settings:
+def check_settings(lines: Sequence[str]) -> Settings:
     """The settings that gpusnap reads from these lines. Raises SettingsError, of "the settings"."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write("\n".join(lines) + "\n")
@@ -97,7 +97,7 @@ class Bench:
         if self.case.procs > 1 and not self.place.software:
             own.append("nvidia.allow-nccl = true")  # PyTorch loads it, and these processes never use it
         text = [*own, *lines, *self.plan.settings]
-        checked(text)
+        check_settings(text)
         shimhost.write_settings("\n".join(text) + "\n")
 
     def container(self, runtime: str = SHIM) -> Work:
@@ -131,12 +131,12 @@ def driver(bench: Bench) -> list[Line]:
             gpu_bytes=sum(sum(of.values()) for of in used.values()) or bench.case.size,
             name=NAME,
             folder=bench.plan.folder,
-            memory=checked(bench.plan.settings).memory,
+            memory=check_settings(bench.plan.settings).memory,
         )
         return bare.rows(lambda: log.wait(bench.case.procs, since=time.time()))
 
 
-def exported(bench: Bench, row: str, runtime: str = SHIM) -> list[Line]:
+def export_and_import(bench: Bench, row: str, runtime: str = SHIM) -> list[Line]:
     """Export, remove and import the container; the import reads an archive that was just written."""
     work = bench.container(runtime)
     try:
@@ -220,13 +220,13 @@ def _of_manifest(line: Line, record: dict[str, Any]) -> None:
 def with_criu(bench: Bench) -> list[Line]:
     """The GPU's memory in CRIU's own images."""
     bench.settings(*IN_CRIU)
-    return exported(bench, "export-criu")
+    return export_and_import(bench, "export-criu")
 
 
 def with_chunks(bench: Bench) -> list[Line]:
     """The GPU's memory beside them, in chunks."""
     bench.settings(*IN_CHUNKS)
-    return exported(bench, "export-chunks")
+    return export_and_import(bench, "export-chunks")
 
 
 def stock(bench: Bench) -> list[Line]:
@@ -235,7 +235,7 @@ def stock(bench: Bench) -> list[Line]:
         raise LeftOut("the stock tools need NVIDIA's driver, and softgpu's time says nothing of theirs")
     if shutil.which("cuda-checkpoint") and any(glob.glob(f"{place}/cuda_plugin.so") for place in _PLUGIN):
         try:
-            return exported(bench, "stock", bench.plan.runtime)
+            return export_and_import(bench, "stock", bench.plan.runtime)
         finally:
             bench.drop()
     plain = {side: bench.run.find(PLAIN, side) for side in SIDES}
@@ -250,23 +250,23 @@ def stock(bench: Bench) -> list[Line]:
 def pause(bench: Bench) -> list[Line]:
     """A checkpoint with --leave-running, in chunks: how long the workload stood still."""
     bench.settings(*IN_CHUNKS)
-    return [_beside(bench, "pause", "checkpoint")]
+    return [_checkpoint_running(bench, "pause", "checkpoint")]
 
 
 def again(bench: Bench) -> list[Line]:
     """Three with --leave-running, chunks kept: the first, one of the same bytes, one with 5 % others."""
     bench.settings(*KEPT)
-    found = [_beside(bench, "again", "first"), _beside(bench, "again", "unchanged")]
+    found = [_checkpoint_running(bench, "again", "first"), _checkpoint_running(bench, "again", "unchanged")]
     work = bench.container()
     begun = time.time()
     for process in containers.processes(work.pid, work.id):
         if bench.driver.state(process.pid) is not None:
             os.kill(process.pid, signal.SIGUSR1)
     work.log_file.wait(work.workers, since=begun, changes=1)
-    return [*found, _beside(bench, "again", "5 % changed")]
+    return [*found, _checkpoint_running(bench, "again", "5 % changed")]
 
 
-def _beside(bench: Bench, row: str, what: str) -> Line:
+def _checkpoint_running(bench: Bench, row: str, what: str) -> Line:
     """One checkpoint that leaves the container running, without an archive."""
     work = bench.container()
     image = work.image_path

@@ -1,19 +1,20 @@
-"""A model server: how long until its first answer, started fresh and restored.
+"""The time to the first answer of a model server, started fresh and restored.
 
     python3 bench/server.py [--layers 32] [--rounds 3] [--settings 'memory.level = 0']
         [--folder /var/tmp] [--json server.json] [--svg server.svg]
 
-On a machine with a GPU it is a language model with random weights (tests/gpu/programs/transformers_server.py,
-needs torch and transformers); in the test host, gpuwork with --mib of device memory, which shows that all
-works and no more. In each round, with a warm and with a dropped page cache:
+On a machine with a GPU, the server is a language model with random weights
+(tests/gpu/programs/transformers_server.py, needs torch and transformers). In the test host it is gpuwork with
+--mib of device memory, which only shows that everything works. In each round, with a warm page cache and with
+an empty one:
 
     fresh       from `podman run` to the first answer
     restore     from `gpusnap restore` to the first answer, of a checkpoint in a store in --folder
     command     of that, until `gpusnap restore` returns
 
-The first answer is one token, and the model of 32 layers takes 0.1 s for it. Behind the clock it is asked for
-32 tokens, and each of these answers is compared with the first one of all. Medians, in seconds.
-Needs root; installs gpusnap for as long as it runs, and removes what it made.
+The first answer is one token; the model of 32 layers takes 0.1 s for it. After that, outside the measured
+time, the server is asked for 32 tokens, and each of these answers is compared with the first one. Medians, in
+seconds. Needs root; installs gpusnap while it runs, and removes what it made.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from checkpoint import obstacle  # noqa: E402
 from hosts import NAME, BenchError, Place, command, place  # noqa: E402
 from podman_gpu import circumstances  # noqa: E402
 from restore_floor import COMMAND, drop_caches  # noqa: E402
-from rows import checked  # noqa: E402
+from rows import check_settings  # noqa: E402
 from servers import PORT, runtimes  # noqa: E402
 from support import podman  # noqa: E402
 
@@ -222,7 +223,7 @@ def main() -> int:
             tempfile.TemporaryDirectory(dir=options.folder, prefix="gpusnap-server-")
         )
         text = [f'runtime = "{runtime}"', f'store.path = "{folder}/store"', *options.settings]
-        checked(text)
+        check_settings(text)
         shimhost.write_settings("\n".join(text) + "\n")
         remove()
         stack.callback(remove)

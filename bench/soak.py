@@ -1,13 +1,14 @@
-"""Checkpoints and restores of one container, again and again: nothing grows.
+"""Checkpoints and restores of one container, many times: no resource may grow.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/soak.py [--rounds 200] [--runtimes crun,runc]
 
-A cycle checkpoints the container, which ends, and restores it; crun and runc take half of the cycles each,
-an archive and a store are used in turn, by `gpusnap` and by Podman. After each every byte of GPU memory is
-right. What is counted after the fifth cycle may not be more later: processes, mounts, control groups, files
-of gpusnap's, open files and memory maps of the container's process and of conmon, semaphores and shared
-memory, the containers of Podman and of the runtime, and the bytes of the store after `gpusnap gc`.
+A cycle checkpoints the container, which ends, and restores it. crun and runc do half of the cycles each; an
+archive and a store are used in turn, by `gpusnap` and by Podman. After each cycle, every byte of GPU memory
+must be right. The following are counted after the fifth cycle, and may not grow later: processes, mounts,
+control groups, gpusnap's files, open files and memory maps of the container's process and of conmon,
+semaphores and shared memory, the containers of Podman and of the runtime, and the bytes of the store after
+`gpusnap gc`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from faulthost import (
     Report,
     State,
     goes_on,
-    limited,
     parser,
     prepare,
     processes,
     remove_all,
+    run_limited,
     settings,
     start,
 )
@@ -55,14 +56,14 @@ def cycle(container: Container, number: int) -> None:
     )
     to_file = ([COMMAND, "checkpoint", NAME, "--to", str(archive)], [COMMAND, "restore", str(archive)])
     checkpoint, restore = (to_store, by_podman, to_store, to_file)[number % 4]
-    good(limited(checkpoint))
+    good(run_limited(checkpoint))
     container.remove()
-    good(limited(restore))
+    good(run_limited(restore))
     archive.unlink(missing_ok=True)
     goes_on(container.id)
     if checkpoint is to_store[0]:
-        good(limited([COMMAND, "rm", kept]))
-        good(limited([COMMAND, "gc", f"oci:{STORE}"]))
+        good(run_limited([COMMAND, "rm", kept]))
+        good(run_limited([COMMAND, "gc", f"oci:{STORE}"]))
 
 
 def counts(container: Container, keep: Path) -> dict[str, int]:

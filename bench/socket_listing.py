@@ -1,6 +1,6 @@
-"""What it costs to list TCP connections, from /proc and by pyroute2: python3 bench/socket_listing.py
+"""The cost of listing TCP connections, from /proc and with pyroute2: python3 bench/socket_listing.py
 
-In seconds of computing, with 8000 connections of this process. gpusnap reads /proc for this
+Seconds of processor time, with 8000 connections of this process. gpusnap reads /proc for this
 (runtime_shim/snapshot/preflight/sockets.py). The test host has pyroute2:
 
     tests/host/host enter -- /opt/gpusnap/bin/python /src/bench/socket_listing.py

@@ -1,13 +1,13 @@
-"""Where the time of a checkpoint and a restore goes that moves no bytes: a tiny container, on softgpu.
+"""Where a checkpoint and a restore spend time that is not for moving memory: a tiny container, on softgpu.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B /src/bench/start_up.py [--rounds 7] [--runtime crun]
         [--workload='--counters 4'] [--memory MIB] [--json FILE]
 
 `gpusnap checkpoint` into the store and `gpusnap restore` from it, in turn. Programs in front of Podman,
-gpusnap-runtime and the real runtime note when each is started and when it has ended. Medians, in seconds.
-Some milliseconds of each figure are theirs. With --memory the container has a second process, with so much
-memory on the CPU, half of it random bytes.
+gpusnap-runtime and the real runtime record when each starts and ends, which adds a few milliseconds to each
+figure. Medians, in seconds. With --memory, the container has a second process with that much memory on the
+CPU, half of it random bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from faulthost import COMMAND, limited, parser, prepare, remove_all, settings, start
+from faulthost import COMMAND, parser, prepare, remove_all, run_limited, settings, start
 from shimhost import LAUNCHER
 from support import Container, good, podman
 
@@ -112,11 +112,11 @@ class Notes:
         }
 
 
-def timed(line: list[str], environment: dict[str, str]) -> Notes:
+def run_timed(line: list[str], environment: dict[str, str]) -> Notes:
     """Run a command to its end. Raises AssertionError where it fails."""
     _NOTES.unlink(missing_ok=True)
     begin = time.time()
-    done = limited(line, env=environment)
+    done = run_limited(line, env=environment)
     end = time.time()
     good(done)
     return Notes(begin, end)
@@ -144,9 +144,9 @@ def measure(rounds: int, runtime: str, workload: str, memory: int) -> dict[str, 
         start(NAME, *workload.split())
     for _ in range(rounds):
         add({"gpusnap --version": plain([COMMAND, "--version"])})
-        add(timed([COMMAND, "checkpoint", "--name", f"{NAME}:1", NAME], environment).rows("checkpoint"))
+        add(run_timed([COMMAND, "checkpoint", "--name", f"{NAME}:1", NAME], environment).rows("checkpoint"))
         good(podman("rm", NAME))
-        add(timed([COMMAND, "restore", f"{NAME}:1"], environment).rows("restore"))
+        add(run_timed([COMMAND, "restore", f"{NAME}:1"], environment).rows("restore"))
     return found
 
 

@@ -1,19 +1,19 @@
-"""The store: what its stages cost, what ten checkpoints take, and whole commands beside Podman's.
+"""The store: the cost of its stages, the time of ten checkpoints, and whole commands beside Podman's.
 
     python3 bench/store.py --json store.json [--only stages,ten,whole] [--gib 12] [--mib 1024] [--folder DIR]
 
 stages   a file of --mib is cut into chunks, hashed, compressed, written and read back, and the same data goes
-         through `cp`, `sha256sum` and `zstd -T0`. MiB for each second of processor time,
-         which is what a core does, and for each of the clock.
+         through `cp`, `sha256sum` and `zstd -T0`. MiB per second of processor time (one core), and per second
+         of the clock.
 ten      a container whose workload changes 5 % of its GPU memory between ten checkpoints that leave it
-         running: what the store takes after each, and what each push sends to a registry on this machine
-         (docker-registry), if that is installed.
+         running: the size of the store after each, and the bytes that each push sends to a registry on this
+         machine (docker-registry), if that is installed.
 whole    `gpusnap checkpoint --to oci:DIR` and `gpusnap restore`; `podman container checkpoint --export`,
          with its default compression, and `--import`, both with GPU memory in CRIU's images: restores from a
          cold page cache, then from a warm one. All in one run; compare only within it.
 
-`ten` and `whole` need root, Podman, CRIU and a GPU; or the test host, where they run on softgpu. Exit code 1
-where a part failed; the others are measured all the same.
+`ten` and `whole` need root, Podman, CRIU and a GPU; or the test host, where they run on softgpu. The exit
+code is 1 if a part failed; the others are still measured.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Stage:
     mib_per_second: float
 
 
-def timed(name: str, data: str, size: int, action: Callable[[], object]) -> Stage:
+def time_stage(name: str, data: str, size: int, action: Callable[[], object]) -> Stage:
     """Do it once, and see what it took."""
 
     def spent() -> float:
@@ -112,9 +112,9 @@ def stages(kind: str, mib: int, folder: Path, threads: int) -> Iterator[Stage]:
                 source.read(offset, piece.view)
                 do(piece.view)
 
-        yield timed("read", kind, size, lambda: each(lambda view: None))
-        yield timed("read, look for zeros", kind, size, lambda: each(is_zero))
-        yield timed("read, sha256", kind, size, lambda: each(digest_of))
+        yield time_stage("read", kind, size, lambda: each(lambda view: None))
+        yield time_stage("read, look for zeros", kind, size, lambda: each(is_zero))
+        yield time_stage("read, sha256", kind, size, lambda: each(digest_of))
         for workers in (1, threads):
             yield from in_chunks(kind, source, folder, workers)
     tools = {
@@ -125,7 +125,7 @@ def stages(kind: str, mib: int, folder: Path, threads: int) -> Iterator[Stage]:
     }
     for name, words in tools.items():
         if shutil.which(words[0]):
-            yield timed(name, kind, size, lambda words=words: command(*words))  # type: ignore[misc]
+            yield time_stage(name, kind, size, lambda words=words: command(*words))  # type: ignore[misc]
     for name in ("copy", "back"):
         (folder / name).unlink(missing_ok=True)
 
@@ -145,8 +145,8 @@ def in_chunks(kind: str, source: File, folder: Path, workers: int) -> Iterator[S
             target = File(back.fileno(), source.size)
             read(tables, layout, [target], threads=workers, ceiling=4 * GIB)
 
-    yield timed(f"chunks written, {name}", kind, source.size, put)
-    yield timed(f"chunks read, {name}", kind, source.size, get)
+    yield time_stage(f"chunks written, {name}", kind, source.size, put)
+    yield time_stage(f"chunks read, {name}", kind, source.size, get)
     if (folder / "back").read_bytes() != (folder / "data").read_bytes():
         raise BenchError("what was read is not what was written")
     shutil.rmtree(layout.path)
@@ -167,27 +167,27 @@ def change(work: Work) -> None:
     work.log_file.wait(work.workers, since=begun, changes=1)
 
 
-def stored() -> int:
+def measure_store() -> int:
     """Bytes of all blobs of the store."""
     return sum(path.stat().st_size for path in (STORE / "blobs" / "sha256").iterdir())
 
 
 @contextmanager
-def emptied() -> Iterator[None]:
+def empty_store() -> Iterator[None]:
     """No container and no store of ours, before and after."""
-    _tidy()
+    _remove_all()
     try:
         yield
     finally:
-        _tidy()
+        _remove_all()
 
 
-def _tidy() -> None:
+def _remove_all() -> None:
     podman("rm", "--force", "--ignore", "--time", "0", NAME)
     shutil.rmtree(STORE, ignore_errors=True)
 
 
-def settled(case: Case, runtime: str, lines: Sequence[str]) -> None:
+def write_settings(case: Case, runtime: str, lines: Sequence[str]) -> None:
     """Put the settings in place."""
     small = ['memory.chunk-size = "1M"'] if case.gib < SMALL else []
     shimhost.write_settings("\n".join([f'runtime = "{runtime}"', *small, *lines]) + "\n")
@@ -195,9 +195,9 @@ def settled(case: Case, runtime: str, lines: Sequence[str]) -> None:
 
 def ten(here: Place, case: Case, runtime: str, lines: Sequence[str]) -> dict[str, Any]:
     """Ten checkpoints of a container that runs on, 5 % changed between them; and a push of each."""
-    settled(case, runtime, lines)
+    write_settings(case, runtime, lines)
     rows: list[dict[str, Any]] = []
-    with emptied(), ExitStack() as stack:
+    with empty_store(), ExitStack() as stack:
         registry = stack.enter_context(running()) if shutil.which("docker-registry") else None
         work = start(here, case)
         for number in range(1, CHECKPOINTS + 1):
@@ -206,7 +206,7 @@ def ten(here: Place, case: Case, runtime: str, lines: Sequence[str]) -> dict[str
             name = f"bench:{number}"
             options = ["--leave-running", "--to", f"oci:{STORE}:{name}", "--json"]
             seconds, _ = command(GPUSNAP, "checkpoint", *options, NAME)
-            row: dict[str, Any] = {"checkpoint": number, "seconds": seconds, "stored": stored()}
+            row: dict[str, Any] = {"checkpoint": number, "seconds": seconds, "stored": measure_store()}
             if registry is not None:
                 words = [f"oci:{STORE}:{name}", f"{registry.host}/bench:{number}"]
                 row["push_seconds"], said = command(GPUSNAP, "push", "--plain-http", "--json", *words)
@@ -232,14 +232,14 @@ def whole(here: Place, case: Case, runtime: str, folder: Path, lines: Sequence[s
     """One checkpoint and two restores each way; the workload checks every word in between."""
     rows: list[dict[str, Any]] = []
 
-    def restored(way: str, cache: str, work: Work, *words: str) -> None:
+    def restore_and_wait(way: str, cache: str, work: Work, *words: str) -> None:
         begun = time.time()
         seconds, _ = command(*words)
         work.log_file.wait(work.workers, since=begun + seconds)
         rows.append({"way": way, "what": "restore", "cache": cache, "seconds": seconds})
         work.remove()
 
-    with emptied():
+    with empty_store():
         archive = folder / "checkpoint.tar.zst"
         shimhost.write_settings(_IN_CRIU.format(runtime))
         work = start(here, case)
@@ -251,19 +251,19 @@ def whole(here: Place, case: Case, runtime: str, folder: Path, lines: Sequence[s
         work.remove()
         import_ = ["podman", "--runtime", SHIM, "container", "restore", "--import", str(archive)]
         cold(archive)
-        restored("podman", "cold", work, *import_)
-        restored("podman", "warm", work, *import_)
+        restore_and_wait("podman", "cold", work, *import_)
+        restore_and_wait("podman", "warm", work, *import_)
         archive.unlink()
-        settled(case, runtime, lines)
+        write_settings(case, runtime, lines)
         work = start(here, case)
         target = f"oci:{STORE}:bench"
         seconds, said = command(GPUSNAP, "checkpoint", "--to", target, "--json", NAME)
-        rows.append({"way": "gpusnap", "what": "checkpoint", "seconds": seconds, "bytes": stored()})
+        rows.append({"way": "gpusnap", "what": "checkpoint", "seconds": seconds, "bytes": measure_store()})
         rows[-1]["said"] = json.loads(said)
         work.remove()
         cold(STORE)
-        restored("gpusnap", "cold", work, GPUSNAP, "restore", target)
-        restored("gpusnap", "warm", work, GPUSNAP, "restore", target)
+        restore_and_wait("gpusnap", "cold", work, GPUSNAP, "restore", target)
+        restore_and_wait("gpusnap", "warm", work, GPUSNAP, "restore", target)
     return {"rows": rows, "ratios": _against(rows)}
 
 

@@ -1,18 +1,18 @@
-"""Checkpoints of programs that hold the C library's locks all the time: how many end as they should.
+"""Checkpoints of programs that hold the C library's locks all the time: how many succeed.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B bench/storms.py [--rounds 30] [--kinds fork,malloc,stdio,dlopen,all]
         [--runtimes crun,runc] [--ways running,paused,ended] [--threads 2] [--signals] [--jobs N] [--json F]
     python3 bench/storms.py --gpu [--kinds fork,malloc,dlopen,torch,jax] [...]         on a machine with a GPU
 
-Threads of the workload fork, take malloc's, stdio's and the loader's locks without a pause (gpuwork --locks).
-A round is one checkpoint: of a running container that runs on, of a paused one, or of one that ends and is
-restored from the archive. After each the workload must go on with every word of its memory right. A command
-that takes longer than two minutes counts as hung, and the storm ends there. With --signals a shell in the
-container stops and continues the workload all the time, as cpulimit does. With --jobs so many kinds at
-once, each in a container of its own, on one GPU. Runs in the test host, as it puts gpusnap and softgpu in
-place; or, with --gpu, on a machine with a real one, where `torch` and `jax` are programs of these frameworks
-with threads that fork and import.
+Threads of the workload fork, and take the locks of malloc, stdio and the loader without a pause (gpuwork
+--locks). A round is one checkpoint: of a container that continues to run, of a paused one, or of one that
+ends and is restored from the archive. After each, the workload must continue with every word of its memory
+right. A command that takes longer than two minutes counts as hung, and ends this kind. With --signals, a
+shell in the container stops and continues the workload all the time, as cpulimit does. With --jobs, that many
+kinds run at once, each in a container of its own, on one GPU. Runs in the test host, because it installs
+gpusnap and softgpu; or, with --gpu, on a machine with a real GPU, where `torch` and `jax` are programs of
+these frameworks with threads that fork and import.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Hung(Exception):
     """A command did not end."""
 
 
-def limited(*line: str | os.PathLike[str]) -> Done:
+def run_limited(*line: str | os.PathLike[str]) -> Done:
     """Run a command; Hung where it does not end in time, with where everybody stands."""
     try:
         return run(*line)
@@ -82,17 +82,17 @@ def one_round(container: Container, way: str, folder: Path) -> Done:
     if way == "ended":
         archive = folder / "archive.tar"
         line = ("podman", "--runtime", "gpusnap-runtime", "container")
-        done = limited(*line, "checkpoint", "--compress", "none", "--export", archive, container.name)
+        done = run_limited(*line, "checkpoint", "--compress", "none", "--export", archive, container.name)
         if done.code == 0:
             good(podman("rm", "--force", "--time", "0", container.name))
-            done = limited(*line, "restore", "--import", archive)
+            done = run_limited(*line, "restore", "--import", archive)
         return done
     if way == "paused":
         good(podman("pause", container.name))
-        done = limited(*container.line(folder, "--leave-running"))
+        done = run_limited(*container.line(folder, "--leave-running"))
         good(podman("unpause", container.name))
         return done
-    return limited(*container.line(folder, "--leave-running"))
+    return run_limited(*container.line(folder, "--leave-running"))
 
 
 Start = Callable[[str, str, int, bool], Container]

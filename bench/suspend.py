@@ -1,18 +1,19 @@
-"""What suspend, resume and swap of a GPU container take, beside the driver's own time in them.
+"""The time of suspend, resume and swap of a GPU container, and the driver's part of it.
 
     python3 bench/suspend.py --json suspend.json [--gib 12] [--rounds 5] [--swaps 20] [--runtime crun]
         [--in-use]
 
-One container holds a block of device memory, is suspended and resumed; then a second one of the same size is
-started in its place, and the two change places. Medians of whole commands, in seconds; "driver" is what of
-that the driver's checkpoint and restore took, "beyond" the rest, "ratio" how many times longer the command
-is. With --gib 0.01 on softgpu nearly all of a command is beyond the driver. After the swaps the RAM and the
-GPU memory that is in use are those of before, and every word of both blocks was checked by the programs
-themselves. On an idle machine. --in-use: the GPU's device is kept open meanwhile, as nvidia-persistenced or
-another container on it does; else the driver takes a GPU out of use when gpusnap, as the last, lets go of it.
+One container holds a block of device memory, and is suspended and resumed. Then a second one of the same size
+is started in its place, and the two are swapped. Medians of whole commands, in seconds. "driver" is the time
+of the driver's checkpoint and restore in it, "beyond" the rest, "ratio" how many times longer the command is
+than the driver. With --gib 0.01 on softgpu, nearly all of a command is beyond the driver. After the swaps,
+the RAM and the GPU memory in use are the same as before, and the programs themselves have checked every word
+of both blocks. Use an idle machine. --in-use: a process keeps the GPU's device open meanwhile, as
+nvidia-persistenced or another container on it does; otherwise the driver shuts the GPU down when gpusnap, as
+the last, closes it.
 
-Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap for as long
-as it runs, and removes what it made. Exit code 1 where something failed.
+Needs root, Podman, CRIU and a GPU; or the test host, where it runs on softgpu. Installs gpusnap while it
+runs, and removes what it made. The exit code is 1 if something failed.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
         /opt/gpusnap/bin/python -B /src/bench/suspended_injected.py [--rounds 200 | --kinds] [--seed 1]
         [--runtimes crun] [--ways suspend,resume,spill,swap] [--errors ENOSPC,EIO,ENOMEM,EMFILE]
 
-As injected.py does it, with the calls of `gpusnap` itself, from where it begins to ask Podman. Each round
-fails one call once. Then either it has worked all the same, or one sentence says why not. A container that
-is suspended resumes, and each runs on with every byte right; nothing is left in RAM, in the store or in /run.
-`gpusnap recover` is needed only where the sentence says so.
+Like injected.py, for the calls of `gpusnap` itself, from where it begins to ask Podman. Each round fails one
+call once. Then either the command has succeeded, or an error message says why not. A suspended container can
+be resumed, and each container continues with every byte right. Nothing is left in RAM, in the store or in
+/run. `gpusnap recover` is needed only if the message says so.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from faulthost import (
     State,
     checked_message,
     goes_on,
-    limited,
     parser,
     plain,
     prepare,
     remove_all,
+    run_limited,
     settings,
     start,
 )
-from injected import FOLDER, Choice, points, traced
+from injected import FOLDER, Choice, points, run_traced
 from injecting import FITTING
 from support import Container, good, podman
 
@@ -48,7 +48,7 @@ _FROM = "/gpusnap/operations/suspending/ahead.py"
 
 def states() -> dict[str, str]:
     """How gpusnap has each container."""
-    listed = json.loads(good(limited([COMMAND, "ps", "--json"])))["containers"]
+    listed = json.loads(good(run_limited([COMMAND, "ps", "--json"])))["containers"]
     return {each["name"]: each["state"] for each in listed}
 
 
@@ -63,7 +63,7 @@ class Job:
     @classmethod
     def begin(cls, way: str) -> Job:
         remove_all()
-        limited([COMMAND, "recover"])
+        run_limited([COMMAND, "recover"])
         for left in (STORE / "staging").glob("*"):
             shutil.rmtree(left)
         names = (NAME, OTHER) if way == "swap" else (NAME,)
@@ -74,9 +74,9 @@ class Job:
         if self.way == "suspend":
             return [COMMAND, "suspend", NAME]
         if self.way == "spill":
-            good(limited([COMMAND, "suspend", NAME]))
+            good(run_limited([COMMAND, "suspend", NAME]))
             return [COMMAND, "suspend", "--spill", "--wait", NAME]
-        good(limited([COMMAND, "suspend", *random.choice([[], ["--spill", "--wait"]]), NAME]))
+        good(run_limited([COMMAND, "suspend", *random.choice([[], ["--spill", "--wait"]]), NAME]))
         return [COMMAND, "resume", NAME] if self.way == "resume" else [COMMAND, "swap", OTHER, NAME]
 
     def check(self, done: Done) -> str:
@@ -86,7 +86,7 @@ class Job:
             checked_message(done)
         if "gpusnap recover" in done.err:
             outcome += ", recovered"
-            good(limited([COMMAND, "recover"]))
+            good(run_limited([COMMAND, "recover"]))
         found = states()
         if unfinished := {
             name: state for name, state in found.items() if state in ("suspending", "undone", "resuming")
@@ -105,13 +105,13 @@ class Job:
             outcome += f", and {' '.join(found.values())}"
         for each in self.containers:
             if found.get(each.name) == "suspended":
-                good(limited([COMMAND, "resume", each.name]))
+                good(run_limited([COMMAND, "resume", each.name]))
             goes_on(each.id)
         if left := self.before.left():
             raise Bad(f"left behind ({outcome}): {left[:10]}; {done.err[-500:]}")
         if list((STORE / "staging").glob("*")):  # it could not be removed; the next command does it
             outcome += ", removed later"
-            good(limited([COMMAND, "recover"]))
+            good(run_limited([COMMAND, "recover"]))
         if staged := [str(path) for path in (STORE / "staging").glob("*")]:
             raise Bad(f"left in the store ({outcome}): {staged[:10]}; {done.err[-500:]}")
         return outcome
@@ -121,7 +121,7 @@ def rounds(report: Report, way: str, runtime: str, errors: list[str], choice: Ch
     """All rounds of a way."""
     job = Job.begin(way)
     for _ in range(2):  # the first fills caches
-        done, calls = traced(job.line(), None, _FROM)
+        done, calls = run_traced(job.line(), None, _FROM)
         good(done)
         job.check(done)
     chosen = points(calls, errors, choice)
@@ -132,7 +132,7 @@ def rounds(report: Report, way: str, runtime: str, errors: list[str], choice: Ch
         name, call = f"{runtime} {way}, call {point.at}, {point.error}", ""
         report.counts[f"{way}s"] += 1
         try:
-            done, calls = traced(job.line(), point, _FROM)
+            done, calls = run_traced(job.line(), point, _FROM)
             call = calls[0] if calls else ""
             report.counts[point.error if call else "not met"] += 1
             outcome = job.check(done)

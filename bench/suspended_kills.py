@@ -5,10 +5,10 @@
         [--runtimes crun,runc] [--ways suspend,resume,spill,swap,checkpoint]
         [--victims gpusnap,gpusnap-runtime,runtime,podman]
 
-As kills.py does it: a round kills some of the processes that a command has started, at a moment of its usual
-duration or soon after one of them has begun. Then `gpusnap recover` succeeds, and each container runs with
-every byte right, or is suspended, for Podman too, and does so when it is resumed. Nothing of it is left in
-RAM, in the store or in /run then.
+Like kills.py: a round kills some of the processes that a command has started, at a moment within its usual
+duration or soon after one of them has started. Then `gpusnap recover` must succeed. Each container then runs
+with every byte right, or it is suspended, for Podman too, and runs so after it is resumed. Then nothing of it
+is left in RAM, in the store or in /run.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from faulthost import (
     Bad,
     State,
     goes_on,
-    limited,
     parser,
     prepare,
     processes,
     remove_all,
+    run_limited,
     settings,
     start,
 )
@@ -61,12 +61,12 @@ class Pair(Bench):
     def suspended(self) -> str:
         """Suspend the first, in every second round into the store; how, in words."""
         spilled = random.random() < 0.5
-        good(limited([COMMAND, "suspend", *(["--spill", "--wait"] if spilled else []), NAME]))
+        good(run_limited([COMMAND, "suspend", *(["--spill", "--wait"] if spilled else []), NAME]))
         return "in the store" if spilled else "in RAM"
 
     def states(self) -> dict[str, str]:
         """How gpusnap and Podman have each. Raises Bad where they differ."""
-        listed = json.loads(good(limited([COMMAND, "ps", "--json"])))["containers"]
+        listed = json.loads(good(run_limited([COMMAND, "ps", "--json"])))["containers"]
         found = {each["name"]: each["state"] for each in listed}
         for name, state in found.items():
             word = podman("inspect", "--format", "{{.State.Status}}", name).out.strip()
@@ -78,7 +78,7 @@ class Pair(Bench):
         """See that it runs with every byte right, now or when it is resumed; how it was."""
         state = self.states().get(container.name, "gone")
         if state == "suspended":
-            good(limited([COMMAND, "resume", container.name]))
+            good(run_limited([COMMAND, "resume", container.name]))
         goes_on(container.id)
         return state
 
@@ -104,7 +104,7 @@ def resume(bench: Pair) -> str:
 
 def spill(bench: Pair) -> str:
     """It is suspended, in RAM or in the store as a whole."""
-    good(limited([COMMAND, "suspend", NAME]))
+    good(run_limited([COMMAND, "suspend", NAME]))
     _, killer = bench.run("spill", [COMMAND, "suspend", "--spill", "--wait", NAME], victims=("gpusnap",))
     said = bench.recover()
     if bench.states()[NAME] != "suspended":
@@ -134,12 +134,12 @@ def checkpoint(bench: Pair) -> str:
     done, killer = bench.run("checkpoint", [COMMAND, "checkpoint", NAME, "--to", name])
     said = bench.recover()
     if done.code == 0:
-        good(limited([COMMAND, "verify", name]))
+        good(run_limited([COMMAND, "verify", name]))
     what = f"checkpoint of what is {where}, {killer.killed} killed after {killer.after:.2f} s"
     state = bench.right(bench.container)
     if state != "suspended":
         raise Bad(f"{what}: {said}: it is {state}")
-    removed = limited([COMMAND, "rm", name])
+    removed = run_limited([COMMAND, "rm", name])
     if removed.code not in (0, _NOT_THERE) or (done.code == 0 and removed.code):
         raise Bad(f"{what}: {said}: rm: {removed.err}")
     return f"{what}: {said}"
@@ -161,12 +161,12 @@ def ready(bench: Pair) -> None:
     bench.measure("checkpoint", [COMMAND, "checkpoint", NAME, "--to", f"oci:{STORE}:first"])
     bench.measure("spill", [COMMAND, "suspend", "--spill", "--wait", NAME])
     bench.measure("resume", [COMMAND, "resume", NAME])
-    good(limited([COMMAND, "suspend", NAME]))
+    good(run_limited([COMMAND, "suspend", NAME]))
     other = start(OTHER)
     bench.measure("swap", [COMMAND, "swap", OTHER, NAME])
     other.remove()
-    good(limited([COMMAND, "rm", f"oci:{STORE}:first"]))
-    good(limited([COMMAND, "gc", f"oci:{STORE}"]))
+    good(run_limited([COMMAND, "rm", f"oci:{STORE}:first"]))
+    good(run_limited([COMMAND, "gc", f"oci:{STORE}"]))
     bench.before = State.now()
 
 
@@ -177,7 +177,7 @@ def one_round(bench: Pair, way: str, name: str) -> None:
         said = ROUNDS[way](bench)
         if left := bench.before.left():
             raise Bad(f"left behind by {said}: {left[:10]}")
-        good(limited([COMMAND, "gc", f"oci:{STORE}"]))
+        good(run_limited([COMMAND, "gc", f"oci:{STORE}"]))
         if staged := [str(path) for path in (STORE / "staging").glob("*")]:
             raise Bad(f"left in the store by {said}: {staged[:10]}")
         bench.report.note(f"{name}: {said}")

@@ -1,17 +1,17 @@
-"""Two model servers that take turns on one GPU: how long until the one that comes gives its first answer.
+"""Two model servers that are swapped on one GPU: the time until the resumed one gives its first answer.
 
     python3 bench/swap_server.py [--layers 32] [--swaps 5] [--json swap_server.json]
 
-The servers are those of bench/server.py, both with memory on the GPU when they start; one is suspended, and
-then `gpusnap swap` has them change places. Behind each swap the one that came is asked for one token, and
-that is the clock's end; then for 32, which are compared with what it said when it was started. Seconds:
+The servers are those of bench/server.py, both with memory on the GPU when they start. One is suspended, and
+then `gpusnap swap` exchanges them. After each swap, the resumed server is asked for one token, which ends the
+measured time; then for 32, which are compared with its answer after it was started. Seconds:
 
     swap        the command
     answer      from its start to the first answer
     beyond      from the command's end to the first answer
 
-Needs root, Podman and a GPU with torch and transformers; or the test host, where gpuwork stands in for the
-model. Installs gpusnap for as long as it runs, and removes what it made. Exit code 1 where something failed.
+Needs root, Podman and a GPU with torch and transformers; or the test host, where gpuwork replaces the model.
+Installs gpusnap while it runs, and removes what it made. The exit code is 1 if something failed.
 """
 
 from __future__ import annotations

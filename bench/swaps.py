@@ -1,14 +1,15 @@
-"""Three servers take turns on one GPU that has room for one: nothing is lost, and nothing grows.
+"""Three servers in turn on one GPU that has room for one: nothing is lost, and no resource grows.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B /src/bench/swaps.py [--rounds 200] [--mib 64] [--runtimes crun,runc]
 
-A round is a `gpusnap swap` of the container that runs with the one that was suspended first. Then every byte
-of the GPU memory of the one that came in is right, the GPU holds that one's memory alone, and all is counted
-that could grow. Before each fifth round the one that comes in is spilled to the store. After the first six
-rounds everything has been there once; what is more in a later round is a failure: open files, mappings and
-threads of the containers' processes and of conmon, processes, mounts, files in /run and in gpusnap's folders.
-Bytes may differ by some MiB: what is resident, and what RAM the tmpfs of /run and of the stage take.
+A round is a `gpusnap swap` of the running container with the one that was suspended first. After it, every
+byte of the GPU memory of the resumed one must be right, the GPU must hold only its memory, and all resources
+are counted that could grow. Before each fifth round, the container to resume is spilled to the store. After
+the first six rounds, every resource has been used once; any growth in a later round is a failure: open files,
+mappings and threads of the containers' processes and of conmon, processes, mounts, files in /run and in
+gpusnap's directories. Bytes may differ by some MiB: resident memory, and the RAM of the tmpfs of /run and of
+the stage.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from faulthost import (
     Bad,
     Report,
     goes_on,
-    limited,
     parser,
     prepare,
     processes,
     remove_all,
+    run_limited,
     settings,
-    waited,
+    wait_for,
 )
 from gpuhost import install
 from support import GPUS_CONF, Container, good
@@ -104,13 +105,13 @@ def _steady(most: dict[str, int]) -> bool:
 def swap(out: Container, into: Container, mib: int) -> float:
     """One swap; its seconds. Raises Bad, AssertionError."""
     begun = time.monotonic()
-    good(limited([COMMAND, "swap", out.name, into.name]))
+    good(run_limited([COMMAND, "swap", out.name, into.name]))
     took = time.monotonic() - begun
     goes_on(into.id)
     (gpu,) = Nvidia().host().gpus
     if not mib * MIB <= gpu.memory_used < 2 * mib * MIB:
         raise Bad(f"{gpu.memory_used} bytes of the GPU are in use, and one container has {mib} MiB")
-    listed = json.loads(good(limited([COMMAND, "ps", "--json"])))["containers"]
+    listed = json.loads(good(run_limited([COMMAND, "ps", "--json"])))["containers"]
     states = {each["name"]: each["state"] for each in listed}
     if states != {name: "running" if name == into.name else "suspended" for name in NAMES}:
         raise Bad(f"after the swap of {out.name} and {into.name}: {states}")
@@ -125,7 +126,7 @@ def swaps(report: Report, runtime: str, number: int, mib: int, end: float) -> No
     line: list[Container] = []
     for name in NAMES:
         if line:
-            good(limited([COMMAND, "suspend", line[-1].name]))
+            good(run_limited([COMMAND, "suspend", line[-1].name]))
         line.append(Container.start(name, "--mib", str(mib), gpus=("0",)))
     most: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -136,7 +137,7 @@ def swaps(report: Report, runtime: str, number: int, mib: int, end: float) -> No
         report.counts["swaps"] += 1
         into, out = line[0], line[-1]
         if at % _SPILLED == _SPILLED - 1:
-            good(limited([COMMAND, "suspend", "--spill", "--wait", into.name]))
+            good(run_limited([COMMAND, "suspend", "--spill", "--wait", into.name]))
             report.counts["of them from the store"] += 1
         took.append(swap(out, into, mib))
         line = [*line[1:], into]
@@ -144,7 +145,7 @@ def swaps(report: Report, runtime: str, number: int, mib: int, end: float) -> No
         report.note(f"{runtime}, swap {at}: {took[-1]:.2f} s, {last}")
         if at < _FIRST:
             most = {what: max(number, most.get(what, 0)) for what, number in last.items()}
-        elif not waited(partial(_steady, most)):  # a worker may be ending just now
+        elif not wait_for(partial(_steady, most)):  # a worker may be ending just now
             found, names = grown(most, readings()), sorted(processes().values())
             raise Bad(f"{runtime}: grown since swap {_FIRST}: {found}; {names}")
         report.counts["good"] += 1
@@ -154,7 +155,7 @@ def swaps(report: Report, runtime: str, number: int, mib: int, end: float) -> No
         print(f"    {most_of:>20}{last.get(what, 0):>16}  {what}")
     line[-1].remove()
     for each in line[:-1]:
-        good(limited([COMMAND, "resume", each.name]))
+        good(run_limited([COMMAND, "resume", each.name]))
         goes_on(each.id)
         each.remove()
 

@@ -1,14 +1,14 @@
-"""How often a server with clients all the time can be checkpointed, and what the clients see.
+"""How often a server under constant traffic can be checkpointed, and what its clients see.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B bench/traffic.py [--rounds 50] [--rate 100] [--json F]
 
-A GPU process in a container answers TCP connections: so many new ones a second, and four that stay open. On
-the host's network and on a bridge, with --leave-running and without (then it is restored), with
---tcp-established and without: so many checkpoints in a row of one container each. After each the server
-answers new connections again; at the end every byte of its GPU memory was right at every tick. Runs in the
-test host, with softgpu as its GPU. Its runtimes are those whose CRIU can dump sockets on this kernel: of
-/opt/newer where the host's own cannot.
+A GPU process in a container answers TCP connections: the given number of new ones a second, and four that
+stay open. On the host's network and on a bridge, with --leave-running and without (then it is restored), with
+--tcp-established and without, it makes the given number of checkpoints in a row of one container. After each,
+the server must answer new connections again. At the end, every byte of its GPU memory must have been right at
+every tick. Runs in the test host, with softgpu as its GPU. It uses runtimes whose CRIU can dump sockets on
+this kernel: those of /opt/newer if the host's own cannot.
 """
 
 from __future__ import annotations

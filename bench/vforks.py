@@ -1,12 +1,13 @@
-"""How often a container that starts programs all the time can be dumped: by a runtime alone, and by gpusnap.
+"""How often a container that always starts programs can be dumped: by a runtime alone, and with gpusnap.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B bench/vforks.py [--dumps 12] [--wait 60] [--json F]
 
-A process of the container starts a program every 10 ms, and each time waits so many milliseconds within
-vfork(2) until that has begun, where CRIU cannot stop it. Each dump leaves the container running. The runtime
-alone dumps it without a GPU, since it could not dump it with one; gpusnap has one in software (softgpu), and
-its dumps contain the driver's work. Runs in the test host, as it puts gpusnap and softgpu in place.
+A process of the container starts a program every 10 ms. Each time it waits the given number of milliseconds
+in vfork(2) until the program begins; CRIU cannot stop it there. Each dump leaves the container running. The
+runtime alone dumps the container without a GPU, because it could not dump it with one. gpusnap's container
+has a GPU in software (softgpu), and its dumps contain the driver's work. Runs in the test host, because it
+installs gpusnap and softgpu.
 """
 
 from __future__ import annotations

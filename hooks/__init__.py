@@ -1,5 +1,5 @@
 """gpusnap's OCI hooks: small programs that an engine or a runtime runs at the stages of a container's life.
 
-`gpusnap-hook STAGE` (gpusnap.hooks.main) is what runs; gpusnap.hooks.hooksd writes the files that make Podman
-run it.
+`gpusnap-hook STAGE` (gpusnap.hooks.main) is the program; gpusnap.hooks.hooksd writes the files with which
+Podman runs it.
 """

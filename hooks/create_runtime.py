@@ -1,6 +1,6 @@
 """The stage createRuntime: records the GPUs that a container was given (runtime-spec, config.md).
 
-The runtime runs it on the host when the container's namespaces exist and its program has not been started.
+The runtime runs it on the host when the container's namespaces exist and its program has not started yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CONFIG_LIMIT = 16 << 20
 
 
 def note_gpus(data: bytes) -> None:
-    """Keep the GPUs of the container whose state `data` is; see gpusnap.hooks.record. Raises HookError."""
+    """Record the GPUs of the container whose state `data` is; see gpusnap.hooks.record. Raises HookError."""
     quick = _bundle_without_parsing(data)
     if quick and not may_have_gpu(_config(quick)):
         return
@@ -49,9 +49,10 @@ def note_gpus(data: bytes) -> None:
 
 
 def _bundle_without_parsing(data: bytes) -> str:
-    """The bundle of a state; empty where that takes a parser, which ordinary containers are spared.
+    """Return the bundle of a state; empty if that needs a parser, whose import ordinary containers avoid.
 
-    Without a backslash every quotation mark begins or ends a string, and what comes once is the name.
+    Without a backslash, every quotation mark begins or ends a string, and a text that occurs once is the
+    name.
     """
     _, name, after = data.partition(b'"bundle"')
     if not name or name in after or b"\\" in data:

@@ -1,4 +1,4 @@
-"""JSON from elsewhere: read strictly, and turned back into JSON without loss."""
+"""JSON from elsewhere: parsed strictly, and converted back to JSON without loss."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 from gpusnap.hooks.errors import HookError
 from gpusnap.oci.base.json_text import parse_json
 
-TYPE_CHECKING = False  # not typing's, whose import every container would pay for
+TYPE_CHECKING = False  # not from typing, because every container would have to wait for its import
 if TYPE_CHECKING:
     from typing import Any
 
 
 def parse(data: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `data`; `what` names it in the message.
+    """Parse the JSON object in `data`; `what` names it in the message.
 
-    Raises HookError for anything that another parser could read differently, or that `text` could not give
-    back: a name that stands twice in an object, NaN, a number beyond a double.
+    Raises HookError for anything that another parser could read differently, or that `text` could not write
+    back: a duplicate name in an object, NaN, a number beyond a double.
     """
     try:
         document = parse_json(data.decode("utf-8"))
@@ -28,5 +28,5 @@ def parse(data: bytes, what: str) -> dict[str, Any]:
 
 
 def text(document: dict[str, Any]) -> bytes:
-    """The document as JSON, its names in the order in which they came."""
+    """Return the document as JSON, with its names in their original order."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")

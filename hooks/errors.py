@@ -1,4 +1,4 @@
-"""What can go wrong in a hook. gpusnap.hooks.main turns it into a line on stderr; no container fails."""
+"""Errors of a hook. gpusnap.hooks.main turns them into a line on stderr; no container fails."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from gpusnap.runtime_shim.errors import GpusnapError
 
 
 class HookError(GpusnapError):
-    """What a hook was given is not what it should be, or its record cannot be kept."""
+    """The input of a hook is invalid, or its record cannot be written."""

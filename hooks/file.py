@@ -1,4 +1,4 @@
-"""Reads files that may be anything: with a size limit, and without waiting."""
+"""Reads files of unknown type: with a size limit, and without waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpusnap.runtime_shim.errors import reason
 
 
 def read_file(path: str, limit: int, *, folder: int | None = None) -> bytes:
-    """A regular file of at most `limit` bytes; `folder` is a descriptor that `path` is relative to.
+    """Read a regular file of at most `limit` bytes; `folder`: a descriptor that `path` is relative to.
 
     Raises HookError for anything else there; FileNotFoundError passes through.
     """

@@ -1,7 +1,7 @@
 """Finds the GPUs that a container is given, in its configuration (runtime-spec, config-linux.md, Devices).
 
 NVIDIA: the nodes /dev/nvidia*, and the driver's files as nvidia-ctk's CDI specification mounts them. AMD:
-/dev/kfd, with the render nodes in /dev/dri; those alone may belong to any other GPU.
+/dev/kfd, with the render nodes in /dev/dri; render nodes alone may belong to any other GPU.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _CDI = "cdi.k8s.io/"
 
 
 def is_named_as_drivers(path: str) -> bool:
-    """Whether a path ends as that of a file of NVIDIA's driver, wherever that is.
+    """Whether a path ends like that of a file of NVIDIA's driver, wherever it is.
 
-    A mount of one gets an option that does no harm to any other. What a checkpoint's manifest asks for is
-    judged more strictly, by gpu.nvidia.driver_files.is_driver_file.
+    A mount of such a file gets an option that does no harm to other mounts.
+    gpu.nvidia.driver_files.is_driver_file is the stricter check for the manifest of a checkpoint.
     """
     return _DRIVER_FILE.fullmatch(path) is not None
 
@@ -39,7 +39,7 @@ def _is_node(path: str) -> bool:
 
 
 def _objects(config: dict[str, Any], *names: str) -> list[dict[str, Any]]:
-    """The objects in an array of a configuration that may not have been checked yet."""
+    """Return the objects in an array of a configuration that may not have been checked yet."""
     place: Any = config
     for name in names:
         place = place.get(name) if isinstance(place, dict) else None
@@ -63,7 +63,7 @@ def has_gpu(config: dict[str, Any]) -> bool:
 
 
 def nodes(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The GPUs' device nodes, by path in the container: path, major, minor; mounted ones too."""
+    """Return the GPUs' device nodes, by path in the container: path, major, minor; also mounted ones."""
     found: dict[str, tuple[int, int]] = {}
     for device in _objects(config, "linux", "devices"):
         major, minor = device.get("major"), device.get("minor")
@@ -82,7 +82,7 @@ def nodes(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _numbers(source: str) -> tuple[int, int] | None:
-    """Major and minor of a node on this host, for a bind mount of it (as a rootless engine makes)."""
+    """Return major and minor of a node on this host, for a bind mount of it (by a rootless engine)."""
     if not (_is_node(source) or source.startswith("/dev/dri/")):
         return None
     try:
@@ -93,21 +93,21 @@ def _numbers(source: str) -> tuple[int, int] | None:
 
 
 def cdi_names(config: dict[str, Any]) -> list[str]:
-    """The CDI devices named by annotations, e.g. nvidia.com/gpu=0 (CDI, SPEC.md); Podman leaves none."""
+    """Return the CDI devices named by annotations, e.g. nvidia.com/gpu=0 (CDI, SPEC.md); Podman sets none."""
     annotations = config.get("annotations") or {}
     values = (value for name, value in annotations.items() if name.startswith(_CDI))
     return sorted({name.strip() for value in values for name in value.split(",") if name.strip()})
 
 
 def visible_devices(config: dict[str, Any]) -> str:
-    """NVIDIA_VISIBLE_DEVICES of the container's environment; "void" from a CDI specification."""
+    """Return NVIDIA_VISIBLE_DEVICES of the container's environment; "void" from a CDI specification."""
     entries = (config.get("process") or {}).get("env") or ()
     prefix = "NVIDIA_VISIBLE_DEVICES="
     return next((entry.removeprefix(prefix) for entry in reversed(entries) if entry.startswith(prefix)), "")
 
 
 def driver_version(config: dict[str, Any]) -> str:
-    """The driver's version, which stands in the names of its libraries; empty where none is mounted."""
+    """Return the driver's version, which is in the names of its libraries; empty if none is mounted."""
     for mount in _objects(config, "mounts"):
         for path in (_word(mount, "source"), _word(mount, "destination")):
             if match := _VERSIONED.search(path):

@@ -1,11 +1,11 @@
-"""The files that make Podman run the hooks: oci-hooks(5), version 1.0.0, one for each stage.
+"""The files with which Podman runs the hooks: oci-hooks(5), version 1.0.0, one for each stage.
 
-A file is ours if it is, byte for byte, what `files` makes of the program and the choices in it. If somebody
-changed it, it is theirs. Each file is put in place in one step.
+A file belongs to gpusnap if it is, byte for byte, what `files` makes of the program and the choices in it. If
+somebody changed it, it belongs to them. Each file is written in one step.
 
-hooks.d has no condition for "has a GPU": Podman leaves no annotation for --device, and `hasBindMounts` counts
+hooks.d has no condition for "has a GPU": Podman sets no annotation for --device, and `hasBindMounts` counts
 the volumes of the user, not CDI's mounts (libpod, setupOCIHooks). So the hooks run for every container and
-see for themselves, or, with `annotated`, only for one with an annotation io.gpusnap or io.gpusnap.*.
+check it themselves, or, with `annotated`, only for one with an annotation io.gpusnap or io.gpusnap.*.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from gpusnap.runtime_shim.errors import reason
 
 PROGRAM = "gpusnap-hook"
 SHARED_DIRECTORIES = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d")
-"""Read by CRI-O, Buildah and `podman build` too, which take a file with the stage precreate for an error
-(containers/common, pkg/hooks: its caller says which stages beyond OCI's it knows; Buildah names none)."""
+"""Also read by CRI-O, Buildah and `podman build`, which reject a file with the stage precreate
+(containers/common, pkg/hooks: its caller says which stages beyond OCI's it supports; Buildah supports
+none)."""
 
 TIMEOUT = 10
 """Seconds; the hooks give up by themselves after main.SECONDS."""
@@ -43,13 +44,13 @@ _NAMES = {
 _LIMIT = 1 << 16
 
 Change = tuple[str, str]
-"""(what was done, path): written, replaced, unchanged, removed."""
+"""(action, path): written, replaced, unchanged, removed."""
 
 
 def files(
     program: str, *, stages: Iterable[str] = STAGES, annotated: bool = False, criu_config: str = ""
 ) -> dict[str, bytes]:
-    """The files by name. `program` and `criu_config` are absolute paths."""
+    """Return the files by name. `program` and `criu_config` are absolute paths."""
     when: dict[str, Any] = {"annotations": {ANNOTATION: ".*"}} if annotated else {"always": True}
     made = {}
     for stage in STAGES:
@@ -65,7 +66,7 @@ def files(
 
 
 def find_program() -> str:
-    """The absolute path of the installed gpusnap-hook. Raises HookError where there is none."""
+    """Return the absolute path of the installed gpusnap-hook. Raises HookError if there is none."""
     beside = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv and sys.argv[0] else ""
     places = [place for place in (beside, sysconfig.get_path("scripts")) if place]
     for place in places:
@@ -81,10 +82,10 @@ def find_program() -> str:
 
 
 def install(directory: str, made: Mapping[str, bytes], *, force: bool = False) -> list[Change]:
-    """Put the files into `directory`, which is made where it is missing.
+    """Write the files into `directory`, which is created if it is missing.
 
-    Raises HookError, before anything is changed, where one of their names is taken by a file that is not ours
-    and `force` is not given, and where the directory cannot be written.
+    Raises HookError, before anything is changed, if a file of that name does not belong to gpusnap and
+    `force` is not given, and if the directory cannot be written.
     """
     plan = []
     for name, data in made.items():
@@ -108,9 +109,9 @@ def install(directory: str, made: Mapping[str, bytes], *, force: bool = False) -
 
 
 def remove(directory: str, *, dry_run: bool = False) -> tuple[list[Change], list[str]]:
-    """Take our files away; what was done, and the paths with our names that are not ours and stay.
+    """Remove gpusnap's files; return what was done, and paths of other files with these names, which stay.
 
-    `dry_run`: only say so. Raises HookError.
+    `dry_run`: only return it. Raises HookError.
     """
     done, left = [], []
     for name in _NAMES.values():
@@ -133,7 +134,7 @@ def remove(directory: str, *, dry_run: bool = False) -> tuple[list[Change], list
 
 
 def _content(path: str) -> bytes | None:
-    """What is in a file; None where there is none, and nothing of ours where it is no file to read."""
+    """Return the content of a file; None if there is none, and "" if it cannot be read as a file."""
     if not os.path.lexists(path):
         return None
     try:
@@ -143,7 +144,7 @@ def _content(path: str) -> bytes | None:
 
 
 def _is_ours(name: str, data: bytes) -> bool:
-    """Whether `files` makes this of the choices that stand in it."""
+    """Whether `files` makes this of the choices in it."""
     try:
         document = parse(data, "choices")
         hook, (stage,) = document["hook"], document["stages"]

@@ -5,8 +5,8 @@
     gpusnap-hook poststop                          a container's state on stdin
 
 No hook may make a container fail, so the exit code is always 0, and an error is one line on stderr. precreate
-then prints the configuration as it came, byte for byte. Every container of the host may pay for imports here,
-so a stage's module is imported only when it certainly has something to do.
+then prints the configuration unchanged, byte for byte. Every container of the host may have to wait for
+imports here, so a stage's module is imported only if it certainly has something to do.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import sys
 
 from gpusnap.hooks.marks import may_have_gpu
 
-TYPE_CHECKING = False  # not typing's, whose import takes longer than all of this module
+TYPE_CHECKING = False  # not from typing, whose import takes longer than all of this module
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 STAGES = ("precreate", "createRuntime", "poststop")
 SECONDS = 5.0
-"""That a hook gives itself, less than the timeout in the hooks.d files: a killed hook fails the container."""
+"""The hook's own limit, less than the timeout in the hooks.d files: a killed hook fails the container."""
 
 _USAGE = "usage: gpusnap-hook precreate [--criu-config PATH] | createRuntime | poststop"
 _CONFIG_LIMIT = 16 << 20
@@ -31,11 +31,11 @@ _BLOCK = 1 << 16
 
 
 class _TimeUp(BaseException):
-    """No Exception: nothing on the way may take it for one of its own."""
+    """Not an Exception, so that no handler on the way takes it for one of its own."""
 
 
 def main(words: list[str] | None = None, *, source: int = 0, target: int = 1) -> int:
-    """Run the hook that `words` name (those of sys.argv by default); the exit code, always 0.
+    """Run the hook that `words` name (by default those of sys.argv); return the exit code, always 0.
 
     `source` and `target` are the descriptors of stdin and stdout.
     """
@@ -76,7 +76,7 @@ def _run_precreate(options: list[str], source: int, target: int) -> None:
         while not whole[0] and (block := os.read(source, _BLOCK)):
             _write(target, block)
     except OSError as error:
-        if done:  # otherwise the line has been said
+        if done:  # otherwise the error was printed
             _say(f"the configuration cannot be passed on: {error.strerror}")
 
 
@@ -104,7 +104,7 @@ def _with_state(stage: str, options: list[str], source: int) -> None:
 
 
 def _read(source: int, came: list[bytes], limit: int) -> bool:
-    """Read to the end, or until more than `limit` bytes came; whether it was the end."""
+    """Read to the end, or until more than `limit` bytes arrived; return whether it was the end."""
     size = 0
     while size <= limit:
         block = os.read(source, _BLOCK)
@@ -122,8 +122,8 @@ def _write(target: int, data: bytes) -> None:
 
 
 def _run_limited(work: Callable[[], None]) -> bool:
-    """Do the work within SECONDS; whether it was done. Whatever goes wrong is one line on stderr."""
-    # The C module under `signal`, whose enums take a millisecond.
+    """Do the work within SECONDS; return whether it was done. Any error is one line on stderr."""
+    # The C module of `signal`, whose enums take a millisecond.
     import _signal  # type: ignore[import-not-found]
 
     def ring(number: int, frame: object) -> None:
@@ -152,7 +152,7 @@ def _say(text: str) -> None:
     try:
         os.write(2, f"gpusnap-hook: {line}\n".encode("utf-8", "backslashreplace"))
     except OSError:
-        return  # nobody listens
+        return  # nobody reads it
 
 
 if __name__ == "__main__":

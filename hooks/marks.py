@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# In every configuration of a container with a GPU: a part of a node's or of a library's path.
+# A part of a node's or of a library's path, in every configuration of a container with a GPU.
 _MARKS = (b"nvidia", b"kfd", b"libcuda")
 
 

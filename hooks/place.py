@@ -1,10 +1,10 @@
-"""The directories for what gpusnap knows of running containers, one for each; a reboot removes them.
+"""The directories with gpusnap's records of running containers, one for each; a reboot removes them.
 
     /run/gpusnap/containers/      0700
         ID/                       0700, made at createRuntime, removed at poststop
             gpus.json             0600, see gpusnap.hooks.record
 
-Nothing here follows a symbolic link, and no container's ID leads out of the folder.
+Nothing here follows a symbolic link, and no container's ID leads out of the directory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gpusnap.hooks import folder
 from gpusnap.hooks.errors import HookError
 from gpusnap.oci.base.patterns import compile_later
 
-# runc (libcontainer/factory_linux.go) and containerd (pkg/identifiers) allow no more than this.
+# runc (libcontainer/factory_linux.go) and containerd (pkg/identifiers) permit no more than this.
 _ID = compile_later(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,254}")
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DEPTH = 8
 
 
 def check_id(container: object) -> str:
-    """The ID of a container, which is safe as a file's name. Raises HookError for any other."""
+    """Return the ID of a container, which is safe as a file's name. Raises HookError for any other."""
     if not isinstance(container, str) or not _ID.fullmatch(container):
         raise HookError(f"{str(container)[:80]!r} is not a container ID", code="GPS-908")
     return container
@@ -32,7 +32,7 @@ def check_id(container: object) -> str:
 
 @contextlib.contextmanager
 def open_folder(*names: str, make: bool = False) -> Iterator[int]:
-    """A descriptor of folder.FOLDER, or of a folder in it; with `make` they are made where they are missing.
+    """Open folder.FOLDER, or a directory in it; with `make`, missing ones are created.
 
     Raises OSError.
     """
@@ -50,14 +50,14 @@ def open_folder(*names: str, make: bool = False) -> Iterator[int]:
 
 
 def _parts() -> tuple[str, str, str]:
-    """folder.FOLDER as the system's folder, and the two below it that are ours."""
+    """Return folder.FOLDER as the system's directory, and gpusnap's two below it."""
     above, last = os.path.split(folder.FOLDER)
     top, above = os.path.split(above)
     return top, above, last
 
 
 def remove(container: str) -> None:
-    """Remove the folder of a container with all that is in it; a missing one is fine. Raises OSError."""
+    """Remove the directory of a container with its content; a missing one is fine. Raises OSError."""
     try:
         with open_folder() as parent:
             _remove(container, parent, _DEPTH)

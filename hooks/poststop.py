@@ -10,7 +10,7 @@ from gpusnap.runtime_shim.errors import reason
 
 
 def forget(data: bytes) -> None:
-    """Remove what gpusnap kept for the container whose state `data` is. Raises HookError."""
+    """Remove gpusnap's record of the container whose state `data` is. Raises HookError."""
     try:
         if not os.listdir(folder.FOLDER):
             return

@@ -1,16 +1,17 @@
 """Podman's stage precreate, which passes on a container's configuration before the container is created.
 
-Podman gives the configuration on stdin and takes it back from stdout, after CDI's edits and before the
-runtime sees it (libpod, setupOCIHooks; containers/common, pkg/hooks/exec/runtimeconfigfilter.go). What is
-changed here is what later breaks a checkpoint or a restore of a container with a GPU:
+Podman gives the configuration on stdin and reads it back from stdout, after CDI's edits and before the
+runtime sees it (libpod, setupOCIHooks; containers/common, pkg/hooks/exec/runtimeconfigfilter.go). The hook
+changes what would break a later checkpoint or restore of a container with a GPU:
 
 - A bind mount without a `type`, as CDI's are, gets it: crun 1.21 crashes on it when it restores.
-- A bind mount whose source is a symbolic link gets the file behind it: CRIU's restore cannot remount a link.
-- A mount of the driver's files without a propagation option becomes rprivate: CRIU refuses to dump one that
-  it would have to put back into a peer group of the host's.
-- With a path given, the annotation org.criu.config names that file, where the container has none.
+- If the source of a bind mount is a symbolic link, it becomes the target: CRIU's restore cannot remount a
+  link.
+- A mount of the driver's files without a propagation option becomes rprivate: CRIU refuses to dump a mount
+  that it would have to restore into a peer group of the host's.
+- With a path given, the annotation org.criu.config names that file, unless the container has one.
 
-bundle.prepare() does the first two at a restore too, for containers that were made without this hook.
+bundle.prepare() also does the first two at a restore, for containers that were made without this hook.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _COPIES_LINK = "copy-symlink"
 
 
 def prepare_config(data: bytes, criu_config: str = "") -> bytes:
-    """The configuration in `data`, ready for a checkpoint; `data` itself where nothing has to change.
+    """Return the configuration in `data`, prepared for a checkpoint; `data` itself if nothing must change.
 
-    Raises HookError where it is no configuration.
+    Raises HookError if it is no configuration.
     """
     config = parse(data, "the container's configuration")
     if not has_gpu(config):
@@ -48,7 +49,7 @@ def prepare_config(data: bytes, criu_config: str = "") -> bytes:
 
 
 def _mend(mount: dict[str, Any]) -> bool:
-    """Give one mount what it lacks; whether it lacked anything."""
+    """Add what one mount lacks; return whether it lacked anything."""
     options = mount.get("options") or []
     if mount.get("type") != "bind" and not {"bind", "rbind"} & set(options):
         return False
@@ -64,7 +65,7 @@ def _mend(mount: dict[str, Any]) -> bool:
 
 
 def _resolve_link(path: str) -> str:
-    """The file behind a symbolic link; `path` as it is for all else, and where the link leads nowhere."""
+    """Return the target of a symbolic link; `path` itself for anything else, and for a broken link."""
     try:
         return os.path.realpath(path, strict=True) if os.path.islink(path) else path
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """The record of a container's GPUs, /run/gpusnap/containers/ID/gpus.json; the schema is gpus.schema.json.
 
-Written at createRuntime. It says what the container was given, which is not what it uses: for that ask the
-driver. A restored container has one only where the runtime runs createRuntime hooks again, as runc does.
+Written at createRuntime. It says what the container was given, not what it uses: only the driver knows that.
+A restored container has one only if the runtime runs createRuntime hooks again, as runc does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIMIT = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A device node as the container sees it."""
+    """A device node, as the container sees it."""
 
     path: str
     major: int
@@ -41,24 +41,24 @@ class Record:
     created: str
     """RFC 3339, UTC."""
     pid: int
-    """Of its init, in the runtime's PID namespace; 0 where the runtime did not say."""
+    """The PID of its init, in the runtime's PID namespace; 0 if the runtime did not report it."""
     bundle: str
     driver: str
-    """The version in the names of the mounted libraries; empty where none is mounted."""
+    """The version in the names of the mounted libraries; empty if none is mounted."""
     devices: tuple[Node, ...]
     cdi: tuple[str, ...]
-    """CDI devices by name, where an annotation gave them."""
+    """CDI devices by name, if an annotation lists them."""
     visible: str
     """NVIDIA_VISIBLE_DEVICES."""
 
 
 def format_now() -> str:
-    """The time for `Record.created`."""
+    """Return the time for `Record.created`."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def write(record: Record) -> None:
-    """Keep a record, in one step and for root's eyes. Raises HookError."""
+    """Write a record, in one step and readable only for root. Raises HookError."""
     container = place.check_id(record.container)
     values = asdict(record)
     document = {
@@ -93,7 +93,7 @@ def _write(data: bytes, folder: int) -> None:
 
 
 def read(container: str) -> Record | None:
-    """The record of a container by its full ID, None without one. Raises HookError where it is broken."""
+    """Read the record of a container by its full ID, None without one. Raises HookError if it is broken."""
     what = f"the record of container {place.check_id(container)}"
     try:
         with place.open_folder(container) as folder:

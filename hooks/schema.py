@@ -1,4 +1,4 @@
-"""The JSON Schemas of what the hooks read and write: config, state and gpus (.schema.json, beside this)."""
+"""The JSON Schemas of the hooks' input and output: config, state and gpus (.schema.json, beside this)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gpusnap.hooks.errors import HookError
 
 
 def check(document: dict[str, Any], name: str, what: str) -> None:
-    """Raise HookError where `document` does not follow NAME.schema.json; `what` names it in the message."""
-    # Imported here: it takes 0.1 s, and a container without a GPU must not pay for it.
+    """Raise HookError if `document` does not follow NAME.schema.json; `what` names it in the message."""
+    # Imported here: it takes 0.1 s, and a container without a GPU must not wait for it.
     import jsonschema
 
     text = resources.files("gpusnap.hooks").joinpath(f"{name}.schema.json").read_text("utf-8")

@@ -1,1 +1,1 @@
-"""Checkpoints as files that other tools read: Podman's archive today. Knows no GPU, no CRIU, no runtime."""
+"""Checkpoints as files that other tools can read. Nothing here depends on GPUs, CRIU or a runtime."""

@@ -1,8 +1,8 @@
-"""Questions about a process that the kernel may never answer, each with a deadline.
+"""Asks the kernel about a process, with a deadline, because it may never answer.
 
 A process can make the kernel wait for somebody else: for the server of a file system in user space (FUSE)
 whose file it has open or mapped, and so also for its own mm->mmap_lock, which /proc/PID/cmdline and environ
-take. Any user can have such a file system. The wait ends only when the server answers, or by SIGKILL. So the
+need. Any user can have such a file system. The wait ends only when the server answers, or by SIGKILL. So the
 question is asked in a thread that can be left behind; it ends with this process.
 """
 
@@ -22,11 +22,11 @@ from gpusnap.runtime_shim import threads
 T = TypeVar("T")
 
 PATIENCE = 10.0
-"""Seconds. The kernel has an answer within microseconds; a busy host's disk, within some seconds."""
+"""Seconds. The kernel answers within microseconds; a busy host's disk, within a few seconds."""
 
 
 def wait_for_end(descriptor: int, seconds: float) -> bool:
-    """Wait so many seconds until the process of a pidfd has ended, all its threads; whether it has.
+    """Wait at most `seconds` until the process of a pidfd has ended, all its threads; return whether it has.
 
     Such a descriptor is readable from then on (pidfd_open(2)).
     """
@@ -36,7 +36,7 @@ def wait_for_end(descriptor: int, seconds: float) -> bool:
 
 
 class _Answer(Generic[T]):
-    """What a question gave: its value, or what it raised."""
+    """The result of a question: its value, or its exception."""
 
     def __init__(self, question: Callable[[], T]) -> None:
         self._value: list[T] = []
@@ -54,7 +54,7 @@ class _Answer(Generic[T]):
 
 
 class _Thread:
-    """A thread that answers one question after another, until one was not answered in time."""
+    """A thread that answers one question after another, until one is not answered in time."""
 
     def __init__(self) -> None:
         self._questions: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
@@ -68,7 +68,7 @@ class _Thread:
         return self._answers.get(timeout=within)
 
     def end(self) -> None:
-        """Have it end, when the question that it is at has been answered."""
+        """Let it end after the current question has been answered."""
         self._questions.put(None)
 
     def _run(self) -> None:
@@ -81,10 +81,10 @@ os.register_at_fork(after_in_child=_idle.clear)  # a child has none of the threa
 
 
 def ask(question: Callable[[], T], what: str, *, within: float = PATIENCE) -> T:
-    """What the question gives, asked in another thread of this process.
+    """Return the result of the question, asked in another thread of this process.
 
-    Raises what it raises; TimeoutError, whose filename is `what`, after `within` seconds; GpusnapError where
-    the kernel gives no thread.
+    Raises what it raises; TimeoutError, whose filename is `what`, after `within` seconds; GpusnapError if no
+    thread can be started.
     """
     try:
         thread = _idle.pop()
@@ -95,7 +95,7 @@ def ask(question: Callable[[], T], what: str, *, within: float = PATIENCE) -> T:
     except Empty:
         thread.end()
         raise TimeoutError(errno.ETIMEDOUT, f"the kernel did not respond within {within:g} s", what) from None
-    except BaseException:  # a signal's
+    except BaseException:  # from a signal
         thread.end()
         raise
     _idle.append(thread)
@@ -103,11 +103,11 @@ def ask(question: Callable[[], T], what: str, *, within: float = PATIENCE) -> T:
 
 
 def read_lines(path: str) -> list[str]:
-    """The lines of a file of /proc. Raises OSError where it is gone, and as `ask`."""
+    """Return the lines of a file of /proc. Raises OSError if it is gone, and as `ask`."""
 
     def content() -> bytes:
         with open(path, "rb") as file:
             return file.read()
 
-    # Not splitlines: a name may have what that takes for the end of a line, but no newline.
+    # Not splitlines: a name may contain other line separators, but no newline.
     return [line for line in ask(content, path).decode("utf-8", "surrogateescape").split("\n") if line]

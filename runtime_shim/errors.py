@@ -15,11 +15,11 @@
     └── GpuError             the GPU's driver: see gpusnap.runtime_shim.gpu.api.errors
 
 A message is one sentence that says what happened to what; `hint` is the next thing to do; `code`, such as
-GPS-312, is what it is found under in docs/errors.md and by `gpusnap explain` (gpusnap.error_codes has all). A
-class may have a code for all its errors, and the place that raises one a more precise one. Podman rewrites
-every message that holds the words of ENOENT or EACCES into "OCI runtime attempted to invoke a command that
-was not found" (libpod, getOCIRuntimeError), so `reason()` words those two differently, and `sentence()` does
-so where they come from crun, runc or CRIU. It keeps the rest of the line, and so the code at its end.
+GPS-312, identifies it in docs/errors.md and for `gpusnap explain` (gpusnap.error_codes has all). A class may
+have a code for all its errors, and the place that raises one a more precise one. Podman replaces every
+message with the text of ENOENT or EACCES by "OCI runtime attempted to invoke a command that was not found"
+(libpod, getOCIRuntimeError). So `reason()` words those two differently, and `sentence()` does so for messages
+of crun, runc or CRIU. It keeps the rest of the line, and so the code at its end.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import os
 
 
 class GpusnapError(Exception):
-    """The base of all errors that a user may see: one sentence, and what to do about it."""
+    """The base of all errors that a user may see: one sentence, and a hint."""
 
     code: str = ""
-    """Such as GPS-312; empty where docs/errors.md has no more to say than the sentence."""
+    """Such as GPS-312; empty if docs/errors.md says no more than the sentence."""
 
     def __init__(self, message: str, *, hint: str = "", code: str = "") -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class GpusnapError(Exception):
             self.code = code
 
     def add_hint(self, text: str) -> None:
-        """Say this, too, after what the hint says already."""
+        """Append a sentence to the hint."""
         self.hint = "; ".join(filter(None, [self.hint, text]))
 
     def sentence(self) -> str:
@@ -51,11 +51,11 @@ class GpusnapError(Exception):
 
 
 MAKE_ROOM = "free some space there; in a store, use gpusnap prune --gc or gpusnap rm --gc"
-"""The hint for a disk that is full, or would be."""
+"""The hint for a disk that is full, or nearly full."""
 
 
 class UsageError(GpusnapError):
-    """A command line that gpusnap-runtime cannot take."""
+    """A command line that gpusnap-runtime does not accept."""
 
 
 class SettingsError(GpusnapError):
@@ -80,11 +80,11 @@ class AlreadyPaused(ContainerError):
 
 
 class Refused(GpusnapError):
-    """Pre-flight found a reason not to begin; the container was not touched."""
+    """Pre-flight found a reason not to start; the container was not touched."""
 
 
 class RuntimeFailed(GpusnapError):
-    """The real runtime (or CRIU under it) failed; `exit_code` is what it returned."""
+    """The real runtime (or CRIU under it) failed; `exit_code` is its exit code."""
 
     def __init__(self, message: str, *, hint: str = "", code: str = "", exit_code: int = 1) -> None:
         super().__init__(message, hint=hint, code=code)
@@ -92,14 +92,14 @@ class RuntimeFailed(GpusnapError):
 
 
 class NotStarted(RuntimeFailed):
-    """A program cannot be started: another runtime may be."""
+    """A program cannot be started; another runtime may work."""
 
     def __init__(self, message: str, *, hint: str = "", code: str = "") -> None:
         super().__init__(message, hint=hint, code=code, exit_code=127)
 
 
 class ManifestError(GpusnapError):
-    """The manifest is missing, cut short, or does not follow its schema."""
+    """The manifest is missing, truncated, or does not follow its schema."""
 
     code = "GPS-601"
 
@@ -115,10 +115,10 @@ class ImageError(GpusnapError):
 
 
 class Interrupted(GpusnapError):
-    """SIGINT, SIGTERM or SIGHUP came in while we worked; what was done has been undone."""
+    """SIGINT, SIGTERM or SIGHUP arrived during the work; what was done has been undone."""
 
 
-# The wordings that Podman replaces (libpod/oci_util.go, getOCIRuntimeError).
+# The texts that Podman replaces (libpod/oci_util.go, getOCIRuntimeError).
 _REWORDED = {
     errno.ENOENT: "it does not exist",
     errno.EACCES: "access is refused",
@@ -140,13 +140,13 @@ def _reword(text: str) -> str:
 
 
 def with_code(text: str, code: str) -> str:
-    """A line with a code at its end, where there is one that it does not have yet."""
+    """Append a code to a line that does not have it yet."""
     return f"{text} [{code}]" if code and f"[{code}]" not in text else text
 
 
 def split_code(text: str) -> tuple[str, str]:
-    """A line and the code that stood at its end; "" where there was none."""
-    # No regular expression: importing `re` takes longer than a pass-through to crun may.
+    """Split a line from the code at its end; "" if there is none."""
+    # No regular expression: importing `re` takes longer than a pass-through to crun may take.
     before, _, last = text.rpartition(" [")
     number = last.removeprefix("GPS-").removesuffix("]")
     if last == f"GPS-{number}]" and len(number) == 3 and number.isascii() and number.isdecimal():
@@ -155,20 +155,20 @@ def split_code(text: str) -> tuple[str, str]:
 
 
 def reason(error: OSError) -> str:
-    """The errno of `error` in words that Podman shows as they are."""
+    """Return a text for the errno of `error` that Podman does not replace."""
     number = error.errno or 0
     return _REWORDED.get(number) or os.strerror(number)
 
 
 def is_of_no_module(error: BaseException) -> bool:
-    """Whether a module has nothing in it: Python takes one whose file it cannot look at for a folder."""
+    """Whether a module is empty: Python takes one whose file it cannot read for a directory."""
     return isinstance(error, AttributeError) and getattr(error.obj, "__file__", "") is None
 
 
 def make_unforeseen(error: Exception) -> GpusnapError:
-    """An exception that nobody foresaw, as a sentence for the user, with the line of code that it is from."""
+    """Make a sentence for the user from an unexpected exception, with its line of code."""
     if isinstance(error, ImportError) or is_of_no_module(error):
-        # Nobody can tell then whether a container has GPU state, which a plain checkpoint would lose.
+        # Then it is not known whether a container has GPU state, which a plain checkpoint would lose.
         return GpusnapError(
             f"a module of gpusnap is missing, so nothing is checkpointed or restored: {error}",
             hint="reinstall gpusnap; gpusnap doctor checks the installation",
@@ -203,7 +203,7 @@ def _is_of_an_import(error: OSError) -> bool:
 
 
 def own_file_unreadable(path: str, error: OSError) -> GpusnapError:
-    """A file of the installed gpusnap, or of a module that it imports, that cannot be read."""
+    """The error if a file of the installed gpusnap, or of a module that it imports, cannot be read."""
     return GpusnapError(
         f"gpusnap cannot read its own file {path}: {reason(error)}",
         hint="try again, or look for I/O errors in the kernel log (dmesg), and reinstall gpusnap",
@@ -217,7 +217,7 @@ def is_of_no_thread(error: RuntimeError) -> bool:
 
 
 def no_thread(error: RuntimeError) -> GpusnapError:
-    """A thread that Python could not start."""
+    """The error if Python could not start a thread."""
     return GpusnapError(
         f"a thread cannot be started: {error}",
         hint="raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
@@ -226,16 +226,16 @@ def no_thread(error: RuntimeError) -> GpusnapError:
 
 
 def printable(text: str) -> str:
-    r"""A text for a terminal: what would command it is written as an escape, such as \x1b.
+    r"""Make a text safe for a terminal: control sequences are escaped, such as \x1b.
 
-    A process chooses its own name, and an archive the names in it: one with the bytes of a terminal's control
-    sequences (ECMA-48), a line's end or a mark that turns the direction of writing is shown and not obeyed.
+    A process chooses its own name, and an archive the names in it. Control sequences of a terminal (ECMA-48),
+    line ends and marks that change the direction of writing are shown and not obeyed.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def make_other_namespace_error(path: str) -> GpusnapError:
-    """What to say of a file that names processes by PIDs of another PID namespace."""
+    """The error for a file with PIDs of another PID namespace."""
     return GpusnapError(
         f"{path} was written in another PID namespace, whose process IDs are unknown here",
         hint="run gpusnap on the host itself, not in a container or toolbox that has the host's /run",

@@ -1,4 +1,4 @@
-"""Modules that are imported while whoever needs them waits for something else."""
+"""Imports modules while the caller waits for something else."""
 
 from __future__ import annotations
 

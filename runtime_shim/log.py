@@ -1,10 +1,10 @@
 """What a user, Podman and containerd are told when something goes wrong.
 
-The sentence goes to stderr; where the caller gave --log, also there as the line that it reads: a JSON
-object with level, msg and time, and code where the error has one (libpod/oci_util.go ociError takes one
-object; containerd's go-runc the last with level error), or runc's text form. The real runtime's own log
-is kept apart and folded into our sentence, because a second JSON object in the file would keep Podman
-from reading the first.
+The sentence goes to stderr. If the caller gave --log, it also goes there in the caller's format: a JSON
+object with level, msg and time, and code if the error has one (libpod/oci_util.go ociError reads one object;
+containerd's go-runc the last one with level error), or runc's text form. The real runtime's own log is a
+separate file whose content becomes part of gpusnap's sentence, because Podman could not read a log with two
+JSON objects.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.errors import GpusnapError, printable, reason, with_code
 
 NOTE = "note: "
-"""What a sentence on stderr begins with that is no error; engines/podman.py tells the two apart."""
+"""How a sentence on stderr begins that is no error; engines/podman.py distinguishes the two."""
 
 
 def report(error: GpusnapError, *, log: str | None = None, log_format: str | None = None) -> None:
-    """Tell stderr and the caller's log; a log that cannot be written does not hide the error."""
+    """Write the error to stderr and the caller's log; an unwritable log does not hide the error."""
     sentence = error.sentence()
     say(sentence)
     path = (log or "").removeprefix("file:")
@@ -37,8 +37,8 @@ def report(error: GpusnapError, *, log: str | None = None, log_format: str | Non
         line = f"time={json.dumps(now)} level=error msg={json.dumps('gpusnap: ' + sentence)}"
         line += f" code={error.code}" if error.code else ""
     try:
-        # Podman's is in the directory into which it unpacks archives: no link there is followed, no FIFO
-        # waited for. /dev/stderr is a link, and nobody else's.
+        # Podman's log is in the directory into which it unpacks archives: links there are not followed, and
+        # FIFOs not waited for. /dev/stderr is a link, and belongs to nobody else.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         flags |= 0 if path.startswith(("/dev/", "/proc/")) else os.O_NOFOLLOW
         with open(os.open(path, flags, 0o600), "a", encoding="utf-8") as file:
@@ -48,12 +48,12 @@ def report(error: GpusnapError, *, log: str | None = None, log_format: str | Non
 
 
 def note(text: str, *, code: str = "") -> None:
-    """Say something on stderr that is no error."""
+    """Write a note that is no error on stderr."""
     say(NOTE + with_code(text, code))
 
 
 def say(text: str) -> None:
-    """Write a line on stderr; what somebody waits for goes on where nobody reads it."""
+    """Write a line on stderr; continue if nobody reads it."""
     with contextlib.suppress(OSError):
         print(f"gpusnap: {printable(text)}", file=sys.stderr, flush=True)
 
@@ -71,7 +71,7 @@ def _entries(text: str) -> list[dict[str, str]]:
 
 
 def runtime_message(log_text: str, stderr: str) -> str:
-    """The real runtime's words for its failure: the last error in its JSON log, else the end of stderr."""
+    """Return the real runtime's message for its failure: its JSON log's last error, else stderr's end."""
     errors = [e["msg"] for e in _entries(log_text) if e.get("level") == "error" and "msg" in e]
     if errors:
         return errors[-1].strip()
@@ -80,5 +80,5 @@ def runtime_message(log_text: str, stderr: str) -> str:
 
 
 def runtime_warnings(log_text: str) -> list[str]:
-    """Its warnings and errors, for the user to see also after a success."""
+    """Return its warnings and errors, which the user also sees after a success."""
     return [e["msg"] for e in _entries(log_text) if e.get("level") in ("warning", "error") and "msg" in e]

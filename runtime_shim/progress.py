@@ -1,8 +1,8 @@
-"""What a checkpoint or a restore is doing at this moment, for the command that waits for it.
+"""The current step of a checkpoint or a restore, for the command that waits for it.
 
-The command has a piece of memory without a name (memfd_create(2)), and its runtime writes into that through
-/proc: neither leaves anything behind, whoever is killed. Nothing depends on it: one that cannot write says
-nothing, and half a record is read as none.
+The command has a piece of memory without a name (memfd_create(2)), and its runtime writes to it through
+/proc: neither leaves anything behind when it is killed. Nothing depends on it: a runtime that cannot write
+reports nothing, and an incomplete record counts as none.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
 
 VARIABLE = "GPUSNAP_PROGRESS"
-"""In the environment of a restore's runtime: the path of a `Board`."""
+"""The variable in the environment of a restore's runtime: the path of a `Board`."""
 _NAME = "gpusnap-progress"
 _SIZE = 1024  # bytes
-_EVERY = 0.1  # seconds between two records of a step that moves bytes
+_EVERY = 0.1  # seconds between two records of a step that moves data
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is being done."""
+    """The current step."""
 
     step: str = ""
     """As transaction.Step.name."""
     done: int = 0
-    """Bytes of the step."""
+    """Bytes of the step that are done."""
     whole: int = 0
-    """Of so many; 0 where the step moves no bytes."""
+    """All bytes of the step; 0 if it moves no data."""
     resumed: float = 0.0
     """Seconds from the start until the container ran again, in a checkpoint that leaves it running."""
 
 
 class Board:
-    """The command's side. To be closed."""
+    """The command's side. Close it."""
 
     def __init__(self) -> None:
         """Raises OSError."""
@@ -55,7 +55,7 @@ class Board:
             os.close(self._file)
 
     def read(self) -> Record | None:
-        """What was written last; None where that is nothing, or half a record."""
+        """Return the last record; None if there is none, or an incomplete one."""
         try:
             found = parse_json(os.pread(self._file, _SIZE, 0).rstrip(b"\0 "))
             return Record(
@@ -66,7 +66,7 @@ class Board:
 
 
 class Reporter:
-    """The runtime's side. Its methods are for any thread, and raise nothing."""
+    """The runtime's side. Its methods can be used from any thread, and raise nothing."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -76,7 +76,7 @@ class Reporter:
         self._now = Record()
 
     def report_to(self, path: str) -> None:
-        """Write to a board from now on, where that is one."""
+        """Write to a board from now on, if it is one."""
         with contextlib.suppress(OSError):
             if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
                 return
@@ -88,16 +88,16 @@ class Reporter:
                 os.close(file)
 
     def step(self, name: str) -> None:
-        """A step begins."""
+        """Report that a step begins."""
         self._say(Record(name, resumed=self._now.resumed))
 
     def move(self, done: int, whole: int) -> None:
-        """So many bytes of the step are done, of `whole`."""
+        """Report that `done` of `whole` bytes of the step are done."""
         if self._file is not None and (done >= whole or time.monotonic() - self._written >= _EVERY):
             self._say(Record(self._now.step, done, whole, self._now.resumed))
 
     def note_resumed(self) -> None:
-        """The container runs again, and what is left to do does not concern it."""
+        """Report that the container runs again; the remaining work does not affect it."""
         self._say(Record(self._now.step, resumed=time.monotonic() - self._begin))
 
     def _say(self, record: Record) -> None:
@@ -111,4 +111,4 @@ class Reporter:
 
 
 reporter = Reporter()
-"""That of this process."""
+"""The reporter of this process."""

@@ -1,25 +1,25 @@
-"""Questions that a child process asks for us, because whoever asks may have to be left behind.
+"""Asks questions in a child process, because a process that asks may have to be left behind.
 
-A file or memory of a container may be of a file system in user space (FUSE). Who looks at it waits for that
-file system's server, and once the server has the request, not even SIGKILL ends the wait (linux,
+A file or memory of a container may be in a file system in user space (FUSE). A process that reads it waits
+for that file system's server, and once the server has the request, not even SIGKILL ends the wait (linux,
 fs/fuse/dev.c, request_wait_answer). A process with a thread in there stays a zombie that nobody can reap, and
-Podman would wait for it with the container's lock held. So a worker asks, which is killed when it does not
-answer in time, and ends when the server does:
+Podman would wait for it with the container's lock held. So a worker asks. It is killed if it does not answer
+in time, and ends when the server answers:
 
     gpusnap ── asks for workers ──> forker, which never asks anything and ends with gpusnap
         └───── one question at a time ──> worker, forked by the forker
 
-What a library tells that may not answer is asked in a worker of its own, a Companion: what it has loaded for
-one question is there for the next, and is imported beside us, by another core.
+A library that may not answer is asked in a worker of its own, a Companion. What it has loaded for one
+question stays for the next, and it imports modules at the same time, on another core.
 
-Our sends and receives have deadlines: a child may be stopped (SIGSTOP). Those of the children have none:
-they end when gpusnap does, which alone has the other ends of their sockets. A child is ended by its pidfd.
-That of a worker comes from the forker, which never waits for a worker: when the forker has ended, another
-process may have the worker's PID.
+gpusnap's sends and receives have deadlines, because a child may be stopped (SIGSTOP). Those of the children
+have none: they end when gpusnap does, which alone has the other ends of their sockets. A child is killed by
+its pidfd. The pidfd of a worker comes from the forker, which never waits for a worker: when the forker has
+ended, another process may have the worker's PID.
 
-A worker has a session of its own, no terminal, no file, lock or memory mapped shared of ours: only its end of
-a pair of sockets. A question is a function of a module with arguments that pickle can carry. What only waits
-for the mm->mmap_lock of a process can be killed, and is asked in a thread: see deadlines.py.
+A worker has a session of its own, and no terminal, file, lock or shared memory of gpusnap: only its end of a
+pair of sockets. A question is a function of a module, with arguments that can be pickled. A wait only for the
+mm->mmap_lock of a process can be killed; such questions are asked in a thread: see deadlines.py.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ T = TypeVar("T")
 _LENGTH = struct.Struct("=Q")
 _NUMBER = struct.Struct("=i")
 _READY = b"r"
-_START = 30.0  # seconds for a child to run at last, as threads.py has it
-_ENDING = 10.0  # seconds for a killed forker to end, which waits for nothing
+_START = 30.0  # seconds for a child to start running, as in threads.py
+_ENDING = 10.0  # seconds for a killed forker to end; it waits for nothing
 # Signals that this process may have handlers for.
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 
@@ -62,7 +62,7 @@ class Unanswered(GpusnapError):
 
 
 class _Ended(Exception):
-    """The child at the other end is no more."""
+    """The child at the other end has ended."""
 
 
 class _Channel:
@@ -85,7 +85,7 @@ class _Channel:
         return self._exactly(size, deadline)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close it."""
         self._socket.close()
 
     def _exactly(self, size: int, deadline: float | None) -> bytes:
@@ -110,7 +110,7 @@ class _Worker:
     """A child that answers one question after another."""
 
     def __init__(self, pid: int, descriptor: int, channel: _Channel) -> None:
-        """`descriptor`: its pidfd, which is the worker's from now on."""
+        """`descriptor`: its pidfd, which this object owns from now on."""
         self.pid = pid
         self._descriptor = descriptor
         self._channel = channel
@@ -119,13 +119,13 @@ class _Worker:
         """Raises what the question raises; TimeoutError after `within` seconds, _Ended."""
         deadline = time.monotonic() + within
         self._channel.send(question, deadline)
-        value, error = pickle.loads(self._channel.receive(deadline))  # by our own child
+        value, error = pickle.loads(self._channel.receive(deadline))  # from gpusnap's own child
         if error is not None:
             raise _Raised(error)
         return value
 
     def leave(self, within: float = 0.0) -> None:
-        """Kill it, and wait so many seconds for its end."""
+        """Kill it, and wait for its end for `within` seconds."""
         try:
             _kill(self._descriptor)
             if within:
@@ -134,13 +134,13 @@ class _Worker:
             self.forget()
 
     def forget(self) -> None:
-        """Let go of it alone: it is another process' child."""
+        """Close the descriptors only: it is another process's child."""
         self._channel.close()
         os.close(self._descriptor)
 
 
 class _Raised(Exception):
-    """What a question raised, apart from what goes wrong on the way."""
+    """An exception of a question, as opposed to an error in its transport."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -148,7 +148,7 @@ class _Raised(Exception):
 
 
 class _Forker:
-    """The child of ours that forks workers. It has one thread, whatever we have."""
+    """The child that forks workers. It has one thread, however many gpusnap has."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -157,7 +157,7 @@ class _Forker:
             if not self.pid:
                 _in_child(theirs, _fork_workers)
             self._descriptor = os.pidfd_open(self.pid)
-        except OSError:  # without our end it ends itself
+        except OSError:  # without gpusnap's end it ends itself
             ours.close()
             raise
         finally:
@@ -165,10 +165,10 @@ class _Forker:
         self._socket = ours
         ours.settimeout(_START)
         self.in_step = True
-        """Whether it has answered all that it was asked: else the next answer would be to an earlier one."""
+        """Whether it has answered all requests; otherwise the next answer would belong to an earlier one."""
 
     def worker(self) -> _Worker:
-        """A new one. Raises OSError where the kernel gives none, and where the forker is no more."""
+        """Return a new worker. Raises OSError if the kernel permits none, and if the forker has ended."""
         ours, theirs = socket.socketpair()
         found: list[int] = []
         try:
@@ -179,10 +179,10 @@ class _Forker:
                 raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
             (pid,) = _NUMBER.unpack(data)
             self.in_step = True
-            if pid < 0 or not found:  # where no descriptor is left here, none is received
+            if pid < 0 or not found:  # if this process can open no more descriptors, none is received
                 number = max(-pid, 0) or errno.EMFILE
                 raise OSError(number, os.strerror(number))
-        except BaseException:  # without our end the worker ends itself
+        except BaseException:  # without gpusnap's end the worker ends itself
             ours.close()
             for descriptor in found:
                 os.close(descriptor)
@@ -192,17 +192,17 @@ class _Forker:
         return _Worker(pid, found[0], _Channel(ours))
 
     def close(self) -> None:
-        """End it; it never waits for anybody but us."""
+        """End it; it never waits for any process but gpusnap."""
         try:
             _kill(self._descriptor)
             if wait_for_end(self._descriptor, _ENDING):
-                with suppress(ChildProcessError):  # where SIGCHLD is ignored
+                with suppress(ChildProcessError):  # if SIGCHLD is ignored
                     os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED | os.WNOHANG)
         finally:
             self.forget()
 
     def forget(self) -> None:
-        """Let go of it alone: it is another process' child."""
+        """Close the descriptors only: it is another process's child."""
         self._socket.close()
         os.close(self._descriptor)
 
@@ -214,51 +214,51 @@ def _kill(descriptor: int) -> None:
 
 
 class Companion:
-    """A worker for questions of one kind. It is there where `start` was called, and the kernel gives one.
+    """A worker for questions of one kind. It exists once `start` was called, if the kernel permits it.
 
-    One that is ended in the middle of a question is replaced, once: what ended it, such as a library that
-    crashes, would end us where we asked ourselves.
+    One that ends in the middle of a question is replaced, once. What ended it, such as a library that
+    crashes, would end gpusnap if gpusnap asked itself.
     """
 
     def __init__(self, *, here: bool = True) -> None:
-        """`here`: what has no worker is asked in this process."""
+        """`here`: without a worker, ask in this process."""
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
         self._here = here
         _State.companions.append(self)
 
     def ask(self, function: Callable[..., T], *arguments: object, within: float) -> T:
-        """What `function` gives, asked in the worker; here, without a deadline, where there never was one.
+        """Return the result of `function`, asked in the worker, or here without a deadline if there is none.
 
-        Raises what the function raises; TimeoutError after `within` seconds; GpusnapError where two workers
-        were ended by it, and where there is none and this process is not to be asked.
+        Raises what the function raises; TimeoutError after `within` seconds; GpusnapError if it ended two
+        workers, and if there is none and this process must not ask.
         """
         question = pickle.dumps((function, arguments))
         ended: _Ended | None = None
         with self._lock:
             for _ in range(2):
                 if self._worker is None:
-                    self._worker = _started_worker()
+                    self._worker = _get_started_worker()
                 if self._worker is None:
                     break
                 try:
                     return self._worker.ask(question, within)  # type: ignore[no-any-return]
                 except _Raised as error:
                     raise error.error from None
-                except _Ended as error:  # killed for memory, or by somebody
+                except _Ended as error:  # killed for lack of memory, or by somebody
                     self._leave()
                     ended = error
                 except BaseException:
                     self._leave()
                     raise
         if ended is not None:
-            raise _was_ended(f"asked {function.__name__}") from ended
+            raise _make_ended_error(f"asked {function.__name__}") from ended
         if not self._here:
             raise GpusnapError(f"there is no child process for {function.__name__}", code="GPS-003")
         return function(*arguments)
 
     def end(self, within: float = 0.0) -> None:
-        """End the worker, if it does not answer just now, and wait so many seconds for that."""
+        """End the worker, unless it is answering now, and wait for that for `within` seconds."""
         if self._lock.acquire(blocking=False):
             try:
                 self._leave(within)
@@ -266,7 +266,7 @@ class Companion:
                 self._lock.release()
 
     def forget(self) -> None:
-        """In a child by fork: it is the parent's."""
+        """In a child by fork: it belongs to the parent."""
         self._lock = threading.Lock()
         if self._worker is not None:
             self._worker.forget()
@@ -279,7 +279,7 @@ class Companion:
 
 
 class _State:
-    """What this process has of them."""
+    """The children of this process."""
 
     lock = threading.Lock()
     forker: _Forker | None = None
@@ -289,7 +289,7 @@ class _State:
 
 
 def _forget() -> None:
-    """A child by fork asks by children of its own."""
+    """In a child by fork: it uses children of its own."""
     _State.lock = threading.Lock()
     while _State.idle:
         _State.idle.pop().forget()
@@ -306,32 +306,32 @@ os.register_at_fork(after_in_child=_forget)
 def ask(
     pid: int, what: str, function: Callable[..., T], *arguments: object, within: float | None = None
 ) -> T:
-    """What `function` gives, asked in a child process; it is about process `pid`.
+    """Return the result of `function`, asked in a child process; it is about process `pid`.
 
     Raises what the function raises; Unanswered, which names the process and `what`, after `within` seconds
-    (PATIENCE), and at once where the very same was not answered before; GpusnapError where there is no child
-    to be had.
+    (PATIENCE), and at once if the same question was not answered before; GpusnapError if no child can be
+    started.
     """
     within = PATIENCE if within is None else within
     question = pickle.dumps((function, arguments))
     if question in _State.unanswered:
-        raise _unanswered(pid, what, within)
+        raise _make_unanswered_error(pid, what, within)
     for first in (True, False):
-        worker = _take()
+        worker = _take_worker()
         try:
             answer = worker.ask(question, within)
         except TimeoutError as error:
             worker.leave()
             _State.unanswered.add(question)
-            raise _unanswered(pid, what, within) from error
+            raise _make_unanswered_error(pid, what, within) from error
         except _Raised as error:
             _State.idle.append(worker)
             raise error.error from None
-        except _Ended as error:  # killed for memory, or by somebody
+        except _Ended as error:  # killed for lack of memory, or by somebody
             worker.leave()
             if not first:
-                raise _was_ended(f"inspected {what}") from error
-        except BaseException:  # a signal's
+                raise _make_ended_error(f"inspected {what}") from error
+        except BaseException:  # from a signal
             worker.leave()
             raise
         else:
@@ -341,7 +341,7 @@ def ask(
 
 
 def stat_files(pid: int, links: Iterable[str]) -> dict[str, os.stat_result | OSError]:
-    """What stat(2) says of files that process `pid` has open or mapped, by links in /proc; as `ask`."""
+    """Return stat(2) of files that process `pid` has open or mapped, by links in /proc; as `ask`."""
     asked = tuple(links)
     found = ask(pid, "its files", _stat_each, asked) if asked else []
     return dict(zip(asked, found, strict=True))
@@ -358,17 +358,17 @@ def _stat_each(links: Sequence[str]) -> list[os.stat_result | OSError]:
 
 
 def start() -> None:
-    """Have the forker there, for questions to come: at best before this process has threads.
+    """Start the forker for later questions, preferably before this process has threads.
 
-    What a thread holds just when it is forked, such as a lock, workers would wait for in vain.
+    If a thread holds a lock at the moment of the fork, workers would wait for it in vain.
     """
-    with _State.lock, suppress(OSError):  # else the first question says so
+    with _State.lock, suppress(OSError):  # otherwise the first question reports it
         if _State.forker is None:
             _State.forker = _Forker()
 
 
 def end() -> None:
-    """End the children that have answered; they would end with this process, too."""
+    """End the children that have answered; they would also end with this process."""
     for each in _State.companions:
         each.end()
     with _State.lock:
@@ -380,7 +380,7 @@ def end() -> None:
         _State.unanswered.clear()
 
 
-def _unanswered(pid: int, what: str, within: float) -> Unanswered:
+def _make_unanswered_error(pid: int, what: str, within: float) -> Unanswered:
     try:
         with open(f"/proc/{pid}/comm", "rb") as file:
             name = file.read().rstrip(b"\n").decode("utf-8", "surrogateescape")
@@ -393,7 +393,7 @@ def _unanswered(pid: int, what: str, within: float) -> Unanswered:
     )
 
 
-def _was_ended(doing: str) -> GpusnapError:
+def _make_ended_error(doing: str) -> GpusnapError:
     return GpusnapError(
         f"a child process of gpusnap that {doing} was killed",
         hint="check the kernel log (dmesg) for what kills processes, then try again",
@@ -401,16 +401,16 @@ def _was_ended(doing: str) -> GpusnapError:
     )
 
 
-def _started_worker() -> _Worker | None:
-    """A new worker where there is a forker already."""
+def _get_started_worker() -> _Worker | None:
+    """Return a new worker if there is a forker already."""
     with _State.lock, suppress(OSError):  # TimeoutError is one
         if _State.forker is not None:
-            return _forker().worker()
+            return _get_forker().worker()
     return None
 
 
-def _forker() -> _Forker:
-    """The one that answers, a new one where there is none. The lock is held. Raises OSError."""
+def _get_forker() -> _Forker:
+    """Return the running forker, or start a new one. The lock is held. Raises OSError."""
     if _State.forker is not None and not _State.forker.in_step:
         _State.forker.close()
         _State.forker = None
@@ -419,14 +419,14 @@ def _forker() -> _Forker:
     return _State.forker
 
 
-def _take() -> _Worker:
-    """A worker that has nothing to do. Raises GpusnapError where the kernel gives none."""
+def _take_worker() -> _Worker:
+    """Return an idle worker. Raises GpusnapError if the kernel permits none."""
     with suppress(IndexError):
         return _State.idle.pop()
     with _State.lock:
         for first in (True, False):
             try:
-                return _forker().worker()
+                return _get_forker().worker()
             except OSError as error:
                 if first and _State.forker is not None and not _State.forker.in_step:
                     continue  # with another one
@@ -441,13 +441,13 @@ def _take() -> _Worker:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # Python 3.12 warns where there are threads. The child only forks, and those call the kernel.
+        # Python 3.12 warns if there are threads. The child only forks, and its children only call the kernel.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = -1
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
-            # Our handlers are the child's until `_in_child`, and what they raise there it would handle as we
-            # do: undo a checkpoint, say, that is ours. A signal waits until it has none of them.
+            # The child has gpusnap's handlers until `_in_child`, and would handle their exceptions like
+            # gpusnap: undo a checkpoint, for example. A signal waits until the child has none of them.
             signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
             pid = os.fork()
         finally:
@@ -457,20 +457,20 @@ def _fork() -> int:
 
 
 def _in_child(end: socket.socket, work: Callable[[socket.socket], None]) -> NoReturn:
-    """Do `work` with nothing of the parent's but its end of a pair of sockets, and exit."""
+    """Do `work` with nothing of the parent except its end of a pair of sockets, and exit."""
     try:
-        gc.disable()  # what it would free closes descriptors by numbers that are others' by now
+        gc.disable()  # objects that it would free close descriptors whose numbers are reused by now
         for number in _HANDLED:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in os.listdir("/proc/self/fd"):
             if int(name) != end.fileno():
-                with suppress(OSError):  # that of the listing itself
+                with suppress(OSError):  # the descriptor of the listing itself
                     os.close(int(name))
-        while os.open("/dev/null", os.O_RDWR) < 2:  # else a file of the container would be our stderr
+        while os.open("/dev/null", os.O_RDWR) < 2:  # otherwise a file of the container would become stderr
             pass
-        with suppress(PermissionError):  # a worker leads a session already: its forker's
+        with suppress(PermissionError):  # a worker already leads a session: its forker's
             os.setsid()
         os.chdir("/")
         work(end)
@@ -498,13 +498,13 @@ def _fork_workers(end: socket.socket) -> None:
 
 
 def _forget_unfinished_imports() -> None:
-    """Have a child by fork import anew what other threads of its parent were importing just then.
+    """Make a child by fork import anew what other threads of its parent were importing at that moment.
 
-    They are not there to finish it, and to let go of its lock, for which an import would wait for ever
+    They do not exist in it to finish and to release the module's lock, for which an import would wait forever
     (cpython, Lib/importlib/_bootstrap.py, _ModuleLock and _find_and_load).
     """
     for name, module in list(sys.modules.items()):
-        with suppress(Exception):  # anything may be there in place of a module
+        with suppress(Exception):  # a module may have been replaced by any object
             if module.__spec__._initializing:  # type: ignore[union-attr]
                 del sys.modules[name]
     getattr(_bootstrap, "_module_locks", {}).clear()
@@ -522,12 +522,12 @@ def _answer_questions(end: socket.socket) -> None:
 
 def _answer(question: bytes) -> bytes:
     try:
-        function, arguments = pickle.loads(question)  # by our own parent
+        function, arguments = pickle.loads(question)  # from gpusnap itself
         return pickle.dumps((function(*arguments), None))
     except BaseException as error:
         try:
             data = pickle.dumps((None, error))
-            pickle.loads(data)  # not every exception can be made anew
+            pickle.loads(data)  # not every exception can be unpickled
         except Exception:
             data = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}")))
         return data

@@ -1,4 +1,4 @@
-"""The keys of the settings: which there are, what each may be, and which of them an annotation may set.
+"""The keys of the settings: their names, valid values, and which of them an annotation may set.
 
 `TABLE` is the one list of keys; docs/settings.md is checked against it by a test.
 """
@@ -21,10 +21,10 @@ class Key:
     """One key of the settings: how its value is checked, and whether an annotation may set it."""
 
     check: Callable[[Any], Any]
-    """Takes the value from TOML; raises ValueError with what is wanted."""
+    """Takes the value from TOML; raises ValueError that says what is expected."""
     annotation: bool = False
     parse: Callable[[str], Any] = str
-    """Makes such a value of an annotation, which is text; what cannot be one is left for `check`."""
+    """Converts an annotation, which is text; if that is impossible, `check` gets the text."""
 
 
 def _text(value: Any) -> str:
@@ -109,7 +109,7 @@ def _folder(value: Any) -> str:
 
 def _cuda_checkpoint(value: Any) -> str:
     path = _path(value)
-    if path and not path.endswith("/cuda-checkpoint"):  # the plugin knows it by that name alone
+    if path and not path.endswith("/cuda-checkpoint"):  # the plugin knows only that name
         raise ValueError("an absolute path that ends in /cuda-checkpoint")
     return path
 
@@ -133,7 +133,7 @@ def _lines(value: Any) -> tuple[str, ...]:
 
 
 def _repositories(value: Any) -> tuple[str, ...]:
-    # Imported here, as few settings files have it.
+    # Imported here, because few settings files have it.
     from gpusnap.oci.base.errors import RegistryError
     from gpusnap.oci.layout.reference import parse_plain
 

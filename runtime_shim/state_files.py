@@ -1,14 +1,14 @@
-"""Small files of state below /run: what a gpusnap that is killed leaves for the next one to find.
+"""Small state files below /run, which a killed gpusnap leaves for the next one.
 
-    FOLDER/         0700; gone with the next boot, as the processes are that its files name
-        NAME        0600, JSON; there as a whole or not at all (a tmpfs needs no fsync)
-        NAME.new    being written; `remove` takes away what a killed writer left
-        LOCK        held (flock) while something is changed, and removed by who has it
+    FOLDER/         0700; gone after a reboot, as are the processes that its files name
+        NAME        0600, JSON; complete or absent (a tmpfs needs no fsync)
+        NAME.new    being written; `remove` also removes what a killed writer left
+        LOCK        locked (flock) while something is changed, and removed by its owner
 
-`write_durably` and `boot` are for files elsewhere that shall outlive the boot, with the same functions.
+`write_durably` and `boot` are for files elsewhere that must survive a reboot, with the same functions.
 
-A file names its owner by PID and start time (`owner`), so proc.is_same tells whether that is alive. No link
-is followed, and a FIFO is never waited for. What may be swept the module knows whose files they are.
+A file names its owner by PID and start time (`owner`), so proc.is_same shows whether that is alive. No link
+is followed, and a FIFO is never waited for. The module that writes the files decides which may be swept.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def owner(pid: int | None = None) -> tuple[int, int]:
-    """PID and start time of a process, this one by default; the time is 0 where /proc does not show it."""
+    """Return PID and start time of a process, this one by default; 0 if /proc does not show the time."""
     pid = os.getpid() if pid is None else pid
     found = proc.process(pid)
     return pid, found.start if found is not None else 0
 
 
 def make_folder(path: str) -> None:
-    """Make a folder and the one that it is in, each 0700 whatever the umask. Raises OSError."""
+    """Make a directory and its parent, each 0700 whatever the umask. Raises OSError."""
     for folder in (os.path.dirname(path), path):
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
 
 
 def read(path: str, *, limit: int) -> Any:
-    """What a file says. Raises OSError, and ValueError for one that is larger, or no JSON."""
+    """Read a file. Raises OSError, and ValueError for one that is larger, or not JSON."""
     return parse_json(read_below(*os.path.split(path), limit=limit))
 
 
 def write(path: str, data: bytes) -> None:
-    """Put a file in the place of an earlier one, its folder made where it is missing. Raises OSError."""
+    """Replace a file; its directory is made if it is missing. Raises OSError."""
     make_folder(os.path.dirname(path))
     try:
         with open(os.open(path + ".new", _NEW, 0o600), "wb") as file:
@@ -63,20 +63,20 @@ def write(path: str, data: bytes) -> None:
 
 
 def write_durably(path: str, data: bytes) -> None:
-    """As `write`, and on disk when this returns. Raises OSError."""
+    """Like `write`, and synced to disk when this returns. Raises OSError."""
     folder, name = os.path.split(path)
     make_folder(folder)
     replace_below(folder, name, data)
 
 
 def boot() -> str:
-    """The ID of this boot: PIDs and start times are of one. See random(4)."""
+    """Return the ID of this boot: PIDs and start times belong to one. See random(4)."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
 
 def remove(path: str) -> None:
-    """Remove a file, where it is there, and what a killed writer left of it. Raises OSError."""
+    """Remove a file, if it exists, and what a killed writer left of it. Raises OSError."""
     for each in (path + ".new", path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(each)
@@ -86,10 +86,10 @@ def remove(path: str) -> None:
 def lock(
     path: str, *, patience: float, busy: Callable[[], Exception], failed: Callable[[OSError], Exception]
 ) -> Iterator[None]:
-    """Keep others from what a lock is for while the block runs; its folder is made where it is missing.
+    """Hold a lock while the block runs; its directory is made if it is missing.
 
-    Polls, as flock(2) has no deadline: raises what `busy` gives where another process has it for longer than
-    `patience` (seconds), and what `failed` gives where the file cannot be used.
+    Polls, because flock(2) has no deadline. Raises the result of `busy` if another process has it for longer
+    than `patience` (seconds), and that of `failed` if the file cannot be used.
     """
     deadline = time.monotonic() + patience
     try:
@@ -105,13 +105,13 @@ def lock(
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)
-        # It is closed all the same (close(2)), and with it the lock is gone.
+        # It is closed in any case (close(2)), and the lock is released with it.
         with contextlib.suppress(OSError):
             unlock(lock)
 
 
 def _try_lock(path: str) -> int | None:
-    """The descriptor of a lock that is ours by now; None where it is another's."""
+    """Return the descriptor of the lock if it was free; None if another process has it."""
     while True:
         lock = os.open(path, _LOCK, 0o600)
         try:
@@ -124,4 +124,4 @@ def _try_lock(path: str) -> int | None:
         if not ours:
             os.close(lock)
             return None
-        unlock(lock)  # whoever had it has removed it since
+        unlock(lock)  # its previous owner has removed it since

@@ -1,8 +1,8 @@
-"""Threads of ours, where this host lets us have one more, and what they do while others wait.
+"""Starts threads if this host permits one more, and runs work in threads while others wait.
 
 threading.Thread.start waits without a deadline until the new thread says that it runs (cpython,
-Lib/threading.py). Where the kernel has no memory for what that thread does first, it ends without a word, and
-so would we wait for ever: seen with ENOMEM injected into one mmap(2).
+Lib/threading.py). If the kernel has no memory for the thread's first steps, it ends without a message, and
+the caller would wait forever: seen with ENOMEM injected into one mmap(2).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from contextlib import contextmanager, suppress
 
 from gpusnap.runtime_shim.errors import no_thread
 
-# Seconds for a thread to run at last. On a busy host it takes some milliseconds.
+# Seconds for a thread to start running. On a busy host it takes some milliseconds.
 _BEGINNING = 30.0
-# And for what `run_meanwhile` has begun to end: a disk or a driver that does not answer then.
+# Seconds for the calls of `run_meanwhile` to end: a disk or a driver may not answer.
 _PATIENCE = 60.0
 
 _start = threading.Thread.start
 
 
 class _Begun(threading.Event):
-    """That a thread runs, for whoever starts it; in the end that it does not, and never will."""
+    """Signals that a thread runs, or that it does not and never will."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _Begun(threading.Event):
 
 
 def bound_thread_starts() -> None:
-    """Have every thread of this process, a pool's too, begin in time or fail to start with RuntimeError."""
+    """Make every thread of this process, a pool's too, start in time or fail with RuntimeError."""
     threading.Thread.start = _start_in_time  # type: ignore[assignment, method-assign]
 
 
@@ -55,8 +55,8 @@ def _start_in_time(thread: threading.Thread) -> None:
         begun = thread._started = _Begun()  # type: ignore[attr-defined]
 
         def run() -> None:
-            del thread.run  # its class' from here on
-            if not begun.given_up:  # else nobody knows of it, nor would end what it does
+            del thread.run  # its class's method from here on
+            if not begun.given_up:  # otherwise nobody knows of it, nor would end its work
                 thread.run()
 
         thread.run = run  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ def _start_in_time(thread: threading.Thread) -> None:
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread. Raises GpusnapError where the kernel gives none."""
+    """Start a thread. Raises GpusnapError if the kernel permits none."""
     try:
         thread.start()
     except RuntimeError as error:
@@ -73,15 +73,15 @@ def start(thread: threading.Thread) -> None:
 
 @contextmanager
 def run_meanwhile(*calls: Callable[[], object], name: str) -> Iterator[None]:
-    """Have each of these done in a thread of its own while the block runs, and wait for that, not for ever.
+    """Run each of these in a thread of its own while the block runs; then wait for them, but not forever.
 
-    It only saves time, and nothing is decided here: whoever needs what they do does it, too, and has the
-    error. `name`: of the threads.
+    It only saves time, and nothing depends on it: a caller that needs the result does the work too, and gets
+    the error. `name`: of the threads.
     """
     begun: list[threading.Thread] = []
     for call in calls:
         thread = threading.Thread(target=_try, args=(call,), name=name, daemon=True)
-        with suppress(RuntimeError):  # no thread is to be had
+        with suppress(RuntimeError):  # no thread can be started
             thread.start()
             begun.append(thread)
     try:

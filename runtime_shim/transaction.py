@@ -1,15 +1,14 @@
-"""Steps that are timed, and undone in reverse when one of them fails.
+"""Steps that are timed, and undone in reverse order if one of them fails.
 
     with Transaction() as transaction:
         with transaction.step("lock"):
-            transaction.undo("unlock", unlock)      # before or after the deed: an undo must bear both
-            lock()
-        …
-        transaction.commit()                        # from here on nothing is undone, and no signal raises
+            transaction.undo("unlock", unlock)      # before or after the action: an undo must work in both
+            cases lock() … transaction.commit()                        # from here on nothing is undone, and
+            no signal raises
 
-Leaving the block without commit, by an exception or not, undoes what was registered. An undo that fails does
-not keep the others from running; what it said takes the place of the hint in the error that the user sees,
-because a hint such as "the container runs on" may then be wrong.
+If the block ends without commit, by an exception or not, what was registered is undone. An undo that fails
+does not keep the others from running; its message replaces the hint in the error that the user sees, because
+a hint such as "the container continues to run" may then be wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from types import FrameType, TracebackType
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, make_unforeseen, reason
 
-# Characters that are kept of a step's notes: a manifest takes no more than its schema allows.
+# Characters of a step's notes: the manifest's schema allows no more.
 _NOTE = 4096
 _RECOVER = "gpusnap recover"
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -31,33 +30,33 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a timeline; seconds, the start counted from the transaction's own start."""
+    """One step of a timeline; in seconds, from the transaction's own start."""
 
     name: str
     start: float
     seconds: float
     note: str = ""
-    """What was out of the ordinary."""
+    """Unusual events."""
 
 
 class _Announced:
-    """Who is told of each step as it begins."""
+    """The function that is told of each step as it begins."""
 
     to: Callable[[str], object] | None = None
 
 
 def announce(to: Callable[[str], object] | None) -> None:
-    """Tell `to` the name of every step, of every transaction, before it begins; None tells nobody."""
+    """Call `to` with the name of every step, of every transaction, before it begins; None calls nobody."""
     _Announced.to = to
 
 
-def _begins(name: str) -> None:
+def _announce_step(name: str) -> None:
     if _Announced.to is not None:
         _Announced.to(name)
 
 
 class Transaction:
-    """The steps of one checkpoint or restore; `clock` gives seconds."""
+    """The steps of one checkpoint or restore; `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -68,15 +67,15 @@ class Transaction:
         self.steps: list[Step] = []
         self.committed = False
         self.failed: tuple[str, ...] = ()
-        """What could not be undone, a sentence for each."""
+        """What could not be undone, one sentence each."""
 
     def __enter__(self) -> Transaction:
         return self
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Time a step; a step of the same name may come again."""
-        _begins(name)
+        """Time a step; several steps may have the same name."""
+        _announce_step(name)
         start, outer = self._clock(), self._current
         self._current = name
         try:
@@ -87,11 +86,11 @@ class Transaction:
             self.steps.append(Step(name, start - self._begin, self._clock() - start, note))
 
     def note(self, text: str) -> None:
-        """Say something of the present step, beside what was said."""
+        """Add a note to the current step."""
         self._note = "; ".join(filter(None, [self._note, text]))[:_NOTE]
 
     def undo(self, name: str, action: Callable[[], object]) -> None:
-        """Register what takes the present step back."""
+        """Register the undo of the current step."""
         self._undo.append((name, action))
 
     def commit(self) -> None:
@@ -121,7 +120,7 @@ class Transaction:
         with hold_signals():
             while self._undo:
                 name, action = self._undo.pop()
-                _begins(f"undo: {name}")
+                _announce_step(f"undo: {name}")
                 start = self._clock()
                 try:
                     action()

@@ -372,7 +372,7 @@ def check(found: Container, *, asleep: bool = False) -> None:
             code="GPS-203",
         )
     if found.status not in ("running", "paused"):
-        raise not_running(found)
+        raise make_not_running_error(found)
     if not is_ours(found.runtime):
         raise ContainerError(
             f"the container {found.name} uses the runtime {found.runtime}, which does not support GPUs",
@@ -382,7 +382,7 @@ def check(found: Container, *, asleep: bool = False) -> None:
         )
 
 
-def not_running(found: Container) -> ContainerError:
+def make_not_running_error(found: Container) -> ContainerError:
     """The error for one that does not run: of one that a checkpoint ended, podman start loses the memory."""
     if found.checkpointed:
         return ContainerError(

@@ -99,20 +99,20 @@ class MigrationResult:
     seconds: float = 0.0
 
 
-def migrate(wish: MigrationRequest, progress: Progress) -> MigrationResult:
+def migrate(parameters: MigrationRequest, progress: Progress) -> MigrationResult:
     """Do it. Raises NotFound, ContainerError, Refused, LinkLost, Interrupted, GpusnapError."""
     began = time.monotonic()
-    found = podman.inspect_container(wish.container)
+    found = podman.inspect_container(parameters.container)
     podman.check(found)
-    podman_objects.check_options(found, force=wish.force)
+    podman_objects.check_options(found, force=parameters.force)
     with _make_interruptible(), ExitStack() as link:
-        progress.stage(f"asking {wish.route.to}")
-        channel = link.enter_context(connect(wish.route))
-        channel.patience, progress.watched = wish.patience, True
+        progress.stage(f"asking {parameters.route.to}")
+        channel = link.enter_context(connect(parameters.route))
+        channel.patience, progress.watched = parameters.patience, True
         link.enter_context(channel.keep_alive(lambda: progress.mark))
-        move = _Move(wish, found, progress, channel, link)
+        move = _Move(parameters, found, progress, channel, link)
         move.check()
-        if not wish.dry_run:
+        if not parameters.dry_run:
             move.go()
         move.done.seconds = time.monotonic() - began
         return move.done
@@ -123,27 +123,27 @@ class _Move:
 
     def __init__(
         self,
-        wish: MigrationRequest,
+        parameters: MigrationRequest,
         found: podman.Container,
         progress: Progress,
         channel: Channel,
         link: ExitStack,
     ) -> None:
-        self._wish, self._found, self._progress = wish, found, progress
+        self._parameters, self._found, self._progress = parameters, found, progress
         self._channel, self._link = channel, link
         self._id, self._hung_up = new_id(), False
-        self._to = str(wish.route.to)
+        self._to = str(parameters.route.to)
         self._tag = unfinished.ahead_name(found.name, found.id)
         self._note = self._ahead = OutgoingMigration(
             id=self._id,
             container=found.id,
             name=found.name,
-            there=wish.name or found.name,
+            there=parameters.name or found.name,
             host=self._to,
-            route=unfinished.encode_route(wish.route),
+            route=unfinished.encode_route(parameters.route),
             store=locator.default_store().path,
             checkpoint=self._tag,
-            keep=wish.keep,
+            keep=parameters.keep,
             auto_remove=found.auto_remove,
             since=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -151,21 +151,21 @@ class _Move:
 
     def check(self) -> None:
         """Ask whether it can go there."""
-        wish, found = self._wish, self._found
+        parameters, found = self._parameters, self._found
         self._greet()
         driver = find_driver()
         gpus = _gpus(found, driver)
-        self.done.needs = disk_space.need(found, volumes=not wish.ignore_volumes)
+        self.done.needs = disk_space.need(found, volumes=not parameters.ignore_volumes)
         answer = self._ask(
             "check",
-            name=wish.name or found.name,
+            name=parameters.name or found.name,
             image=found.image,
             needs=self.done.needs,
-            pull=not wish.dry_run,
+            pull=not parameters.dry_run,
             gpus=[asdict(each) for each in gpus],
             vendor=driver.vendor if driver is not None else "",
             driver=driver.host().driver_version if driver is not None and gpus else "",
-            gpuMap=wish.gpu_map,
+            gpuMap=parameters.gpu_map,
         )
         self.done.free, self.done.image = int(answer["free"]), bool(answer["image"])
         self.done.pairs = _pairs(answer)
@@ -177,13 +177,13 @@ class _Move:
             version=__version__,
             protocol=VERSION,
             machine=platform.machine(),
-            patience=self._wish.patience,
+            patience=self._parameters.patience,
         )
 
     def go(self) -> None:
         """All the rest."""
         try:
-            if self._wish.ahead:
+            if self._parameters.ahead:
                 self._ahead.write()
                 self._send_ahead()
             # The last moment at which a lost link costs nothing.
@@ -195,10 +195,10 @@ class _Move:
                 self._ahead.remove()
 
     def _send_ahead(self) -> None:
-        for _ in range(self._wish.ahead):
+        for _ in range(self._parameters.ahead):
             made = self._checkpoint(ahead=True)
             self.done.ahead += self._send(made, ahead=True)
-        self.done.pairs = _pairs(self._ask("plan", digest=made.digest, gpuMap=self._wish.gpu_map))
+        self.done.pairs = _pairs(self._ask("plan", digest=made.digest, gpuMap=self._parameters.gpu_map))
 
     def _hand_over(self) -> None:
         stopped = time.monotonic()
@@ -214,10 +214,10 @@ class _Move:
             answer = self._ask(
                 "restore",
                 name=self._found.name,
-                newName=self._wish.name,
+                newName=self._parameters.name,
                 digest=made.digest,
-                gpuMap=self._wish.gpu_map,
-                ignoreVolumes=self._wish.ignore_volumes,
+                gpuMap=self._parameters.gpu_map,
+                ignoreVolumes=self._parameters.ignore_volumes,
             )
             self.done.pause = time.monotonic() - stopped
             self._ask("confirm")
@@ -249,14 +249,14 @@ class _Move:
         found = self._found
         if ahead:  # the one before, or what a killed one left
             unfinished.remove_name(Store(self._ahead.store), self._tag)
-        wish = checkpointing.CheckpointRequest(
+        parameters = checkpointing.CheckpointRequest(
             container=found.id,
             name=self._tag if ahead else "",
             leave_running=ahead,
-            ignore_volumes=self._wish.ignore_volumes,
-            force=self._wish.force,
+            ignore_volumes=self._parameters.ignore_volumes,
+            force=self._parameters.force,
         )
-        return checkpointing.checkpoint(wish, self._progress)
+        return checkpointing.checkpoint(parameters, self._progress)
 
     def _send(self, made: CheckpointResult, *, ahead: bool) -> int:
         """Have the other side fetch a checkpoint; the bytes that went there."""

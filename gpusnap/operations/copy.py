@@ -1,8 +1,8 @@
-"""`gpusnap copy`: a checkpoint from any place to any other; push and pull are those to and from a registry.
+"""`gpusnap copy`: copies a checkpoint from any place to any other; push and pull are special cases of it.
 
-Blobs that the destination already has are not sent or written again. A copy in a store gets its name when all
-of it is there, a registry gets the manifest last, and a file gets its name when it is complete. So a killed
-copy leaves nothing wrong. A store and a registry keep what has arrived, for the next time.
+Blobs that the destination already has are not sent or written again. A copy in a store gets its name when it
+is complete, a registry gets the manifest last, and a file gets its name when it is complete. So a killed copy
+leaves nothing wrong. A store and a registry keep the blobs that have arrived, for the next attempt.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ Destination: TypeAlias = Source | InLayoutFile
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """What was copied, and where it is now: one of reference, store, file and image says that."""
+    """What was copied, and where it is now: in exactly one of reference, store, file and image."""
 
     digest: str
     moved: TransferTotals
-    """Blobs that were sent or written, and such as were there."""
+    """Blobs that were sent or written, and blobs that the destination already had."""
     reference: str = ""
     store: str = ""
     name: str = ""
-    """In the store; empty where it has none there."""
+    """The name in the store; empty if it has none there."""
     file: str = ""
     image: images.ImportedImage | None = None
-    """What containerd has of it, or, with `file`, what ctr will set from that."""
+    """The image in containerd, or, with `file`, the image that ctr will make of it."""
 
 
 def copy(what: Source, to: Destination, *, plain_http: bool = False, progress: Progress) -> CopyResult:
-    """Copy a checkpoint, with what refers to it in its place. Raises NotFound, Damaged, GpusnapError."""
+    """Copy a checkpoint and its referrers. Raises NotFound, Damaged, GpusnapError."""
     if isinstance(to, InFile | InLayoutFile):
         push_pull.check_free(to.path)
     if isinstance(what, InStore) and isinstance(to, InStore) and what.store.path == to.store.path:
@@ -73,7 +73,7 @@ def copy(what: Source, to: Destination, *, plain_http: bool = False, progress: P
 
 
 def _add_name(what: InStore, to: InStore) -> CopyResult:
-    """Another name in the same store."""
+    """Add another name in the same store."""
     from gpusnap.oci.registry.copy import TransferTotals
 
     if not to.wanted:
@@ -96,8 +96,8 @@ def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progr
         return _relay(what, to, plain_http=plain_http, progress=progress)
     if isinstance(to, InLayoutFile):
         referrers, store = Referrers(), locator.default_store()
-        coming = fetch(store, what, after=referrers, plain_http=plain_http, progress=progress)
-        with coming as (staging, found, moved):
+        incoming = fetch(store, what, after=referrers, plain_http=plain_http, progress=progress)
+        with incoming as (staging, found, moved):
             name = store_name(what.reference)
             check_archive(found.parts, to.path)
             _write_layout(found.root, referrers.found, staging.layout, to, name, progress)
@@ -111,15 +111,15 @@ def _from_registry(what: InRegistry, to: Destination, *, plain_http: bool, progr
 
 
 def _relay(what: InRegistry, to: InRegistry, *, plain_http: bool, progress: Progress) -> CopyResult:
-    """From one registry to another. What that has does not come here either."""
+    """Copy from one registry to another. Blobs that the second has are not fetched either."""
     referrers, store = Referrers(), locator.default_store()
     with open_repository(to, plain_http=plain_http, mirrors=False) as there:
 
         def lacks(one: Descriptor) -> bool:
             return not there.has_blob(one.digest, one.size, pushing=True)
 
-        coming = fetch(store, what, after=referrers, wanted=lacks, plain_http=plain_http, progress=progress)
-        with coming as (staging, found, _):
+        incoming = fetch(store, what, after=referrers, wanted=lacks, plain_http=plain_http, progress=progress)
+        with incoming as (staging, found, _):
             same = what.reference.registry == to.reference.registry
             source = Local(found.root, staging.layout, store)
             pushed = push_pull.send(
@@ -199,7 +199,7 @@ def _write_layout(
 
 
 def _make_copied(found: ArtifactParts) -> CopyResult:
-    """All of it was copied."""
+    """Return the result for a destination that got every blob."""
     from gpusnap.oci.registry.copy import TransferTotals
 
     parts = [*found.artifact.blobs(), *found.artifact.documents]
@@ -207,7 +207,7 @@ def _make_copied(found: ArtifactParts) -> CopyResult:
 
 
 def _name(source: Local, found: ArtifactParts) -> str:
-    """What a copy is called where nobody says so: as there, or as `gpusnap checkpoint` names it; else ""."""
+    """Return a copy's name if none was given: that in the source, or `gpusnap checkpoint`'s; else ""."""
     with suppress(StoreError):
         return check_name(source.name)
     notes = found.artifact.annotations

@@ -37,17 +37,17 @@ _KINDS: Mapping[bytes, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """What a name stands for; `size` in bytes."""
+    """What a name refers to; `size` in bytes."""
 
     kind: Kind
     size: int
     content: str
-    """The digest of a file, where a link leads to, and nothing for a folder."""
+    """The digest of a file, the target of a link, empty for a folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Those of one checkpoint, by name."""
+    """The files of one checkpoint, by name."""
 
     records: Mapping[str, File]
     rootfs: Mapping[str, File]
@@ -55,7 +55,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A name that stands for something else in B than in A."""
+    """A name that refers to something else in B than in A."""
 
     name: str
     a: File
@@ -64,7 +64,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What B has otherwise than A."""
+    """How B differs from A."""
 
     same: int
     changed: tuple[Changed, ...]
@@ -73,9 +73,9 @@ class Difference:
 
 
 def read(checkpoint: Checkpoint, seen: Callable[[int], object] = lambda size: None) -> Files:
-    """All files of a checkpoint. Raises ArchiveError, BlobError, RegistryError, GpusnapError.
+    """Return all files of a checkpoint. Raises ArchiveError, BlobError, RegistryError, GpusnapError.
 
-    seen: called with the bytes of each piece that was read.
+    seen: called with the number of bytes of each piece that was read.
     """
     if checkpoint.stored is not None:
         artifact, blobs = checkpoint.stored.artifact, checkpoint.stored.blobs
@@ -93,7 +93,7 @@ def read(checkpoint: Checkpoint, seen: Callable[[int], object] = lambda size: No
 
 
 def compare(a: Mapping[str, File], b: Mapping[str, File]) -> Difference:
-    """By name, kind, size and content."""
+    """Compare by name, kind, size and content."""
     both = sorted(a.keys() & b.keys())
     changed = tuple(Changed(name, a[name], b[name]) for name in both if a[name] != b[name])
     return Difference(
@@ -118,7 +118,7 @@ def _read_archive(path: str, seen: Callable[[int], object]) -> Files:
 
 
 def _in_folder(path: str, seen: Callable[[int], object]) -> Files:
-    """A directory of images, or an unpacked archive."""
+    """Return the files of a directory of images, or of an unpacked archive."""
     unpacked = os.path.isdir(os.path.join(path, "checkpoint"))
     records: dict[str, File] = {}
     rootfs: dict[str, File] = {}
@@ -179,5 +179,5 @@ def _digest(content: Readable, seen: Callable[[int], object]) -> str:
 
 
 def _is_own(name: str) -> bool:
-    """gpusnap's own folder in a checkpoint, which is not compared file by file."""
+    """Return whether a name is in gpusnap's own folder, which is not compared file by file."""
     return name == _OWN or name.startswith(_OWN + "/")

@@ -19,24 +19,24 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container
 from gpusnap.runtime_shim.units import human
 
-# CRIU's images that hold no memory, and Podman's records.
+# CRIU's images that contain no memory, and Podman's records.
 _RECORDS = 4 << 20
 _TMPFS = "tmpfs"
-# Of a file in a tar: its header, one for what that cannot say, and what fills its last block.
+# For each file in a tar: its header, an extended header, and the padding of its last block.
 _HEADERS = 3 * 512
-# Of Podman's own mount for /dev/shm (libpod, ShmDir), which this host sees, too.
+# Podman's own mount for /dev/shm (libpod, ShmDir), which is also mounted on this host.
 _SHM = "/userdata/shm"
 
 
 def check(
     found: podman.Container, folder: str, *, rootfs: bool, volumes: bool, twice: bool, gpus: bool
 ) -> None:
-    """Raise Refused where the checkpoint of a running container may not fit into a folder.
+    """Raise Refused if the checkpoint of a running container may not fit into a folder.
 
-    rootfs: with the files that it has changed. volumes: with those in its named volumes, which Podman copies
-    into its own storage first. twice: the records that are made of the archive go there, too. gpus: so does
-    the memory of its GPUs; without it the runtime looks whether that has room, and the message alone counts
-    it. The folder may be yet to be made.
+    rootfs: the checkpoint includes the files that the container has changed. volumes: it includes the files
+    in its named volumes, which Podman first copies into its own storage. twice: the records that are made of
+    the archive are written to the folder, too. gpus: GPU memory is written there, too; without it, the
+    runtime checks the room for that, and only the message counts it. The folder may not exist yet.
     """
     in_volumes = sum(volume_sizes(found.volumes).values()) if volumes else 0
     in_records = files(found, rootfs=rootfs) + in_volumes + _RECORDS
@@ -54,7 +54,7 @@ def check(
                 code="GPS-007",
             )
     if need > (free := free_bytes(folder)):
-        if not gpus:  # what the runtime would refuse next: CRIU's images are there twice for a moment
+        if not gpus:  # what the runtime would refuse next: for a moment, CRIU's images exist twice
             need = max(need, 2 * memory(found, gpus=False)) + measure_gpu_memory(found)
         raise Refused(
             f"the checkpoint of {found.name} needs up to {human(need)} in {folder}{less}, but only "
@@ -65,15 +65,15 @@ def check(
 
 
 def need(found: podman.Container, *, volumes: bool) -> int:
-    """Bytes that a checkpoint of a running container takes in a store at most."""
+    """Return at most how many bytes a checkpoint of a running container takes in a store."""
     in_volumes = sum(volume_sizes(found.volumes).values()) if volumes else 0
     return memory(found, gpus=True) + files(found, rootfs=True) + in_volumes + _RECORDS
 
 
 def check_copy(blobs: Iterable[Descriptor], folder: str, *, there: Layout | None = None, what: str) -> None:
-    """Raise Refused where a copy of blobs does not fit into a folder.
+    """Raise Refused if a copy of blobs does not fit into a folder.
 
-    there: what has some of them already, which take no room again. what: the copy, for the message.
+    there: a layout that already has some of them, which take no more room. what: the copy, for the message.
     """
     needed = blobs if there is None else there.list_missing(blobs)
     sizes = {each.digest: each.size for each in needed}
@@ -87,17 +87,17 @@ def check_copy(blobs: Iterable[Descriptor], folder: str, *, there: Layout | None
 
 
 def check_archive(blobs: Iterable[Descriptor], path: str) -> None:
-    """Raise Refused where an archive of blobs does not fit."""
+    """Raise Refused if an archive of blobs does not fit."""
     check_copy(blobs, os.path.dirname(os.path.abspath(path)), what=f"the archive {path}")
 
 
 def volume_sizes(volumes: Mapping[str, str]) -> dict[str, int]:
-    """Bytes of the files in each volume (name and folder), as a tar of them has it: holes count."""
+    """Return bytes of the files in each volume (name to folder) as a tar stores them: holes count."""
     return {name: _measure_below(folder, holes=True) for name, folder in volumes.items() if folder}
 
 
 def free_bytes(folder: str) -> int:
-    """Bytes that may be written below a folder, which may be yet to be made. Raises Refused."""
+    """Return how many bytes may be written below a folder, which may not exist yet. Raises Refused."""
     folder = _find_existing(folder)
     try:
         place = os.statvfs(folder)
@@ -107,39 +107,39 @@ def free_bytes(folder: str) -> int:
 
 
 def _find_existing(folder: str) -> str:
-    """A folder, or what there is of those above it."""
+    """Return the folder, or the nearest parent of it that exists."""
     while not os.path.exists(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
     return folder
 
 
 def memory(found: podman.Container, *, gpus: bool) -> int:
-    """Bytes of memory that CRIU writes at most of its processes; with `gpus`, also what they have there."""
+    """Return at most how many bytes of its processes' memory CRIU writes; with `gpus`, also GPU memory."""
     return sum(map(proc.memory, _pids(found))) + (measure_gpu_memory(found) if gpus else 0)
 
 
 def measure_gpu_memory(found: podman.Container) -> int:
-    """Bytes of GPU memory that its processes use; 0 where that cannot be told."""
+    """Return how many bytes of GPU memory its processes use; 0 if that is unknown."""
     pids = _pids(found)
-    with suppress(GpusnapError):  # there is no such GPU, or the runtime says what is wrong
+    with suppress(GpusnapError):  # this host has no such GPU, or the runtime reports the error
         return sum(sum(used.values()) for used in nvml.memory_used(pids).values()) if pids else 0
     return 0
 
 
 def _pids(found: podman.Container) -> list[int]:
-    with suppress(GpusnapError):  # its runtime says what is wrong with it
+    with suppress(GpusnapError):  # the runtime reports the error
         return [each.pid for each in container.processes(found.init, found.id)] if found.init else []
     return []
 
 
 def files(found: podman.Container, *, rootfs: bool) -> int:
-    """Bytes of the files that are in its memory (tmpfs), and with `rootfs` of those that it has changed."""
+    """Return bytes of the files on its tmpfs mounts, and with `rootfs` of those that it has changed."""
     size = _in_memory(found) if found.init else 0
     return size + (_measure_below(found.upper) if rootfs and found.upper else 0)
 
 
 def _in_memory(found: podman.Container) -> int:
-    """What the container's own file systems of that kind hold; those of this host are not in a checkpoint."""
+    """Return bytes on the container's own tmpfs mounts; the host's are not part of a checkpoint."""
     ours = {mount.device: mount.destination for mount in proc.mounts("self") if mount.kind == _TMPFS}
     seen: set[str] = set()
     size = 0
@@ -159,7 +159,7 @@ def _measure_below(folder: str, *, holes: bool = False) -> int:
     links: set[tuple[int, int]] = set()
     for at, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # it has just gone
+            with suppress(OSError):  # it was just removed
                 status = os.lstat(os.path.join(at, name))
                 if status.st_nlink > 1:
                     if (status.st_dev, status.st_ino) in links:

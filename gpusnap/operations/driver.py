@@ -1,4 +1,4 @@
-"""This host's GPU driver, where a command needs one."""
+"""This host's GPU driver, for commands that need one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 
 
 def needed_driver(vendor: str = "") -> Driver:
-    """This host's driver; where it has several, that of a vendor. Raises GpusnapError where it has none."""
+    """Return this host's driver, of `vendor` if it has several. Raises GpusnapError if it has none."""
     driver = find_driver()
     if driver is not None and driver.vendor != vendor and vendor:
         driver = next((each for each in find_drivers() if each.vendor == vendor), driver)

@@ -49,28 +49,28 @@ class StoredCheckpoint:
     """The folder of its store, the file of its layout, or its repository."""
     names: tuple[str, ...]
     blobs: Blobs
-    """To read it from."""
+    """The blobs, for reading."""
     store: Store | None
-    """None where it is in none."""
+    """None if it is in no store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint, wherever it is; what messages call it is the word that the user said."""
+    """A checkpoint in any place; messages call it by the word that the user gave."""
 
     word: str
     manifest: manifest.Manifest | None
     """None for a container without GPU state."""
     stored: StoredCheckpoint | None = None
     path: str = ""
-    """Of an archive or a directory, where it is no artifact."""
+    """The path of an archive or a directory; empty for an artifact."""
 
 
 @contextmanager
 def open_checkpoint(word: str, *, plain_http: bool = False) -> Iterator[Checkpoint]:
-    """The checkpoint that a word stands for; in a store, gc spares it for the while of the block.
+    """Open the checkpoint that a word refers to; in a store, gc keeps it until the block ends.
 
-    Of a registry that does not answer, the copy in this host's store, with a note on stderr.
+    If a registry does not answer, opens the copy in this host's store, with a note on stderr.
 
     Raises NotFound, UsageError, Damaged, ManifestError, GpusnapError.
     """
@@ -97,7 +97,7 @@ def open_checkpoint(word: str, *, plain_http: bool = False) -> Iterator[Checkpoi
 
 
 def get_manifest(checkpoint: Checkpoint) -> manifest.Manifest:
-    """Its manifest. Raises NoManifest, and ManifestError for a directory that holds no whole checkpoint."""
+    """Return its manifest. Raises NoManifest, and ManifestError for an incomplete directory."""
     if checkpoint.manifest is not None:
         return checkpoint.manifest
     if checkpoint.stored is not None:
@@ -111,9 +111,9 @@ def get_manifest(checkpoint: Checkpoint) -> manifest.Manifest:
 
 
 def load_manifest(path: str) -> manifest.Manifest:
-    """The manifest of an archive or a directory.
+    """Return the manifest of an archive or a directory.
 
-    Raises NoManifest where an archive has none, ManifestError where it is broken, or a directory has none.
+    Raises NoManifest if an archive has none, ManifestError if it is broken or a directory has none.
     """
     if os.path.isdir(path):
         return manifest_file.read(_images(path))
@@ -130,7 +130,7 @@ def load_manifest(path: str) -> manifest.Manifest:
 def open_repository(
     place: InRegistry, *, plain_http: bool = False, mirrors: bool = True
 ) -> Iterator[Repository]:
-    """The repository of a reference: see gpusnap.oci.registry.find. Raises RegistryError, SettingsError."""
+    """Open a reference's repository, see gpusnap.oci.registry.find. Raises RegistryError, SettingsError."""
     from gpusnap.oci.registry import find as registries
 
     limits = settings_file.load().registry.limits
@@ -141,7 +141,7 @@ def open_repository(
 
 
 def _images(path: str) -> str:
-    """The directory of images that `path` is, or that an unpacked archive at `path` has."""
+    """Return the directory of images: `path` itself, or the one in an unpacked archive at `path`."""
     inner = os.path.join(path, "checkpoint")
     return inner if not manifest_file.is_ours(path) and manifest_file.is_ours(inner) else path
 
@@ -181,7 +181,7 @@ def _in_store(word: str, place: InStore, stack: ExitStack) -> Checkpoint:
 
 
 def _in_layout(word: str, path: str, stack: ExitStack) -> Checkpoint:
-    """In an image layout in a file."""
+    """Open a checkpoint in an image layout in a file."""
     place = stack.enter_context(opened_layout(path))
     refuse_containerd(place)
     if place.kind == "image":
@@ -199,7 +199,7 @@ def _in_layout(word: str, path: str, stack: ExitStack) -> Checkpoint:
 
 
 def _in_image(word: str, path: str) -> Checkpoint:
-    """In the layer of an ordinary image, which is an archive of Podman's."""
+    """Open a checkpoint in the layer of an ordinary image, which is one of Podman's archives."""
     return Checkpoint(word, _in_file(path), path=path)
 
 
@@ -236,7 +236,7 @@ def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: 
 
 
 def manifests(repository: Repository, wanted: str) -> tuple[Descriptor, Callable[[Descriptor], bytes]]:
-    """What a tag or a digest stands for, and how to read it and manifests below it, each once."""
+    """Return the descriptor of a tag or digest, and a function that reads manifests below it, each once."""
     root, content = repository.read_manifest(wanted)
     documents = {root.digest: content}
 
@@ -249,7 +249,7 @@ def manifests(repository: Repository, wanted: str) -> tuple[Descriptor, Callable
 
 
 class _Remote:
-    """`gpusnap.oci.layout.blobs.Blobs` of a repository: each is fetched and checked when first asked for."""
+    """`gpusnap.oci.layout.blobs.Blobs` of a repository: fetches and checks each blob at its first use."""
 
     def __init__(self, repository: Repository, layout: Layout) -> None:
         self._repository, self._layout = repository, layout

@@ -1,8 +1,8 @@
-"""The processes of a checkpoint, read from wherever it is: CRIU's images, and what the manifest adds.
+"""Reads the processes of a checkpoint in any place, from CRIU's images and the manifest.
 
-An archive is read as a stream, once; nothing is unpacked. From the images of pages, only the few bytes that
-are command lines are kept. This needs the images that say where these are to come first, as engines write
-them.
+An archive is read as a stream, once; nothing is unpacked. Of the images of pages, only the few bytes that are
+command lines are kept. For that, the images that locate them must come first, which is the order in which
+engines write them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from gpusnap.runtime_shim.runtime.criu.images.messages import kind_of
 
 _FOLDER = "checkpoint/"
 _PIECE = 1 << 20
-# Bytes of the images that are held in memory, of one and of all. The pagemap of 16 GiB in single pages takes
+# Limits on the bytes of images in memory, for one and for all. The pagemap of 16 GiB in single pages takes
 # 64 MiB; those of containers are much smaller.
 _LARGEST, _ALL = 64 << 20, 256 << 20
-# Some for each process.
+# A few of them for each process.
 _MOST_IMAGES = 1 << 16
 
 
 def read(checkpoint: Checkpoint) -> tuple[Process, ...]:
-    """Each behind its parent. Raises ArchiveError, BlobError, RegistryError, ImageError, and Refused."""
+    """Return each process after its parent. Raises OciError, RegistryError, ImageError, Refused."""
     images: dict[str, bytes] = {}
     commands: dict[int, tuple[str, ...]] = {}
     wanted: dict[int, Place] | None = None
@@ -63,7 +63,7 @@ def _with_command(process: Process, commands: dict[int, tuple[str, ...]], record
 
 
 def _images(checkpoint: Checkpoint) -> Iterator[tuple[str, int, Readable]]:
-    """CRIU's images by name, with their sizes; each to be read before the next one is taken."""
+    """Yield name, size and content of CRIU's images; each must be read before the next one is requested."""
     if checkpoint.stored is not None:
         records = checkpoint.stored.artifact.records
         if records is None:
@@ -115,12 +115,12 @@ def _read_all(content: Readable, size: int) -> bytes:
 
 
 def _commands(content: Readable, places: dict[int, Place]) -> dict[int, tuple[str, ...]]:
-    """The command lines that are in an image of pages, which is read no further than the last of them."""
+    """Return the command lines in an image of pages; reads no further than the last of them."""
     found: dict[int, tuple[str, ...]] = {}
     at = 0
     for pid, place in sorted(places.items(), key=lambda item: item[1].offset):
         if place.offset < at:
-            continue  # two processes with one page; the images are not CRIU's
+            continue  # two processes with one page: these images are not CRIU's
         while at < place.offset and (piece := content.read(min(_PIECE, place.offset - at))):
             at += len(piece)
         data = _read_all(content, place.size) if at == place.offset else b""

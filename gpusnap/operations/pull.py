@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from gpusnap.oci.registry.repository import Repository
 
 LATEST = "latest"
-"""The tag of a reference that has none."""
+"""The tag of a reference without one."""
 
-# Seconds, between looks at a staging that another process has.
+# Seconds between checks of a staging directory that another process uses.
 _EVERY = 0.2
 _PATIENCE = 600.0
-# Bytes that any network brings in time.
+# So few bytes arrive in time over any network.
 _NOTHING = 64 << 20
-# Bytes of chunks that show how fast they come; whoever fetches the rest fetches these again.
+# Bytes of chunks for measuring the speed of the network; a load process fetches these again.
 _PROBE = 64 << 20
 
 
@@ -56,14 +56,15 @@ def fetch(
     plain_http: bool = False,
     progress: Progress,
 ) -> Iterator[tuple[Staging, ArtifactParts, TransferTotals]]:
-    """A checkpoint from a registry, in a staging of the store.
+    """Fetch a checkpoint from a registry into a staging directory of the store.
 
-    leave: chunks that the store lacks stay away, where they are at most so many bytes together, and would
-    come within `seconds`; those that it has are not read then, as they are when they are used. check: called
-    before anything else than manifests and config has come; raises for what is of no use. look: the same for
-    containerd's, once their records have come, too. after: brings more, when all is there; what that was.
-    wanted: the blobs that shall come, without `leave`; the config always does. The staging is removed at the
-    end of the block, and stays for the next time where that fails. Raises OciError, ManifestError, Damaged,
+    leave: chunks that the store lacks are not fetched if they have at most this many bytes together and would
+    arrive within `seconds`; chunks that the store has are then not checked, because a load process checks
+    them. check: called after manifests and config have arrived and before anything else is fetched; raises
+    for an unusable checkpoint. look: the same for containerd's checks, after their records have arrived.
+    after: called when all blobs are there, to fetch more; returns what it moved. wanted: selects the blobs to
+    fetch (without `leave`); the config is always fetched. The staging directory is removed at the end of the
+    block, and kept for the next attempt if the block fails. Raises OciError, ManifestError, Damaged,
     NotFound.
     """
     from gpusnap.oci.registry import copy as transfer
@@ -71,7 +72,7 @@ def fetch(
     with ExitStack() as stack:
         repository = stack.enter_context(open_repository(what, plain_http=plain_http))
         progress.stage(f"pull of {what.reference}")
-        if repository.reference.name != what.reference.name:  # a mirror, which a restore does not ask
+        if repository.reference.name != what.reference.name:  # a mirror, which a restore does not use
             leave = 0
         root = repository.resolve(_describe_wanted(what.reference))
         name = f"pull-{get_hex(root.digest)[:32]}"
@@ -101,7 +102,7 @@ def fetch(
         lacking = staging.layout.list_missing(each for each in found.parts if wanted(each))
         check_copy(lacking, store.path, there=store.layout, what=f"the pull of {what.reference}")
 
-        def come(which: Callable[[Descriptor], bool]) -> TransferTotals:
+        def pull_blobs(which: Callable[[Descriptor], bool]) -> TransferTotals:
             return transfer.pull(
                 repository,
                 root.digest,
@@ -112,13 +113,13 @@ def fetch(
             )[1]
 
         if not leave:
-            moved = come(wanted)
+            moved = pull_blobs(wanted)
         else:
-            moved = come(lambda one: one.digest not in away)
+            moved = pull_blobs(lambda one: one.digest not in away)
             if of_volumes := away.keys() & _list_volume_chunks(found, staging.layout):
-                come(lambda one: one.digest in of_volumes)
-            if not _may_wait(away, leave, seconds, come):
-                come(lambda one: one.digest in away)
+                pull_blobs(lambda one: one.digest in of_volumes)
+            if not _may_wait(away, leave, seconds, pull_blobs):
+                pull_blobs(lambda one: one.digest in away)
         moved = _combine(early, moved)
         if after is not None:
             moved = transfer.add(moved, after(repository, staging, found))
@@ -129,7 +130,7 @@ def fetch(
 def _explain_whole_amount(
     store: Store, repository: Repository, root: Descriptor, what: locator.InRegistry
 ) -> Iterator[None]:
-    """Where the first few bytes do not fit, say how much all of it needs. Raises Refused, OciError."""
+    """If the first few bytes do not fit, say how much all of it needs. Raises Refused, OciError."""
     try:
         yield
     except DiskFull:
@@ -141,14 +142,14 @@ def _explain_whole_amount(
 
 
 class Referrers:
-    """What refers to a checkpoint, such as its signature, comes along: for `after` of `fetch`."""
+    """Fetches the referrers of a checkpoint, such as its signature: for `after` of `fetch`."""
 
     def __init__(self) -> None:
         self.found: tuple[Descriptor, ...] = ()
-        """The manifests, once they are there."""
+        """The manifests, once they have been fetched."""
 
     def __call__(self, repository: Repository, staging: Staging, of: ArtifactParts) -> TransferTotals:
-        """Bring them into the staging. Raises OciError."""
+        """Fetch them into the staging directory. Raises OciError."""
         from gpusnap.oci.registry import referrers
 
         self.found, moved = referrers.pull(
@@ -161,7 +162,7 @@ class Referrers:
 
 
 def _combine(early: TransferTotals, moved: TransferTotals) -> TransferTotals:
-    """Both, of which the second found what the first had moved."""
+    """Add two totals; the second counts as already present what the first has moved."""
     return replace(
         moved,
         blobs=moved.blobs + early.blobs,
@@ -172,7 +173,7 @@ def _combine(early: TransferTotals, moved: TransferTotals) -> TransferTotals:
 
 
 def _list_away(chunks: Iterable[Descriptor], staging: Staging, store: Store) -> Iterator[Descriptor]:
-    """Those that are neither in a staging nor in its store."""
+    """Yield the chunks that are neither in a staging directory nor in its store."""
     for each in chunks:
         if not any(layout.has_blob(each.digest, each.size) for layout in (staging.layout, store.layout)):
             yield each
@@ -182,11 +183,11 @@ def _may_wait(
     away: Mapping[str, int],
     leave: int,
     seconds: float,
-    come: Callable[[Callable[[Descriptor], bool]], TransferTotals],
+    pull_blobs: Callable[[Callable[[Descriptor], bool]], TransferTotals],
 ) -> bool:
-    """Whether chunks (digest, bytes) can come later: they are few, and would then come in time.
+    """Return whether chunks (digest to bytes) can be fetched later: they are few, and would arrive in time.
 
-    Some of them come now, so that it is known how fast they do.
+    Fetches some of them now, to measure the speed.
     """
     missing = sum(away.values())
     if missing > leave:
@@ -201,15 +202,15 @@ def _may_wait(
         probe.add(digest)
         size += each
     began = time.monotonic()
-    moved = come(lambda one: one.digest in probe)
+    moved = pull_blobs(lambda one: one.digest in probe)
     return missing * (time.monotonic() - began) <= moved.bytes * seconds
 
 
 @contextmanager
 def open_staging(store: Store, name: str, what: str, progress: Progress) -> Iterator[Staging]:
-    """A staging that stays for the next try where the block fails, unless what came is no checkpoint.
+    """Open a staging directory that is kept for the next attempt if the block fails, unless it is useless.
 
-    Raises as `_staging`.
+    It is useless if what arrived is no checkpoint. Raises like `_staging`.
     """
     staging = _staging(store, name, what, progress)
     try:
@@ -224,9 +225,10 @@ def open_staging(store: Store, name: str, what: str, progress: Progress) -> Iter
 
 
 def _staging(store: Store, name: str, what: str, progress: Progress) -> Staging:
-    """The staging of that name; where another process has it, for the same ("pull of X"), when that is done.
+    """Open the staging directory of that name; if another process uses it, wait until that is done.
 
-    What that brings, a second one need not. Raises OciError, such as StagingBusy where that takes too long.
+    The other process is at the same work ("pull of X"), so its blobs need not be fetched again. Raises
+    OciError, such as StagingBusy if it takes too long.
     """
     waits = False
     end = time.monotonic() + _PATIENCE
@@ -251,8 +253,9 @@ def _describe_wanted(of: Reference) -> str:
 
 
 def have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool]:
-    """What the store has, and with `read` has right: a pull brings the rest, also in the place of what is
-    damaged.
+    """Return a function that says which blobs the store has, and with `read`, has undamaged.
+
+    A pull fetches the others, and replaces damaged ones.
     """
 
     def is_there(one: Descriptor) -> bool:
@@ -270,7 +273,7 @@ def have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool]
 
 
 def _list_volume_chunks(found: ArtifactParts, layout: Layout) -> set[str]:
-    """The chunks that volumes consist of, which go into Podman's archive before anything else."""
+    """Return the chunks of volumes, which are written to Podman's archive before anything else."""
     records = found.artifact.records
     if records is None:
         return set()

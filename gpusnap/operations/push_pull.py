@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 Format = Literal["oci", "cri", "podman"]
 
-# Each may cost a request for each blob that is new.
+# Each may cost one request for each new blob.
 _MOST_SIBLINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What is in a registry now."""
+    """A checkpoint that is now in a registry."""
 
     reference: str
     digest: str
@@ -57,7 +57,7 @@ class PushResult:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """What came from a registry, and where it is: in a store under a name, an archive, or containerd."""
+    """A checkpoint from a registry, now in a store under a name, in an archive, or in containerd."""
 
     reference: str
     digest: str
@@ -66,9 +66,9 @@ class PullResult:
     name: str = ""
     file: str = ""
     image: images.ImportedImage | None = None
-    """What containerd has of it now."""
+    """The image in containerd."""
     packed: images.ImportedImage | None = None
-    """What the file has for containerd: `ctr images import` sets these names."""
+    """The image in the file: `ctr images import` sets these names."""
 
 
 def push(
@@ -80,10 +80,10 @@ def push(
     packing: image.Packing = "gzip",
     progress: Progress,
 ) -> PushResult:
-    """Bring a checkpoint into a registry, as an artifact or as an ordinary image for an engine.
+    """Copy a checkpoint to a registry, as an artifact or as an ordinary image for an engine.
 
-    packing: of that image's layer.
-    What is there already does not go again. Raises NotFound, Damaged, GpusnapError.
+    packing: the compression of that image's layer. Blobs that the registry has are not sent again. Raises
+    NotFound, Damaged, GpusnapError.
     """
     with convert_errors(), ExitStack() as stack:
         if format == "oci":
@@ -121,7 +121,7 @@ def push(
 def _check_format(
     what: locator.InStore | locator.InFile | locator.InContainerd, source: InLayout | None, format: Format
 ) -> None:
-    """Raise Refused where no image of that format can be made."""
+    """Raise Refused if no image of that format can be made."""
     if isinstance(what, locator.InContainerd) or (source is not None and source.kind == "containerd"):
         raise Refused(
             f"a containerd checkpoint cannot be converted to an image for {format}",
@@ -144,10 +144,10 @@ def pull(
     plain_http: bool = False,
     progress: Progress,
 ) -> PullResult:
-    """Bring a checkpoint out of a registry, into a store, into an archive or containerd, or two of these.
+    """Copy a checkpoint from a registry to a store, an archive or containerd, or to two of these.
 
-    Into this host's store, unless one of them is given. What a killed pull has brought is not brought again.
-    Raises NotFound, Damaged, GpusnapError.
+    The destination is this host's store unless one is given. Blobs that a killed pull has fetched are not
+    fetched again. Raises NotFound, Damaged, GpusnapError.
     """
     _compression(file)
     if file:
@@ -157,19 +157,19 @@ def pull(
     with convert_errors():
         call_it = store_name(what.reference)
         name = check_name(name) if name else call_it
-        wish = _PullTarget(file, call_it, to)
-        look = wish.look if file or isinstance(to, locator.InContainerd) else None
+        target = _PullTarget(file, call_it, to)
+        look = target.look if file or isinstance(to, locator.InContainerd) else None
         referrers = Referrers()
-        coming = fetch(
+        incoming = fetch(
             store,
             what,
-            check=wish.check,
+            check=target.check,
             look=look,
             after=referrers if isinstance(to, locator.InStore) or not (file or to) else None,
             plain_http=plain_http,
             progress=progress,
         )
-        with _name_in_errors(what), coming as (staging, found, moved):
+        with _name_in_errors(what), incoming as (staging, found, moved):
             done = PullResult(str(what.reference), found.root.digest, moved, file=file)
             if file:
                 progress.stage("archive")
@@ -186,7 +186,7 @@ def pull(
 
 @contextmanager
 def _name_in_errors(what: locator.InRegistry) -> Iterator[None]:
-    """Have an error of the registry's name what this host's store has of that name."""
+    """Add to an error of the registry's which checkpoint this host's store has under that name."""
     try:
         yield
     except RegistryError as error:
@@ -196,15 +196,15 @@ def _name_in_errors(what: locator.InRegistry) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _PullTarget:
-    """Where a checkpoint shall go: whether it can, before all of it has come."""
+    """The destination of a pull; checks that it can take the checkpoint before all of it has arrived."""
 
     file: str
     name: str
-    """What a file calls it in containerd: never what its maker says, as an import replaces images."""
+    """The image's name in a file for containerd; not the maker's choice, as an import replaces images."""
     to: locator.InStore | locator.InContainerd | None
 
     def check(self, found: ArtifactParts) -> None:
-        """By its manifest. Raises GpusnapError."""
+        """Check by the manifest. Raises GpusnapError."""
         if isinstance(self.to, locator.InContainerd):
             found.check_containerd()
             images.check_target(self.to)
@@ -214,8 +214,9 @@ class _PullTarget:
             images.check_file(self.file)
 
     def look(self, found: ArtifactParts, layout: Layout) -> None:
-        """By the beginning of its records. Raises GpusnapError, OciError."""
-        # A large manifest of the base image is a blob of its own: where that has not come, it is seen later.
+        """Check by the beginning of the records. Raises GpusnapError, OciError."""
+        # A large manifest of the base image is a blob of its own: if that has not arrived, it is checked
+        # later.
         with suppress(BlobError):
             if self.file:
                 images.check_names(found, layout, self.name)
@@ -224,7 +225,7 @@ class _PullTarget:
 
 
 def check_free(path: str) -> None:
-    """Raise GpusnapError where something has the name that an archive shall have."""
+    """Raise GpusnapError if the name for an archive is in use."""
     if os.path.lexists(path):
         raise GpusnapError(
             f"{path} exists already",
@@ -236,9 +237,10 @@ def check_free(path: str) -> None:
 def write_file(
     found: ArtifactParts, layout: Layout, path: str, name: str, progress: Progress
 ) -> images.ImportedImage | None:
-    """The archive that whoever made the checkpoint takes: Podman, or ctr, with what that will set by it.
+    """Write the archive for the engine that made the checkpoint, Podman or containerd (ctr).
 
-    name: of ctr's image. Raises OciError, ImageError, UsageError.
+    name: of ctr's image. Returns the image that ctr will make, if any. Raises OciError, ImageError,
+    UsageError.
     """
     compress = _compression(path)
     check_archive(found.parts, path)
@@ -258,7 +260,7 @@ def write_archive(
     volumes: bool = True,
     progress: Progress,
 ) -> None:
-    """Podman's archive of a checkpoint, self-contained with `embed`; `volumes`: with their files.
+    """Write Podman's archive of a checkpoint, self-contained with `embed`; `volumes`: with their files.
 
     Raises OciError, ImageError.
     """
@@ -283,9 +285,9 @@ def send(
     also: Sequence[Descriptor] | None = None,
     mount_from: Sequence[str] = (),
 ) -> PushResult:
-    """Bring a checkpoint into a registry, and what refers to it, or `also` where that is given.
+    """Copy a checkpoint to a registry together with its referrers, or with `also` if given.
 
-    mount_from: repositories of the same registry that have its blobs, as copy.push takes them.
+    mount_from: repositories of the same registry that have its blobs, as for copy.push.
     """
     from gpusnap.oci.registry import copy as transfer
     from gpusnap.oci.registry import referrers
@@ -316,7 +318,7 @@ def send(
 
 
 def _siblings(store: Store, to: Reference) -> tuple[str, ...]:
-    """Repositories of the same registry that may have some of the blobs, as the store's names say."""
+    """Return repositories of the same registry that may have some of the blobs, by the names in the store."""
     found: dict[str, None] = {}
     for entry in store.entries():
         try:
@@ -329,7 +331,7 @@ def _siblings(store: Store, to: Reference) -> tuple[str, ...]:
 
 
 def _annotations(archive: str) -> dict[str, str]:
-    """What an archive says of itself, from its first entries."""
+    """Return the annotations of an archive, from its first entries."""
     config, spec = (read_member(archive, name, limit=LARGEST_DUMP) or b"" for name in FIRST)
     try:
         record = load_manifest(archive)

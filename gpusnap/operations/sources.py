@@ -1,5 +1,5 @@
-"""Checkpoints that need no network to be read: in a store, a layout in a file, Podman's or ctr's archive, or
-containerd. `open_local` has each of them as an artifact in a layout.
+"""Checkpoints that can be read without a network: in a store, in a layout in a file, in an archive of Podman
+or ctr, or in containerd. `open_local` presents each of them as an artifact in a layout.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from gpusnap.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A checkpoint that needs no network to be read: in a store, a layout in a file, or taken out of one."""
+    """A checkpoint that can be read without a network: in a store, in a layout in a file, or unpacked."""
 
     root: Descriptor
     layout: Layout
     store: Store
-    """That which it is in, or this host's."""
+    """The store that has it, or this host's."""
     staging: Staging | None = None
-    """Of `open_local`'s `home`, where it was taken out of an archive of Podman's or out of containerd."""
+    """In `open_local`'s `home`, if it was unpacked from one of Podman's archives or from containerd."""
     name: str = ""
-    """By which it was asked for, or that it has in its layout."""
+    """The name by which it was requested, or its name in the layout."""
 
     def referrers(self) -> tuple[Descriptor, ...]:
-        """What its store, or another tool's layout, has of signatures and the like of it."""
+        """Return its referrers (signatures and the like) in its store, or in another tool's layout."""
         with suppress(LayoutError):  # a staging has no index
             return list_referring(self.layout.read_index().manifests, self.layout.read_blob, self.root.digest)
         return ()
@@ -58,10 +58,10 @@ def open_local(
     progress: Progress,
     home: Store | None = None,
 ) -> Iterator[Local]:
-    """Have a checkpoint as an artifact in a layout; gc spares it for the while of the block.
+    """Open a checkpoint as an artifact in a layout; gc keeps it until the block ends.
 
-    home: where an archive of Podman's is taken apart, by default this host's store. Raises NotFound, Damaged,
-    GpusnapError, OciError, ImageError.
+    home: the store for unpacking an archive of Podman's, by default this host's store. Raises NotFound,
+    Damaged, GpusnapError, OciError, ImageError.
     """
     with ExitStack() as stack:
         if isinstance(what, locator.InStore):
@@ -88,7 +88,7 @@ def open_local(
 def layout_of(
     what: locator.InStore | locator.InFile | locator.InContainerd, stack: ExitStack
 ) -> InLayout | None:
-    """What an image layout in a file has; None for anything else, and for one that is cut short."""
+    """Return an image layout in a file; None for anything else, and for a truncated one."""
     if isinstance(what, locator.InFile) and is_layout(what.path):
         with suppress(ArchiveError):
             return stack.enter_context(opened_layout(what.path))
@@ -96,7 +96,7 @@ def layout_of(
 
 
 def take_chunks(staging: Staging, chunks: Iterable[Descriptor]) -> None:
-    """Have in the staging what the store has of them. Raises BlobError for one that is in neither."""
+    """Add chunks from the store to the staging directory. Raises BlobError for one that neither has."""
     nowhere = staging.take_all(staging.layout.list_missing(chunks))
     if nowhere:
         first = nowhere[0]
@@ -114,9 +114,10 @@ def take_in(
     *,
     written: Known | None = None,
 ) -> tuple[Descriptor, tuple[Volume, ...]]:
-    """An archive as an artifact in a staging, and its volumes; the store may have its chunks.
+    """Convert an archive into an artifact in a staging directory; also return its volumes.
 
-    `written`: those that the store has compressed itself. Raises OciError, ImageError.
+    The store may have its chunks. `written`: chunks that the store has compressed itself. Raises OciError,
+    ImageError.
     """
     if is_layout(archive):
         with Archive(archive) as source:
@@ -131,7 +132,7 @@ def take_in(
 
 
 def take_in_image(staging: Staging, source: Source, progress: Progress) -> Descriptor:
-    """The same of an image of containerd's."""
+    """Do the same with an image of containerd's."""
     parts = containerd_reader.take_in(source, staging.layout, known=staging.take, progress=progress.chunks)
     take_chunks(staging, parts.chunks)
     return artifact.write(staging.layout, parts)

@@ -1,8 +1,8 @@
 """Finds restored containers that run although Podman says otherwise, and ends them on request.
 
 runtime_shim/snapshot/restored_containers.py explains how this happens. For each container, gpusnap asks the
-Podman that had it restored. It never names a container that Podman lists as running or paused, and ends one
-only by its ID or its name.
+Podman that restored it. It never names a container that Podman lists as running or paused, and ends one only
+by its ID or its name.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gpusnap.runtime_shim.snapshot.restore_record import Restore
 _PATIENCE = 15.0
 """Seconds for Podman's answer."""
 _SHORT = 3.0
-"""Where it is certain without one that Podman does not have it as running."""
-# A random ID, as Podman and Kubernetes make them, and how much of one nobody takes for a name.
+"""Seconds if Podman certainly does not list it as running, whatever the answer is."""
+# A random ID, as Podman and Kubernetes make them, and a prefix of one that nobody takes for a name.
 _ID, _SURE = re.compile(r"[0-9a-f]{64}", re.ASCII), 12
-# libpod/define/containerstate.go. In the others (initialized, removing, …) Podman itself is at work on it.
+# libpod/define/containerstate.go. In the other states (initialized, removing, …), Podman itself is at work.
 _AT_REST = ("created", "configured", "exited", "stopped")
 
 
@@ -37,13 +37,13 @@ class UnknownContainer:
     container: str
     """Its ID."""
     processes: tuple[int, ...]
-    """Its init."""
+    """The PID of its init."""
     why: str
-    """What Podman says of it, and what ends it."""
+    """What Podman says about it, and the command that ends it."""
 
 
 def list_unknown(entries: Iterable[Restore]) -> tuple[tuple[UnknownContainer, ...], tuple[str, ...]]:
-    """Those of which Podman says, or is certain to say, that they do not run; a line for each unanswered."""
+    """Return the containers that do not run by Podman's answer, and a line for each unanswered question."""
     found, lines = [], []
     for entry in entries:
         if entry.at_work or _is_busy(entry):
@@ -63,16 +63,16 @@ def list_unknown(entries: Iterable[Restore]) -> tuple[tuple[UnknownContainer, ..
 
 
 def end_container(entry: Restore) -> str | None:
-    """End one of these; None where Podman has it as running, and it was left alone. Raises GpusnapError."""
+    """End one of these; None if Podman lists it as running, and it was left alone. Raises GpusnapError."""
     return restored_containers.end_container(entry, partial(_explain_unknown, entry))
 
 
 def choose_id(wanted: str, ids: Sequence[str]) -> str:
-    """Which of these IDs is meant: by the ID, by Podman's name, or by its beginning; else what was given.
+    """Choose one of these IDs by the ID, by Podman's name, or by a prefix; else return `wanted`.
 
-    As with Podman a name goes before the beginning of another container's ID (`db` may be both). IDs of other
-    engines may be any names, of which none is meant by another that begins so. Raises GpusnapError where
-    several begin so, and where a few digits may be a name that Podman does not tell.
+    As in Podman, a name has priority over a prefix of another container's ID (`db` may be both). IDs of other
+    engines may be any names, so a prefix of one does not select it. Raises GpusnapError if several IDs have
+    the prefix, or if a few digits may be a name that Podman does not report.
     """
     if wanted in ids or not wanted or not ids:
         return wanted
@@ -96,10 +96,10 @@ def choose_id(wanted: str, ids: Sequence[str]) -> str:
 
 
 def _explain_unknown(entry: Restore) -> str | None:
-    """Why it runs without Podman's knowledge; None where Podman knows. Raises GpusnapError without an answer.
+    """Say why it runs without Podman's knowledge; None if Podman knows. Raises GpusnapError if unanswered.
 
-    Podman may give none where gpusnap-runtime was killed: it waits for conmon, which waits for what the
-    container would say of the failure, and has the container's lock meanwhile.
+    Podman may not answer if gpusnap-runtime was killed: it waits for conmon, which waits for the container's
+    report of the failure, and holds the container's lock meanwhile.
     """
     seconds = _PATIENCE if entry.told else _SHORT
     try:
@@ -114,7 +114,7 @@ def _explain_unknown(entry: Restore) -> str | None:
 
 
 def _gone(entry: Restore) -> str:
-    """A clause of an image that is gone: Podman removes it before it writes down that the container runs.
+    """Return a clause about a removed image: Podman removes it before it records that the container runs.
 
     Source: libpod/container_internal_common.go, restore.
     """
@@ -135,7 +135,7 @@ def _runs(entry: Restore) -> str:
 
 
 def _is_busy(entry: Restore) -> bool:
-    """Whether a gpusnap is at work on it."""
+    """Return whether a gpusnap process is working on it."""
     try:
         with journal.hold(entry.key, patience=0):
             return False

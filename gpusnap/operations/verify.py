@@ -1,4 +1,4 @@
-"""Checks a checkpoint against its digests, wherever it is, and says what a damaged blob belongs to."""
+"""Checks a checkpoint in any place against its digests, and names the part that a damaged blob belongs to."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ _CONNECTIONS = 8
 def verify_one(
     word: str, *, deep: bool = False, plain_http: bool = False, progress: Progress = lambda done, whole: None
 ) -> VerifyResult:
-    """Check what a word stands for. deep: of a checkpoint in a registry, read all blobs.
+    """Check the checkpoint that a word refers to. deep: if it is in a registry, read all blobs.
 
-    Raises NotFound, UsageError, Damaged where there is nothing to begin with, GpusnapError.
+    Raises NotFound, UsageError, Damaged if nothing of it can be read, GpusnapError.
     """
     place = find(word)
     with convert_errors():
@@ -99,7 +99,7 @@ def _verify_kept(word: str, place: InStore, progress: Progress) -> VerifyResult:
 
 
 def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> VerifyResult:
-    """Check everything that a store names, each blob once. Raises Damaged for a broken index."""
+    """Check everything that has a name in a store, each blob once. Raises Damaged for a broken index."""
     places: dict[str, list[str]] = defaultdict(list)
     with convert_errors(), tempfile.TemporaryDirectory(prefix="gpusnap-") as folder:
         found = list_named(open_store(store))
@@ -115,16 +115,16 @@ def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> V
                 places[digest] += [f"{name}: {one}" for one in where]
     faulty = tuple(describe_damage(fault, places) for fault in faults)
     note = "" if found else f"{store.path} contains no checkpoint"
-    blobs, size = checked.blobs - 1, checked.size - index.size  # the index is ours alone
+    blobs, size = checked.blobs - 1, checked.size - index.size  # the index exists only here
     return VerifyResult(f"oci:{store.path}", "", blobs, size, True, faulty, note)
 
 
 def _select_still_named(
     store: Store, found: Sequence[NamedDigest], faults: tuple[Fault, ...]
 ) -> tuple[Fault, ...]:
-    """The faults of what the store names yet: what was removed meanwhile, gc may have taken.
+    """Return the faults of checkpoints that still have a name: gc may have removed blobs of the others.
 
-    A hold of each would need as many open files.
+    Holding each of them would need as many open files.
     """
     if not faults:
         return ()
@@ -142,7 +142,7 @@ def _select_still_named(
 
 
 class _Joined(Layout):
-    """A layout and one document more, an index of all that shall be checked together."""
+    """A layout and one more document: an index of everything to check."""
 
     def __init__(self, path: str, index: bytes, folder: str) -> None:
         super().__init__(path)
@@ -151,7 +151,7 @@ class _Joined(Layout):
             file.write(index)
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
-        """As Layout.open_blob."""
+        """Do the same as Layout.open_blob."""
         return io.FileIO(self._file) if digest == self._digest else super().open_blob(digest, size)
 
 
@@ -184,14 +184,14 @@ def _in_layout(word: str, layout: Layout, root: Descriptor, progress: Progress) 
 
 
 def _check_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
-    """The records of an artifact whose blobs are right, if a restore would refuse an image in them."""
+    """Check the records of an artifact with correct blobs: would a restore refuse an image in them?"""
     try:
         artifact = artifacts.read(root, layout.read_blob)
     except (NotACheckpoint, DigestError):
-        return ()  # another tool's
+        return ()  # another tool's artifact
     except LayoutError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            return ()  # removed meanwhile; what is missing else has been found
+            return ()  # removed meanwhile; other missing blobs have been reported
         return (Fault(root, str(error)),)
     fault = records_fault(artifact, config_of(artifact, layout), layout)
     return (Fault(artifact.records, fault),) if fault and artifact.records is not None else ()
@@ -242,7 +242,7 @@ def _ask_registry(
     contents: Contents,
     progress: Progress,
 ) -> list[Fault]:
-    """Ask for each blob, or read it where there is a layout to read it into. Raises RegistryError."""
+    """Ask the registry about each blob, or read it into `layout` if given. Raises RegistryError."""
     faults: list[Fault] = []
     lock, whole = threading.Lock(), sum(each.size for each in blobs)
     done = 0

@@ -48,7 +48,7 @@ _RECORDS = "Podman's records"
 
 
 def in_folder(path: str, progress: Progress) -> VerifyResult:
-    """A directory of images: its manifest, and the chunks beside it or in the store."""
+    """Check a directory of images: its manifest, and the chunks beside it or in the store."""
     inner = path if manifest_file.is_ours(path) else os.path.join(path, "checkpoint")
     record = manifest_file.read(inner)
     try:
@@ -71,7 +71,7 @@ def _chunks_in_store(path: str, record: Manifest, progress: Progress) -> VerifyR
 
 
 def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> VerifyResult:
-    """Chunks that a manifest names and a layout has."""
+    """Check chunks that a manifest names and a layout has."""
     named = descriptors(record.tables)
     if not named:
         return VerifyResult(path, "", 0, 0, True, (), describe_unchecked(record))
@@ -99,18 +99,18 @@ def _chunks(path: str, record: Manifest, layout: Layout, progress: Progress) -> 
 
 
 def _with_part(found: VerifyResult, fault: str, part: str) -> VerifyResult:
-    """What was found, and what is wrong with a part that is no chunk."""
+    """Add to a result a fault of a part that is no chunk."""
     return replace(found, damaged=(*found.damaged, Damage("", "", 0, fault, (part,)))) if fault else found
 
 
 def describe_unchecked(record: Manifest | None) -> str:
-    """What such a checkpoint has no digests of."""
+    """Say which parts of such a checkpoint have no digests."""
     images = "" if record is not None and record.images else "CRIU's images and "
     return f"{images}the engine's files have no digests there; only those in a store have"
 
 
 def in_archive(path: str, progress: Progress) -> VerifyResult:
-    """An archive, in one pass: that it is whole, and the chunks in it."""
+    """Check an archive in one pass: that it is complete, and the chunks in it."""
     found: dict[str, tuple[int, bool]] = {}
     held: dict[str, _Held] = {}
     data = index = None
@@ -155,7 +155,7 @@ def in_archive(path: str, progress: Progress) -> VerifyResult:
         for each in named
         if (why := _explain(each, found.pop(each.digest, None)) or lies.get(each.digest, ""))
     ]
-    # What no table names (the layout's own manifest) is checked all the same.
+    # Blobs that no table names (the layout's own manifest) are checked as well.
     faults += [
         Fault(Descriptor(OCTETS, digest, size), "does not match its digest")
         for digest, (size, right) in found.items()
@@ -168,7 +168,7 @@ def in_archive(path: str, progress: Progress) -> VerifyResult:
 
 
 def _explain_no_json(entry: Entry) -> str:
-    """Why Podman could not read a record of its own; empty where it is a JSON object."""
+    """Say why Podman could not read one of its own records; empty if it is a JSON object."""
     if entry.content is None or entry.info.size > LARGEST_DUMP:
         return f"{entry.name} is not one of Podman's records"
     try:
@@ -180,7 +180,7 @@ def _explain_no_json(entry: Entry) -> str:
 
 
 def _document(entry: Entry, limit: int, path: str) -> bytes:
-    """The manifest of an archive, or the index beside it. Raises ManifestError, as a restore does."""
+    """Read the manifest of an archive, or the index beside it. Raises ManifestError, as a restore does."""
     where = f"{path}: {entry.name}"
     if entry.content is None:
         raise manifest_file.make_unreadable_error(where, ValueError("it is not a regular file"))
@@ -204,7 +204,7 @@ def _explain(wanted: Descriptor, found: tuple[int, bool] | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What is compressed in a blob, size 0 where that is nothing; and the BLAKE3 of the blob itself."""
+    """The decompressed content of a blob, size 0 if it is not compressed; and the blob's own BLAKE3."""
 
     size: int
     digest: str
@@ -213,7 +213,7 @@ class _Held:
 
 
 def _lies(record: Manifest, held: Mapping[str, _Held]) -> dict[str, str]:
-    """By blob, what chunks do not hold though a manifest says so."""
+    """Return, by blob, where chunks differ from what a manifest says about them."""
     chunks = (chunk for part in parts(record) for chunk in part.table.chunks)
     return {chunk.blob: why for chunk in chunks if (why := _lie(chunk, held.get(chunk.blob)))}
 
@@ -228,14 +228,14 @@ def _lie(chunk: Chunk, held: _Held | None) -> str:
 
 
 class _Hashed:
-    """A member of an archive that is hashed as it is read."""
+    """A member of an archive that is hashed while it is read."""
 
     def __init__(self, content: Content) -> None:
         self._content = content
         self.hash, self.blake3 = hashlib.sha256(), start_blake3()
         self._again = b""
         self.head = self._again = self.read(planes.HEAD)
-        """Its first bytes, which are read again."""
+        """Its first bytes, which are read a second time."""
 
     def read(self, size: int) -> bytes:
         if self._again:
@@ -247,7 +247,7 @@ class _Hashed:
         return piece
 
     def end(self, size: int, plain: Hasher, blake3: Hasher) -> tuple[str, _Held]:
-        """As `_digests`; of what is compressed in it, the size and two hashes."""
+        """Do the same as `_digests`; for compressed content, also its size and two hashes."""
         held = _Held(size, PREFIX + plain.hexdigest(), blake3.hexdigest(), self.blake3.hexdigest())
         return PREFIX + self.hash.hexdigest(), held
 
@@ -261,9 +261,10 @@ def _read_all(source: _Hashed, most: int) -> bytes:
 
 
 def _digests(content: Content) -> tuple[str, _Held]:
-    """The digest of a member, and what it holds.
+    """Return the digest of a member, and its content's.
 
-    The manifest, which says how each one is stored, comes after them. No more than a chunk is decompressed.
+    The manifest, which says how each member is stored, comes after them. Decompresses at most one chunk's
+    size.
     """
     source, hashed, blake3, size = _Hashed(content), hashlib.sha256(), start_blake3(), 0
     if 0 < (held := planes.size_of(source.head)) <= LARGEST_CHUNK:

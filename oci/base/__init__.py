@@ -1,1 +1,1 @@
-"""Errors, files, locks and threads: what every part of `oci` uses."""
+"""Errors, files, locks and threads, used by every part of `oci`."""

@@ -2,12 +2,12 @@
 
 The standard library writes the source of each class's methods and compiles it: 0.5 to 1.5 ms for each class
 (Python 3.11 to 3.13). A command of gpusnap defines more than a hundred of them and makes instances of about
-forty, and everybody waits for its start. Here the class gets its slots at once, its __init__ when the first
-instance is made, in a tenth of that time, and all else from the standard library when the first is compared,
-hashed or printed, or the first question is asked of the fields. `replace`, `fields` and `asdict` of
-`dataclasses` work as usual. `inspect.signature` of such a class says nothing before.
+forty, and its user waits for its start. Here the class gets its slots at once. Its __init__ is made with the
+first instance, in a tenth of that time. The rest comes from the standard library when an instance is first
+compared, hashed or printed, or the fields are first used. `replace`, `fields` and `asdict` of `dataclasses`
+work as usual. `inspect.signature` of such a class returns nothing useful before that.
 
-For a type checker this is the standard library's decorator.
+For a type checker, this is the standard library's decorator.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(cls: type | None = None, /, *, slots: bool = False, **options: bool) -> Any:
-        """As dataclasses.dataclass, whose options these are."""
+        """As dataclasses.dataclass, with its options."""
         if cls is None:
             return partial(dataclass, slots=slots, **options)
         if slots and options.keys() <= _OPTIONS and _is_plain(cls):
@@ -30,18 +30,18 @@ else:
         return dataclasses.dataclass(slots=slots, **options)(cls)
 
 
-# With others the standard library makes the class at once.
+# With other options, the standard library makes the class at once.
 _OPTIONS = {"frozen", "kw_only"}
 _FIELDS, _PARAMS = "__dataclass_fields__", "__dataclass_params__"
 _WRITTEN = "__written_fields__"
-"""Of a class that is made here: its fields and those that it inherits, as a _Field each."""
+"""The fields of a class that is made here, own and inherited ones, as a _Field each."""
 _Field = tuple[Any, bool]
-"""The default, or a dataclasses.Field, or MISSING; and whether the argument has to be named."""
+"""The default, or a dataclasses.Field, or MISSING; and whether the argument is keyword-only."""
 _NOT_FIELDS = ("ClassVar", "InitVar", "KW_ONLY")
 
 
 def _is_plain(cls: type) -> bool:
-    """Whether it has but fields that are arguments of __init__, and inherits no others."""
+    """Whether all its fields are arguments of __init__, and it inherits no others."""
     for name, annotation in cls.__annotations__.items():
         value = vars(cls).get(name)
         if not isinstance(annotation, str) or annotation.rpartition(".")[2].startswith(_NOT_FIELDS):
@@ -52,7 +52,7 @@ def _is_plain(cls: type) -> bool:
 
 
 def _defer(cls: type, options: Mapping[str, bool]) -> type:
-    """The class that was written, with slots, and with stubs of the methods that are to be made."""
+    """Return the class with slots, and with stubs of the methods that are made later."""
     fields: dict[str, _Field] = {}
     for base in reversed(cls.__mro__[1:]):
         fields |= vars(base).get(_WRITTEN, {})
@@ -63,9 +63,9 @@ def _defer(cls: type, options: Mapping[str, bool]) -> type:
         fields[name] = written.get(name, dataclasses.MISSING), kw_only
 
     def complete(wanted: str) -> None:
-        """Make what is wanted. Two threads may do so at once: they make the same.
+        """Make the wanted method. Two threads may do so at once: the results are the same.
 
-        Most are never compared or printed, and to compile what does takes most of the time.
+        Most classes are never compared or printed, and compiling the methods for that takes most of the time.
         """
         if wanted == "__init__":
             new.__init__ = _initializer(new, fields)  # type: ignore[misc]
@@ -77,7 +77,7 @@ def _defer(cls: type, options: Mapping[str, bool]) -> type:
             setattr(new, name, vars(made)[name])
 
     def stub(name: str) -> Callable[..., Any]:
-        """A method that gives its place to the one that is made, and calls it."""
+        """Return a method that makes the real one, replaces itself by it, and calls it."""
 
         def method(self: object, *args: object, **keywords: object) -> Any:
             complete(name)
@@ -101,7 +101,7 @@ def _defer(cls: type, options: Mapping[str, bool]) -> type:
 
 
 def _initializer(cls: type, fields: Mapping[str, _Field]) -> Callable[..., None]:
-    """Its __init__: as the standard library's, but that it fills the slots themselves, frozen or not."""
+    """Return its __init__: like the standard library's, but it sets the slots directly, frozen or not."""
     scope: dict[str, Any] = {"_absent": object()}
     words, body = ["self"], []
     for name, (written, named) in sorted(fields.items(), key=lambda field: field[1][1]):
@@ -130,7 +130,7 @@ def _initializer(cls: type, fields: Mapping[str, _Field]) -> Callable[..., None]
 
 
 class _Deferred:
-    """An attribute of the class that `complete` puts in its place."""
+    """An attribute of the class that `complete` replaces."""
 
     __slots__ = ("_complete", "_name")
 
@@ -143,7 +143,7 @@ class _Deferred:
 
 
 def _make_frozen_methods(names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    """What refuses a change, and what copies and pickles an instance all the same."""
+    """Return methods that refuse a change, and methods that can still copy and pickle an instance."""
 
     def refuse_to_set(self: object, name: str, value: object) -> None:
         raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")

@@ -24,8 +24,8 @@
     │       └── NotARegistry … it answers with what no registry says
     └── Cancelled        the caller asked for an end
 
-A message is one sentence; `code`, such as GPS-601, is what it is found under in docs/errors.md. It avoids
-the words of ENOENT, EACCES and EPERM, which Podman replaces.
+A message is one sentence; `code`, such as GPS-601, identifies it in docs/errors.md. It avoids the texts of
+ENOENT, EACCES and EPERM, which Podman replaces.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OciError(Exception):
     """The base of all errors of the files of a checkpoint; the message is a sentence."""
 
     code: str = ""
-    """Such as GPS-601; empty where docs/errors.md has no more to say than the sentence."""
+    """Such as GPS-601; empty if docs/errors.md says no more than the sentence."""
 
     def __init__(self, message: str = "", *, code: str = "") -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class BlobError(LayoutError):
 
 
 class NotACheckpoint(LayoutError):
-    """Something else than a checkpoint of gpusnap's; nothing says that it is damaged."""
+    """Something other than a checkpoint of gpusnap; nothing says that it is damaged."""
 
     code = "GPS-605"
 
@@ -86,7 +86,7 @@ class ChunkError(OciError):
 
 
 class StoreError(OciError):
-    """A store that cannot be used as it is, or not for what was asked."""
+    """A store that cannot be used as it is, or not for the requested purpose."""
 
 
 class NotThere(StoreError):
@@ -96,17 +96,17 @@ class NotThere(StoreError):
 
 
 class Ambiguous(StoreError):
-    """A name, or the beginning of a digest, that stands for several."""
+    """A name, or the start of a digest, that matches several."""
 
 
 class StoreBusy(StoreError):
-    """Another process has what is needed, and did not let go of it in time."""
+    """Another process holds a lock, and did not release it in time."""
 
     code = "GPS-703"
 
 
 class StagingBusy(StoreBusy):
-    """A staging whose owner lives."""
+    """A staging directory whose owner is alive."""
 
 
 class ArchiveError(OciError):
@@ -116,7 +116,7 @@ class ArchiveError(OciError):
 
 
 class CeilingError(OciError):
-    """The memory that is allowed does not hold the buffers of one worker."""
+    """The allowed memory is too small for the buffers of one worker."""
 
 
 class DiskError(OciError):
@@ -146,13 +146,13 @@ class NotInRegistry(RegistryError):
 
 
 class Unreachable(RegistryError):
-    """A registry that could not be talked to: every attempt broke, or its certificate is not trusted."""
+    """A registry that could not be reached: every attempt failed, or its certificate is not trusted."""
 
     code = "GPS-803"
 
 
 class Rejected(RegistryError):
-    """A request that the registry refuses; `says` is its own word for it, such as "DIGEST_INVALID"."""
+    """A request that the registry refuses; `says` is its own code for it, such as "DIGEST_INVALID"."""
 
     code = "GPS-806"
 
@@ -163,13 +163,13 @@ class Rejected(RegistryError):
 
 
 class NotARegistry(Rejected):
-    """A host that answers, and not as a registry does: with a web page, or for what it does not have."""
+    """A host whose answers are not those of a registry: a web page, or an impossible status."""
 
     code = "GPS-808"
 
 
 class Cancelled(OciError):
-    """The caller asked for an end before all was done."""
+    """The caller cancelled the operation before it was complete."""
 
 
 _REWORDED = {
@@ -186,7 +186,7 @@ _NO_ROOM = {
 
 
 def reason(error: OSError) -> str:
-    """The errno of `error` in words that Podman shows as they are; its own words where it has none."""
+    """Return a text for the errno of `error` that Podman does not replace; without errno its own text."""
     if not error.errno:
         return str(error) or os.strerror(0)
     return _REWORDED.get(error.errno) or os.strerror(error.errno)
@@ -203,7 +203,7 @@ def binary_size(size: int) -> str:
 
 
 def disk_error(error: OSError, folder: str, what: str, size: int | None) -> DiskError:
-    """The error for `what`, of `size` bytes where that is known, that could not be written in `folder`."""
+    """Return the error for `what`, of `size` bytes if known, that could not be written in `folder`."""
     if size is not None:
         what = f"{what} of {binary_size(size)}"
     words = _NO_ROOM.get(error.errno or 0)

@@ -1,9 +1,8 @@
-"""Plain files in a folder that others may fill: read without following links, written whole or not at all.
+"""Plain files in a directory that others can write to: reads follow no links, writes are atomic.
 
-The one way in which gpusnap opens what lies in a directory that somebody else can put files into: images,
-the engine's directory into which it unpacked an archive, layouts. A link is not followed but replaced, and a
-FIFO or a device is never waited for. What a user names, such as an archive, `open_named` opens: there a link
-is followed.
+gpusnap opens all files in such directories with this module: images, the engine's directory into which it
+unpacked an archive, layouts. A link is not followed but replaced, and a FIFO or a device is never waited for.
+For a path from the user, such as an archive, there is `open_named`, which follows links.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from functools import partial
 UNFINISHED = ".new-"
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: the open of a FIFO that somebody put there would wait for a writer.
+# O_NONBLOCK: otherwise the open of a FIFO would wait for a writer.
 _AT_ONCE = 1 << 20
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -32,7 +31,7 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _ALL_NAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS}
 _PIECE = 1 << 30
 
-# What is at a path where a file is wanted, and can be read from for ever, or is waited for.
+# Types of files that can be read forever, or that would be waited for.
 _NO_FILES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -41,28 +40,29 @@ _NO_FILES = {
 }
 _NULL = os.makedev(1, 3)  # Documentation/admin-guide/devices.txt
 
-# stat(2): nothing is there, or can be.
+# stat(2): nothing exists there, or can.
 _NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 def exists(path: str, *, follow: bool = True) -> bool:
-    """Whether something is there; with `follow`, at the end of a link.
+    """Whether something exists there; with `follow`, at the target of a link.
 
-    Raises OSError where the kernel does not say so (EIO, ENOMEM, EACCES), which os.path.exists takes for no.
+    Raises OSError if the kernel does not say it (EIO, ENOMEM, EACCES), for which os.path.exists returns
+    False.
     """
     return _mode(path, follow=follow) is not None
 
 
 def is_folder(path: str) -> bool:
-    """Whether a folder is there, or a link to one. Raises OSError as `exists` does."""
+    """Whether a directory exists there, or a link to one. Raises OSError as `exists` does."""
     mode = _mode(path, follow=True)
     return mode is not None and stat.S_ISDIR(mode)
 
 
 def no_file(status: os.stat_result) -> str:
-    """What it is instead, such as "a FIFO", where it is neither a file nor a folder; "" for those.
+    """Return the type, such as "a FIFO", if it is neither a file nor a directory; "" for those.
 
-    /dev/null counts as a file, an empty one.
+    /dev/null counts as an empty file.
     """
     if stat.S_ISCHR(status.st_mode) and status.st_rdev == _NULL:
         return ""
@@ -70,14 +70,14 @@ def no_file(status: os.stat_result) -> str:
 
 
 def open_named(path: str) -> io.BufferedReader:
-    """The file at a path that a user names, to read; links are followed, nothing is waited for.
+    """Open the file at a path that a user names, for reading; links are followed, nothing is waited for.
 
     Raises OSError, also for a FIFO, a socket or a device, which is not opened.
     """
     _check_file(os.stat(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _check_file(os.fstat(descriptor))  # it may be another one by now
+        _check_file(os.fstat(descriptor))  # it may be another file now
         return open(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -85,9 +85,9 @@ def open_named(path: str) -> io.BufferedReader:
 
 
 def open_folder(*names: str) -> int:
-    """A descriptor of the folder `names`, each within the one before; none of their last parts is a link.
+    """Open the directory `names`, each within the one before; none of their last parts may be a link.
 
-    Raises OSError; its `filename` is the folder that it is about.
+    Raises OSError; its `filename` is the directory concerned.
     """
     descriptor = os.open(names[0], _FOLDER)
     for at, name in enumerate(names[1:], 2):
@@ -102,7 +102,7 @@ def open_folder(*names: str) -> int:
 
 
 def open_regular(name: str, folder: int) -> tuple[io.FileIO, int]:
-    """The plain file `name` of a folder and its size. Raises OSError, ValueError if it is none."""
+    """Open the plain file `name` of a directory; return it and its size. Raises OSError, ValueError."""
     descriptor = os.open(name, _READ, dir_fd=folder)
     try:
         status = os.fstat(descriptor)
@@ -115,10 +115,10 @@ def open_regular(name: str, folder: int) -> tuple[io.FileIO, int]:
 
 
 def ask_for(file: io.FileIO, start: int, size: int) -> None:
-    """Have the kernel begin to read a part of a file into its page cache; nobody depends on it.
+    """Ask the kernel to read a part of a file into its page cache; nothing depends on it.
 
-    Piece by piece: it takes no more at once than the device's read-ahead or its largest request, which may be
-    128 KiB and 1.25 MiB (linux, mm/readahead.c, force_page_cache_ra).
+    Piece by piece, because one request is limited to the device's read-ahead or its largest request, which
+    may be 128 KiB and 1.25 MiB (linux, mm/readahead.c, force_page_cache_ra).
     """
     with suppress(OSError):
         for at in range(start, start + size, _AT_ONCE):
@@ -127,7 +127,7 @@ def ask_for(file: io.FileIO, start: int, size: int) -> None:
 
 
 def read_regular(name: str, folder: int, *, limit: int) -> bytes:
-    """All of a small file. Raises as open_regular does, and ValueError for more than `limit` bytes."""
+    """Read a small file. Raises as open_regular does, and ValueError for more than `limit` bytes."""
     file, size = open_regular(name, folder)
     with file:
         if size > limit:
@@ -143,7 +143,7 @@ def read_regular(name: str, folder: int, *, limit: int) -> bytes:
 
 @contextmanager
 def new_file(folder: int) -> Iterator[tuple[int, str]]:
-    """A new file in a folder: its descriptor and its name for now. Gone at the end, unless it was renamed."""
+    """Yield a new file in a directory: its descriptor and temporary name. It is removed unless renamed."""
     name = UNFINISHED + os.urandom(8).hex()
     descriptor = os.open(name, _NEW, 0o600, dir_fd=folder)
     try:
@@ -156,10 +156,10 @@ def new_file(folder: int) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def create_unnamed_file(folder: int) -> Iterator[tuple[int, Callable[[str], None]]]:
-    """A new file in a folder: its descriptor, and what gives it a name there that nothing has.
+    """Yield a new file in a directory: its descriptor, and a function that gives it an unused name there.
 
-    Nothing is left of it without that, even where whoever writes it is killed (open(2), O_TMPFILE); only
-    where the file system has no such files it is one of `new_file`. The call raises FileExistsError, OSError.
+    Without a name, nothing of it remains, even if the writer is killed (open(2), O_TMPFILE). If the file
+    system has no such files, it is one of `new_file`. The function raises FileExistsError, OSError.
     """
     try:
         descriptor = os.open(".", _UNNAMED, 0o600, dir_fd=folder)
@@ -191,7 +191,7 @@ def _name_unnamed(descriptor: int, name: str, folder: int) -> None:
 
 
 def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:
-    """Write all of `data`: one write(2) takes at most 2 GiB, and less where a disk fills up."""
+    """Write all of `data`: one write(2) takes at most 2 GiB, and less if a disk becomes full."""
     with memoryview(data) as view, view.cast("B") as rest:
         done = 0
         while done < len(rest):
@@ -200,10 +200,10 @@ def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:
 
 
 def name_new(unfinished: str, name: str, folder: int) -> None:
-    """Rename a file within a folder to a name that nothing has. Raises FileExistsError, OSError.
+    """Rename a file within a directory to an unused name. Raises FileExistsError, OSError.
 
-    renameat2(2) with RENAME_NOREPLACE; link(2) and unlink(2) where the file system lacks that, as NFS does;
-    and where it lacks both, as some in user space do, the name is taken with an empty file first.
+    Uses renameat2(2) with RENAME_NOREPLACE. If the file system lacks that, as NFS does, it uses link(2) and
+    unlink(2). If it lacks both, as some in user space do, an empty file first reserves the name.
     """
     try:
         _rename_new(unfinished, name, folder)
@@ -223,7 +223,7 @@ def name_new(unfinished: str, name: str, folder: int) -> None:
 
 
 def _rename_new(unfinished: str, name: str, folder: int) -> None:
-    import ctypes  # whoever only looks whether something is there need not wait for it
+    import ctypes  # not at the top: a check whether something exists does not need it
 
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:  # a C library before glibc 2.28
@@ -235,9 +235,9 @@ def _rename_new(unfinished: str, name: str, folder: int) -> None:
 
 
 def replace(name: str, data: bytes, folder: int, *, sync: bool = True) -> None:
-    """Put a file of that content and mode 0600 in a folder, in the place of one, or of a link, there.
+    """Write a file with that content and mode 0600; replace a file, or a link, of that name.
 
-    Durably, unless `sync` is false. Raises OSError.
+    It is synced, unless `sync` is false. Raises OSError.
     """
     with new_file(folder) as (descriptor, unfinished):
         write_all(descriptor, data)
@@ -249,29 +249,29 @@ def replace(name: str, data: bytes, folder: int, *, sync: bool = True) -> None:
 
 
 def open_below(top: str, name: str) -> tuple[io.FileIO, int]:
-    """The plain file `name`, which may have slashes, below a directory, and its size.
+    """Open the plain file `name`, which may contain slashes, below a directory; return it and its size.
 
-    The caller names `top`, and it may be a link; nothing below it is followed. Raises OSError, and ValueError
-    where the file is no plain one.
+    The caller names `top`, and it may be a link; no link below it is followed. Raises OSError, and ValueError
+    if the file is not a plain one.
     """
     with _parent(top, name) as (folder, last):
         return open_regular(last, folder)
 
 
 def read_below(top: str, name: str, *, limit: int) -> bytes:
-    """All of a small file below a directory. Raises as open_below does, and ValueError beyond `limit`."""
+    """Read a small file below a directory. Raises as open_below does, and ValueError beyond `limit`."""
     with _parent(top, name) as (folder, last):
         return read_regular(last, folder, limit=limit)
 
 
 def replace_below(top: str, name: str, data: bytes, *, sync: bool = True) -> None:
-    """As `replace`, of a file below a directory. Raises OSError."""
+    """Like `replace`, for a file below a directory. Raises OSError."""
     with _parent(top, name) as (folder, last):
         replace(last, data, folder, sync=sync)
 
 
 def sync_folder(path: str) -> None:
-    """Have the names in a folder on disk. Raises OSError."""
+    """Sync the names in a directory to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -281,7 +281,7 @@ def sync_folder(path: str) -> None:
 
 @contextmanager
 def _parent(top: str, name: str) -> Iterator[tuple[int, str]]:
-    """A descriptor of the folder that a file lies in, and the file's own name."""
+    """Yield a descriptor of the directory of a file, and the file's own name."""
     *folders, last = name.split("/")
     folder = os.open(top or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -302,7 +302,7 @@ def _check_file(status: os.stat_result) -> None:
 
 
 def _mode(path: str, *, follow: bool) -> int | None:
-    """The mode of what is at a path; None for nothing."""
+    """Return the mode of the file at a path; None if there is none."""
     try:
         return os.stat(path, follow_symlinks=follow).st_mode
     except OSError as error:

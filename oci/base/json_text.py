@@ -1,20 +1,20 @@
-"""JSON from anywhere, read in one way only: RFC 8259 leaves open what a name that stands twice means."""
+"""Reads JSON from any source in only one way: RFC 8259 does not define what a duplicate name means."""
 
 from __future__ import annotations
 
 import json
 import math
 
-TYPE_CHECKING = False  # not typing's, whose import every hook of a container would pay for
+TYPE_CHECKING = False  # not from typing, because every hook of a container would have to import it
 if TYPE_CHECKING:
     from typing import Any
 
 
 def parse_json(data: str | bytes | bytearray) -> Any:
-    """The value that a JSON text holds.
+    """Return the value of a JSON text.
 
-    Raises ValueError, also for a name that stands twice in one object (two parsers would see two documents),
-    for NaN and Infinity, for a number beyond a double, and where it is nested too deeply.
+    Raises ValueError, also for a duplicate name in one object (two parsers would see two documents), for NaN
+    and Infinity, for a number beyond a double, and if it is nested too deeply.
     """
     try:
         return json.loads(
@@ -27,7 +27,7 @@ def parse_json(data: str | bytes | bytearray) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        # In one pass: to count each name among all takes hours for some MiB of names.
+        # In one pass: comparing each name with all others takes hours for some MiB of names.
         last = {name: at for at, (name, _) in enumerate(pairs)}
         twice = next(name for at, (name, _) in enumerate(pairs) if last[name] != at)
         raise ValueError(f"an object has the member {twice[:80]!r} twice")

@@ -1,7 +1,7 @@
-"""Locks between processes and threads: flock(2) on a file or a folder, let go of when its owner dies.
+"""Locks between processes and threads: flock(2) on a file or a directory, released when the owner dies.
 
-Each call opens the file anew, so two threads exclude one another as two processes do. A file that may be
-removed while somebody waits for its lock has to be looked at again once the lock is had: `is_still_there`.
+Each call opens the file anew, so two threads exclude each other like two processes. If a file may be removed
+while a process waits for its lock, the process must check it after it has the lock: `is_still_there`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 @contextmanager
 def lock_exclusively(path: str, *, patience: float, what: str) -> Iterator[None]:
-    """Have the lock of the file `path`, made where it is missing, for `what`.
+    """Hold the lock of the file `path`, created if it is missing, for `what`.
 
-    Raises StoreBusy where it is not had within `patience` seconds, OSError where it cannot be opened.
+    Raises StoreBusy if it is not available within `patience` seconds, OSError if it cannot be opened.
     """
     lock = os.open(path, _FILE, 0o600)
     try:
@@ -43,7 +43,7 @@ def lock_exclusively(path: str, *, patience: float, what: str) -> Iterator[None]
 
 
 def try_exclusive(descriptor: int) -> bool:
-    """Lock an open file or folder for oneself alone; False where somebody else has it."""
+    """Lock an open file or directory exclusively; False if another process has the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -52,7 +52,7 @@ def try_exclusive(descriptor: int) -> bool:
 
 
 def is_still_there(descriptor: int, path: str) -> bool:
-    """Whether that open file or folder is still the one at `path`."""
+    """Whether that open file or directory is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def is_still_there(descriptor: int, path: str) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Let go of a lock, also where a child has a copy of the descriptor, and close it."""
+    """Release a lock, even if a child has a copy of the descriptor, and close it."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

@@ -1,7 +1,7 @@
 """Regular expressions of modules, compiled when they are first used.
 
-Python's re takes 0.1 to 0.4 ms for each (Python 3.11 to 3.13). A command of gpusnap imports eighty, uses some
-ten of them, and everybody waits for its start.
+Python's re takes 0.1 to 0.4 ms for each (Python 3.11 to 3.13). A command of gpusnap imports eighty, uses
+about ten of them, and its user waits for its start.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ _METHODS = ("fullmatch", "match", "search", "sub", "subn", "split", "findall", "
 
 
 class _Later:
-    """An `re.Pattern` to be."""
+    """An `re.Pattern` that is compiled later."""
 
     def __init__(self, text: Any, flags: int) -> None:
         self._text, self._flags = text, flags
 
     def __getattr__(self, name: str) -> Any:
-        """What the pattern has. Its methods are ours from then on, and cost no more than its own."""
+        """Compile the pattern, and copy its methods, which then take no longer than its own."""
         if name.startswith("__"):
             raise AttributeError(name)
         pattern = re.compile(self._text, self._flags)
@@ -28,8 +28,8 @@ class _Later:
 
 
 def compile_later(text: AnyStr, flags: int = 0) -> re.Pattern[AnyStr]:
-    """As re.compile, for a constant of a module. What is wrong with the text is said at its first use.
+    """Like re.compile, for a constant of a module. Errors in the text are raised at its first use.
 
-    Only its methods and attributes are a pattern's: functions of `re` do not take it.
+    The result only has a pattern's methods and attributes: functions of `re` do not accept it.
     """
     return cast("re.Pattern[AnyStr]", _Later(text, flags))

@@ -1,7 +1,6 @@
-"""Threads that do one thing together: the first error ends all of them.
+"""Threads that do one job together: the first error ends all of them.
 
-Python threads serve here because every long step of theirs (a copy, a hash, zstd, a system call) lets the
-other ones run.
+Python threads are enough, because every long step (a copy, a hash, zstd, a system call) lets the others run.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ T = TypeVar("T")
 
 
 class _Stopped(Exception):
-    """Another worker failed: leave, and say nothing."""
+    """Another worker failed: end without an error."""
 
 
 class SharedIterator(Iterator[T]):
-    """An iterator that several threads may take from."""
+    """An iterator that several threads can share."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = iter(items)
@@ -30,7 +29,7 @@ class SharedIterator(Iterator[T]):
 
 
 class Crew:
-    """A number of threads. `check` is theirs to call between steps; `join` raises the first error.
+    """A number of threads. They call `check` between steps; `join` raises the first error.
 
     ending: called by `stop`, to end what they wait for, such as an answer from the network.
     """
@@ -41,14 +40,14 @@ class Crew:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._threads: list[threading.Thread] = []
-        # Counted by the threads themselves: where a signal's exception ends a Thread.join(), Python 3.11
-        # takes that thread for ended (bpo-45274), and the next join() returns while it is at work.
+        # The threads count themselves: if a signal's exception interrupts Thread.join(), Python 3.11
+        # considers that thread ended (bpo-45274), and the next join() returns while it still works.
         self._begun, self._ended = 0, 0
 
     def start(self, count: int, work: Callable[[], None]) -> None:
-        """Run `work` in `count` more threads, or in as many as the system gives.
+        """Run `work` in `count` more threads, or in as many as the system permits.
 
-        Raises RuntimeError where it gives none; the others have been ended then.
+        Raises RuntimeError if it permits none; the others have ended then.
         """
         try:
             for begun in range(count):
@@ -65,12 +64,12 @@ class Crew:
             raise
 
     def check(self) -> None:
-        """Leave this worker where another one failed, or the caller was interrupted."""
+        """End this worker if another one failed, or the caller was interrupted."""
         if self._error is not None:
             raise _Stopped
 
     def failed(self) -> BaseException | None:
-        """What the first worker that failed raised, if one has."""
+        """The error of the first worker that failed, if any."""
         return None if isinstance(self._error, _Stopped) else self._error
 
     @property
@@ -82,7 +81,7 @@ class Crew:
         """End all workers at their next check, and wait for them."""
         self._fail(_Stopped())
         self._ending()
-        # One that has not begun by now never does.
+        # A thread that has not begun by now never will.
         self._wait(lambda: self._ended == self._begun)
 
     def join(self) -> None:
@@ -132,9 +131,9 @@ def run_for_each(
     threads: int,
     ending: Callable[[], object] = lambda: None,
 ) -> None:
-    """Call `do` with each item, in that many threads, or in this one where the system gives none.
+    """Call `do` with each item, in that many threads, or in this one if the system permits none.
 
-    ending: as for Crew. Raises the first error; the rest is not begun then.
+    ending: as for Crew. Raises the first error; further items are not started then.
     """
     crew, shared = Crew(ending), SharedIterator(items)
 

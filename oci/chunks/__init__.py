@@ -1,1 +1,1 @@
-"""Regions of memory as blobs: cut, compressed, written, read and checked."""
+"""Regions of memory as blobs: cuts, compresses, writes, reads and checks them."""

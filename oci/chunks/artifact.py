@@ -1,4 +1,4 @@
-"""A checkpoint as an OCI artifact: one manifest, or an index of some where one would be too large.
+"""A checkpoint as an OCI artifact: one manifest, or an index of several if one would be too large.
 
 From image-spec v1.1, manifest.md ("Guidelines for Artifact Usage") and image-index.md.
 
@@ -10,8 +10,8 @@ From image-spec v1.1, manifest.md ("Guidelines for Artifact Usage") and image-in
                  carried   application/vnd.gpusnap.checkpoint.blob.v1                any number
                  chunks    application/vnd.gpusnap.chunk.v1, …+zstd                  each blob once
 
-Records are of an engine that writes its checkpoints as archives, or of one that keeps them as images; blobs
-that are carried are those of such an image, as they were.
+Records belong to an engine that writes its checkpoints as archives, or to one that keeps them as images.
+Carried blobs are those of such an image, unchanged.
 
 A registry takes a manifest of up to 4 MiB, and a chunk's place in one takes some 400 bytes. So from about
 9,000 chunks on (70 GiB in chunks of 8 MiB), it is
@@ -22,10 +22,11 @@ A registry takes a manifest of up to 4 MiB, and a chunk's place in one takes som
         …
 
 A chunk's annotations say where its plain bytes were used first: a label of the region, offset, size and
-digest. They are for people and other tools; the config has all uses. The same content makes the same bytes.
+digest. They are for people and other tools; the config has all uses. The same content results in the same
+bytes.
 
-What is read may come from anybody: layers and manifests in any order and more than once, and some that are
-not known here, which are passed over.
+Content that is read may come from anybody: layers and manifests may be in any order and repeated, and unknown
+ones are ignored.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ CHUNKS = "application/vnd.gpusnap.chunks.v1+json"
 CONFIG = "application/vnd.gpusnap.checkpoint.config.v1+json"
 RECORDS = "application/vnd.gpusnap.checkpoint.records.v1.tar+zstd"
 IMAGE = "application/vnd.gpusnap.checkpoint.image.v1.tar+zstd"
-"""Records, of an engine that keeps its checkpoints as images."""
+"""Records of an engine that keeps its checkpoints as images."""
 ROOTFS = "application/vnd.gpusnap.checkpoint.rootfs.v1.tar+zstd"
 BLOB = "application/vnd.gpusnap.checkpoint.blob.v1"
-"""A blob of such an image, which that names."""
+"""A blob of such an image, which the image refers to."""
 
 TITLE = "org.opencontainers.image.title"
 TITLES = {RECORDS: "records.tar.zst", IMAGE: "image.tar.zst", ROOTFS: "rootfs-diff.tar.zst"}
@@ -71,7 +72,7 @@ CHUNK_SIZE = "io.gpusnap.chunk.size"
 CHUNK_DIGEST = "io.gpusnap.chunk.digest"
 PARTS = "io.gpusnap.manifests"
 
-# Below the 4 MiB that registries should take, as some count what is around it too.
+# Below the 4 MiB that registries should accept, because some count more than the content.
 LARGEST_DOCUMENT = 7 << 19
 # 70 GiB in chunks of 8 MiB fit in one; their number is bounded as somebody has to fetch them all.
 MOST_MANIFESTS = 1024
@@ -81,7 +82,7 @@ MOST_MANIFESTS = 1024
 class Artifact:
     """The parts of a checkpoint. `chunks` in the order of their first use, each blob once.
 
-    Without `records` it is the GPU side of an archive that lies elsewhere.
+    Without `records` it is the GPU side of an archive that is stored elsewhere.
     """
 
     config: Descriptor = field(default_factory=empty_descriptor)
@@ -90,17 +91,17 @@ class Artifact:
     chunks: tuple[Descriptor, ...] = ()
     annotations: Mapping[str, str] = field(default_factory=dict)
     documents: tuple[Descriptor, ...] = ()
-    """The manifests and the index that it was read from, the top one first; not looked at by `write`."""
+    """The manifests and the index that it was read from, the top one first; `write` ignores them."""
     carried: tuple[Descriptor, ...] = ()
-    """Blobs that go along as they are, each once."""
+    """Blobs that are included unchanged, each once."""
 
     @property
     def is_image(self) -> bool:
-        """Whether its records are of an engine that keeps its checkpoints as images."""
+        """Whether its records belong to an engine that keeps its checkpoints as images."""
         return self.records is not None and self.records.media_type == IMAGE
 
     def blobs(self) -> Iterator[Descriptor]:
-        """Config, records, rootfs, what is carried, and chunks, as far as they are there."""
+        """Yield config, records, rootfs, carried blobs and chunks, as far as they exist."""
         yield self.config
         yield from (each for each in (self.records, self.rootfs) if each is not None)
         yield from self.carried
@@ -108,9 +109,9 @@ class Artifact:
 
 
 def chunk_layers(regions: Iterable[tuple[str, Table]]) -> tuple[Descriptor, ...]:
-    """The blobs of some tables as layers, each once, with where it is used first.
+    """Return the blobs of some tables as layers, each once, with the place of its first use.
 
-    A region's label is such as "1:7f0000000000" (a process and an address) or "pages-1.img" (a file).
+    A region's label is for example "1:7f0000000000" (a process and an address) or "pages-1.img" (a file).
     """
     found: dict[str, Descriptor] = {}
     for label, table in regions:
@@ -128,17 +129,17 @@ def chunk_layers(regions: Iterable[tuple[str, Table]]) -> tuple[Descriptor, ...]
 
 
 def write(layout: Layout, artifact: Artifact) -> Descriptor:
-    """Write its manifests, and the index where one is needed; the descriptor of the top one.
+    """Write its manifests, and the index if one is needed; return the descriptor of the top one.
 
-    The blobs are the caller's to write, but for the empty config. Raises LayoutError for parts of the wrong
-    media type, and where what is not chunks is too large for a manifest; DiskFull, DiskError.
+    The caller writes the blobs, except the empty config. Raises LayoutError for parts of the wrong media
+    type, and if the parts other than chunks are too large for a manifest; DiskFull, DiskError.
     """
     _check_types(artifact)
     notes = {key: value for key, value in sorted(artifact.annotations.items()) if key != PARTS}
     chunks = _drop_repeated(artifact.chunks)
     first = [_add_title(each) for each in (artifact.records, artifact.rootfs) if each is not None]
     first += _drop_repeated(artifact.carried)
-    # manifest.md: a manifest has at least one layer, and the empty one stands for none.
+    # manifest.md: a manifest has at least one layer, and the empty one means none.
     whole = Manifest(artifact.config, (*first, *chunks) or (empty_descriptor(),), CHECKPOINT, None, notes)
     if EMPTY in (artifact.config.media_type, whole.layers[0].media_type):
         layout.add_blob(EMPTY_BLOB)
@@ -159,11 +160,11 @@ def write(layout: Layout, artifact: Artifact) -> Descriptor:
 
 
 def read(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact:
-    """The checkpoint that a manifest or an index describes.
+    """Return the checkpoint that a manifest or an index describes.
 
-    `read` gives the content of one, its digest checked, as gpusnap.oci.store.store.Store.read and
-    Layout.read_blob do. Raises NotACheckpoint for something else, such as EngineImage; LayoutError, which
-    says what is wrong with it, and whatever `read` raises.
+    `read` returns the content of one, with its digest checked, like gpusnap.oci.store.store.Store.read and
+    Layout.read_blob. Raises NotACheckpoint for something else, such as EngineImage; LayoutError for errors in
+    it, and whatever `read` raises.
     """
     if root.media_type == MANIFEST:
         manifest = _manifest(root, read)
@@ -252,7 +253,7 @@ def _manifest(at: Descriptor, read: Callable[[Descriptor], bytes]) -> Manifest:
 
 
 def _is_checkpoint(manifest: Manifest) -> bool:
-    # manifest.md: without an artifactType, the media type of the config says what it is.
+    # manifest.md: without an artifactType, the media type of the config is the type.
     return (manifest.artifact_type or manifest.config.media_type) in (CHECKPOINT, CONFIG)
 
 
@@ -271,7 +272,7 @@ def _describe_other_artifact(root: Descriptor, manifest: Manifest) -> NotACheckp
 
 
 def _drop_repeated(named: Iterable[Descriptor]) -> tuple[Descriptor, ...]:
-    """Each blob once. Raises LayoutError for one that is described in two ways."""
+    """Return each blob once. Raises LayoutError for one that is described in two ways."""
     found: dict[str, Descriptor] = {}
     for each in named:
         first = found.setdefault(each.digest, each)
@@ -310,7 +311,7 @@ def _add_count(notes: Mapping[str, str], parts: int) -> dict[str, str]:
 
 
 def _parts(config: Descriptor, first: Sequence[Descriptor], chunks: Sequence[Descriptor]) -> list[Manifest]:
-    """The manifests of an artifact that is too large for one, each as full as it may be."""
+    """Return the manifests of an artifact that is too large for one, each as full as possible."""
     # With a count of manifests that is as long as any.
     main = Manifest(config, tuple(first), CHECKPOINT, None, _add_count({}, MOST_MANIFESTS))
     room = LARGEST_DOCUMENT - _size(main)

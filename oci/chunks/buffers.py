@@ -1,7 +1,8 @@
-"""Where the bytes of a region come from and go to, and the memory in which they stop on the way.
+"""Sources and targets of a region's bytes, and the buffers between them.
 
-All that touches every byte happens in C while other threads run: ctypes lets them run around memcmp and
-memmove, Python's os module around read(2) and write(2), hashlib from 2 KiB on, zstandard in its readers.
+All code that touches every byte runs in C while other threads run: ctypes releases the interpreter around
+memcmp and memmove, Python's os module around read(2) and write(2), hashlib from 2 KiB on, zstandard in its
+readers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _HEAD = 64
 class Source(Protocol):
     """A region to read. Several threads read different parts of it at once.
 
-    It is always copied, and never looked at in place: somebody else may have the same memory mapped, and
-    change it between one look and the next.
+    It is always copied, and never read in place: another process may have the same memory mapped, and change
+    it between two reads.
     """
 
     @property
@@ -34,7 +35,7 @@ class Source(Protocol):
         ...
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Copy all of `into`, which is writable, from `offset` on; raise where that fails.
+        """Fill `into`, which is writable, from `offset` on; raise an error if that fails.
 
         Other threads should run meanwhile.
         """
@@ -50,37 +51,37 @@ class Target(Protocol):
         ...
 
     def view(self, offset: int, size: int) -> memoryview | None:
-        """Memory of ours that is a part of the region, zeros so far; None where `write` has to be used."""
+        """Return gpusnap's own memory of that part, zeros so far; None if `write` must be used."""
         ...
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Put all of `data` at `offset`; raise where that fails. `data` is of memory that has an address."""
+        """Write all of `data` at `offset`; raise an error if that fails. `data` is memory with an address."""
         ...
 
 
 class Memory:
-    """Private memory of its own pages: `view`, and `free` to give the pages back at once.
+    """Private memory with pages of its own: `view`, and `free` to release the pages at once.
 
-    The mapping itself goes with its last view. An exception on its way may hold one for long, which is why
-    the pages can go before it.
+    The mapping itself ends with its last view. An exception in progress may hold one for long, so the pages
+    can be released before.
     """
 
     def __init__(self, size: int) -> None:
         self._mapping = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A kernel without huge pages refuses; small pages do as well.
+        # A kernel without huge pages refuses; small pages work as well.
         with suppress(OSError):
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._mapping)[:size]
 
     def free(self) -> None:
-        """Give the pages back; what was in them reads as zeros."""
+        """Release the pages; then they read as zeros."""
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 class Buffer:
     """A region in this process's memory, to read from or to fill: a bytearray, an mmap, a view of one.
 
-    Raises TypeError for memory that cannot be written to: ctypes would not tell its address.
+    Raises TypeError for read-only memory, because ctypes would not return its address.
     """
 
     def __init__(self, memory: bytearray | memoryview | mmap.mmap) -> None:
@@ -94,7 +95,7 @@ class Buffer:
         return self._view.nbytes
 
     def view(self, offset: int, size: int) -> memoryview:
-        """A part of it."""
+        """Return a view of a part."""
         return self._view[offset : offset + size]
 
     def read(self, offset: int, into: memoryview) -> None:
@@ -107,7 +108,7 @@ class Buffer:
 
 
 class File:
-    """A region in a file: the first `size` bytes of an open descriptor, which stays its caller's."""
+    """A region in a file: the first `size` bytes of an open descriptor, which the caller owns."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor = descriptor
@@ -119,7 +120,7 @@ class File:
         return self._size
 
     def view(self, offset: int, size: int) -> None:
-        """It is no memory of ours: as a Target it is written to."""
+        """Return None: it is not memory. As a Target it is written to."""
 
     def read(self, offset: int, into: memoryview) -> None:
         """Read from the file. Raises OciError where it ends too early, OSError."""
@@ -140,7 +141,7 @@ class File:
 
 
 def is_zero(view: memoryview) -> bool:
-    """Whether all bytes of writable memory are zero; stops at the first that is not."""
+    """Whether all bytes of writable memory are zero; stops at the first one that is not."""
     head = view[:_HEAD]
     if head != bytes(len(head)):
         return False

@@ -1,17 +1,17 @@
-"""Chunks known from earlier checkpoints: which plain content lies in which blob, and in which layout.
+"""Chunks known from earlier checkpoints: which plain content is in which blob, and in which layout.
 
 One index file for a store or a container, {"version": 3, "layouts": [path, …], "chunks": {plain hex:
-[place of the layout in that list, stored, encoding, blob hex, inode, st_mtime_ns], …}}, the newest entries
-last. It only saves work: one that is missing, broken or of another version is an empty one, and what is read
-later is checked against its digests as ever. It is this host's own file, never one of an archive.
+[index of the layout in that list, stored, encoding, blob hex, inode, st_mtime_ns], …}}, the newest entries
+last. It only saves work: a missing, broken or older one counts as empty, and what is read later is still
+checked against its digests. It is this host's own file, never one of an archive.
 
-A blob is linked into a checkpoint without being read, so an entry says which file it was when its content was
-known to be right and durable: one of another inode, size or time of change is a miss. Nobody changes a blob;
-whoever does it by mistake changes its st_mtime (inode(7)). A link changes only the st_ctime, which is why
-that is not looked at. Nor is a compressed blob read to see whether it holds what its entry says: so an entry
-for one is made only where it was compressed, never on the word of a checkpoint that came from elsewhere.
-What is known to be right was hashed and written out of one private copy (gpusnap.oci.chunks.writer), or its
-digest was checked as it came (gpusnap.oci.layout.partial_blob).
+A blob is linked into a checkpoint without being read. So an entry identifies the file at the time when its
+content was known to be right and synced: another inode, size or time of change is a miss. Nobody changes a
+blob on purpose; an accidental change also changes its st_mtime (inode(7)). A link changes only the st_ctime,
+so that is not compared. A compressed blob is not read either, to check whether it contains what its entry
+says. So an entry for one is made only when it is compressed here, never from a checkpoint that came from
+elsewhere. Content is known to be right if it was hashed and written from one private copy
+(gpusnap.oci.chunks.writer), or if its digest was checked when it arrived (gpusnap.oci.layout.partial_blob).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from gpusnap.oci.layout.layout import Layout
 # 1 TiB in chunks of 8 MiB, and a file of about 28 MiB.
 MOST_ENTRIES = 1 << 17
 _LARGEST_FILE = 64 << 20
-# Version 1 had entries on the word of checkpoints from elsewhere, version 2 chunks that were hashed where a
-# process could change them before they were written.
+# Version 1 had entries from checkpoints of elsewhere, version 2 chunks that were hashed where a process could
+# change them before they were written.
 _VERSION = 3
 
 
@@ -51,7 +51,7 @@ class Place:
     """st_mtime_ns"""
 
     def is_unchanged(self) -> bool:
-        """Whether its blob is still the file that it was."""
+        """Whether its blob is still the same file."""
         found = _file(self.layout, self.blob)
         return found is not None and (found.st_size, found.st_ino, found.st_mtime_ns) == (
             self.stored,
@@ -61,7 +61,7 @@ class Place:
 
 
 class Known:
-    """The index, by the path of its file; threads may share it. What is broken there is passed over."""
+    """The index, by the path of its file; threads may share it. Broken entries are ignored."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
@@ -72,7 +72,7 @@ class Known:
         return len(self._places)
 
     def find(self, plain: str) -> Place | None:
-        """Where the chunk of that plain digest is; None, and forgotten, where its blob is no longer right."""
+        """Return where the chunk of a plain digest is; None if its blob is wrong now, and forget it."""
         with self._lock:
             place = self._places.get(plain)
         if place is not None and not place.is_unchanged():
@@ -81,12 +81,12 @@ class Known:
         return place
 
     def forget(self, plain: str) -> None:
-        """Take an entry out."""
+        """Remove an entry."""
         with self._lock:
             self._places.pop(plain, None)
 
     def add(self, plain: str, place: Place) -> None:
-        """Put an entry in, the newest; the oldest goes where there are too many."""
+        """Add an entry as the newest; the oldest is removed if there are too many."""
         with self._lock:
             self._places.pop(plain, None)
             self._places[plain] = place
@@ -94,7 +94,7 @@ class Known:
                 del self._places[next(iter(self._places))]
 
     def prune(self) -> int:
-        """Forget the chunks whose blobs are no longer there or no longer right; how many these were."""
+        """Forget the chunks whose blobs no longer exist or are no longer right; return their number."""
         with self._lock:
             gone = [plain for plain, place in self._places.items() if not place.is_unchanged()]
             for plain in gone:
@@ -107,10 +107,10 @@ class Known:
             self._places.clear()
 
     def learn(self, tables: Iterable[Table], layout: Layout, *, foreign: bool = False) -> None:
-        """Add all chunks of a layout that is durable by now, and whose blobs are known to be right.
+        """Add all chunks of a layout that is synced, and whose blobs are known to be right.
 
-        foreign: the tables are of somebody else, who may say of a compressed blob that it holds what it does
-        not. Only chunks that are their own blobs are added then.
+        foreign: the tables come from elsewhere, and may be wrong about what a compressed blob contains. Then
+        only chunks that are their own blobs are added.
         """
         for table in tables:
             for chunk in table.chunks:
@@ -137,7 +137,7 @@ class Known:
 
 
 def _file(layout: str, blob: str) -> os.stat_result | None:
-    """The file of a blob; None where there is none, or something else has its name."""
+    """Return the file of a blob; None if there is none, or something else has its name."""
     try:
         found = os.stat(os.path.join(layout, "blobs", "sha256", get_hex(blob)), follow_symlinks=False)
     except OSError:
@@ -170,7 +170,7 @@ def _read(path: str) -> dict[str, Place]:
 
 
 def _parse_places(value: object) -> dict[str, Place]:
-    """The entries of an index. Raises ValueError, DigestError for one that is broken."""
+    """Parse the entries of an index. Raises ValueError, DigestError for a broken one."""
     match value:
         case {"version": 3, "layouts": list(layouts), "chunks": dict(rows)} if len(rows) <= MOST_ENTRIES:
             return {PREFIX + str(plain): _place(row, layouts) for plain, row in rows.items()}

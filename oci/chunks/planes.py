@@ -1,24 +1,24 @@
-"""Floating-point numbers in planes: the bytes with the exponents compressed, the others as they are.
+"""Floating-point numbers in planes: the bytes with the exponents are compressed, the others are stored plain.
 
-The weights of a model are numbers of 16 or 32 bits whose sign and exponent take few values, and whose
-mantissa is noise. zstd over all bytes has to code the noise as well; here it gets the highest byte of each
-number alone. Of bf16 weights (normal distribution, sigma 0.02) 67 % are left, zstd by itself leaves 78 %, and
-decoding is twice as fast.
+The weights of a model are numbers of 16 or 32 bits whose sign and exponent have few values, and whose
+mantissa is noise. zstd over all bytes must encode the noise as well; here it only gets the highest byte of
+each number. bf16 weights (normal distribution, sigma 0.02) shrink to 67 %, with zstd alone to 78 %, and are
+decoded twice as fast.
 
-These bytes take few values, but hardly any string of them occurs twice. So zstd shall code them by their
-frequency and search for runs alone (`make_compressor`): each short match that it finds makes its code of the
-others worse. Of the plane 34 % are left instead of 37 %, in a third of the time.
+These bytes have few values, but hardly any string of them occurs twice. So zstd must code them by their
+frequency, and only search for runs (`make_compressor`): each short match that it finds makes the code of the
+other bytes worse. The plane shrinks to 34 % instead of 37 %, in a third of the time.
 
     20 bytes     a skippable frame of zstd (RFC 8878, 3.1.2): its magic number, 12, then the width of a
                  number, 2 or 4, in 4 bytes, and the size of all numbers in 8
     the planes   of the lower bytes, the lowest first, each with one byte for every number
     the rest     the highest bytes, as zstd
 
-The loops are in C (native/planes.c), loaded when first needed, and run beside other threads. Without them the
-same is done by slices, which takes ten times as long and keeps the interpreter.
+The loops are in C (native/planes.c), loaded at the first use, and run in parallel with other threads. Without
+them, slices do the same, which takes ten times as long and blocks the interpreter.
 
-Why no library: blosc2 and numcodecs do the same, and more, but take numpy, which alone takes longer to import
-than a command may; zipnn takes torch or numpy; python-blosc does not keep planes apart for zstd.
+Why no library: blosc2 and numcodecs do the same, and more, but need numpy, whose import alone takes longer
+than a command may; zipnn needs torch or numpy; python-blosc does not separate the planes for zstd.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_compressor() -> zstandard.ZstdCompressor:
 
 
 def size_of(head: bytes) -> int:
-    """How many bytes of numbers a blob says that it holds, by its first HEAD bytes; 0 for any other blob."""
+    """Return the bytes of numbers in a blob, from its first HEAD bytes; 0 for any other blob."""
     if len(head) < HEAD:
         return 0
     magic, length, width, size = _HEADER.unpack(head[:HEAD])
@@ -68,7 +68,7 @@ def encode(
     top: memoryview,
     compressor: zstandard.ZstdCompressor,
 ) -> int:
-    """Write `plain`, whose size is a multiple of `width`, into `packed`; bytes used, 0 where it does not fit.
+    """Write `plain`, a multiple of `width` bytes, into `packed`; return bytes used, 0 if it does not fit.
 
     `top` has room for the highest bytes. All memory is writable.
     """
@@ -81,7 +81,7 @@ def encode(
     room = packed[begin:]
     with compressor.stream_reader(top[:count], size=count, closefd=False) as reader:
         used = reader.readinto(room)
-    # Full to the brim, it may have been cut off.
+    # If it is completely full, it may have been cut off.
     return begin + used if used < room.nbytes else 0
 
 
@@ -90,7 +90,7 @@ def decode(
 ) -> None:
     """Fill `plain` from a whole blob. `top` has room for half of it. Raises ChunkError, zstandard.ZstdError.
 
-    The blob may come from anybody: nothing beyond the three is touched, whatever it says.
+    The blob may come from anybody: no other memory is touched, whatever it says.
     """
     head = bytes(packed[:HEAD])
     if size_of(head) != plain.nbytes:
@@ -109,7 +109,7 @@ def decode(
 
 
 def unpack(packed: bytes, size: int) -> memoryview | None:
-    """The numbers in a whole blob, if these are `size` bytes; None where it holds none."""
+    """Return the numbers in a whole blob, if they are `size` bytes; None if it has none."""
     plain, top = bytearray(size), bytearray(size // 2)
     window = max(size, 1 << 10)
     try:
@@ -121,7 +121,7 @@ def unpack(packed: bytes, size: int) -> memoryview | None:
 
 
 def split(plain: memoryview, low: memoryview, top: memoryview, width: int) -> None:
-    """The planes of some numbers."""
+    """Split numbers into planes."""
     native, count = _native(), top.nbytes
     if native is not None:
         with _address(plain) as a, _address(low) as b, _address(top) as c:
@@ -133,7 +133,7 @@ def split(plain: memoryview, low: memoryview, top: memoryview, width: int) -> No
 
 
 def join(plain: memoryview, low: memoryview, top: memoryview, width: int) -> None:
-    """The numbers of some planes."""
+    """Join planes into numbers."""
     native, count = _native(), top.nbytes
     if native is not None:
         with _address(plain) as a, _address(low) as b, _address(top) as c:

@@ -1,13 +1,12 @@
-"""What a disk delivers, measured in passing while blobs are read from it.
+"""Measures the read rate of a disk while blobs are read from it.
 
-A `ReadMeter` knows which blob each thread has open, and looks at it when it was opened: only a blob of which
-neither end is in the kernel's page cache counts. What is counted is bytes against the time in which at least
-one such blob was being read; whatever a thread does besides, such as decoding, is left out.
+A `ReadMeter` knows which blob each thread has open, and checks it when it is opened: only a blob of which
+neither end is in the kernel's page cache counts. The rate is the bytes of these blobs, divided by the time in
+which at least one of them was being read. Other work of the threads, such as decoding, does not count.
 
-Where the page cache would have to give up other files for the blobs, the meter takes each blob out of it
-again after it was read (posix_fadvise(2), POSIX_FADV_DONTNEED), unless it was there before. Reads with
-O_DIRECT would do that as well. They are not used: they are faster on some disks and slower on others
-(bench/disk_reads.py).
+If the page cache would evict other files for the blobs, the meter removes each blob from it after it was read
+(posix_fadvise(2), POSIX_FADV_DONTNEED), unless it was in it before. Reads with O_DIRECT would have the same
+effect. They are not used, because they are faster on some disks and slower on others (bench/disk_reads.py).
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 
-# Fewer bytes say little: a disk begins slowly, and has a cache of its own.
+# Fewer bytes are not significant: a disk starts slowly, and has a cache of its own.
 _LEAST = 256 << 20
 
 
 class _Of(threading.local):
-    """What one thread reads."""
+    """The read of one thread."""
 
     file: io.FileIO | None = None
     """A blob that comes from the disk."""
@@ -34,7 +33,7 @@ class _Of(threading.local):
 
 
 class ReadMeter:
-    """Used by any number of threads."""
+    """A meter for any number of threads."""
 
     def __init__(
         self,
@@ -43,9 +42,9 @@ class ReadMeter:
         *,
         drop: bool = False,
     ) -> None:
-        """`clock`: in seconds. `cached`: in place of `in_page_cache`.
+        """`clock`: in seconds. `cached`: replaces `in_page_cache`.
 
-        `drop`: take blobs out of the page cache that were not in it before.
+        `drop`: remove blobs from the page cache that were not in it before.
         """
         self._clock, self._cached, self._drop = clock, cached or in_page_cache, drop
         self._own = _Of()
@@ -55,21 +54,21 @@ class ReadMeter:
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second; None where too little was read from the disk."""
+        """Bytes per second; None if too little was read from the disk."""
         with self._lock:
             return self._bytes / self._seconds if self._bytes >= _LEAST and self._seconds > 0 else None
 
-    def opened(self, file: io.FileIO, size: int) -> None:
-        """The calling thread reads this file next, all of it: `size` bytes. Nothing is read ahead yet."""
+    def note_opened(self, file: io.FileIO, size: int) -> None:
+        """Record that the calling thread will read all `size` bytes of this file. None was read ahead yet."""
         self._own.size = size
         self._own.file = file if size > 0 and not self._cached(file, size) else None
 
     def around(self, reads: AbstractContextManager[object] | None = None) -> AbstractContextManager[None]:
-        """For `reads` of gpusnap.oci.chunks.reader.Reader, around what would be there."""
+        """Return a context for `reads` of gpusnap.oci.chunks.reader.Reader, around the given one."""
         return _Reads(self, reads or nullcontext())
 
     def begin(self) -> None:
-        """The calling thread begins to read."""
+        """Record that the calling thread begins to read."""
         if self._own.file is not None:
             with self._lock:
                 if not self._reading:
@@ -77,7 +76,7 @@ class ReadMeter:
                 self._reading += 1
 
     def end(self, *, whole: bool) -> None:
-        """It has ended; `whole`: with all that it was to read."""
+        """Record that it has ended; `whole`: with everything that it was to read."""
         file, self._own.file = self._own.file, None
         if file is None:
             return
@@ -92,7 +91,7 @@ class ReadMeter:
 
 
 class _Reads(AbstractContextManager[None]):
-    """For all threads at once."""
+    """The context for all threads at once."""
 
     def __init__(self, meter: ReadMeter, reads: AbstractContextManager[object]) -> None:
         self._meter, self._reads = meter, reads
@@ -109,10 +108,10 @@ class _Reads(AbstractContextManager[None]):
 
 
 def in_page_cache(file: io.FileIO, size: int) -> bool:
-    """Whether the first or the last byte of a file is in the page cache; so also where nobody can say.
+    """Whether the first or the last byte of a file is in the page cache; True if that is not known.
 
-    preadv2(2) with RWF_NOWAIT gives EAGAIN for what would have to come from the disk. It has the kernel read
-    that, so a second question may be answered otherwise: each page is asked for once.
+    preadv2(2) with RWF_NOWAIT returns EAGAIN if it would have to read from the disk. The kernel then reads
+    it, so a second call may have another result: each page is checked once.
     """
     offsets = (size - 1, 0) if size > mmap.PAGESIZE else (0,)
     return any(_is_cached_at(file, offset) for offset in offsets)

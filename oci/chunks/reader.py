@@ -13,9 +13,9 @@ check, and must not be used before all of it is read and checked. `verify_later`
 regions to `verify`, which may run beside other work; without it, `on_placed` is called for each chunk that is
 checked.
 
-Regions of one group are read one after the other, and groups side by side, so that the processes that use
-them progress at the same rate. A caller that waits for a chunk moves it to the head of the queue by `hurry`.
-A reading may begin `after` another one, whose chunks are wanted first."""
+Regions of one group are read one after the other, and groups in parallel, so that the processes that use them
+progress at the same rate. A caller that waits for a chunk moves it to the head of the queue by `hurry`. A
+reading may begin `after` another one, whose chunks are needed first."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import OCTETS, Descriptor
 
-# Bytes of a blob that the disk is asked for when its reading begins: more than most have.
+# Bytes of a blob that are asked for ahead when its reading begins: more than most have.
 _FIRST_READ_AHEAD = 8 << 20
-# How often a worker with nothing to do looks whether it was cancelled, in seconds.
+# How often an idle worker checks whether it was cancelled, in seconds.
 _POLL = 0.05
-# … and whether the reading that it is behind has come to its end.
+# … and whether the reading before it has started its last chunk.
 _POLL_AFTER = 0.005
 
 
@@ -74,7 +74,7 @@ class _Part:
 
 
 class _ReadQueue:
-    """The chunks that nobody has begun to read. Not for several threads at once."""
+    """The chunks that no worker has started to read. Not thread-safe."""
 
     def __init__(self, tables: Sequence[Table], groups: Sequence[int]) -> None:
         self._parts: list[_Part] = []
@@ -97,7 +97,7 @@ class _ReadQueue:
         return len(self._parts)
 
     def next(self) -> _Part | None:
-        """The one that is to be read next; None at the end."""
+        """Return the next one to read; None at the end."""
         for line in (self._urgent, self._line):
             while line and self._taken[line[0]]:
                 line.popleft()
@@ -106,11 +106,11 @@ class _ReadQueue:
         return None
 
     def take(self, part: _Part) -> None:
-        """Somebody reads it."""
+        """Mark it as started."""
         self._taken[part.number] = True
 
     def hurry(self, at: int, offset: int, count: int) -> None:
-        """Move the chunk of a table that holds an offset, and some behind it, to the head."""
+        """Move the chunk of a table at an offset, and some after it, to the head."""
         begin, end = self._first[at], self._first[at + 1]
         number = bisect_right(self._parts, offset, begin, end, key=lambda part: part.chunk.offset)
         begin = max(begin, number - 1)
@@ -118,7 +118,7 @@ class _ReadQueue:
 
 
 class EarlierReader(Protocol):
-    """A reading whose chunks are wanted first: a `Reader`, or another process that reads."""
+    """A reading whose chunks are needed first: a `Reader`, or another process that reads."""
 
     @property
     def has_started_all(self) -> bool:
@@ -126,23 +126,21 @@ class EarlierReader(Protocol):
 
 
 class Reader:
-    """Regions on their way back. Used as a context manager, or ended by `close`; it starts when it is made.
+    """Regions that are read back. A context manager, or ended by `close`; it starts when it is created.
 
-    threads: how many at most. ceiling: bytes that slots and workers may hold together; fewer workers run if
+    threads: how many at most. ceiling: bytes that slots and workers may use together; fewer workers run if
     that is not enough for all. targets: the regions, one for each table, in order, if they exist. Bytes that
-    are in no chunk are not written: the targets hold zeros there.
-    verify_later: leave the check of the content of targets in our memory to `verify`.
-    groups: the group of each table, in order; see above.
-    prepare: called by a worker, with the place of the table and the chunk, before a chunk is written into our
-    memory; an error that it raises ends the reading.
-    on_placed: called by a worker, with the place of the table and the chunk, once that is in its target.
-    reads: entered while a blob is read, to limit how many are read at once.
-    turns: entered by a worker for each chunk whose blob is open, to limit how many work at once.
-    after: begin when that reading has begun with its last chunk, or has ended.
-    progress: called by a worker after each chunk, with the bytes of plain content read so far, and in all.
+    are in no chunk are not written: the targets contain zeros there. verify_later: leave the check of the
+    content of targets in this process's memory to `verify`. groups: the group of each table, in order; see
+    above. prepare: called by a worker, with the index of the table and the chunk, before a chunk is written
+    into this process's memory; an error that it raises ends the reading. on_placed: called by a worker, with
+    the index of the table and the chunk, once that is in its target. reads: entered while a blob is read, to
+    limit how many are read at once. turns: entered by a worker for each chunk whose blob is open, to limit
+    how many work at once. after: begin when that reading has started its last chunk, or has ended. progress:
+    called by a worker after each chunk, with the bytes of plain content read so far, and in all.
 
-    Raises ChunkError for tables that cannot be right, and CeilingError. `deliver` and `wait` raise what ended
-    it: BlobError, ChunkError, LayoutError, Cancelled, and whatever a target raises.
+    Raises ChunkError for invalid tables, and CeilingError. `deliver` and `wait` raise what ended it:
+    BlobError, ChunkError, LayoutError, Cancelled, and whatever a target raises.
     """
 
     def __init__(
@@ -175,10 +173,10 @@ class Reader:
         self._changed = threading.Condition()
         self._unread = _ReadQueue(self._tables, groups or [0] * len(self._tables))
         self._left = len(self._unread)
-        """Chunks that are not in their targets."""
+        """The number of chunks that are not in their targets."""
         self._prepare, self._on_placed, self._report = prepare, on_placed, progress
         self._bytes = 0
-        """Of plain content that were read."""
+        """Bytes of plain content that were read."""
         self._staged: deque[tuple[_Part, Memory]] = deque()
         self._free: list[Memory] = []
         chunks = [chunk for table in self._tables for chunk in table.chunks]
@@ -199,7 +197,7 @@ class Reader:
         self.close()
 
     def check(self) -> None:
-        """Raise the error that ended the reading, if one did; for a caller that has not come to `deliver`."""
+        """Raise the error that ended the reading, if any; for a caller that has not called `deliver` yet."""
         error = self._crew.failed()
         if error is not None:
             raise error
@@ -211,17 +209,17 @@ class Reader:
 
     @property
     def has_started_all(self) -> bool:
-        """Whether a worker has begun with the last chunk, or none will ever do."""
+        """Whether a worker has started the last chunk, or none ever will."""
         with self._changed:
             return self._unread.next() is None or self._crew.is_over
 
     def hurry(self, at: int, offset: int) -> None:
-        """Somebody waits for that place of a table: it, and what lies behind it, is read next."""
+        """Read that place of a table, and what follows it, next: somebody waits for it."""
         with self._changed:
             self._unread.hurry(at, offset, self._workers)
 
     def deliver(self, targets: Sequence[Target]) -> None:
-        """Fill the targets, one for each table, in order; return when all is there. To be called once."""
+        """Fill the targets, one for each table, in order; return when all are filled. To be called once."""
         targets = self._check_targets(targets)
         with self._changed:
             self._targets = targets
@@ -229,13 +227,13 @@ class Reader:
         self.wait()
 
     def wait(self) -> None:
-        """Return when all targets are filled, for whoever has given them already."""
+        """Return when all targets are filled, if they were given before."""
         self._crew.join()
         if self._left:
             raise Cancelled("the read was cancelled before all chunks were read")
 
     def verify(self, *, threads: int = 0) -> None:
-        """After `wait`: check what `verify_later` has left, in so many threads, those of the reading for 0.
+        """After `wait`: check what `verify_later` has left, in `threads` threads, those of the reading for 0.
 
         Raises BlobError, ChunkError, Cancelled.
         """
@@ -255,7 +253,7 @@ class Reader:
         self._crew.join()
 
     def close(self) -> None:
-        """End the workers, whatever they are at, and give the memory back."""
+        """End the workers at any point, and release the memory."""
         self._crew.stop()
         for memory in [*self._free, *(memory for _, memory in self._staged)]:
             memory.free()
@@ -273,7 +271,7 @@ class Reader:
         return targets
 
     def _compute_shares(self, threads: int, ceiling: int, parts: int) -> tuple[int, int]:
-        """How many workers, and how many slots, the ceiling allows."""
+        """Return how many workers, and how many slots, the ceiling allows."""
         direct = all(target.view(0, 0) is not None for target in self._targets or ())
         slot = 0 if self._targets is not None and direct else self._slot_size
         beside = self._packed_size + self._plane_size
@@ -304,9 +302,10 @@ class Reader:
                 plane.free()
 
     def _await_begun(self) -> None:
-        """Return when the reading that this one is behind has begun with its last chunk, or has ended.
+        """Return when the reading before this one has started its last chunk, or has ended.
 
-        One worker looks, and the others wait for it: each look takes the interpreter from whoever needs it.
+        One worker checks, and the others wait for it, because each check takes the interpreter from other
+        threads.
         """
         with self._looking:
             while self._after is not None and not self._after.has_started_all:
@@ -315,7 +314,7 @@ class Reader:
             self._after = None
 
     def _step(self, packed: Memory, plane: Memory | None, decompressor: zstandard.ZstdDecompressor) -> bool:
-        """Bring the next chunk one step further; False where there is none."""
+        """Bring the next chunk one step further; False if there is none."""
         step = self._next()
         if step is None:
             return False
@@ -355,7 +354,7 @@ class Reader:
         return True
 
     def _next(self) -> tuple[_Part, Memory | memoryview, bool] | None:
-        """The next part, its slot or its place in a target, and whether it was read; None at the end."""
+        """Return the next part, its slot or place in a target, and whether it was read; None at the end."""
         with self._changed:
             while True:
                 self._crew.check()
@@ -371,7 +370,7 @@ class Reader:
                 self._changed.wait(_POLL)
 
     def _find_place(self, part: _Part) -> memoryview | None:
-        """Where a chunk goes in a target that is memory of ours."""
+        """Return the place of a chunk in a target that is this process's memory."""
         chunk = part.chunk
         return self._targets[part.at].view(chunk.offset, chunk.size) if self._targets is not None else None
 
@@ -422,11 +421,11 @@ def _fetch(
     reads: AbstractContextManager[object],
     verify_later: bool,
 ) -> None:
-    """The bytes of a chunk into `plain`, checked, or its size alone. Raises BlobError, ChunkError."""
+    """Read a chunk's bytes into `plain`, and check them, or only the size. Raises BlobError, ChunkError."""
     into = plain[: chunk.size]
     blob = into if chunk.encoding == "plain" else packed[: chunk.stored]
     with reads:
-        # Read-ahead alone begins small with each file.
+        # Without this, the kernel's read-ahead starts small for each file.
         ask_for(file, 0, min(chunk.stored, _FIRST_READ_AHEAD))
         done = 0
         while done < blob.nbytes:
@@ -447,7 +446,7 @@ def _fetch(
             planes.decode(blob, into, plane, decompressor)
             count = chunk.size
         else:
-            # The memory bounds what comes out, whatever the frame says of its size.
+            # The memory limits the output, whatever size the frame says.
             with decompressor.stream_reader(blob, closefd=False) as reader:
                 count = reader.readinto(into)
     except (zstandard.ZstdError, ChunkError) as error:
@@ -461,17 +460,17 @@ def _fetch(
 
 
 def _has_content(chunk: Chunk, plain: memoryview) -> bool:
-    """Whether these are the plain bytes of a chunk: by BLAKE3 if its table and this host have that."""
+    """Whether these are the plain bytes of a chunk: by BLAKE3 if its table and this host have it."""
     found = compute_blake3(plain) if chunk.blake3 else ""
     return found == chunk.blake3 if found else digest_of(plain) == chunk.plain
 
 
 def _check_blob(chunk: Chunk, blob: memoryview) -> None:
-    """Raise BlobError where that is not the whole blob of a chunk."""
+    """Raise BlobError if that is not the whole blob of a chunk."""
     if digest_of(blob) != chunk.blob:
         raise BlobError(f"the blob {chunk.blob} does not match its digest")
 
 
 def _wrong_content(chunk: Chunk) -> ChunkError:
-    """The blob of a chunk is right, and does not hold it."""
+    """The error if the blob of a chunk is right, but does not contain the chunk."""
     return ChunkError(f"the blob {chunk.blob} does not contain the chunk at {chunk.offset}, {chunk.plain}")

@@ -1,15 +1,15 @@
-"""Tables of chunks: what a region of memory consists of, and in which blobs its bytes lie.
+"""Tables of chunks: the parts of a region of memory, and the blobs with their bytes.
 
 A region is cut at multiples of the chunk size. Each chunk is one blob, plain, zstd-compressed, or in planes
-(planes.py), and has two digests: that of its plain bytes, by which an unchanged chunk is known again, and
-that of its blob. A chunk of zeros has no entry: what lies between the entries of a table is zero.
+(planes.py), and has two digests: that of its plain bytes, by which an unchanged chunk is recognized, and that
+of its blob. A chunk of zeros has no entry: everything between the entries of a table is zero.
 
 In JSON a table is {"size": bytes, "digest": "sha256", "chunks": [row, …]}, a row either
 [offset, size, plain hex] for a plain blob, [offset, size, plain hex, stored, blob hex] for a zstd one, or the
 same with "planes" at its end. A member "blake3" beside the chunks may have the BLAKE3 of the plain bytes of
-each row, in hex, or null: who can compute it checks the plain bytes by it, as that is quicker. Older readers
-ignore such a member; a longer row they would refuse.
-A table may come from anybody: every number in it is checked here before it is used.
+each row, in hex, or null: readers that can compute it use it for the check, because it is faster. Older
+readers ignore such a member; they would refuse a longer row. A table may come from anybody: every number in
+it is checked here before it is used.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from gpusnap.oci.layout.documents import Descriptor
 Encoding: TypeAlias = Literal["plain", "zstd", "planes"]
 
 MIB = 1 << 20
-# Measured with bench/chunks.py and bench/store.py: larger ones gain no time, and of a change in many places
-# they store more again; smaller ones cost files.
+# Measured with bench/chunks.py and bench/store.py: larger ones save no time, and store more again if a change
+# is in many places; smaller ones need more files.
 CHUNK_SIZE = 8 * MIB
-# A chunk is whole in memory, in every worker.
+# A whole chunk is in memory, in every worker.
 LARGEST_CHUNK = 1 << 30
-# zstd may take as much memory as a chunk has for a window, of a blob of some KiB, and a table may say so of
-# any number of blobs: of chunks that are larger than this one is decompressed at a time.
+# zstd may use as much memory for a window as a chunk has, for a blob of some KiB, and a table may say so for
+# any number of blobs: of chunks larger than this, one is decompressed at a time.
 LARGE_CHUNK = 64 << 20
-# Of one region: 8 TiB in chunks of 8 MiB.
+# In one region: 8 TiB in chunks of 8 MiB.
 MOST_CHUNKS = 1 << 20
 # x86-64's and aarch64's user address space.
 LARGEST_REGION = 1 << 47
@@ -57,7 +57,7 @@ class Chunk:
     stored: int
     encoding: Encoding
     blake3: str = ""
-    """Of the plain bytes, in hex; empty where it is not known."""
+    """BLAKE3 of the plain bytes, in hex; empty if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Table:
 
     @property
     def stored(self) -> int:
-        """Bytes of all blobs, each counted as often as it is named."""
+        """The bytes of all blobs, each counted as often as it is used."""
         return sum(chunk.stored for chunk in self.chunks)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Offset and size of each run of zeros."""
+        """Yield offset and size of each run of zeros."""
         at = 0
         for chunk in self.chunks:
             if chunk.offset > at:
@@ -85,7 +85,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a reading or a writing is, in bytes of plain content but for `written`, bytes of new blobs."""
+    """How far a reading or a writing is, in bytes of plain content; `written` is in bytes of new blobs."""
 
     total: int
     done: int = 0
@@ -95,7 +95,7 @@ class Progress:
 
 
 def make_table(size: int, chunks: Sequence[Chunk]) -> Table:
-    """A table whose every number was checked. Raises ChunkError, which names the chunk."""
+    """Return a table whose every number was checked. Raises ChunkError, which names the chunk."""
     if not 0 <= size <= LARGEST_REGION:
         raise ChunkError(f"a region cannot have {size} bytes")
     if len(chunks) > MOST_CHUNKS:
@@ -122,7 +122,7 @@ def to_json(table: Table) -> dict[str, object]:
 
 
 def from_json(value: object) -> Table:
-    """A checked table. Raises ChunkError."""
+    """Parse and check a table. Raises ChunkError."""
     if not isinstance(value, dict) or value.get("digest") != "sha256":
         raise ChunkError("a table of chunks must be a JSON object with sha256 digests")
     size, rows = value.get("size"), value.get("chunks")
@@ -136,7 +136,7 @@ def from_json(value: object) -> Table:
 
 
 def descriptors(tables: Sequence[Table]) -> tuple[Descriptor, ...]:
-    """The blobs of some tables as layers of a manifest, each once, in the order of their first use."""
+    """Return the blobs of some tables as layers of a manifest, each once, in the order of their first use."""
     found: dict[str, Descriptor] = {}
     for table in tables:
         for chunk in table.chunks:
@@ -145,14 +145,14 @@ def descriptors(tables: Sequence[Table]) -> tuple[Descriptor, ...]:
 
 
 def _fault(chunk: Chunk, begin: int, end: int) -> str:
-    """What is wrong with a chunk that lies somewhere from `begin` to `end`."""
+    """Return what is wrong with a chunk that must be between `begin` and `end`."""
     if chunk.offset < begin:
         return "begins before the previous one ends"
     if not 0 < chunk.size <= LARGEST_CHUNK:
         return f"has a size of {chunk.size} bytes"
     if chunk.offset + chunk.size > end:
         return f"extends beyond the end of its region of {end} bytes"
-    # A chunk that would get larger is stored plain.
+    # A chunk that would become larger is stored plain.
     if not 0 < chunk.stored <= chunk.size:
         return f"of {chunk.size} bytes has a blob of {chunk.stored} bytes"
     try:

@@ -1,4 +1,4 @@
-"""Whether all that a manifest or an index names is there, whole, and what its digests and tables say."""
+"""Checks that everything that a manifest or an index names exists and fits digests and tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gpusnap.oci.layout.graph import INDEXES, MANIFESTS, children, is_document
 from gpusnap.oci.layout.layout import Layout
 
 _PIECE = 1 << 20
-# As gpusnap.oci.layout.graph.walk has it.
+# As in gpusnap.oci.layout.graph.walk.
 _DEEPEST = 8
 
 
@@ -40,7 +40,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class CheckProgress:
-    """How far a check is: blobs, and bytes that they should have."""
+    """How far a check is: blobs, and their bytes."""
 
     blobs: int
     size: int
@@ -49,14 +49,14 @@ class CheckProgress:
 
 
 class Contents:
-    """What blobs hold, as tables of chunks say: a blob's own digest says nothing of that.
+    """The content of blobs according to tables of chunks, which a blob's own digest does not show.
 
-    Whoever wrote a table may have been wrong, or lied. Of a blob that is its chunk only BLAKE3 is left to
-    compare; that is done for each chunk, where this host has it.
+    A table may be wrong or malicious. If a blob is the chunk itself, only BLAKE3 is left to compare; that is
+    done for each chunk, if this host has it.
     """
 
     def __init__(self, tables: Iterable[Table] = ()) -> None:
-        # By blob: size, digest and BLAKE3 of each chunk that it is named for.
+        # By blob: size, digest and BLAKE3 of each chunk that it is used for.
         self._plain: dict[str, set[tuple[int, str, str]]] = defaultdict(set)
         self._told: dict[str, set[tuple[int, str, str]]] = defaultdict(set)
         self._planes: dict[str, set[tuple[int, str, str]]] = defaultdict(set)
@@ -68,9 +68,9 @@ class Contents:
                     told[chunk.blob].add((chunk.size, chunk.plain, chunk.blake3))
 
     def fault(self, layout: Layout, blob: Descriptor) -> str:
-        """What a blob, itself right, does not hold, or holds wrongly; "" where all tables are right.
+        """Return what a blob, itself right, lacks or has wrong; "" if all tables are right.
 
-        It is decompressed piece by piece, as far as the largest chunk that a table sees in it.
+        It is decompressed piece by piece, up to the largest chunk that a table has in it.
         """
         for size, digest, blake3 in sorted(self._planes.get(blob.digest, ())):
             if what := self._fault_in_planes(layout, blob, size, digest, blake3):
@@ -81,7 +81,7 @@ class Contents:
         if not told:
             return ""
         largest = max(told[-1][0], 1 << 10)
-        # As gpusnap.oci.chunks.reader: a window larger than any chunk is none of ours.
+        # As in gpusnap.oci.chunks.reader: gpusnap never uses a window larger than any chunk.
         decompressor = zstandard.ZstdDecompressor(max_window_size=largest)
         hashed, hashed_fast, at = hashlib.sha256(), start_blake3(), 0
         try:
@@ -137,12 +137,12 @@ class Contents:
 
 
 def not_held(plain: str, size: int) -> str:
-    """What is wrong with a blob that does not hold a chunk, as a table says."""
+    """The fault of a blob that does not contain a chunk of a table."""
     return f"does not contain the expected chunk {plain} of {size} bytes"
 
 
 def other_blake3(plain: str, size: int) -> str:
-    """What is wrong with the table of a chunk whose SHA-256 is right: a restore would refuse it."""
+    """The fault of a table with a chunk whose SHA-256 is right: a restore would refuse it."""
     return f"holds the chunk {plain} of {size} bytes, but its table has another BLAKE3 for that"
 
 
@@ -154,12 +154,12 @@ def verify(
     tables: Iterable[Table] = (),
     progress: Callable[[CheckProgress], None] | None = None,
 ) -> tuple[Fault, ...]:
-    """Read everything from `root` on, and compare it with its size and digest; () where all is right.
+    """Read everything from `root` on, and compare it with its size and digest; () if all is right.
 
     Each fault is "missing", "cut short: has n of m bytes", "has n bytes instead of m", "holds something
-    else", or says why it cannot be read, or is no manifest: what that names is not known then. tables: what
-    compressed chunks are named for, which is looked at too. progress: called when the manifests are read, and
-    after each other blob, one call at a time. Raises LayoutError where `layout` is none.
+    else", or says why it cannot be read, or is no manifest: what that names is not known then. tables: the
+    chunks in compressed blobs, which are checked too. progress: called when the manifests are read, and after
+    each other blob, one call at a time. Raises LayoutError if `layout` is none.
     """
     layout.check()
     faults: list[Fault] = []
@@ -187,7 +187,7 @@ def verify(
 def _documents(
     layout: Layout, root: Descriptor, faults: list[Fault]
 ) -> tuple[list[Descriptor], list[Descriptor]]:
-    """Check the manifests and indexes from `root` on; these, and what they name that is none, each once."""
+    """Check the manifests and indexes from `root` on; return them, and the other blobs they name."""
     documents: list[Descriptor] = []
     met: set[tuple[str, int, str]] = set()
     blobs: list[Descriptor] = []
@@ -220,7 +220,7 @@ def _documents(
 
 
 def _fault(layout: Layout, blob: Descriptor, *, limit: int | None = None) -> str:
-    """What is wrong with a blob; "" where nothing is."""
+    """Return what is wrong with a blob; "" if nothing is."""
     try:
         with layout.open_blob(blob.digest) as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,7 +1,7 @@
-"""An image layout in a plain tar, to read: what skopeo calls oci-archive, and ctr images export writes.
+"""Reads an image layout in a plain tar: skopeo calls it oci-archive, and ctr images export writes it.
 
-image-spec v1.1, image-layout.md: index.json, oci-layout and blobs/sha256/. Entries may be in any order; what
-else is in the tar is passed over. What is read may come from anybody.
+image-spec v1.1, image-layout.md: index.json, oci-layout and blobs/sha256/. Entries may be in any order, and
+others are ignored. The archive may come from anybody.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gpusnap.oci.tar.compression import kind_of
 
 _BLOBS = "blobs/sha256/"
 _INDEX = "index.json"
-# The first entry of such an archive is one of these, and of Podman's checkpoints none.
+# The first entry of such an archive is one of these, and that of Podman's checkpoints never is.
 _FIRST = ("blobs", "blobs/sha256", "oci-layout", _INDEX, "manifest.json")
-# 4 TiB of GPU memory have as many chunks of 8 MiB.
+# 4 TiB of GPU memory have this many chunks of 8 MiB.
 _MOST_ENTRIES = 1 << 19
 _PIECE = 1 << 20
 # A blob up to this size is copied to memory, a larger one to a file without a name.
@@ -39,9 +39,9 @@ def is_layout(path: str) -> bool:
 
 
 class LayoutArchive(Layout):
-    """The layout in the archive at `path`, of which only what reads can be called. Threads may share it.
+    """The layout in the archive at `path`; only its reading methods can be called. Threads may share it.
 
-    Close it at the end of a `with`. Raises ArchiveError for one that cannot be read or is cut short,
+    Close it at the end of a `with`. Raises ArchiveError for one that cannot be read or is truncated,
     LayoutError for one that is no layout, or compressed.
     """
 
@@ -53,7 +53,7 @@ class LayoutArchive(Layout):
         except OSError as error:
             raise ArchiveError(f"{path} cannot be read: {reason(error)}") from error
         try:
-            # By digest: where the content begins, and its size.
+            # By digest: the start of the content, and its size.
             self._places: dict[str, tuple[int, int]] = {}
             self._index = self._scan()
         except BaseException:
@@ -67,7 +67,7 @@ class LayoutArchive(Layout):
         self._file.close()
 
     def check(self) -> None:
-        """It was checked when it was opened."""
+        """Do nothing: it was checked when it was opened."""
 
     def read_index(self) -> Index:
         """The index of the layout. Raises LayoutError."""
@@ -78,7 +78,7 @@ class LayoutArchive(Layout):
         return self._places.get(digest, (0, -1))[1] == size
 
     def place(self, digest: str, size: int | None = None) -> tuple[int, int]:
-        """Where in the file a blob begins, and its size. Raises BlobError, also for another size."""
+        """Return where in the file a blob begins, and its size. Raises BlobError, also for another size."""
         at, found = self._places.get(digest, (0, -1))
         if found < 0:
             of = f" of {size} bytes" if size is not None else ""
@@ -88,7 +88,7 @@ class LayoutArchive(Layout):
         return at, found
 
     def read_at(self, at: int, size: int) -> bytes:
-        """Bytes of the file, fewer only at its end. Raises ArchiveError."""
+        """Return bytes of the file, fewer only at its end. Raises ArchiveError."""
         try:
             return os.pread(self._file.fileno(), size, at)
         except OSError as error:
@@ -115,14 +115,14 @@ class LayoutArchive(Layout):
         return file
 
     def _scan(self) -> bytes:
-        """Note where each blob is, and return index.json."""
+        """Record where each blob is, and return index.json."""
         if kind_of(self._file)[0] != "none":
             raise NotACheckpoint(
                 f"{self.path} is a compressed image layout, which cannot be read: decompress it first, "
                 "with zstd -d or gunzip"
             )
         index: bytes | None = None
-        # Straight from the file, entries are where it is when they are given.
+        # Directly from the file, so that the position is at each entry's content.
         for count, entry in enumerate(entries(self._file, where=self.path)):
             if count >= _MOST_ENTRIES:
                 raise LayoutError(f"{self.path} has more than {_MOST_ENTRIES} entries")

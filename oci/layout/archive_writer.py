@@ -1,4 +1,4 @@
-"""An image layout written as a plain tar, which skopeo calls oci-archive; oci/layout/archive.py reads it."""
+"""Writes an image layout as a plain tar, which skopeo calls oci-archive; oci/layout/archive.py reads it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def write_archive(
     *,
     progress: Callable[[int, int], object] = lambda done, whole: None,
 ) -> int:
-    """Write manifests, and all below them, under a name that no file has; bytes of the blobs.
+    """Write manifests, and everything below them, to a new file; return the bytes of the blobs.
 
     The index has the roots with their annotations. Each blob is compared with its digest while it is copied.
     progress: called with the bytes that were copied, and all. Raises BlobError, LayoutError, DiskFull,
-    DiskError. There is no new file then.
+    DiskError; there is no new file then.
     """
     blobs: dict[str, Descriptor] = {}
     for root in roots:
@@ -35,7 +35,7 @@ def write_archive(
     whole, done = sum(each.size for each in blobs.values()), 0
     index = encode_document(Index(tuple(roots)).to_json())
     with Writer(path) as writer:
-        # First, so that a reader sees by the first entry what it is.
+        # First, so that a reader recognizes it by the first entry.
         for name, data in (
             ("oci-layout", encode_document({"imageLayoutVersion": VERSION})),
             ("index.json", index),

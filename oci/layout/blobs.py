@@ -1,4 +1,4 @@
-"""Blobs to read, wherever they are: one layout, or several of which any may have them."""
+"""Blobs to read from one layout, or from several of which any may have them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gpusnap.oci.layout.layout import Layout
 
 
 class Blobs(Protocol):
-    """What `Layout.open_blob` and `Layout.check_blob` do, from any number of threads."""
+    """The reading methods of `Layout`, for any number of threads."""
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
-        """A blob to read, its content not checked yet. Raises BlobError."""
+        """Open a blob; its content is not checked yet. Raises BlobError."""
         ...
 
     def check_blob(self, wanted: Descriptor) -> None:
@@ -30,7 +30,7 @@ class FirstOf:
         self._layouts = tuple(layouts)
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
-        """From the first layout that has it. Raises BlobError."""
+        """Open it in the first layout that has it. Raises BlobError."""
         error = BlobError(f"the blob {digest} is in no layout")
         for layout in self._layouts:
             try:
@@ -40,7 +40,7 @@ class FirstOf:
         raise error
 
     def check_blob(self, wanted: Descriptor) -> None:
-        """In the first layout that has it. Raises BlobError."""
+        """Check it in the first layout that has it. Raises BlobError."""
         for layout in self._layouts:
             if layout.has_blob(wanted.digest, wanted.size):
                 layout.check_blob(wanted)

@@ -1,4 +1,4 @@
-"""Digests as the image spec writes them: "sha256:" and 64 hex digits (image-spec, descriptor.md, Digests)."""
+"""Digests in the image spec's format: "sha256:" and 64 hex digits (image-spec, descriptor.md, Digests)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LONGEST = 512
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """The digest of `data`. hashlib lets other threads run meanwhile from 2 KiB on."""
+    """Return the digest of `data`. From 2 KiB on, hashlib lets other threads run meanwhile."""
     return PREFIX + hashlib.sha256(data).hexdigest()
 
 
 def check_digest(text: object) -> str:
-    """`text` as a digest of any algorithm. Raises DigestError where the grammar does not allow it."""
+    """Return `text` as a digest of any algorithm. Raises DigestError if the grammar does not allow it."""
     if not isinstance(text, str) or len(text) > _LONGEST or not _GRAMMAR.fullmatch(text):
         raise DigestError(f"{str(text)[:80]!r} is not a digest")
     if text.startswith(PREFIX) and not _SHA256.fullmatch(text):
@@ -31,7 +31,7 @@ def check_digest(text: object) -> str:
 
 
 def get_hex(digest: str) -> str:
-    """The hex digits of a sha256 digest, which name its blob. Raises DigestError for any other."""
+    """Return the hex digits of a sha256 digest, which name its blob. Raises DigestError for any other."""
     if not _SHA256.fullmatch(digest):
         raise DigestError(f"{digest[:80]!r} is not a sha256 digest")
     return digest.removeprefix(PREFIX)

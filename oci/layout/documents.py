@@ -1,7 +1,7 @@
 """The JSON documents of an image layout: descriptors, the image manifest, the image index.
 
-From image-spec v1.1: descriptor.md, manifest.md, image-index.md. What comes from elsewhere is checked; fields
-not listed here are passed over, and media types that nobody knows are no error.
+From image-spec v1.1: descriptor.md, manifest.md, image-index.md. Content from elsewhere is checked. Other
+fields are ignored, and unknown media types are no error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpusnap.oci.layout.digests import check_digest, digest_of
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEX = "application/vnd.oci.image.index.v1+json"
-OCTETS = "application/octet-stream"  # bytes of which no more is said (RFC 2046)
+OCTETS = "application/octet-stream"  # bytes of an unknown type (RFC 2046)
 # manifest.md, "Guidance for an Empty Descriptor"; its blob is these two bytes.
 EMPTY = "application/vnd.oci.empty.v1+json"
 EMPTY_BLOB = b"{}"
@@ -33,7 +33,7 @@ _LARGEST = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """Where content lies and what it is; `size` in bytes."""
+    """Where content is and what it is; `size` in bytes."""
 
     media_type: str
     digest: str
@@ -42,13 +42,13 @@ class Descriptor:
     artifact_type: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """The descriptor as the spec writes it."""
+        """Return the descriptor in the spec's format."""
         value: dict[str, object] = {"mediaType": self.media_type, "digest": self.digest, "size": self.size}
         return value | _encode_optional(self.artifact_type, self.annotations)
 
     @classmethod
     def from_json(cls, value: object, what: str = "the descriptor") -> Descriptor:
-        """A checked descriptor. Raises LayoutError, in which `what` is its name."""
+        """Parse and check a descriptor. Raises LayoutError, in which `what` is its name."""
         fields = _object(value, what)
         size = fields.get("size")
         if type(size) is not int or not 0 <= size <= _LARGEST:
@@ -63,7 +63,7 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """An image manifest: one configuration, layers in order, and what it is about."""
+    """An image manifest: one configuration, layers in order, and its subject."""
 
     config: Descriptor
     layers: tuple[Descriptor, ...]
@@ -72,7 +72,7 @@ class Manifest:
     annotations: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """The manifest as the spec writes it."""
+        """Return the manifest in the spec's format."""
         value: dict[str, object] = {"schemaVersion": 2, "mediaType": MANIFEST}
         value |= _encode_optional(self.artifact_type, self.annotations)
         value |= {"config": self.config.to_json(), "layers": [each.to_json() for each in self.layers]}
@@ -80,7 +80,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, value: object) -> Manifest:
-        """A checked manifest. Raises LayoutError."""
+        """Parse and check a manifest. Raises LayoutError."""
         what = "the manifest"
         fields = _head(value, what, MANIFEST)
         subject = fields.get("subject")
@@ -102,14 +102,14 @@ class Index:
     annotations: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """The index as the spec writes it."""
+        """Return the index in the spec's format."""
         value: dict[str, object] = {"schemaVersion": 2, "mediaType": INDEX}
         value |= {"manifests": [each.to_json() for each in self.manifests]}
         return value | _encode_optional(self.artifact_type, self.annotations)
 
     @classmethod
     def from_json(cls, value: object) -> Index:
-        """A checked index. Raises LayoutError."""
+        """Parse and check an index. Raises LayoutError."""
         what = "the index"
         fields = _head(value, what, INDEX)
         found = _descriptors(fields, "manifests", "manifest")
@@ -117,12 +117,12 @@ class Index:
 
 
 def encode_document(value: Mapping[str, object]) -> bytes:
-    """A document as bytes, the same ones for the same content."""
+    """Encode a document; the same content results in the same bytes."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
 def parse_document(data: bytes, what: str) -> object:
-    """JSON from anywhere. Raises LayoutError."""
+    """Parse JSON from any source. Raises LayoutError."""
     try:
         value: object = parse_json(data)
     except (ValueError, RecursionError) as error:
@@ -131,7 +131,7 @@ def parse_document(data: bytes, what: str) -> object:
 
 
 def empty_descriptor() -> Descriptor:
-    """The descriptor of the blob that stands for no configuration."""
+    """Return the descriptor of the blob that means no configuration."""
     return Descriptor(EMPTY, digest_of(EMPTY_BLOB), len(EMPTY_BLOB))
 
 

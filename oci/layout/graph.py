@@ -1,4 +1,4 @@
-"""What a manifest refers to: the blobs that go with it when it is copied, and that stay while it is there.
+"""What a manifest refers to: the blobs that are copied with it, and that stay as long as it does.
 
 OCI's manifests and indexes (image-spec v1.1), and Docker's, which other tools put into the same layouts
 (distribution, docs/spec/manifest-v2-2.md).
@@ -14,7 +14,7 @@ from gpusnap.oci.layout.documents import INDEX, MANIFEST, Descriptor, parse_docu
 
 MANIFESTS = (MANIFEST, "application/vnd.docker.distribution.manifest.v2+json")
 INDEXES = (INDEX, "application/vnd.docker.distribution.manifest.list.v2+json")
-# An index may name indexes; nobody nests them deeper, and one that goes on for ever must end somewhere.
+# An index may name indexes. No tool nests them deeper, and a malicious one must end somewhere.
 _DEEPEST = 8
 
 
@@ -24,9 +24,9 @@ def is_document(descriptor: Descriptor) -> bool:
 
 
 def children(descriptor: Descriptor, content: bytes) -> tuple[Descriptor, ...]:
-    """What a manifest or an index of that media type names: config and layers, or manifests.
+    """Return what a manifest or an index of that media type names: config and layers, or manifests.
 
-    Its `subject` is no part of it. Raises LayoutError.
+    Its `subject` is not included. Raises LayoutError.
     """
     what = f"the manifest {descriptor.digest}"
     value = parse_document(content, what)
@@ -39,7 +39,7 @@ def children(descriptor: Descriptor, content: bytes) -> tuple[Descriptor, ...]:
 
 
 def check_known(descriptor: Descriptor, content: bytes) -> None:
-    """Raise LayoutError for an index that names what is no manifest: what that consists of is not known."""
+    """Raise LayoutError for an index that names other types than manifests: their content is not known."""
     if descriptor.media_type in INDEXES:
         for child in children(descriptor, content):
             if not is_document(child):
@@ -49,11 +49,11 @@ def check_known(descriptor: Descriptor, content: bytes) -> None:
 
 
 def walk(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Iterator[tuple[Descriptor, bytes | None]]:
-    """Every descriptor below `root`, each digest once, children before their parents.
+    """Yield every descriptor below `root`, each digest once, children before their parents.
 
-    One that is named by several media types, as a manifest and as a layer, say, comes once as each. With its
-    content for manifests and indexes, None for other blobs. `read` gives the content of a manifest or an
-    index, its digest checked. Raises LayoutError, and whatever `read` raises.
+    If one is named with several media types, for example as a manifest and as a layer, it is yielded once for
+    each. With its content for manifests and indexes, None for other blobs. `read` returns the content of a
+    manifest or an index, with its digest checked. Raises LayoutError, and whatever `read` raises.
     """
     yield from _walk(root, read, set(), 0)
 
@@ -62,7 +62,7 @@ def _walk(
     at: Descriptor, read: Callable[[Descriptor], bytes], seen: set[tuple[str, str]], depth: int
 ) -> Iterator[tuple[Descriptor, bytes | None]]:
     check_digest(at.digest)
-    # What is below it depends on the type that it is named by.
+    # What is below it depends on the type with which it is named.
     mark = at.digest, at.media_type if is_document(at) else ""
     if mark in seen:
         return

@@ -1,4 +1,4 @@
-"""By what Podman, CRI-O and containerd take an image for a checkpoint; see single_layer_image.py."""
+"""How Podman, CRI-O and containerd recognize an image as a checkpoint; see single_layer_image.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Format: TypeAlias = Literal["cri", "podman"]
 
 CONFIG = "application/vnd.oci.image.config.v1+json"
 CRIU = "org.criu.checkpoint."
-"""Of checkpointctl's annotations (lib/annotations.go)."""
+"""The prefix of checkpointctl's annotations (lib/annotations.go)."""
 PODMAN = "io.podman.annotations.checkpoint."
-"""Of Podman's (libpod/define/annotations.go)."""
+"""The prefix of Podman's annotations (libpod/define/annotations.go)."""
 CRI_O = "io.kubernetes.cri-o.annotations.checkpoint."
-"""Of CRI-O's (pkg/annotations)."""
+"""The prefix of CRI-O's annotations (pkg/annotations)."""
 CRI_NAME = CRI_O + "name"
-# By what each engine takes an image for a checkpoint.
+# The annotation by which each engine recognizes an image as a checkpoint.
 _MARKS: Mapping[str, Format] = {
     f"{PODMAN}runtime.name": "podman",
     CRI_NAME: "cri",
@@ -26,12 +26,12 @@ _MARKS: Mapping[str, Format] = {
 
 
 def engine_of(manifest: Manifest) -> Format | None:
-    """Which engine takes an image for a checkpoint; None for an image that is none, and for an artifact."""
+    """Return the engine for which an image is a checkpoint; None for other images, and for an artifact."""
     if manifest.config.media_type != CONFIG or manifest.artifact_type:
         return None
     return next((engine for mark, engine in _MARKS.items() if manifest.annotations.get(mark)), None)
 
 
 def layer_of(manifest: Manifest) -> Descriptor | None:
-    """The layer of such an image, which is an archive of the engine's; None where there are several."""
+    """Return the layer of such an image, which is an archive of the engine; None if there are several."""
     return manifest.layers[0] if len(manifest.layers) == 1 else None

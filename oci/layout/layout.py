@@ -1,4 +1,4 @@
-"""An OCI image layout on disk: ours to write, anyone's to read (image-spec v1.1, image-layout.md).
+"""An OCI image layout on disk: written by gpusnap, read from any source (image-spec v1.1, image-layout.md).
 
     <path>/
     ├── oci-layout                {"imageLayoutVersion":"1.0.0"}
@@ -9,17 +9,18 @@
 
 The rules:
 
-- A blob is written under its temporary name and renamed when it is whole. One that is there with the right
+- A blob is written under its temporary name and renamed when it is complete. One that exists with the right
   size is not written again.
 - Any number of threads and processes may add blobs at once; two that add the same one do no harm. `prune` is
   for a layout that nobody else writes to.
-- `commit` makes every blob that this object was asked for durable, but for links of such as were, then the
-  folders, then index.json: after a crash, either the index names blobs that are all there, or the old one
-  (or none) stands. A blob whose fsync has failed is written again or the layout never durable; see unsynced.
-- What is read may come from anybody: no link is followed from the layout's folder on, only plain files are
-  opened, sizes are checked before anything is read, and documents are bounded. To use a layout through a
-  link, resolve the link first.
-- Files and folders are for their owner alone: they hold a process's memory.
+- `commit` syncs every blob that this object was asked for, except links of synced ones, then the directories,
+  then index.json. After a crash, either the index names blobs that all exist, or there is the old one (or
+  none). If the fsync of a blob has failed, it must be written again, or the layout is never synced; see
+  unsynced.
+- Content may come from anybody: no link is followed from the layout's directory on, only plain files are
+  opened, sizes are checked before anything is read, and the size of documents is limited. To use a layout
+  through a link, resolve the link first.
+- Only their owner can read files and directories, because they contain a process's memory.
 """
 
 from __future__ import annotations
@@ -66,21 +67,21 @@ _SYNC_THREADS = 32
 
 
 class Layout:
-    """One layout, by the path of its folder; threads may share it.
+    """One layout, by the path of its directory; threads may share it.
 
-    What was written stays open until it is durable, `close` is called or nobody has the object any more.
-    Nothing else stays open between calls.
+    Written files stay open until they are synced, `close` is called or the object is deleted. Nothing else
+    stays open between calls.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, lasting: bool = True) -> None:
-        """`lasting`: it is likely that `sync` will be called; else no descriptor is kept for it."""
+        """`lasting`: `sync` is likely to be called; otherwise no descriptor is kept open for it."""
         self.path = os.path.abspath(path)
         self._lasting = lasting
-        # Blobs to make durable: found ones too, whose writer may have been killed before it did.
+        # Blobs to sync: also existing ones, whose writer may have been killed before it synced them.
         self._unsynced = Unsynced()
 
     def create(self) -> Layout:
-        """Make the folders and `oci-layout`; what is there stays. Raises DiskError, LayoutError."""
+        """Make the directories and `oci-layout`; existing ones stay. Raises DiskError, LayoutError."""
         content = encode_document({"imageLayoutVersion": VERSION})
         try:
             for folder in (self.path, self._join_path("blobs"), self._join_path("blobs", "sha256")):
@@ -96,7 +97,7 @@ class Layout:
         return self
 
     def check(self) -> None:
-        """Raise LayoutError where the folder is not marked as a layout of a version that is known."""
+        """Raise LayoutError if the directory is not marked as a layout of a known version."""
         content = self._document("oci-layout", 1 << 12)
         if not isinstance(content, dict) or content.get("imageLayoutVersion") != VERSION:
             raise LayoutError(f"{self.path} is not an image layout of version {VERSION}")
@@ -104,7 +105,7 @@ class Layout:
     # Blobs
 
     def has_blob(self, digest: str, size: int) -> bool:
-        """Whether that blob is there, as a plain file of that size. Raises DigestError."""
+        """Whether that blob exists, as a plain file of that size. Raises DigestError."""
         name = get_hex(digest)
         try:
             with self._blobs() as folder:
@@ -113,7 +114,7 @@ class Layout:
             return False
 
     def list_missing(self, wanted: Iterable[Descriptor]) -> list[Descriptor]:
-        """Those that `has_blob` says no of. Raises DigestError."""
+        """Return those for which `has_blob` is false. Raises DigestError."""
         names = [(get_hex(each.digest), each) for each in wanted]
         try:
             with self._blobs() as folder:
@@ -129,11 +130,10 @@ class Layout:
         digest: str | None = None,
         anew: bool = False,
     ) -> Descriptor:
-        """Write a blob, from memory or from a file, unless it is there.
+        """Write a blob, from memory or from a file, unless it exists.
 
-        `digest`: of data in memory, where the caller has computed it. `anew`: write data in memory also where
-        it is there.
-        Raises LayoutError, DiskFull, DiskError; BlobError where the file cannot be read.
+        `digest`: of data in memory, if the caller has computed it. `anew`: write data in memory even if it
+        exists. Raises LayoutError, DiskFull, DiskError; BlobError if the file cannot be read.
         """
         if not isinstance(data, bytes | bytearray | memoryview):
             return self._add_file(data, media_type)
@@ -149,9 +149,9 @@ class Layout:
         return Descriptor(media_type, digest, size)
 
     def link_blob(self, digest: str, size: int, source: Layout) -> None:
-        """Take a blob over from another layout: a hard link, or a checked copy where none can be made.
+        """Take a blob from another layout: a hard link, or a checked copy if no link can be made.
 
-        Raises BlobError where the source lacks the blob, or has another size (a link) or content (a copy);
+        Raises BlobError if the source lacks the blob, or has another size (a link) or content (a copy);
         DiskFull, DiskError, LayoutError.
         """
         name = get_hex(digest)
@@ -169,9 +169,9 @@ class Layout:
         self._unsynced.note_existing(name)
 
     def link_durable(self, wanted: Iterable[Descriptor], source: Layout) -> list[Descriptor]:
-        """Link blobs that are known to be right and durable from another layout, in place of any here.
+        """Link blobs that are known to be right and synced from another layout, replacing any here.
 
-        They need no fsync in `sync`, only their folder does. Returns those that the source lacks, or that
+        They need no fsync in `sync`, only their directory does. Returns those that the source lacks, or that
         cannot be linked. Raises DigestError, DiskFull, DiskError, LayoutError.
         """
         left = []
@@ -186,10 +186,10 @@ class Layout:
 
     @contextmanager
     def receive(self, wanted: Descriptor) -> Iterator[Incoming]:
-        """A blob to be written piece by piece; at the end it is checked, and only then has its name.
+        """Receive a blob piece by piece; at the end it is checked, and only then gets its name.
 
-        It takes the place of one that is there. Raises BlobError unless its size and digest are right, and
-        whatever is raised within; nothing is left then. DiskFull, DiskError, LayoutError.
+        It replaces an existing one. Raises BlobError unless its size and digest are right, and whatever is
+        raised within; nothing is left then. DiskFull, DiskError, LayoutError.
         """
         name = get_hex(wanted.digest)
         with self._blobs() as folder, ExitStack() as stack:
@@ -202,7 +202,7 @@ class Layout:
                 self._keep(descriptor, unfinished, name, folder)
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
-        """A blob to read, unbuffered, its content not checked yet. Raises BlobError for another size."""
+        """Open a blob, unbuffered; its content is not checked yet. Raises BlobError for another size."""
         name = get_hex(digest)
         try:
             with self._blobs() as folder:
@@ -215,7 +215,7 @@ class Layout:
         return file
 
     def read_blob(self, wanted: Descriptor, *, limit: int = DOCUMENT_LIMIT) -> bytes:
-        """A small blob, its digest checked. Raises BlobError, also for one larger than `limit`."""
+        """Read a small blob, and check its digest. Raises BlobError, also for one larger than `limit`."""
         if wanted.size > limit:
             raise BlobError(
                 f"the blob {wanted.digest} has {wanted.size} bytes, but at most {limit} are allowed"
@@ -230,7 +230,7 @@ class Layout:
         return data
 
     def check_blob(self, wanted: Descriptor) -> None:
-        """Read a blob and compare it with its digest; `sync` then makes it durable. Raises BlobError."""
+        """Read a blob and compare it with its digest; `sync` then syncs it. Raises BlobError."""
         hashed = hashlib.sha256()
         with self.open_blob(wanted.digest, wanted.size) as file:
             while piece := read_piece(file):
@@ -240,11 +240,11 @@ class Layout:
         self._unsynced.note_existing(get_hex(wanted.digest))
 
     def write_again(self, wanted: Descriptor) -> None:
-        """Read a blob, compare it with its digest, and put what was read in its place, for `sync`.
+        """Read a blob, compare it with its digest, and replace it by what was read, for `sync`.
 
-        For one that a process wrote which is no more: if its fsync failed, another one of the same file would
-        not. One that has other names was durable before it got them, and is only read. Raises BlobError,
-        DiskFull, DiskError.
+        For a blob whose writer has ended: if its fsync failed, another fsync of the same file would not
+        report it. If the blob has other names, it was synced before it got them, and is only read. Raises
+        BlobError, DiskFull, DiskError.
         """
         with self.open_blob(wanted.digest, wanted.size) as file:
             if os.fstat(file.fileno()).st_nlink > 1:
@@ -257,11 +257,11 @@ class Layout:
     # Documents
 
     def read_index(self) -> Index:
-        """The index of the layout. Raises LayoutError, also where it has none, that is, is not finished."""
+        """Read the index of the layout. Raises LayoutError, also if it has none: it is not finished."""
         return Index.from_json(self._document("index.json", DOCUMENT_LIMIT))
 
     def write_index(self, index: Index) -> None:
-        """Put index.json in its place, atomically and durably. Raises DiskFull, DiskError, LayoutError."""
+        """Replace index.json, atomically and synced. Raises DiskFull, DiskError, LayoutError."""
         content = encode_document(index.to_json())
         if len(content) > DOCUMENT_LIMIT:
             raise LayoutError(f"the index of {self.path} would have {len(content)} bytes")
@@ -269,7 +269,7 @@ class Layout:
             replace("index.json", content, root)
 
     def read_manifest(self, wanted: Descriptor) -> Manifest:
-        """A manifest that the index names, its digest checked. Raises LayoutError, BlobError."""
+        """Read a manifest that the index names, and check its digest. Raises LayoutError, BlobError."""
         if wanted.media_type != MANIFEST:
             raise LayoutError(f"{wanted.digest} is a {wanted.media_type}, not an image manifest")
         return Manifest.from_json(parse_document(self.read_blob(wanted), f"the manifest {wanted.digest}"))
@@ -289,10 +289,10 @@ class Layout:
     def sync_blobs(
         self, names: Mapping[str, os.stat_result] | None = None, *, threads: int = _SYNC_THREADS
     ) -> None:
-        """Make all blobs durable that this object wrote, linked or found there; with `names`, just these.
+        """Sync all blobs that this object wrote, linked or found there; with `names`, only these.
 
         `names`: each with its status. One that this object has made durable already is left alone.
-        Raises DiskError, also where an earlier fsync of one has failed; BlobError for one that has gone.
+        Raises DiskError, also if an earlier fsync of one has failed; BlobError for one that is gone.
         """
         for name, status in (names or {}).items():
             self._unsynced.note_existing(name, status)
@@ -305,7 +305,7 @@ class Layout:
             raise disk_error(error, self.path, "a blob", size) from error
 
     def sync(self, *, threads: int = _SYNC_THREADS) -> None:
-        """The same, and then the folders. Raises as that does."""
+        """Do the same, and then sync the directories. Raises as that does."""
         self.sync_blobs(threads=threads)
         parent = os.path.dirname(self.path)
         try:
@@ -315,20 +315,20 @@ class Layout:
             raise DiskError(f"{self.path} cannot be flushed to disk: {reason(error)}") from error
 
     def list_undurable(self) -> frozenset[str]:
-        """The names of those blobs whose fsync has failed, and that were not written again."""
+        """Return the names of blobs whose fsync has failed, and that were not written again."""
         return self._unsynced.list_failed()
 
     def close(self) -> None:
-        """Let go of what was written and is not durable: it is to be removed. May be called twice."""
+        """Close files that are written but not synced: they will be removed. May be called twice."""
         self._unsynced.close()
 
     def commit(self, index: Index, *, threads: int = _SYNC_THREADS) -> None:
-        """Make the layout durable, and only then give it that index. Raises as sync and write_index do."""
+        """Sync the layout, and only then write that index. Raises as sync and write_index do."""
         self.sync(threads=threads)
         self.write_index(index)
 
     def prune(self, wanted: Iterable[str]) -> None:
-        """Remove all blobs but those of these digests, and what killed writers left. Raises DiskError."""
+        """Remove all blobs except these digests, and what killed writers left. Raises DiskError."""
         names = {get_hex(digest) for digest in wanted}
         try:
             with self._blobs() as folder:
@@ -411,12 +411,13 @@ class Layout:
         return parse_document(data, self._join_path(name))
 
 
-# No link can be made: another file system, one without links, too many of them, or none allowed to this file.
+# No link is possible: another file system, one without links, too many of them, or none permitted for this
+# file.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EACCES}
 
 
 def _link_blob(name: str, origin: int, folder: int) -> bool:
-    """Hard-link a blob into a folder, in place of one there; False where no link can be made."""
+    """Hard-link a blob into a directory, replacing an existing one; False if no link is possible."""
     unfinished = UNFINISHED + secrets.token_hex(8)
     try:
         with suppress(FileExistsError):
@@ -432,7 +433,7 @@ def _link_blob(name: str, origin: int, folder: int) -> bool:
     try:
         os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
-        # rename(2) leaves both names where somebody linked the same file meanwhile.
+        # rename(2) keeps both names if somebody linked the same file meanwhile.
         with suppress(FileNotFoundError):
             os.unlink(unfinished, dir_fd=folder)
     return True
@@ -453,7 +454,7 @@ def _is_there(name: str, size: int, folder: int) -> bool:
 
 
 def read_piece(file: IO[bytes]) -> bytes:
-    """The next bytes of a blob, none at its end. Raises BlobError."""
+    """Read the next bytes of a blob, none at its end. Raises BlobError."""
     try:
         return file.read(_PIECE)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A blob that comes in pieces from somewhere that can break off: an unfinished file and its digest so far."""
+"""A blob that arrives in pieces from a source that may fail: an unfinished file and its digest so far."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from gpusnap.oci.layout.documents import Descriptor
 
 
 class Incoming:
-    """The blob `wanted` on its way into the file `descriptor` of the layout at `path`; for one thread."""
+    """The blob `wanted` that is written to the file `descriptor` of the layout at `path`; for one thread."""
 
     def __init__(self, wanted: Descriptor, descriptor: int, path: str) -> None:
         self.wanted = wanted
         self.size = 0
-        """bytes that are there"""
+        """The number of bytes that have arrived."""
         self._descriptor = descriptor
         self._path = path
         self._hashed = hashlib.sha256()
 
     def write(self, piece: bytes) -> None:
-        """Add a piece. Raises BlobError where it is more than the blob may have; DiskFull, DiskError."""
+        """Add a piece. Raises BlobError if it is more than the blob may have; DiskFull, DiskError."""
         if self.size + len(piece) > self.wanted.size:
             raise BlobError(f"the blob {self.wanted.digest} has more than its {self.wanted.size} bytes")
         try:
@@ -32,7 +32,7 @@ class Incoming:
         self.size += len(piece)
 
     def check(self) -> None:
-        """Raise BlobError unless the blob is whole and is what its digest says."""
+        """Raise BlobError unless the blob is complete and matches its digest."""
         if self.size != self.wanted.size:
             raise BlobError(
                 f"the blob {self.wanted.digest} ended after {self.size} of {self.wanted.size} bytes"

@@ -1,10 +1,11 @@
-"""References: where something lies in a registry, such as "registry.example:5000/team/app:v1".
+"""References to something in a registry, such as "registry.example:5000/team/app:v1".
 
     HOST[:PORT]/NAME[/NAME…][:TAG][@DIGEST]
 
 Names and tags are those of distribution-spec v1.1, "Pulling manifests"; hosts are those of distribution's
-grammar (github.com/distribution/reference). A reference without a registry means another one to each tool, so
-the host must be there, and must look like one.
+Names and tags are those of distribution-spec v1.1, "Pulling manifests"; hosts are those of distribution's
+grammar (github.com/distribution/reference). Each tool has another default registry, so the host is required,
+and must look like one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gpusnap.oci.layout.digests import check_digest
 
 PLAIN_HTTP = "http://"
 TRANSPORT = "docker://"
-"""What skopeo and podman have before a reference; it may be there, and says nothing."""
+"""The optional prefix of skopeo and podman before a reference; it has no meaning here."""
 """Before a reference: its registry is spoken to without TLS."""
 # distribution-spec: many clients allow 255 characters for host and name together.
 _LONGEST = 255
@@ -31,7 +32,7 @@ _HOST = compile_later(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[a-fA-F0-9:.]{{2,45}}\])(?
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A repository of a registry and, unless both are empty, what in it: a tag, a digest, or both."""
+    """A repository of a registry and, unless both are empty, a tag, a digest, or both."""
 
     registry: str
     """host, host:port or [IPv6 address]:port"""
@@ -41,7 +42,7 @@ class Reference:
 
     @property
     def name(self) -> str:
-        """The registry and the repository in it."""
+        """The registry and its repository."""
         return f"{self.registry}/{self.repository}"
 
     def __str__(self) -> str:
@@ -50,12 +51,12 @@ class Reference:
 
 
 def parse_plain(text: str) -> tuple[Reference, bool]:
-    """As `parse`, of one that may have http:// before it, and whether it has: then there is no TLS."""
+    """Like `parse`, with an optional http:// before it; also return whether it was there: no TLS then."""
     return parse(text.removeprefix(PLAIN_HTTP)), text.startswith(PLAIN_HTTP)
 
 
 def parse(text: str) -> Reference:
-    """The parts of a reference, each checked. Raises RegistryError."""
+    """Parse a reference, and check its parts. Raises RegistryError."""
     shown = repr(text[:300])
     text = text.removeprefix(TRANSPORT)
     if "://" in text:
@@ -95,7 +96,7 @@ def parse(text: str) -> Reference:
 
 
 def check_repository(text: str) -> str:
-    """`text` as the name of a repository. Raises RegistryError."""
+    """Return `text` as the name of a repository. Raises RegistryError."""
     if len(text) > _LONGEST or not _NAME.fullmatch(text):
         raise RegistryError(
             f"{text[:80]!r} is not a valid repository name: use lower-case letters and digits, with "
@@ -106,7 +107,7 @@ def check_repository(text: str) -> str:
 
 
 def check_tag(text: str) -> str:
-    """`text` as a tag. Raises RegistryError."""
+    """Return `text` as a tag. Raises RegistryError."""
     if not is_tag(text):
         raise RegistryError(
             f"{text[:80]!r} is not a valid tag: use up to 128 letters, digits, _, . or -, but not . or - "

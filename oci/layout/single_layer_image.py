@@ -14,9 +14,9 @@ checkIfCheckpointOCIImage), containerd 2.1 to 2.3 by org.criu.checkpoint.contain
 CRI-O wants its own annotations in spec.dump and containerd a status.dump beside it, so each restores what it
 dumped, and neither what Podman did.
 
-Layers are tar+gzip, which everybody takes, or tar+zstd (image-spec v1.1, layer.md), which is faster, and for
-which Docker's schema 2 has no media type. An archive that is compressed that way is the layer as it is; any
-other is compressed anew. One pass over it gives the layer and both of its digests.
+Layers are tar+gzip, which every tool accepts, or tar+zstd (image-spec v1.1, layer.md), which is faster, but
+has no media type in Docker's schema 2. An archive that is already compressed in that way becomes the layer
+unchanged; any other is compressed anew. One pass over it computes the layer and both of its digests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LAYERS: Mapping[Packing, str] = {
 }
 _CREATED = "org.opencontainers.image.created"
 
-# checkpointctl's names of the same things, by which the caller gives them.
+# checkpointctl's names of the same things, which the caller uses.
 _PODMAN: Mapping[str, str] = {
     "name": "container.name",
     "rawImageName": "rawImageName",
@@ -81,21 +81,20 @@ def write_image(
     packing: Packing = "gzip",
     threads: int = 0,
 ) -> Descriptor:
-    """Write an archive into a layout as an image of one layer; the manifest's descriptor is for the index.
+    """Write an archive into a layout as an image of one layer; return its descriptor for the index.
 
-    annotations: go on the manifest; those that begin with org.criu.checkpoint. are written under the names
-    of `format` as well, and container.name (for "cri") or runtime.name (for "podman") must be among them.
-    packing: how the layer is compressed. threads: all cores for 0.
+    annotations: go on the manifest. Those that begin with org.criu.checkpoint. are also written under the
+    names of `format`; container.name (for "cri") or runtime.name (for "podman") must be among them. packing:
+    how the layer is compressed. threads: 0 for one per core.
 
-    Raises ArchiveError for a broken archive or where an annotation is missing, DiskFull, DiskError,
-    LayoutError.
+    Raises ArchiveError for a broken archive or if an annotation is missing, DiskFull, DiskError, LayoutError.
     """
     wanted = CRIU + _NEEDED[format]
     if not annotations.get(wanted):
         raise ArchiveError(f"an image for {format} cannot be made without the annotation {wanted}")
     layer, plain = _add_layer(layout, archive, packing, threads or len(os.sched_getaffinity(0)))
     config = layout.add_blob(encode_document(_config(annotations, plain)), media_type=CONFIG)
-    # `artifactType` stays away: with an image's config it is none (image-spec, manifest.md).
+    # No `artifactType`: with an image's config it is none (image-spec, manifest.md).
     return layout.add_manifest(
         Manifest(config, (layer,), annotations=_make_name_annotations(format, annotations))
     )
@@ -108,7 +107,7 @@ def _make_name_annotations(format: Format, annotations: Mapping[str, str]) -> di
 
 
 def _config(annotations: Mapping[str, str], plain: str) -> dict[str, object]:
-    """The image's configuration (image-spec, config.md); `plain` is the digest of the layer's tar."""
+    """Return the image's configuration (image-spec, config.md); `plain` is the digest of the layer's tar."""
     machine = annotations.get(CRIU + "host.arch", "x86_64")
     created = {"created": annotations[_CREATED]} if _CREATED in annotations else {}
     return {
@@ -124,7 +123,7 @@ def _config(annotations: Mapping[str, str], plain: str) -> dict[str, object]:
 def _add_layer(
     layout: Layout, archive: str | Readable, packing: Packing, threads: int
 ) -> tuple[Descriptor, str]:
-    """The layer, and the digest of its tar."""
+    """Add the layer; return it, and the digest of its tar."""
     if not isinstance(archive, str):
         return _layer_of(layout, archive, "the archive", packing, threads)
     try:
@@ -175,7 +174,7 @@ def _take_pieces(pieces: list[bytes]) -> list[bytes]:
 
 
 class _Watched:
-    """A stream whose every piece is noted when it is read."""
+    """A stream that records every piece that is read."""
 
     def __init__(self, file: Readable, seen: list[bytes]) -> None:
         self._file, self._seen = file, seen

@@ -1,22 +1,22 @@
-"""Files that were written and are not on disk yet, each by the descriptor that wrote it.
+"""Files that were written and are not synced yet, each with the descriptor that wrote it.
 
-Linux tells an error of writeback once to each descriptor that was open when the pages failed (fsync(2);
-lib/errseq.c), and takes these pages for clean afterwards. So a descriptor that is opened later may be told
-nothing, and a second fsync succeeds without having written anything. Hence the rules:
+Linux reports a writeback error once to each descriptor that was open when the pages failed (fsync(2);
+lib/errseq.c), and considers these pages clean afterwards. So a descriptor that is opened later may get no
+error, and a second fsync succeeds without having written anything. Hence the rules:
 
-- The descriptor of whoever wrote a file stays open until its fsync.
-- There are never more than `most` of them: who adds one more makes the oldest durable first. That waits for
+- The descriptor that wrote a file stays open until its fsync.
+- There are never more than `most` of them: adding one more first syncs the oldest. That waits for
   the journal of the file system, which waits for what others write meanwhile, 30 ms for each file on a busy
   disk; at the end, when the kernel has written the pages already, many at once take little. So `most` is as
   large as the limit on descriptors allows.
-- A file whose fsync has failed is never durable, whatever a later one says, until it has been written again.
+- A file whose fsync has failed never counts as synced, whatever a later one says, until it is written again.
 
 The kernel begins to write each when it is noted. By itself it begins only when a tenth of the memory is dirty
 or half a minute has passed (Documentation/admin-guide/sysctl/vm.rst): the disk would be idle when its speed
 decides how long a checkpoint takes.
 
-syncfs(2) would do with one descriptor for all, but it waits for whatever anybody writes to that file system,
-and fails for their errors.
+syncfs(2) would need one descriptor for all, but it waits for everything that anybody writes to that file
+system, and fails for their errors.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ MOST = 4096
 _PART = 4
 # linux/fs.h, SYNC_FILE_RANGE_WRITE
 _WRITE = 2
-# No descriptor is left, in this process or on this host.
+# No more descriptors can be opened, by this process or on this host.
 _NONE_LEFT = {errno.EMFILE, errno.ENFILE}
 
 
 class Unsynced:
-    """The files of one folder by name; threads may share it."""
+    """The files of one directory by name; threads may share it."""
 
     def __init__(self, *, most: int = 0) -> None:
         """`most`: descriptors; by default a part of those that this process may have."""
         self._most = most or count_descriptors()
         self._lock = threading.Lock()
-        # Oldest first. Two descriptors have the same name where a file was written in place of another.
+        # Oldest first. Two descriptors have the same name if a file replaced another one.
         self._open: list[tuple[str, int]] = []
         self._found: set[str] = set()
         self._failed: dict[str, OSError] = {}
@@ -62,7 +62,7 @@ class Unsynced:
         self.close()
 
     def note_written(self, name: str, descriptor: int) -> None:
-        """That file was written by this descriptor, which stays its caller's. Raises OSError of an fsync."""
+        """Record that this descriptor, which the caller owns, wrote the file. Raises OSError of an fsync."""
         try:
             own = os.dup(descriptor)
         except OSError as error:
@@ -83,7 +83,7 @@ class Unsynced:
             self._sync_and_close(oldest)
 
     def note_existing(self, name: str, status: os.stat_result | None = None) -> None:
-        """That file was there already, and whoever wrote it may have been killed before it was durable.
+        """Record that the file existed already: its writer may have been killed before it synced it.
 
         `status`: the file's, if it is known; the file is left out where it is one that was made durable here.
         """
@@ -94,9 +94,10 @@ class Unsynced:
     def sync(
         self, opened: Callable[[str], int], *, threads: int, names: Collection[str] | None = None
     ) -> None:
-        """Make them durable; with `names`, only these. `opened` gives a new descriptor of one that was found.
+        """Sync them; with `names`, only these. `opened` returns a new descriptor of an existing file.
 
-        Raises OSError, whose `filename` is the name, and what `opened` raises; what was not done stays.
+        Raises OSError, whose `filename` is the name, and what `opened` raises; files that were not synced
+        stay.
         """
         with self._lock:
             wanted = [each for each in self._open if names is None or each[0] in names]
@@ -129,7 +130,7 @@ class Unsynced:
                 self._found -= written
 
     def hand_over(self, name: str, to: Unsynced) -> None:
-        """Have another one see to that file. Raises OSError of an fsync."""
+        """Let another object sync that file. Raises OSError of an fsync."""
         with self._lock:
             mine = [descriptor for each, descriptor in self._open if each == name]
             self._open = [each for each in self._open if each[0] != name]
@@ -140,12 +141,12 @@ class Unsynced:
                 os.close(descriptor)
 
     def list_failed(self) -> frozenset[str]:
-        """Those whose fsync has failed, and that were not written again."""
+        """Return those whose fsync has failed, and that were not written again."""
         with self._lock:
             return frozenset(self._failed)
 
     def close(self) -> None:
-        """Let go of all: nobody wants them to be durable any more. May be called twice."""
+        """Close all: nobody needs them to be synced any more. May be called twice."""
         with self._lock:
             waiting, self._open = self._open, []
             self._found.clear()
@@ -158,7 +159,7 @@ class Unsynced:
         try:
             self._sync(name, descriptor)
         finally:
-            with suppress(OSError):  # of an NFS, which has said so to the fsync
+            with suppress(OSError):  # from NFS, which has already reported it to the fsync
                 os.close(descriptor)
 
     def _sync(self, name: str, descriptor: int) -> None:

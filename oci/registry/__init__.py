@@ -1,1 +1,1 @@
-"""Registries (the OCI distribution specification): a client that resumes and mounts."""
+"""Registries (the OCI distribution specification): a client that resumes transfers and mounts blobs."""

@@ -1,8 +1,9 @@
-"""What a registry wants to see before it answers: a password, or a token of the service that it names.
+"""Authentication for a registry: a password, or a token of the service that it names.
 
 A request is refused with 401 and `WWW-Authenticate: Bearer realm="…",service="…",scope="…"`. The token for
 these scopes comes from the realm: by GET with the password (distribution, docs/spec/auth/token.md), or by
-POST with an identity token (docs/spec/auth/oauth.md). It is kept until it is about to end or is refused.
+POST with an identity token (docs/spec/auth/oauth.md). It is kept until shortly before it expires, or is
+refused.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from gpusnap.oci.registry.http import Answer, Broken, Pool, address, exchange, h
 from gpusnap.oci.registry.responses import BODY_LIMIT, is_worth_retrying, make_refusal, parse_retry_after
 
 _CLIENT = "gpusnap"
-# Seconds that a token serves where its service does not say (token.md: at least 60), and its share of them
-# after which another is fetched, rather than have one end in the middle of an upload.
+# Seconds that a token is valid if its service does not say it (token.md: at least 60), and the share of them
+# after which another is fetched, so that none expires in the middle of an upload.
 _SHORTEST, _SHARE = 60.0, 0.75
 _FOREVER = 1 << 30
 _LONGEST = 1 << 16
-# RFC 9110, 11.3: a scheme, then parameters, whose values are tokens or quoted. What is passed over (*+, ++)
-# is not tried again in all its parts: a header of 64 KiB of blanks would take minutes.
+# RFC 9110, 11.3: a scheme, then parameters, whose values are tokens or quoted. The possessive quantifiers
+# (*+, ++) prevent backtracking: a header of 64 KiB of blanks would take minutes.
 _PARAMETER = compile_later(
     r"\s*+,?\s*+([\w!#$%&'*+.^`|~-]++)\s*+=\s*+(?:\"((?:[^\"\\]|\\.)*)\"|([^\s\",]+))", re.ASCII
 )
@@ -40,7 +41,7 @@ _TOKEN = compile_later(r"[\x21-\x7e]+")
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """One way to be let in that a registry names: the scheme and the parameters, in lower case."""
+    """One authentication method that a registry offers: the scheme and the parameters, in lower case."""
 
     scheme: str
     parameters: Mapping[str, str] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class _Token:
 
 
 def challenges(text: str) -> tuple[Challenge, ...]:
-    """The challenges in a WWW-Authenticate header, up to where it stops making sense."""
+    """Parse the challenges in a WWW-Authenticate header, up to the first invalid one."""
     found: list[tuple[str, dict[str, str]]] = []
     text, at = text[:_LONGEST], 0
     while at < len(text):
@@ -93,7 +94,7 @@ class Tokens:
         self._tokens: dict[tuple[str, ...], _Token] = {}
 
     def header(self, scopes: tuple[str, ...]) -> str:
-        """The header for a request of these scopes; "" as long as the registry has not asked for one.
+        """Return the header for a request of these scopes; "" until the registry has asked for one.
 
         A scope is "repository:NAME:ACTION,…". Raises Broken, Unauthorized, RegistryError.
         """
@@ -101,9 +102,9 @@ class Tokens:
             return "" if self._challenge is None else self._answer(self._challenge, scopes, "")
 
     def answer_challenge(self, refused: str, header: str, scopes: tuple[str, ...]) -> str:
-        """The header to try once more with, after `refused` (or "") was, with that WWW-Authenticate.
+        """Return the header for another try, after `refused` (or "") was refused, with that WWW-Authenticate.
 
-        Raises Unauthorized where there is none; Broken, RegistryError.
+        Raises Unauthorized if there is none; Broken, RegistryError.
         """
         known = {each.scheme: each for each in reversed(challenges(header))}
         challenge = known.get("bearer") or known.get("basic")
@@ -112,7 +113,7 @@ class Tokens:
                 f"{self._registry} denies access, and offers no supported authentication scheme"
             )
         with self._lock:
-            # Its scope is that of this request alone.
+            # Its scope is that of this request only.
             rest = {name: value for name, value in challenge.parameters.items() if name != "scope"}
             self._challenge = Challenge(challenge.scheme, rest)
             return self._answer(challenge, scopes, refused)
@@ -150,10 +151,10 @@ class Tokens:
         return _Token(f"Bearer {value}", begun + seconds * _SHARE)
 
     def _check_realm(self, realm: str) -> None:
-        """Raise Unauthorized for a token service that nothing may be asked, or that gets no credentials.
+        """Raise Unauthorized for a token service that must not be asked, or must not get credentials.
 
-        With TLS any host will do: the registry, whose certificate was checked, names it. Without TLS it has
-        to be the host of a registry that is itself spoken to without, where the network reads as much.
+        With TLS any host is allowed: the registry, whose certificate was checked, names it. Without TLS it
+        must be the host of a registry that is itself used without TLS, where the network can read as much.
         """
         found = address(realm)
         if found is not None and found[0] == "https":
@@ -188,7 +189,7 @@ class Tokens:
         return exchange(self._pool, "GET", realm + ("&" if urlsplit(realm).query else "?") + query, headers)
 
     def _parse_token(self, answer: Answer, realm: str) -> tuple[str, float]:
-        """The token of an answer and the seconds that it serves."""
+        """Return the token of an answer and the seconds that it is valid."""
         where, body = host_of(realm), answer.body(BODY_LIMIT)
         if is_worth_retrying(answer.status):
             wait = parse_retry_after(answer.header("Retry-After"))

@@ -1,8 +1,8 @@
-"""CAs and client certificates that a host keeps for single registries (containers-certs.d(5)).
+"""CAs and client certificates that a host has for single registries (containers-certs.d(5)).
 
-/etc/containers/certs.d/HOST[:PORT]/   the first of these two that there is, as for Podman
+/etc/containers/certs.d/HOST[:PORT]/   the first of these two that exists, as for Podman
 /etc/docker/certs.d/HOST[:PORT]/
-    *.crt                              CAs, in PEM, that are trusted beside the system's
+    *.crt                              CAs, in PEM, that are trusted in addition to the system's
     NAME.cert, NAME.key                a certificate to show to the registry, and its key
 """
 
@@ -17,7 +17,7 @@ FOLDERS = ("/etc/containers/certs.d", "/etc/docker/certs.d")
 
 
 def folder_of(registry: str) -> str:
-    """Where certificates for a registry, host[:port], are kept; "" where there is no such folder."""
+    """Return the directory of certificates for a registry, host[:port]; "" if there is none."""
     if not registry or "/" in registry or registry.startswith("."):
         return ""
     found = (os.path.join(folder, registry) for folder in FOLDERS)
@@ -25,7 +25,7 @@ def folder_of(registry: str) -> str:
 
 
 def load(context: ssl.SSLContext, folder: str) -> None:
-    """Trust the CAs in a folder, and show its certificates to who asks. Raises RegistryError."""
+    """Trust the CAs in a directory, and use its certificates. Raises RegistryError."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -41,7 +41,7 @@ def load(context: ssl.SSLContext, folder: str) -> None:
 
 
 def load_ca(context: ssl.SSLContext, path: str) -> None:
-    """Trust the CAs in a PEM file. Raises RegistryError where it cannot be read, or is none."""
+    """Trust the CAs in a PEM file. Raises RegistryError if it cannot be read, or is none."""
     try:
         context.load_verify_locations(path)
     except ssl.SSLError as error:
@@ -52,7 +52,7 @@ def load_ca(context: ssl.SSLContext, path: str) -> None:
 
 def _load_pair(context: ssl.SSLContext, stem: str) -> None:
     try:
-        # An empty password, so that nobody is asked for one.
+        # An empty password, so that it does not prompt for one.
         context.load_cert_chain(f"{stem}.cert", f"{stem}.key", password="")
     except ssl.SSLError as error:
         raise RegistryError(

@@ -1,14 +1,14 @@
-"""Requests to one registry: let in by its tokens, sent on where it says so, tried again where that may help.
+"""Requests to one registry: authenticated with its tokens, redirected as it says, repeated after failures.
 
-- Credentials go to the registry's own scheme, host and port, and to its token service, nowhere else: most
-  registries send the reader of a blob on to an object store.
-- Nothing goes over plain HTTP unless the registry as a whole is spoken to that way.
-- An attempt that broke is made again after a wait that doubles each time, with jitter, and is no shorter than
-  the registry asks for. Attempts that brought something (a MiB more than ever before) count as none. Where
-  other requests go well meanwhile, there are twice as many: among the tens of thousands of a large artifact
-  some have bad luck many times in a row.
-- Where nobody has the name or the port of a registry that has never answered this process, or nobody answers
-  there, it may well be misspelt: then there are two attempts.
+- Credentials are sent to the registry's own scheme, host and port, and to its token service, nowhere else:
+  most registries redirect the reader of a blob to an object store.
+- Nothing is sent over plain HTTP unless the whole registry is used that way.
+- A failed attempt is repeated after a wait that doubles each time, with jitter, and is no shorter than the
+  registry asks for. Attempts that made progress (a MiB more than ever before) do not count. If other requests
+  succeed meanwhile, there are twice as many attempts: among the tens of thousands of a large artifact, some
+  fail many times in a row.
+- If the name or the port of a registry that has never answered this process does not exist, or nobody answers
+  there, it may be misspelt: then there are only two attempts.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ T = TypeVar("T")
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
-# Seconds: the first wait, the longest of ours, and the longest that a registry may ask for.
+# Seconds: the first wait, gpusnap's longest wait, and the longest that a registry may ask for.
 _FIRST, _LONGEST, _PATIENCE = 0.5, 30.0, 300.0
-# Where there is nobody, and never was.
+# Attempts if nobody is there, and never was.
 _STRANGE = 2
-# The addresses of registries that have answered this process; to add to it takes no lock.
+# The addresses of registries that have answered this process; adding to it needs no lock.
 _MET: set[str] = set()
-# A wait is cut into these, so that who wants an end does not have to sit it out.
+# A wait is divided into these, so that it can be cancelled.
 _STEP = 1.0
-# What servers in Go, nginx and Apache say on a port for TLS to who speaks plain HTTP.
+# Answers of servers in Go, nginx and Apache on a TLS port to a client without TLS.
 _TLS_WANTED = compile_later(
     rb"HTTP request (?:to an|was sent to) HTTPS|SSL-enabled server port", re.IGNORECASE
 )
-# Docker Hub's registry answers at another name than the one it has in references.
+# Docker Hub's registry has another host name than the one in references.
 _HOSTS = {"docker.io": "registry-1.docker.io", "index.docker.io": "registry-1.docker.io"}
 
 
 def lacks_tls(registry: str, limits: Limits | None = None) -> bool:
-    """Whether a registry that needs no TLS answers by plain HTTP alone: TLS is asked first.
+    """Whether a registry that needs no TLS answers only by plain HTTP: TLS is tried first.
 
-    No where nobody answers: what comes next says why.
+    False if nobody answers: the next request reports why.
     """
     pool = make_pool("", registry, limits, verify=False)
     try:
@@ -73,7 +73,7 @@ def lacks_tls(registry: str, limits: Limits | None = None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to ask for; `what` says, for messages, what the registry does not do if it refuses."""
+    """A request; `what` says, for messages, what the registry does not do if it refuses."""
 
     method: str
     url: str
@@ -82,7 +82,7 @@ class Request:
     accepted: tuple[int, ...] = (200,)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Callable[[], Iterable[bytes]] | None = None
-    """makes the body, anew for each time it is sent; its Content-Length is among the headers"""
+    """Makes the body, anew each time it is sent; its Content-Length is among the headers."""
 
 
 class Client:
@@ -108,7 +108,7 @@ class Client:
         self._wait = wait
         self._random = random.Random()
         self._lock = threading.Lock()
-        # Calls that went well; threads may count one for two here, which does no harm.
+        # Successful calls. Threads may lose a count here, which does no harm.
         self._served = 0
 
     def close(self) -> None:
@@ -116,11 +116,11 @@ class Client:
         self._pool.clear()
 
     def interrupt(self) -> None:
-        """End what other threads wait for; they, and whoever asks anything later, get Cancelled."""
+        """End what other threads wait for; they, and all later callers, get Cancelled."""
         self._pool.interrupt()
 
     def ask(self, request: Request) -> Answer:
-        """One attempt: an answer of an accepted status, to be closed.
+        """Make one attempt; return an answer of an accepted status, which must be closed.
 
         Raises Broken; Unauthorized, NotInRegistry, Rejected, Unreachable, RegistryError; what the body does.
         """
@@ -159,10 +159,10 @@ class Client:
         reached: Callable[[], int] = lambda: 0,
         check: Callable[[], object] = lambda: None,
     ) -> T:
-        """Make attempts until one does not raise Broken, and return what it returns.
+        """Make attempts until one does not raise Broken, and return its result.
 
-        reached: how many bytes have come through so far. check: called before each attempt and while waiting;
-        what it raises ends all. Raises Unreachable after the last one, whatever else an attempt raises.
+        reached: how many bytes have arrived so far. check: called before each attempt and while waiting; what
+        it raises ends everything. Raises Unreachable after the last one, and whatever else an attempt raises.
         """
         broken, furthest, served = 0, reached(), self._served
         while True:
@@ -191,7 +191,7 @@ class Client:
                 return done
 
     def resolve_location(self, base: str, location: str) -> str:
-        """The URL that a Location header names. Raises RegistryError where it is none to go to."""
+        """Return the URL of a Location header. Raises RegistryError if it cannot be used."""
         try:
             url = urljoin(base, location)
             found = address(url) if location and clear(location) else None
@@ -204,7 +204,7 @@ class Client:
         return url
 
     def _follow(self, request: Request, shown: str) -> Answer:
-        """The answer to a request, wherever the registry sends its reader on to."""
+        """Return the answer to a request, following the registry's redirects."""
         url = request.url
         for _ in range(_MOST_REDIRECTS + 1):
             headers = dict(request.headers)
@@ -221,7 +221,7 @@ class Client:
         raise RegistryError(f"{request.what}: more than {_MOST_REDIRECTS} redirects", code="GPS-808")
 
     def _is_own(self, url: str) -> bool:
-        """Whether a URL is the registry's own, and not one of another host."""
+        """Whether a URL is the registry's own, and not that of another host."""
         return address(url) == address(self.base) is not None
 
     def _backoff(self, broken: int) -> float:

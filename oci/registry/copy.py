@@ -1,9 +1,8 @@
-"""A manifest and everything below it, from a layout into a registry or from a registry into a layout.
+"""Copies a manifest and everything below it from a layout into a registry, or from a registry into a layout.
 
-Many blobs at once; what is there already is passed over. In a push the manifests go last, children before
-their parents, so that a registry never has one whose blobs it lacks, and what was begun and killed serves the
-next push. In a pull the blobs come in under their names when they are whole; the layout's index is the
-caller's to write, last.
+Many blobs are copied at once; existing ones are skipped. In a push the manifests go last, children before
+their parents, so that a registry never has one whose blobs it lacks, and the next push can continue a killed
+one. In a pull the blobs get their names when they are complete; the caller writes the layout's index last.
 """
 
 from __future__ import annotations
@@ -26,36 +25,36 @@ _THREADS = 8
 
 
 class Source(Protocol):
-    """Where a manifest and what is below it come from: a `Repository`, or a layout."""
+    """The source of a manifest and everything below it: a `Repository`, or a layout."""
 
     def resolve(self, wanted: str) -> Descriptor:
-        """What a digest, or a name there, stands for."""
+        """Return the descriptor of a digest, or of a name there."""
 
     def read_manifest(self, wanted: str) -> tuple[Descriptor, bytes]:
-        """A manifest or an index, its digest checked."""
+        """Return a manifest or an index, with its digest checked."""
 
     def fetch_blob(
         self, wanted: Descriptor, layout: Layout, *, step: Callable[[int], object] = lambda at: None
     ) -> None:
-        """Bring a blob into a layout, checked before it has its name there; as Repository.fetch_blob."""
+        """Copy a blob into a layout, checked before it gets its name there; as Repository.fetch_blob."""
 
     def interrupt(self) -> None:
-        """Have nobody wait for long any more; as Repository.interrupt."""
+        """Let nobody wait for long any more; as Repository.interrupt."""
 
 
 class InLayout:
-    """The manifests of a layout as a source, which names them by their digests alone."""
+    """The manifests of a layout as a source, which names them only by their digests."""
 
     def __init__(self, layout: Layout, roots: Sequence[Descriptor]) -> None:
         self._layout = layout
         self._known = {each.digest: each for root in roots for each, _ in walk(root, layout.read_blob)}
 
     def resolve(self, wanted: str) -> Descriptor:
-        """One of the roots, or what is below them."""
+        """Return one of the roots, or of the documents below them."""
         return self._known[wanted]
 
     def read_manifest(self, wanted: str) -> tuple[Descriptor, bytes]:
-        """One of these. Raises BlobError."""
+        """Read one of these. Raises BlobError."""
         found = self._known[wanted]
         return found, self._layout.read_blob(found)
 
@@ -69,23 +68,23 @@ class InLayout:
                 step(incoming.size)
 
     def interrupt(self) -> None:
-        """Nobody waits for a layout."""
+        """Do nothing: nobody waits for a layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferTotals:
-    """Blobs and manifests that went over the wire, and such as did not have to; sizes in bytes."""
+    """Blobs and manifests that were transferred, and those that were skipped; sizes in bytes."""
 
     blobs: int = 0
     bytes: int = 0
     skipped_blobs: int = 0
     skipped_bytes: int = 0
     mounted: int = 0
-    """of those skipped, the ones that the registry took over from another of its repositories"""
+    """Of those skipped, the ones that the registry took from another of its repositories."""
 
 
 def add(one: TransferTotals, other: TransferTotals) -> TransferTotals:
-    """What both transfers moved."""
+    """Return the sum of both transfers."""
     return TransferTotals(
         *(getattr(one, each.name) + getattr(other, each.name) for each in fields(TransferTotals))
     )
@@ -93,14 +92,14 @@ def add(one: TransferTotals, other: TransferTotals) -> TransferTotals:
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """How far a transfer is, of how much: what was moved, parts of blobs included."""
+    """How far a transfer is: what was moved, including parts of blobs, and all."""
 
     moved: TransferTotals
     all_bytes: int
 
 
 class _Tally:
-    """What was moved so far, for all workers; `progress` is called by one at a time."""
+    """The totals so far, for all workers; `progress` is called by one at a time."""
 
     def __init__(self, progress: Callable[[TransferProgress], object] | None) -> None:
         self.moved = TransferTotals()
@@ -110,20 +109,20 @@ class _Tally:
         self._parts: dict[str, int] = {}
 
     def expect(self, wanted: Sequence[Descriptor]) -> None:
-        """That much more is to be moved, or is found not to need it."""
+        """Add to what is to be moved, or will be found not to need it."""
         with self._lock:
             self._all_bytes += sum(each.size for each in wanted)
             self._tell()
 
     def note_part(self, of: Descriptor, at: int) -> None:
-        """So many bytes of a blob have come through."""
+        """Record that so many bytes of a blob have been moved."""
         with self._lock:
             if self._parts.get(of.digest) != at:
                 self._parts[of.digest] = at
                 self._tell()
 
     def note_sent(self, one: Descriptor) -> None:
-        """All of it has."""
+        """Record that all of it has been moved."""
         with self._lock:
             self._parts.pop(one.digest, None)
             now = self.moved
@@ -131,7 +130,7 @@ class _Tally:
             self._tell()
 
     def note_skipped(self, one: Descriptor, *, mounted: bool = False) -> None:
-        """It is there without having been moved."""
+        """Record that it exists without having been moved."""
         with self._lock:
             self._parts.pop(one.digest, None)
             now = self.moved
@@ -159,11 +158,11 @@ def push(
     mount_from: Sequence[str] = (),
     progress: Callable[[TransferProgress], object] | None = None,
 ) -> TransferTotals:
-    """Bring a manifest or an index, and all below it, into a repository, and name it there.
+    """Copy a manifest or an index, and everything below it, into a repository, and name it there.
 
-    tag: its name; without one it is found by its digest only. mount_from: repositories of the same registry
-    that may have some of the blobs. A blob that the layout lacks is no error where the registry has it.
-    Raises BlobError, which names the blob, LayoutError, RegistryError and those below it, and whatever
+    tag: its name; without one it is found only by its digest. mount_from: repositories of the same registry
+    that may have some of the blobs. If the layout lacks a blob, that is no error if the registry has it.
+    Raises BlobError, which names the blob, LayoutError, RegistryError and its subclasses, and whatever
     `progress` raises. What the registry has by then stays, without the name.
     """
     documents: list[tuple[Descriptor, bytes]] = []
@@ -209,14 +208,14 @@ def pull(
     threads: int = _THREADS,
     progress: Callable[[TransferProgress], object] | None = None,
 ) -> tuple[Descriptor, TransferTotals]:
-    """Bring what a tag or a digest stands for, and all below it, into a layout.
+    """Copy what a tag or a digest refers to, and everything below it, into a layout.
 
-    have: asked for each manifest and blob that the layout lacks; it may put it there, and says whether it
-    need not come. wanted: asked for each blob, not for manifests; False leaves it out. A blob that the layout
-    has is read and compared with its digest, and comes anew where it is wrong: a host that went down may have
-    lost what a killed pull had written. Returns the descriptor of the top and what was moved.
-    Raises BlobError, which names the blob, LayoutError, DiskFull, DiskError, RegistryError and those below
-    it, and whatever have, wanted or progress raises. What was whole by then stays in the layout.
+    have: called for each manifest and blob that the layout lacks; it may put it there, and returns whether it
+    need not be fetched. wanted: called for each blob, not for manifests; False omits it. A blob that the
+    layout has is read and compared with its digest, and fetched anew if it is wrong: a host that crashed may
+    have lost what a killed pull had written. Returns the descriptor of the top and the totals. Raises
+    BlobError, which names the blob, LayoutError, DiskFull, DiskError, RegistryError and its subclasses, and
+    whatever have, wanted or progress raises. What was complete by then stays in the layout.
     """
     tally, crew = _Tally(progress), Crew(source.interrupt)
 
@@ -272,7 +271,7 @@ def _has_manifest(repository: Repository, name: str, digest: str) -> bool:
 
 
 def _find_kept(one: Descriptor, layout: Layout, have: Callable[[Descriptor], bool]) -> bytes | None:
-    """A document that need not come from the registry."""
+    """Return a document that need not be fetched from the registry."""
     if layout.has_blob(one.digest, one.size) or have(one):
         with suppress(BlobError):
             layout.check_blob(one)
@@ -281,7 +280,7 @@ def _find_kept(one: Descriptor, layout: Layout, have: Callable[[Descriptor], boo
 
 
 def _take(found: Descriptor, content: bytes, layout: Layout, tally: _Tally, one: Descriptor) -> None:
-    """A document from the registry, which must be what its parent says it is."""
+    """Add a document from the registry, which must be what its parent says."""
     if found.size != one.size:
         raise BlobError(f"the manifest {one.digest} has {found.size} bytes, not {one.size}")
     layout.add_blob(content, media_type=one.media_type, digest=one.digest, anew=True)
@@ -289,7 +288,7 @@ def _take(found: Descriptor, content: bytes, layout: Layout, tally: _Tally, one:
 
 
 def _is_right(one: Descriptor, layout: Layout) -> bool:
-    """Whether the layout has that blob as its digest says."""
+    """Whether the layout has that blob with the right digest."""
     if not layout.has_blob(one.digest, one.size):
         return False
     try:

@@ -1,19 +1,19 @@
 """Credentials for a registry, from the files that Podman and Docker keep them in.
 
-The first of these files that has some for the repository is taken (containers-auth.json(5); `podman login`,
+The first of these files that has some for the repository is used (containers-auth.json(5); `podman login`,
 `skopeo login`, `docker login` write them):
 
     $REGISTRY_AUTH_FILE, and then no other
     $XDG_RUNTIME_DIR/containers/auth.json
-    /run/containers/<uid>/auth.json, which is Podman's where that variable is not set
+    /run/containers/<uid>/auth.json, which Podman uses if that variable is not set
     $XDG_CONFIG_HOME/containers/auth.json, or ~/.config/containers/auth.json
     $DOCKER_CONFIG/config.json, or ~/.docker/config.json
 
-In a file, `credHelpers` for the registry come first, then `auths` by the longest part of registry/repository
-that it names, then `credsStore`. A credential helper is a program docker-credential-NAME, asked as
+In a file, `credHelpers` for the registry come first, then `auths` by the longest matching part of
+registry/repository, then `credsStore`. A credential helper is a program docker-credential-NAME, called as
 docker/docker-credential-helpers describes.
 
-Nothing here is ever part of a message or a repr, but for the name of the file that it comes from.
+Credentials are never part of a message or a repr; only the name of their file is.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ RUN = "/run/containers"
 _DEADLINE = 30.0
 _LARGEST_FILE = 4 << 20
 _HELPER = compile_later(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
-# What a helper says on stdout where it has none (docker-credential-helpers, credentials/error.go).
+# The output of a helper on stdout if it has none (docker-credential-helpers, credentials/error.go).
 _NOT_THERE = "credentials not found in native keychain"
-# The user's name where the secret is an identity token (docker/cli, cli/config/credentials/native_store.go).
+# The user's name if the secret is an identity token (docker/cli, cli/config/credentials/native_store.go).
 _TOKEN_USER = "<token>"
-# Docker Hub has several names; the files have it under the one of its first API.
+# Docker Hub has several names; the files use the one of its first API.
 _HUB = ("docker.io", "index.docker.io", "registry-1.docker.io")
 _HUB_KEY = "https://index.docker.io/v1/"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
-    """A user's name and password, or an identity token, which a token service takes in their place."""
+    """A user's name and password, or an identity token, which a token service accepts instead."""
 
     username: str = ""
     password: str = ""
     identity_token: str = ""
     source: str = "the given credentials"
-    """where they come from, for messages"""
+    """Their origin, for messages."""
 
     def __repr__(self) -> str:
         return f"Credentials(source={self.source!r})"
@@ -62,10 +62,10 @@ class Credentials:
 def find(
     registry: str, repository: str, environ: Mapping[str, str] = os.environ, *, deadline: float = _DEADLINE
 ) -> Credentials | None:
-    """The credentials for that repository, or None where no file has any.
+    """Return the credentials for that repository, or None if no file has any.
 
-    deadline: seconds that a credential helper may take. Raises Unauthorized for a file that cannot be read or
-    understood, and for a helper that is missing or fails.
+    deadline: seconds for a credential helper. Raises Unauthorized for a file that cannot be read or parsed,
+    and for a helper that is missing or fails.
     """
     for path, needed in _files(environ):
         content = _read(path, needed)
@@ -78,7 +78,7 @@ def find(
 
 
 def _files(environ: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
-    """The paths in order, each with whether it must be there."""
+    """Yield the paths in order, each with whether it must exist."""
     if given := environ.get("REGISTRY_AUTH_FILE"):
         yield given, True
         return
@@ -103,7 +103,7 @@ def _read(path: str, needed: bool) -> Mapping[str, object] | None:
     try:
         content: object = parse_json(data) if data.strip() else {}
     except (ValueError, RecursionError):
-        # Not `from` it: it holds the text.
+        # Not `from` it, because it contains the text.
         raise Unauthorized(f"the credentials file {path} is not JSON: correct or remove it") from None
     if not isinstance(content, dict):
         raise Unauthorized(f"the credentials file {path} contains no JSON object: correct or remove it")
@@ -134,14 +134,14 @@ def _in_file(
 
 
 def _keys(registry: str, repository: str) -> Iterator[str]:
-    """registry/a/b, registry/a, registry."""
+    """Yield registry/a/b, registry/a, registry."""
     parts = [registry, *repository.split("/")]
     for count in range(len(parts), 0, -1):
         yield "/".join(parts[:count])
 
 
 def _plain_key(key: str) -> str:
-    """A key without what `docker login` adds to it: a scheme, and the path of an API."""
+    """Return a key without the parts that `docker login` adds: a scheme, and the path of an API."""
     for scheme in ("https://", "http://"):
         if key.startswith(scheme):
             return key.removeprefix(scheme).partition("/")[0]
@@ -149,7 +149,7 @@ def _plain_key(key: str) -> str:
 
 
 def _entry(entry: object, path: str, key: str) -> Credentials | None:
-    """One of the `auths`; None for the empty ones that stand for what a helper has."""
+    """Parse one of the `auths`; None for empty ones, which mean that a helper has them."""
     fields = _table(entry)
     username, password = fields.get("username"), fields.get("password")
     token = fields.get("identitytoken")
@@ -161,7 +161,7 @@ def _entry(entry: object, path: str, key: str) -> Credentials | None:
         if ":" not in text:
             raise Unauthorized(f"the entry of {key} in {path} is not base64 of user:password: log in again")
         username, _, password = text.partition(":")
-        # Docker writes it padded with zeros.
+        # Docker pads it with zeros.
         password = password.strip("\0")
     if not isinstance(username, str) or not isinstance(password, str):
         username = password = ""
@@ -172,7 +172,7 @@ def _entry(entry: object, path: str, key: str) -> Credentials | None:
 def _ask(
     name: object, registry: str, path: str, environ: Mapping[str, str], deadline: float
 ) -> Credentials | None:
-    """What a credential helper has for the registry."""
+    """Return what a credential helper has for the registry."""
     if not isinstance(name, str) or not _HELPER.fullmatch(name):
         raise Unauthorized(f"{path} names an invalid credential helper: {str(name)[:80]!r}")
     program = f"docker-credential-{name}"
@@ -196,7 +196,7 @@ def _ask(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        # Not `from`: it holds the output.
+        # Not `from`, because it contains the output.
         raise Unauthorized(
             f"{program} returned no credentials for {registry} within {deadline:g} s"
         ) from None

@@ -1,7 +1,7 @@
-"""A repository as this host and its user have it: where it is, who may come in, and what TLS is wanted.
+"""Opens a repository with the configuration of this host and its user: mirrors, credentials, and TLS.
 
-What a command line says of it is in the environment, which reaches a restore: TLS_VERIFY, and the file of
-logins as REGISTRY_AUTH_FILE (gpusnap.oci.registry.credentials).
+Options of a command line are passed in the environment, so that they reach a restore: TLS_VERIFY, and the
+file of logins as REGISTRY_AUTH_FILE (gpusnap.oci.registry.credentials).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def repository(
     limits: Limits | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Repository:
-    """The one of a reference, with the credentials that its user has for it.
+    """Return the repository of a reference, with its user's credentials.
 
-    plain_http: without TLS; else as TLS_VERIFY and registries.conf say. With `mirrors`
-    it is the first of them that has what the reference names, if one has. Raises RegistryError.
+    plain_http: without TLS; otherwise TLS_VERIFY and registries.conf decide. With `mirrors` it is the first
+    of them that has what the reference names, if one has. Raises RegistryError.
     """
     *first, last = endpoints(reference, mirrors=mirrors, environ=environ)
     for mirror in first:
@@ -46,7 +46,7 @@ def repository(
         except BaseException:
             made.close()
             raise
-        # Whatever is wrong with it, such as a proxy's page: the next one may be in order.
+        # Any error, for example a proxy's page: the next mirror may work.
         made.close()
     return _open(last, plain_http=plain_http, limits=limits, environ=environ)
 

@@ -1,7 +1,7 @@
-"""One HTTP exchange: TLS checked, bodies as streams both ways, what can break mapped to two exceptions.
+"""One HTTP exchange: TLS checked, bodies as streams in both directions, failures mapped to two exceptions.
 
-urllib3 does the connections, and nothing else here: neither its retries nor its redirects are used, because
-both would send a body or a credential where it should not go.
+urllib3 only makes the connections. Its retries and its redirects are not used, because both could send a body
+or a credential to the wrong place.
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 20
 _PORTS = {"http": 80, "https": 443}
-# What one parser of URLs takes for a part of the host, and another for its end.
+# Characters that one parser of URLs takes as a part of the host, and another as its end.
 _AMBIGUOUS = compile_later(r"[^\x21-\x7e]|\\")
-# Seconds: for a connection, and what a socket waits longer than gpusnap.oci.registry.pace, which says more.
+# Seconds: for a connection, and how much longer a socket waits than gpusnap.oci.registry.pace, which reports
+# more.
 _CONNECT, _LONGER = 30.0, 5.0
-# What is left of an answer is read, so that its connection can serve again, where it is no more than this.
+# The rest of an answer is read, so that its connection can be reused, if it is no more than this.
 _LEFTOVER = 64 << 10
 _CONNECTIONS = 32
-# Seconds between looks whether a connection that is being made is still wanted.
+# Seconds between checks whether a connection in progress is still wanted.
 _LOOK = 0.1
 _INTERRUPTED = "interrupted"
-# A host or a port that is not there, or that says nothing at all.
+# Errors if a host or a port does not exist, or does not answer at all.
 _NOBODY = (socket.gaierror, ConnectionRefusedError, TimeoutError, urllib3.exceptions.TimeoutError)
-# OpenSSL's words for a peer that does not speak TLS, by its version.
+# OpenSSL's messages for a peer that does not use TLS, by its version.
 _NO_TLS = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"}
 
 
 class Broken(Exception):
-    """An attempt that may go better the next time; `wait` is how many seconds the other side asks for.
+    """An attempt that may succeed the next time; `wait` is how many seconds the other side asks for.
 
     nobody: the connection was refused, the host's name is not known, or nobody answers.
     """
@@ -66,7 +67,7 @@ class Broken(Exception):
 
 
 class Pool:
-    """Connections for any number of threads, straight or through the proxies that the environment names."""
+    """Connections for any number of threads, direct or through the proxies in the environment."""
 
     def __init__(self, context: ssl.SSLContext, limits: Limits | None = None) -> None:
         self._context = context
@@ -84,7 +85,7 @@ class Pool:
                 each.clear()
 
     def interrupt(self) -> None:
-        """End all exchanges that other threads wait in; they, and whoever begins another, get Cancelled."""
+        """End all exchanges that other threads wait in; they, and all later callers, get Cancelled."""
         with self._lock:
             self._over = True
             watches = list(self._watches)
@@ -97,7 +98,7 @@ class Pool:
             raise Cancelled(_INTERRUPTED)
 
     def watch(self, method: str) -> Watch:
-        """For a new exchange. Raises Cancelled after `interrupt`."""
+        """Return a watch for a new exchange. Raises Cancelled after `interrupt`."""
         made = Watch(self.limits, method)
         with self._lock:
             self.check()
@@ -105,7 +106,7 @@ class Pool:
         return made
 
     def get_manager(self, proxy: str) -> urllib3.PoolManager:
-        """Those through a proxy, or straight ones for "". Raises RegistryError for what is no proxy."""
+        """Return the manager for a proxy, "" for none. Raises RegistryError for an invalid proxy."""
         with self._lock:
             if proxy not in self._made:
                 self._made[proxy] = self._make_manager(proxy)
@@ -113,7 +114,7 @@ class Pool:
             return self._made[proxy]
 
     def _make_manager(self, proxy: str) -> urllib3.PoolManager:
-        # urllib3 1.26 would take its own default, to verify, for that of the context.
+        # urllib3 1.26 would use its own default, to verify, instead of the context's.
         checks = "CERT_NONE" if self._context.verify_mode == ssl.CERT_NONE else None
         if not proxy:
             return urllib3.PoolManager(maxsize=_CONNECTIONS, ssl_context=self._context, cert_reqs=checks)
@@ -133,7 +134,7 @@ class Pool:
 
 
 class _Watched(HTTPConnection):
-    """A connection that says to who watches an exchange what it goes over, and when it has been sent."""
+    """A connection that reports its socket, and the end of the request, to the watch of an exchange."""
 
     def _new_conn(self) -> socket.socket:
         watch: Watch | None = getattr(_current, "watch", None)
@@ -144,7 +145,7 @@ class _Watched(HTTPConnection):
         return made
 
     def putrequest(self, *args: Any, **more: Any) -> None:
-        """Begin a request, over a new connection or one that served before."""
+        """Begin a request, over a new connection or a reused one."""
         if self.sock is not None and (watch := getattr(_current, "watch", None)) is not None:
             watch.attach(self.sock)
         super().putrequest(*args, **more)
@@ -157,7 +158,7 @@ class _Watched(HTTPConnection):
 
 
 class _Connecting:
-    """A connection that a thread of its own makes: nothing ends a call of getaddrinfo(3) or connect(2)."""
+    """A connection made by a separate thread, because nothing ends getaddrinfo(3) or connect(2)."""
 
     def __init__(self, make: Callable[[], socket.socket]) -> None:
         self._make = make
@@ -168,7 +169,7 @@ class _Connecting:
         self.done = threading.Event()
 
     def run(self) -> None:
-        """Make it, and close it where nobody waits for it any more."""
+        """Make it, and close it if nobody waits for it any more."""
         try:
             made = self._make()
         except BaseException as error:
@@ -182,14 +183,14 @@ class _Connecting:
         self.done.set()
 
     def leave(self) -> None:
-        """Wait for it no longer."""
+        """Stop waiting for it."""
         with self._lock:
             self._left = True
             if self._made is not None:
                 self._made.close()
 
     def take_connection(self) -> socket.socket:
-        """The connection. Raises what making it raised."""
+        """Return the connection. Raises the error of making it."""
         if self._made is None:
             assert self._error is not None
             raise self._error
@@ -197,11 +198,11 @@ class _Connecting:
 
 
 def _connect(make: Callable[[], socket.socket], watch: Watch) -> socket.socket:
-    """A new connection, unless the exchange is ended, or a signal's exception comes, before it is there."""
+    """Return a new connection, unless the exchange ends or a signal's exception comes before it is ready."""
     connecting = _Connecting(make)
     try:
         threading.Thread(target=connecting.run, name="gpusnap-connect", daemon=True).start()
-    except RuntimeError:  # the system gives no thread
+    except RuntimeError:  # no thread can be started
         return make()
     try:
         while not connecting.done.wait(_LOOK):
@@ -232,9 +233,9 @@ _current = threading.local()
 def make_pool(
     ca_file: str = "", registry: str = "", limits: Limits | None = None, *, verify: bool = True
 ) -> Pool:
-    """Connections whose TLS trusts the system's CAs, those in the PEM `ca_file`, and those for `registry`.
+    """Return connections whose TLS trusts the system's CAs, those in `ca_file`, and those for `registry`.
 
-    Without `verify` it trusts anybody. Raises RegistryError where these cannot be read.
+    Without `verify` it trusts everybody. Raises RegistryError if these cannot be read.
     """
     context, folder = _system_tls(), certificates.folder_of(registry)
     if ca_file or folder or not verify:
@@ -252,12 +253,12 @@ def make_pool(
 
 @functools.cache
 def _system_tls() -> ssl.SSLContext:
-    """TLS that trusts the system's CAs: once for all pools, since to read them takes tens of milliseconds."""
+    """Return TLS that trusts the system's CAs: once for all pools, because reading them takes some 10 ms."""
     return _new_tls()
 
 
 def _new_tls() -> ssl.SSLContext:
-    # urllib3's own kind: 1.26 checks the names of hosts itself, and fails where OpenSSL is to do it.
+    # urllib3's own kind: 1.26 checks host names itself, and fails if OpenSSL is to do it.
     context = create_urllib3_context(cert_reqs=ssl.CERT_REQUIRED)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.load_default_certs()
@@ -265,7 +266,7 @@ def _new_tls() -> ssl.SSLContext:
 
 
 class Answer:
-    """The answer to one request; a context manager, at whose end the connection is free again."""
+    """The answer to one request; a context manager, at whose end the connection can be reused."""
 
     def __init__(self, response: BaseHTTPResponse, url: str, watch: Watch) -> None:
         self._response, self._watch = response, watch
@@ -281,16 +282,16 @@ class Answer:
         self.close(broken=kind is not None)
 
     def header(self, name: str) -> str:
-        """A header's value; several of one name with commas between; "" where it is missing."""
+        """Return a header's value; several of one name are joined by commas; "" if it is missing."""
         return str(self._response.headers.get(name, ""))
 
     def pieces(self) -> Iterator[bytes]:
-        """The body in pieces of at most 1 MiB. Raises Broken. A body cut short may just end."""
+        """Yield the body in pieces of at most 1 MiB. Raises Broken. A truncated body may just end."""
         while piece := self._read(PIECE):
             yield piece
 
     def body(self, limit: int) -> bytes:
-        """The body, or the first `limit` bytes of it. Raises Broken."""
+        """Return the body, or the first `limit` bytes of it. Raises Broken."""
         data = b""
         for piece in self.pieces():
             data += piece
@@ -299,7 +300,7 @@ class Answer:
         return data[:limit]
 
     def close(self, *, broken: bool = False) -> None:
-        """Give the connection back, or end it where much is left to read."""
+        """Return the connection for reuse, or end it if much is left to read."""
         try:
             if broken or len(self._read(_LEFTOVER)) == _LEFTOVER:
                 self._response.close()
@@ -316,7 +317,7 @@ class Answer:
         except (HTTPError, http.client.HTTPException, OSError) as error:
             why = self._watch.why or _explain(error)
             raise Broken(f"{host_of(self.url)} broke off: {why}") from error
-        if self._watch.why:  # what it had sent until then may look like all of it
+        if self._watch.why:  # what had arrived until then may look complete
             raise Broken(f"{host_of(self.url)} broke off: {self._watch.why}")
         return data
 
@@ -328,10 +329,10 @@ def exchange(
     headers: Mapping[str, str],
     body: Iterable[bytes] | None = None,
 ) -> Answer:
-    """Send one request and take the head of its answer, whatever its status; no redirect is followed.
+    """Send one request and receive the head of its answer, whatever its status; no redirect is followed.
 
-    A body in pieces needs its Content-Length among the headers. Raises Broken; Unreachable where another
-    attempt would not help; Cancelled; whatever `body` raises, and then the other side never sees its end.
+    A body in pieces needs its Content-Length among the headers. Raises Broken; Unreachable if another attempt
+    would not help; Cancelled; whatever `body` raises, and then the other side never sees the end of the body.
     """
     proxy = proxy_for(url)
     connections = pool.get_manager(proxy)
@@ -371,9 +372,9 @@ def exchange(
 
 
 def _refuse_tls(error: BaseException, url: str) -> None:
-    """Raise Unreachable for what is wrong with the other side's TLS for as long as it is set up like that."""
+    """Raise Unreachable for an error of the other side's TLS that lasts as long as its configuration."""
     for each in _chain(error):
-        # By name: what urllib3 raises for the name of a host comes from another place in each version.
+        # By name, because urllib3's error for the name of a host is in another module in each version.
         if isinstance(each, ssl.SSLCertVerificationError) or type(each).__name__ == "CertificateError":
             why = printable(getattr(each, "verify_message", "") or each)
             raise Unreachable(
@@ -390,15 +391,15 @@ def _refuse_tls(error: BaseException, url: str) -> None:
 
 
 def clear(text: str) -> bool:
-    """Whether a URL, or a part of one, is free of backslashes, blanks and control characters."""
+    """Whether a URL, or a part of one, contains no backslashes, blanks or control characters."""
     return not _AMBIGUOUS.search(text)
 
 
 def address(url: str) -> tuple[str, str, int] | None:
-    """Scheme, host and port of a URL, as `exchange` connects to them; None where they are not clear.
+    """Return scheme, host and port of a URL, as `exchange` connects to them; None if they are not clear.
 
-    A URL from a registry may be made so that who judges it sees another host than who connects: one with
-    a user is not clear, nor is one that urllib3 and the standard library understand in two ways.
+    A malicious URL from a registry may look like one host and connect to another. So one with a user is not
+    clear, nor is one that urllib3 and the standard library parse differently.
     """
     if not clear(url):
         return None
@@ -417,12 +418,12 @@ def address(url: str) -> tuple[str, str, int] | None:
 
 
 def host_of(url: str) -> str:
-    """The host and port of a URL, for messages: its path and query may hold secrets."""
+    """Return the host and port of a URL, for messages, because its path and query may contain secrets."""
     return urlsplit(url).netloc.rpartition("@")[2][:200]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception, what it holds and what it was raised from, the outermost first."""
+    """Yield an exception, those that it contains and those that it was raised from, the outermost first."""
     seen: list[BaseException] = []
     ahead: list[object] = [error]
     while ahead:
@@ -434,7 +435,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _explain(error: BaseException) -> str:
-    """Why an exchange broke, in words without addresses of objects."""
+    """Say why an exchange failed, without addresses of objects."""
     words = "the connection broke"
     for each in _chain(error):
         if isinstance(each, socket.gaierror):

@@ -1,9 +1,9 @@
-"""How long a silent or slow server is waited for: a deadline for each answer, a floor on the speed of bytes.
+"""How long a silent or slow server is waited for: a deadline for each answer, a minimum rate of bytes.
 
-A timeout of a socket is one for each call of recv(2), so a server that sends a byte now and then is waited
-for without end. Here one thread looks at all exchanges that somebody waits in, and at what the kernel says
-has come and gone over their connections (TCP_INFO, tcp(7)). Time in which we do not read is not counted. One
-that is too slow has its connection shut down, and who waits in it is told why.
+A socket's timeout applies to each call of recv(2), so a server that sends a byte now and then would be waited
+for forever. Here one thread checks all exchanges that somebody waits in, and how many bytes the kernel has
+received and sent over their connections (TCP_INFO, tcp(7)). Time in which gpusnap does not read does not
+count. If an exchange is too slow, its connection is shut down, and the waiting thread gets the reason.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _AFTER_UPLOAD = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is asked of a server."""
+    """The requirements for a server."""
 
     silence: float = 60.0
-    """Seconds: without enough bytes, and until the head of an answer is there."""
+    """Seconds without enough bytes, and until the head of an answer arrives."""
     speed: int = 1024
-    """Bytes per second, on average over that time; 0 asks for one byte."""
+    """Bytes per second, on average over that time; 0 requires one byte."""
 
     def answer(self, method: str) -> float:
-        """Seconds until the head of the answer to a request of that method has to be there."""
+        """Return the seconds until the head of the answer to a request of that method must arrive."""
         return self.silence if method in ("GET", "HEAD") else max(self.silence, _AFTER_UPLOAD)
 
 
@@ -54,10 +54,10 @@ class Watch:
         self._bytes = 0
 
     def attach(self, connection: socket.socket) -> None:
-        """The connection that it goes over."""
+        """Set its connection."""
         with self._lock:
             self._let_go()
-            # One of our own: the other may be closed, and its number be another file's, at any moment.
+            # A descriptor of its own: the other may be closed, and its number reused, at any moment.
             with contextlib.suppress(OSError, ValueError):
                 self._socket = socket.socket(fileno=os.dup(connection.fileno()))
             if self.why:
@@ -65,14 +65,14 @@ class Watch:
             self._begin()
 
     def note_sent(self) -> None:
-        """The request has gone; its answer is waited for."""
+        """Record that the request was sent; now its answer is waited for."""
         with self._lock:
             self._head = True
             self._begin()
 
     @contextmanager
     def count_waiting(self) -> Iterator[None]:
-        """Somebody waits in it, for the while of the block."""
+        """Record that somebody waits in it while the block runs."""
         with self._lock:
             self._waiting, self._head = True, False
             self._begin()
@@ -85,17 +85,17 @@ class Watch:
             _watchdog.remove(self)
 
     def close(self) -> None:
-        """Nobody waits in it any more. May be called twice."""
+        """Record that nobody waits in it any more. May be called twice."""
         with self._lock:
             self._let_go()
 
     def end(self, why: str) -> None:
-        """Have whoever waits in it wait no longer."""
+        """Make the waiting thread stop waiting."""
         with self._lock:
             self._end(why)
 
     def look(self, seconds: float) -> None:
-        """So many seconds have passed since the last look: shut it down where it is too slow."""
+        """Check it, `seconds` after the last check: shut it down if it is too slow."""
         with self._lock:
             if not self._waiting or self._socket is None or self.why:
                 return
@@ -114,7 +114,7 @@ class Watch:
         self._passed, self._bytes = 0.0, self._count()
 
     def _count(self) -> int:
-        """Bytes that came, and that went and were acknowledged; 0 where that is not known."""
+        """Return the bytes that were received, and that were sent and acknowledged; 0 if not known."""
         if self._socket is None:
             return 0
         with contextlib.suppress(OSError, struct.error):
@@ -135,7 +135,7 @@ class Watch:
 
 
 class _Watchdog:
-    """The thread that looks; it is there while anybody waits."""
+    """The thread that checks; it runs while anybody waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -145,7 +145,7 @@ class _Watchdog:
     def add(self, watch: Watch) -> None:
         with self._lock:
             self._watches.append(watch)
-            # After a fork there is none in the child.
+            # After a fork there is no such thread in the child.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._look, name="gpusnap-pace", daemon=True)
                 self._thread.start()
@@ -160,7 +160,7 @@ class _Watchdog:
         while True:
             time.sleep(_TICK)
             now = time.monotonic()
-            # Where this process stood still for longer, the server may not be to blame.
+            # If this process was stopped for longer, the server may not be the cause.
             passed, last = min(now - last, 2 * _TICK), now
             with self._lock:
                 watches = list(self._watches)

@@ -1,8 +1,8 @@
-"""Which proxy a request goes through, as the environment says, in the way of the tools beside us.
+"""Which proxy a request uses, according to the environment, in the same way as other tools.
 
-HTTPS_PROXY and HTTP_PROXY, or in lower case, by the scheme of the URL. NO_PROXY holds hosts, domains,
-host:port and, as in Go's tools (golang.org/x/net/http/httpproxy), networks such as 10.0.0.0/8. What is on
-this host goes through none.
+HTTPS_PROXY and HTTP_PROXY, or in lower case, by the scheme of the URL. NO_PROXY contains hosts, domains,
+host:port and, as in Go's tools (golang.org/x/net/http/httpproxy), networks such as 10.0.0.0/8. Requests to
+this host use no proxy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.request import getproxies, proxy_bypass
 
 
 def proxy_for(url: str) -> str:
-    """The URL of the proxy for a request to `url`; "" where it goes straight."""
+    """Return the URL of the proxy for a request to `url`; "" for none."""
     parts = urlsplit(url)
     proxies: dict[str, str] = getproxies()
     proxy = proxies.get(parts.scheme, "").strip()

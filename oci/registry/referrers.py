@@ -1,9 +1,9 @@
 """What refers to a manifest: signatures, SBOMs, attestations (distribution-spec v1.1, Listing Referrers).
 
 A referrer is a manifest, or an index, whose `subject` is the other one. A registry lists those of a manifest;
-one that is older keeps the list as an index under the tag sha256-<hex>, which its clients write. In a layout
-they are entries of index.json without a name. What is read may come from anybody: whether the subject is
-right is looked up in the referrer itself.
+an older one keeps the list as an index under the tag sha256-<hex>, which its clients write. In a layout they
+are entries of index.json without a name. The list may come from anybody, so the subject is checked in the
+referrer itself.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a host says about registries, in the files of containers-registries.conf(5), version 2.
+"""The configuration of registries on a host, in the files of containers-registries.conf(5), version 2.
 
     $CONTAINERS_REGISTRIES_CONF, or else ~/.config/containers/registries.conf, or else
     /etc/containers/registries.conf
     /etc/containers/registries.conf.d/*.conf and then ~/.config/containers/registries.conf.d/*.conf,
     which replace a [[registry]] of the same prefix
 
-Of these, [[registry]] counts, by the longest prefix that fits: blocked, insecure, location and its mirrors.
-Names without a registry (short-name aliases, unqualified-search-registries) are none for gpusnap.
+Only [[registry]] is used, by the longest matching prefix: blocked, insecure, location and its mirrors. Names
+without a registry (short-name aliases, unqualified-search-registries) are not supported by gpusnap.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _LARGEST = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a repository is asked for."""
+    """A host that is asked for a repository."""
 
     reference: Reference
     insecure: bool = False
-    """It may have a certificate that is not trusted, or no TLS at all."""
+    """Whether its certificate may be untrusted, or it may have no TLS at all."""
 
 
 def endpoints(
     reference: Reference, *, mirrors: bool = True, environ: Mapping[str, str] = os.environ
 ) -> tuple[Endpoint, ...]:
-    """Where something is to be had, in order: its mirrors, if they are wanted, and the registry itself.
+    """Return where something can be fetched, in order: its mirrors, if wanted, and the registry itself.
 
-    Raises RegistryError where it is blocked, or a file cannot be read or understood.
+    Raises RegistryError if it is blocked, or a file cannot be read or parsed.
     """
     best: tuple[int, dict[str, Any]] | None = None
     for entry in _entries(environ):
@@ -70,7 +70,7 @@ def endpoints(
 def _replace_prefix(
     reference: Reference, length: int, to: Mapping[str, Any], entry: Mapping[str, Any]
 ) -> Endpoint:
-    """A reference with the first `length` characters of its name replaced by a location."""
+    """Return a reference with the first `length` characters of its name replaced by a location."""
     found, location = reference, to.get("location") or ""
     if location:
         try:
@@ -88,7 +88,7 @@ def _prefix(entry: Mapping[str, Any]) -> str:
 
 
 def _match_length(entry: Mapping[str, Any], name: str) -> int:
-    """How many characters of a name an entry is for; 0 for none."""
+    """Return how many characters of a name an entry matches; 0 for none."""
     prefix = _prefix(entry)
     if prefix.startswith("*."):
         host = name.partition("/")[0]
@@ -99,7 +99,7 @@ def _match_length(entry: Mapping[str, Any], name: str) -> int:
 
 
 def _entries(environ: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """All [[registry]], each with its file under ""; of two with one prefix the later one."""
+    """Yield all [[registry]], each with its file under ""; of two with one prefix the later one."""
     found: dict[str, dict[str, Any]] = {}
     for path, needed in _files(environ):
         for entry in _read(path, needed):
@@ -108,7 +108,7 @@ def _entries(environ: Mapping[str, str]) -> Iterator[dict[str, Any]]:
 
 
 def _files(environ: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
-    """The paths in order, each with whether it must be there."""
+    """Yield the paths in order, each with whether it must exist."""
     own = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config/containers")
     if given := environ.get("CONTAINERS_REGISTRIES_CONF"):
         yield given, True
@@ -155,7 +155,7 @@ def _is_entry(value: object) -> bool:
 
 
 def _has_types(entry: Mapping[str, Any]) -> bool:
-    """Whether the values that are looked at are of their types."""
+    """Whether the values that are used have the right types."""
     texts = ("prefix", "location", "pull-from-mirror")
     flags = ("insecure", "blocked", "mirror-by-digest-only")
     return all(isinstance(entry.get(key, ""), str) for key in texts) and all(

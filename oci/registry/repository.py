@@ -1,7 +1,7 @@
 """One repository of a registry: manifests and blobs, by the OCI distribution-spec v1.1.
 
-A blob is never in memory whole, in either direction. What breaks off goes on from where it was; digests are
-checked on the way in and on the way out. Every call is tried again as gpusnap.oci.registry.client describes.
+A blob is never completely in memory, in either direction. An interrupted transfer continues where it stopped;
+digests are checked in both directions. Every call is repeated as gpusnap.oci.registry.client describes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from gpusnap.oci.registry.pace import Limits
 from gpusnap.oci.registry.upload import Destination, Upload, Ways
 
 _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
-# Of a list (RFC 8288): what comes after it; and no list is longer.
+# Of a list (RFC 8288): the next page; and the largest number of pages.
 _NEXT = compile_later(r'<([^<>]{1,4000})>\s*;\s*rel="?next"?', re.ASCII)
 _MOST_PAGES = 64
-# Of what refers to a manifest: a page of 4 MiB may list tens of thousands.
+# Of referrers of a manifest: a page of 4 MiB may list tens of thousands.
 _MOST_REFERRERS = 4096
-# What servers say of a document that they have no type for.
+# What servers declare for a document without a known type.
 _VAGUE = ("", "application/json", "text/plain", "text/html", "application/octet-stream")
 _CONTENT_RANGE = compile_later(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|\*)", re.ASCII)
 
@@ -51,10 +51,10 @@ _CONTENT_RANGE = compile_later(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|
 class Repository:
     """The repository that `reference` names; threads may share it.
 
-    credentials: for the registry, or None. plain_http: speak HTTP without TLS; nothing else makes it do so.
-    verify: its certificate has to be trusted. ca_file: PEM of a CA that is trusted beside the system's.
-    limits: how slow it may be. attempts: how many may break before a call fails. wait: waits that many
-    seconds. Whatever is called raises Unauthorized, NotInRegistry, Rejected, Unreachable or RegistryError.
+    credentials: for the registry, or None. plain_http: use HTTP without TLS; nothing else enables that.
+    verify: its certificate must be trusted. ca_file: PEM of a CA that is trusted in addition to the system's.
+    limits: how slow it may be. attempts: how many may fail before a call fails. wait: waits that many
+    seconds. All methods raise Unauthorized, NotInRegistry, Rejected, Unreachable or RegistryError.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class Repository:
         self._client.close()
 
     def interrupt(self) -> None:
-        """End what other threads wait for in it; they, and whoever asks anything later, get Cancelled."""
+        """End what other threads wait for in it; they, and all later callers, get Cancelled."""
         self._client.interrupt()
 
     # Manifests
 
     def resolve(self, wanted: str, *, pushing: bool = False) -> Descriptor:
-        """What a tag or a digest stands for, without reading it where the registry can say so.
+        """Return the descriptor of a tag or a digest, without reading it if the registry can say it.
 
-        pushing: ask with the right to push, as all requests of a push have to: some registries give nobody
-        the right to pull out of a repository that is not there yet.
+        pushing: ask with the right to push, which all requests of a push need: some registries give nobody
+        the right to pull from a repository that does not exist yet.
         """
         request = self._manifest("HEAD", wanted, pushing=pushing)
 
@@ -125,7 +125,7 @@ class Repository:
         return found or self.read_manifest(wanted, pushing=pushing)[0]
 
     def read_manifest(self, wanted: str, *, pushing: bool = False) -> tuple[Descriptor, bytes]:
-        """A manifest or an index of up to 4 MiB, its digest checked. Raises BlobError, LayoutError, too.
+        """Read a manifest or an index up to 4 MiB, and check its digest. Raises BlobError, LayoutError, too.
 
         pushing: as for `resolve`.
         """
@@ -157,9 +157,9 @@ class Repository:
         return Descriptor.from_json(head, f"the manifest {shown}"), content
 
     def put_manifest(self, content: bytes, media_type: str, wanted: str = "") -> Descriptor:
-        """Give the registry a manifest under a tag, or under its digest; all that it names must be there.
+        """Put a manifest into the registry under a tag or its digest; all that it names must exist there.
 
-        It is asked for it where its answer does not say that it has it.
+        If the answer does not confirm that the registry has it, the registry is asked for it.
         """
         digest = digest_of(content)
         wanted = wanted or digest
@@ -190,14 +190,14 @@ class Repository:
         return Descriptor(media_type, digest, len(content))
 
     def _check_taken(self, wanted: str, digest: str) -> None:
-        """Raise NotARegistry where the registry does not have a manifest that it took."""
+        """Raise NotARegistry if the registry does not have a manifest that it accepted."""
         found = ""
         try:
             found = self.resolve(wanted, pushing=True).digest
         except NotARegistry:
             raise
         except (Unauthorized, Rejected):
-            return  # it may be written, and not be read
+            return  # it may be writable, but not readable
         except NotInRegistry:
             pass
         if found != digest:
@@ -207,9 +207,9 @@ class Repository:
             raise answers.no_registry(self.reference.registry, how, f"{shown} does not exist")
 
     def read_referrers(self, digest: str, *, pushing: bool = False) -> tuple[Descriptor, ...] | None:
-        """What refers to a manifest, as far as the registry lists it; None where it keeps no such lists.
+        """Return the referrers that the registry lists for a manifest; None if it keeps no such lists.
 
-        Of a list that goes on and on only the first pages.
+        Only the first pages of an endless list.
 
         pushing: as for `resolve`. Raises LayoutError, DigestError, too.
         """
@@ -234,7 +234,7 @@ class Repository:
         return tuple(found)
 
     def read_tags(self) -> tuple[str, ...]:
-        """All tags, in the registry's order, up to some ten thousands (distribution-spec, Listing Tags).
+        """Return all tags, in the registry's order, up to some 10,000 (distribution-spec, Listing Tags).
 
         Raises LayoutError, too, for an answer that is no list of tags.
         """
@@ -258,7 +258,7 @@ class Repository:
         return tuple(dict.fromkeys(found))
 
     def _page(self, request: Request) -> tuple[str, str, bytes]:
-        """Media type, links and content of one page of a list."""
+        """Return media type, links and content of one page of a list."""
         with self._client.ask(request) as answer:
             answers.check_no_page(answer, request.what)
             content = answer.body(DOCUMENT_LIMIT + 1)
@@ -279,10 +279,11 @@ class Repository:
     def fetch_blob(
         self, wanted: Descriptor, layout: Layout, *, step: Callable[[int], object] = lambda at: None
     ) -> None:
-        """Bring a blob into a layout; it is checked before it has its name there.
+        """Fetch a blob into a layout; it is checked before it gets its name there.
 
-        step: called before each attempt and at each piece with how many bytes are there; what it raises ends
-        the transfer. Raises BlobError, which names the blob, DiskFull, DiskError, LayoutError, too.
+        step: called before each attempt and at each piece with the number of bytes that have arrived; what it
+        raises ends the transfer. Raises BlobError, which names the blob, DiskFull, DiskError, LayoutError,
+        too.
         """
         with layout.receive(wanted) as incoming:
             self._client.persist(
@@ -300,11 +301,11 @@ class Repository:
         mount_from: Sequence[str] = (),
         step: Callable[[int], object] = lambda at: None,
     ) -> bool:
-        """Bring a blob of a layout into the registry; True where it was taken from another repository.
+        """Send a blob of a layout to the registry; True if it was mounted from another repository.
 
-        mount_from: names of repositories of this registry that may have it. step: as for fetch_blob, but
-        goes back where an upload has to begin anew. Raises BlobError, which names the blob, before the
-        registry has all of one that is not what its digest says.
+        mount_from: names of repositories of this registry that may have it. step: as for fetch_blob, but it
+        goes back if an upload must begin anew. Raises BlobError, which names the blob, before the registry
+        has all of one whose digest is wrong.
         """
         get_hex(wanted.digest)
         upload = Upload(
@@ -320,7 +321,7 @@ class Repository:
     # Within
 
     def _fetch(self, wanted: Descriptor, incoming: Incoming, step: Callable[[int], object]) -> None:
-        """One attempt to get what is missing of a blob."""
+        """Make one attempt to fetch the missing part of a blob."""
         if incoming.size == wanted.size:
             return
         for piece in self._pieces(wanted, incoming.size):
@@ -330,7 +331,7 @@ class Repository:
             raise Broken(f"the connection ended after {incoming.size} of {wanted.size} bytes")
 
     def _pieces(self, wanted: Descriptor, start: int) -> Iterator[bytes]:
-        """The bytes of a blob from `start` on, as far as they come."""
+        """Yield the bytes of a blob from `start` on, as far as they arrive."""
         headers = {"Range": f"bytes={start}-"} if start else {}
         request = self._blob("GET", wanted.digest, (200, 206), headers)
         with self._client.ask(request) as answer:
@@ -351,7 +352,7 @@ class Repository:
                     f"the blob {wanted.digest} has {at + length} bytes in {self._to.shown}, not {wanted.size}"
                 )
             for piece in answer.pieces():
-                # A server that knows no ranges sends all of it again.
+                # A server without ranges sends all of it again.
                 new = piece[max(0, start - at) :] if at < start else piece
                 at += len(piece)
                 if new:
@@ -384,7 +385,7 @@ def _is_digest(wanted: str) -> bool:
 
 
 def _check_reference(wanted: str) -> str:
-    """A tag, or a sha256 digest. Raises RegistryError, DigestError."""
+    """Return a tag, or a sha256 digest. Raises RegistryError, DigestError."""
     if _is_digest(wanted):
         get_hex(wanted)
         return wanted
@@ -396,7 +397,7 @@ def _format_name(name: str, wanted: str) -> str:
 
 
 def _parse_head(answer: Answer, wanted: str) -> Descriptor | None:
-    """The descriptor that the head of an answer amounts to; None where it does not say all of it."""
+    """Return the descriptor in the head of an answer; None if it is incomplete."""
     digest, length = answers.digest(answer), answers.length(answer)
     media_type = answers.media_type(answer.header("Content-Type"))
     if media_type in _VAGUE or length is None or (_is_digest(wanted) and digest != wanted):

@@ -1,12 +1,12 @@
-"""What a registry says when it does not do what it was asked: a status and a JSON of errors, as our errors.
+"""A registry's refusals as gpusnap's errors: a status and a JSON of errors.
 
     401, 403                 Unauthorized
     404                      NotInRegistry
     408, 429, 5xx but 501    worth another attempt
     any other                Rejected
 
-The body is {"errors": [{"code", "message", "detail"}, …]} (distribution-spec v1.1, Error Codes). It is
-anyone's text: what is shown of it is short, printable, and without the words that Podman takes for its own.
+The body is {"errors": [{"code", "message", "detail"}, …]} (distribution-spec v1.1, Error Codes). Its text may
+come from anybody: what is shown of it is short, printable, and without the texts that Podman replaces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REWORDED = (
 
 
 def is_worth_retrying(status: int) -> bool:
-    """Whether the same request may go better the next time."""
+    """Whether the same request may succeed the next time."""
     return status in (408, 429) or (status >= 500 and status != 501)
 
 
@@ -48,7 +48,7 @@ def make_refusal(status: int, body: bytes, what: str) -> RegistryError:
 
 
 def printable(text: object, longest: int = _LONGEST) -> str:
-    """A text from elsewhere as it can be shown."""
+    """Make a text from elsewhere printable."""
     found = "".join(each if each.isprintable() else " " for each in str(text)[: 4 * longest])
     found = " ".join(found.split())
     for words, ours in _REWORDED:
@@ -57,7 +57,7 @@ def printable(text: object, longest: int = _LONGEST) -> str:
 
 
 def parse_retry_after(text: str) -> float:
-    """A Retry-After header in seconds; 0.0 where it is missing or makes no sense (RFC 9110, 10.2.3)."""
+    """Return a Retry-After header in seconds; 0.0 if it is missing or invalid (RFC 9110, 10.2.3)."""
     if re.fullmatch(r"[0-9]{1,9}", text.strip(), re.ASCII):
         return float(text)
     try:
@@ -67,7 +67,7 @@ def parse_retry_after(text: str) -> float:
 
 
 def _find_first_error(body: bytes) -> tuple[str, str]:
-    """Code and message of the first error in a body."""
+    """Return code and message of the first error in a body."""
     try:
         found = parse_json(body[:BODY_LIMIT])
         first = found["errors"][0]

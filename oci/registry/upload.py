@@ -1,21 +1,21 @@
-"""One blob on its way into a registry (distribution-spec v1.1, "Pushing blobs"), from wherever it stands.
+"""The upload of one blob to a registry (distribution-spec v1.1, "Pushing blobs"), from any state.
 
-    POST …/blobs/uploads/[?mount=DIGEST&from=REPOSITORY]    201: taken over; 202: an upload, at Location
+    POST …/blobs/uploads/[?mount=DIGEST&from=REPOSITORY]    201: mounted; 202: an upload, at Location
     PUT Location?digest=DIGEST                              all of it
     PATCH Location, 32 MiB at a time                        then PUT Location?digest=DIGEST with nothing
 
-One PUT is what all registries take: some have no PATCH, or one for 4 MiB, or say nothing true of how far they
-are. So parts are for blobs of more than 32 MiB alone, after a PUT of one was too much (413) or broke. Where
-a registry refuses a part, or answers with another Range than what it was sent, the blob begins anew in one
-PUT, as do all later ones: `Ways` is what was learnt of a registry.
+All registries accept one PUT. Some have no PATCH, or one for 4 MiB, or report a wrong position. So parts are
+only for blobs of more than 32 MiB, after a PUT of one was too large (413) or failed. If a registry refuses a
+part, or answers with another Range than was sent, the blob begins anew in one PUT, as do all later ones:
+`Ways` records what was learned about a registry.
 
-After a break the next attempt begins where the one before it came to: a small blob at the POST; a large one
-with a GET of the upload, whose Range says what the registry has got, or at the POST where the registry has
-given the upload up. The registry may have got the last request, and only its answer be lost: so before
-another POST it is asked for the blob.
+After a failure, the next attempt continues: a small blob at the POST; a large one with a GET of the upload,
+whose Range says what the registry has received, or at the POST if the registry has dropped the upload. The
+registry may have received the last request, and only its answer may be lost: so before another POST, it is
+asked for the blob.
 
 All bytes are hashed as they are read, and the last ones are not sent before the digest of all is known to be
-right: no registry gets a blob of ours whole that is not what its digest says.
+right. So no registry gets a complete blob from gpusnap whose digest is wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gpusnap.oci.registry.http import PIECE, Answer, Broken
 
 T = TypeVar("T")
 
-# The largest blob that never goes in parts, and the parts of larger ones; bytes.
+# The largest blob that is never sent in parts, and the size of the parts of larger ones; bytes.
 MONOLITHIC = 32 << 20
 _LARGEST_CHUNK = 1 << 30
 _RANGE = compile_later(r"(?:bytes=)?0-([0-9]{1,18})", re.ASCII)
@@ -47,7 +47,7 @@ _OCTETS = {"Content-Type": "application/octet-stream"}
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where uploads go: the repository, its URL with a slash at its end, and how messages name it."""
+    """The target of uploads: the repository, its URL with a slash at its end, and its name in messages."""
 
     repository: str
     url: str
@@ -55,24 +55,24 @@ class Destination:
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """What a token for uploads must allow."""
+        """What a token for uploads must permit."""
         return (f"repository:{self.repository}:pull,push",)
 
 
 @dataclass(slots=True)
 class Ways:
-    """What uploads to one repository found out, for those after them; threads may share it."""
+    """What uploads to one repository have learned, for later ones; threads may share it."""
 
     in_parts: bool = False
-    """a large blob in one PUT was too much for it"""
+    """Whether a large blob in one PUT was too large for it."""
     whole: bool = False
-    """it does not take parts"""
+    """Whether it does not accept parts."""
     no_mounts: set[str] = field(default_factory=set)
-    """repositories of which it refused to take over a blob"""
+    """Repositories from which it refused to mount a blob."""
 
 
 class Upload:
-    """The upload of one blob; `advance` until it no longer raises Broken."""
+    """The upload of one blob; call `advance` until it no longer raises Broken."""
 
     def __init__(
         self,
@@ -97,18 +97,19 @@ class Upload:
         self._location = ""
         self._chunk = MONOLITHIC
         self._known = True
-        # Whether one PUT of it broke.
+        # Whether one PUT of it failed.
         self._cut = False
-        # Whether it goes on from what the registry says that it has, and no part has shown that to be right.
+        # Whether it continues from the position that the registry reports, and no part has confirmed that
+        # yet.
         self._unsure = False
         self._hashed, self._hashed_to = hashlib.sha256(), 0
         self.position = 0
-        """bytes that the registry is known to have"""
+        """The number of bytes that the registry is known to have."""
 
     def advance(self) -> bool:
-        """One attempt to bring it to its end; whether it was mounted from another repository.
+        """Make one attempt to complete it; return whether it was mounted from another repository.
 
-        Raises Broken; BlobError where the blob here is not what its digest says, and whatever `step` raises;
+        Raises Broken; BlobError if the digest of the blob here is wrong, and whatever `step` raises;
         Unauthorized, NotInRegistry, Rejected, Unreachable, RegistryError.
         """
         if self._location and not self._known:
@@ -122,7 +123,7 @@ class Upload:
         return False
 
     def _is_in_parts(self) -> bool:
-        """Whether it goes in parts."""
+        """Whether it is sent in parts."""
         wanted = self._cut or self._ways.in_parts
         return self._blob.size > MONOLITHIC and wanted and not self._ways.whole
 
@@ -138,9 +139,9 @@ class Upload:
         )
 
     def _insist(self, request: Request, take: Callable[[Answer], T]) -> T:
-        """What is taken from the answer to a request without a body, which has attempts of its own.
+        """Return what `take` gets from the answer to a request without a body, which has attempts of its own.
 
-        So the attempts of the upload itself are for what is lost when they break: its bytes.
+        So the attempts of the upload itself are only for its bytes, which are lost when an attempt fails.
         """
 
         def attempt() -> T:
@@ -150,7 +151,7 @@ class Upload:
         return self._client.persist(attempt, self._what, check=lambda: self._step(self.position))
 
     def _begin(self) -> bool:
-        """Begin an upload; True where a mount made it needless."""
+        """Begin an upload; True if a mount made it unnecessary."""
         self._begun = True
         self.position, self._known, self._unsure = 0, True, False
         while self._mounts:
@@ -159,7 +160,7 @@ class Upload:
             if mounted:
                 return True
             if self._location:
-                # Not there; the upload that came in place of the mount serves as well as any.
+                # Not there; the upload that came instead of the mount can be used like any other.
                 if not self._mounts:
                     return False
                 self._location = ""
@@ -177,14 +178,14 @@ class Upload:
         try:
             return self._insist(request, self._take_over)
         except (Unauthorized, NotInRegistry, Rejected):
-            # To be refused the other repository is no reason to give up on this one.
+            # If the other repository is refused, that is no reason to give up on this one.
             if not mount:
                 raise
             self._ways.no_mounts.add(mount)
             return False
 
     def _take_over(self, answer: Answer) -> bool:
-        """Take over the upload of an answer to a POST; True where it is a mount in its place."""
+        """Use the upload of an answer to a POST; True if it is a mount instead."""
         if answer.status == 201:
             return True
         self._move(answer)
@@ -194,7 +195,7 @@ class Upload:
         return False
 
     def _send_at_once(self) -> bool:
-        """Send it in one PUT; False where it has to begin anew, in parts."""
+        """Send it in one PUT; False if it must begin anew, in parts."""
         try:
             self._finish(0, self._blob.size)
         except Broken:
@@ -212,12 +213,12 @@ class Upload:
         return True
 
     def _in_chunks(self) -> bool:
-        """Send what is missing in parts; False where it has to begin anew, in one PUT."""
+        """Send the missing part in parts; False if it must begin anew, in one PUT."""
         try:
             while self.position < self._blob.size:
                 if not self._send_chunk():
                     self._location = ""
-                    if self._unsure:  # such as of its first byte: 0-0 means one, or none
+                    if self._unsure:  # for example of its first byte: 0-0 means one, or none
                         raise Broken(f"{self._to.shown} reports another upload position")
                     self._ways.whole = True
                     return False
@@ -228,7 +229,7 @@ class Upload:
         return True
 
     def _ask_how_far(self) -> None:
-        """Go on from what the registry says that it has got; forget the upload where it does not go on."""
+        """Continue from the position that the registry reports; forget the upload if it cannot continue."""
         if not self._is_in_parts():
             self._location = ""
             return
@@ -246,7 +247,7 @@ class Upload:
         self._step(found)
 
     def _send_chunk(self) -> bool:
-        """Send a part; False where the registry does not take it, or says that it has got another one."""
+        """Send a part; False if the registry refuses it, or reports that it has received another one."""
         start = self.position
         end = min(start + self._chunk, self._blob.size)
         headers = {**_OCTETS, "Content-Length": str(end - start), "Content-Range": f"{start}-{end - 1}"}
@@ -275,7 +276,7 @@ class Upload:
         return True
 
     def _finish(self, start: int, end: int) -> None:
-        """End the upload with the bytes from `start` on, and tell the digest."""
+        """End the upload with the bytes from `start` on, and send the digest."""
         if not self._blob.size:
             self._hash(b"", 0)
         url = self._location + ("&" if "?" in self._location else "?")
@@ -293,7 +294,7 @@ class Upload:
             with self._client.ask(request) as answer:
                 told = answer.header("Docker-Content-Digest")
         except NotInRegistry as error:
-            # Where the answer to an earlier end was lost, the upload is gone because it is done.
+            # If the answer to an earlier end was lost, the upload is gone because it is complete.
             self._location = ""
             raise Broken(f"{self._to.shown} no longer knows the upload") from error
         if told not in ("", self._blob.digest):
@@ -303,24 +304,24 @@ class Upload:
         self._step(self._blob.size)
 
     def _move(self, answer: Answer, *, needed: bool = True) -> None:
-        """The upload is at the Location of this answer from now on."""
+        """Use the Location of this answer for the upload from now on."""
         location = answer.header("Location")
         if location or needed:
             self._location = self._client.resolve_location(answer.url, location)
 
     def _follow_location(self, answer: Answer) -> int:
-        """Follow the upload's Location; how far it is."""
+        """Follow the upload's Location; return its position."""
         self._move(answer, needed=False)
         return self._range(answer)
 
     def _range(self, answer: Answer) -> int:
-        """How many bytes the registry has got, by the Range of its answer: 0-0 means one, or none."""
+        """Return how many bytes the registry has received, from its answer's Range: 0-0 means one or none."""
         match = _RANGE.fullmatch(answer.header("Range").strip())
         last = int(match[1]) if match else 0
         return last + 1 if last else 0
 
     def _bytes(self, start: int, end: int) -> Iterator[bytes]:
-        """The bytes of the blob from `start` to `end`, the digest checked before the last ones go."""
+        """Yield the blob's bytes from `start` to `end`; check the digest before the last ones are sent."""
         with self._source.open_blob(self._blob.digest, self._blob.size) as file:
             at = file.seek(start)
             while at < end:
@@ -338,7 +339,7 @@ class Upload:
                 yield piece
 
     def _hash(self, piece: bytes, at: int) -> None:
-        """Take a piece into the digest, unless it was sent before; raise BlobError at a wrong end."""
+        """Add a piece to the digest, unless it was sent before; raise BlobError if it is wrong at the end."""
         if at + len(piece) > self._hashed_to:
             self._hashed.update(memoryview(piece)[self._hashed_to - at :])
             self._hashed_to = at + len(piece)

@@ -1,1 +1,1 @@
-"""Many checkpoints in one layout: staged, committed, collected."""
+"""A store: many checkpoints in one layout, with staging, commit and garbage collection."""

@@ -8,7 +8,7 @@ from gpusnap.oci.layout.documents import Descriptor
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of the index; `name` and `created` (RFC 3339) are "" where it has none."""
+    """One entry of the index; `name` and `created` (RFC 3339) are "" if it has none."""
 
     name: str
     descriptor: Descriptor

@@ -1,4 +1,4 @@
-"""Garbage collection in a store: what nothing names and nobody reads goes. Rules: gpusnap.oci.store.store."""
+"""Garbage collection in a store: removes what nothing names and nobody reads; store.py has the rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAME = compile_later("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Spared:
-    """A staging that no process has, and that is precious: its path, and why."""
+    """A precious staging directory without an owner: its path, and the reason."""
 
     path: str
     why: str
@@ -35,28 +35,28 @@ class Spared:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What gc removed, or would remove, and what it left."""
+    """What gc removed, or would remove, and what it kept."""
 
     blobs: int
     size: int
-    """Bytes of these blobs; fewer are free where something else has links of them."""
+    """Bytes of these blobs; less space is freed if other files are links of them."""
     stagings: tuple[str, ...]
-    """Names of stagings whose writers have died."""
+    """Names of staging directories whose writers have died."""
     spared: tuple[Spared, ...]
     live_blobs: int
     live_size: int
 
 
 def collect(tree: Tree, *, dry_run: bool) -> Collected:
-    """Remove blobs that nothing names, cut-off files and dead stagings.
+    """Remove blobs that nothing names, unfinished files and staging directories without an owner.
 
-    Raises StoreError, with nothing removed, where it cannot be known what is named; StoreBusy, DiskError.
+    Raises StoreError, with nothing removed, if it cannot determine what is named; StoreBusy, DiskError.
     """
-    # Manifests are read before the lock is had, and those that came meanwhile with it.
+    # Manifests are read before the lock is taken, and those that were added meanwhile under it.
     reached: dict[str, frozenset[str]] = {}
     with contextlib.suppress(OciError, OSError):
         _mark_all_reached(tree, _roots(Catalog(tree.path), ()), reached)
-    # The bytes go, and that takes time, when nobody waits for the lock any more.
+    # The bytes are deleted, which takes time, after the lock was released.
     with (
         ExitStack() as after,
         tree.hold_lock("gc"),
@@ -80,12 +80,12 @@ def collect(tree: Tree, *, dry_run: bool) -> Collected:
 
 
 def _roots(catalog: Catalog, held: Iterable[str]) -> dict[str, Descriptor | None]:
-    """By digest what the index names, and what readers hold, which may have been taken out of it."""
+    """Return by digest what the index names, and what readers hold, which may no longer be in the index."""
     found: dict[str, Descriptor | None] = {}
     for entry in catalog.entries():
         found.setdefault(entry.descriptor.digest, entry.descriptor)
     for digest in held:
-        # What a reader is about to find missing is named by nobody.
+        # A held blob that is missing is not named by anything.
         if exists(os.path.join(catalog.path, *BLOBS, get_hex(digest)), follow=False):
             found.setdefault(digest, None)
     return found
@@ -94,7 +94,7 @@ def _roots(catalog: Catalog, held: Iterable[str]) -> dict[str, Descriptor | None
 def _mark_all_reached(
     tree: Tree, roots: dict[str, Descriptor | None], reached: dict[str, frozenset[str]]
 ) -> set[str]:
-    """Names of all blobs below the roots. Those of each one are put into `reached`, if not there already."""
+    """Return the names of all blobs below the roots; add those of each root to `reached` if missing."""
     live: set[str] = set()
     for digest, root in roots.items():
         if digest not in reached:
@@ -109,7 +109,7 @@ def _mark_all_reached(
 
 
 def _iterate_reached(layout: Layout, root: Descriptor) -> Iterator[str]:
-    """The name of every blob below a root that can be among those of sha256. Raises LayoutError."""
+    """Yield the name of every sha256 blob below a root. Raises LayoutError."""
     if not is_document(root):
         raise LayoutError(f"it is unknown what a {root.media_type} refers to")
     for found, content in walk(root, layout.read_blob):
@@ -120,7 +120,7 @@ def _iterate_reached(layout: Layout, root: Descriptor) -> Iterator[str]:
 
 
 def _descriptor(layout: Layout, digest: str) -> Descriptor:
-    """That of a manifest which the index has no more. Raises LayoutError."""
+    """Return the descriptor of a manifest that is no longer in the index. Raises LayoutError."""
     with layout.open_blob(digest) as file:
         size = os.fstat(file.fileno()).st_size
     content = layout.read_blob(Descriptor("application/octet-stream", digest, size), limit=DOCUMENT_LIMIT)
@@ -155,7 +155,7 @@ def _size(names: Iterable[str], folder: int) -> int:
 
 
 def list_held(path: str, *, free: bool) -> Iterator[str]:
-    """The digests that somebody reads; with `free`, the files of others go."""
+    """Yield the digests that somebody reads; with `free`, remove the files of others."""
     for name in sorted(os.listdir(path)):
         if not _NAME.fullmatch(name):
             continue
@@ -175,11 +175,11 @@ def list_held(path: str, *, free: bool) -> Iterator[str]:
 
 @contextmanager
 def _bin(tree: Tree) -> Iterator[str]:
-    """A folder for what goes; gone at the end, with all that is in it."""
+    """Yield a directory for files to delete; it is removed at the end with its content."""
     path = os.path.join(tree.staging, GONE + secrets.token_hex(8))
     lock = None
     try:
-        # On a disk that is full to the brim there may be no folder: it is left to `_set_aside` then.
+        # On a full disk there may be no directory: `_set_aside` handles that.
         with contextlib.suppress(OSError):
             os.mkdir(path, 0o700)
             lock = open_folder(path)
@@ -192,7 +192,7 @@ def _bin(tree: Tree) -> Iterator[str]:
 
 
 def _set_aside(names: Iterable[str], folder: int, away: str) -> None:
-    """Take files out of a folder at once, to be removed later: a large one takes long."""
+    """Move files out of a directory at once, to be deleted later: deleting a large one takes long."""
     for name in names:
         try:
             os.rename(name, os.path.join(away, name), src_dir_fd=folder)
@@ -201,13 +201,13 @@ def _set_aside(names: Iterable[str], folder: int, away: str) -> None:
 
 
 def _stagings(tree: Tree, after: ExitStack, *, dry_run: bool) -> tuple[tuple[str, ...], tuple[Spared, ...]]:
-    """The stagings without an owner: those that go once `after` is left, and the precious ones."""
+    """Return staging directories without an owner: those deleted at the end of `after`, and precious ones."""
     dead, spared = [], []
     for name in sorted(os.listdir(tree.staging)):
         path = os.path.join(tree.staging, name)
         try:
             lock = open_folder(path)
-        except OSError:  # closed by its owner, or nothing of ours
+        except OSError:  # removed by its owner, or not a staging directory
             continue
         with ExitStack() as now:
             now.callback(unlock, lock)
@@ -225,22 +225,22 @@ def _stagings(tree: Tree, after: ExitStack, *, dry_run: bool) -> tuple[tuple[str
                     os.rename(path, gone)
                 except OSError:
                     gone = path
-                # The lock stays had until all is gone, so that no other gc is at it too.
+                # The lock is held until all is removed, so that no other gc does the same.
                 after.enter_context(now.pop_all())
                 after.callback(discard, gone)
     return tuple(dead), tuple(spared)
 
 
 def _forget(tree: Tree) -> None:
-    """Take the chunks whose blobs have gone out of the index of known ones, which would grow for ever."""
+    """Remove chunks whose blobs are gone from the index of known ones, which would grow forever."""
     known = Known(tree.known_chunks)
     if known.prune():
-        with contextlib.suppress(DiskError):  # it saves work, and is needed for nothing
+        with contextlib.suppress(DiskError):  # the index only saves work
             known.save()
 
 
 def _clear(path: str) -> None:
-    """Remove cut-off files from the store's own folder."""
+    """Remove unfinished files from the store's own directory."""
     with open_nested_folder(path) as folder:
         for name in os.listdir(folder):
             if CUT_OFF.fullmatch(name):

@@ -1,12 +1,12 @@
-"""The index.json of a store: what it offers, by name and by digest. It may be another tool's.
+"""The index.json of a store: its content by name and by digest. Another tool may have written it.
 
 image-spec v1.1, image-layout.md: the index lists descriptors; the name of one is its annotation
-`org.opencontainers.image.ref.name`. Podman, skopeo and oras write such files, with members that are not known
-here. So what is edited is the parsed JSON: all that is not the matter of a change keeps its value and place.
+`org.opencontainers.image.ref.name`. Podman, skopeo and oras write such files, with other members too. So
+gpusnap edits the parsed JSON: everything that a change does not concern keeps its value and place.
 
 - A name belongs to one digest. A digest may have several names, each in an entry of its own, or none.
-- A name without a tag, such as "server", stands for the newest server:TAG, too; see gpusnap.oci.store.tags.
-- A name that moves leaves an entry without a name where its old digest had no other one: nothing is lost.
+- A name without a tag, such as "server", also means the newest server:TAG; see gpusnap.oci.store.tags.
+- If a name moves and its old digest has no other name, an entry without a name remains: nothing is lost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NEAR = 3
 
 
 def check_name(name: str) -> str:
-    """`name`, if something may be given it. Raises StoreError."""
+    """Return `name`, if it is a valid new name. Raises StoreError."""
     if len(name) > _LONGEST_NAME or not _NAME.fullmatch(name):
         raise StoreError(
             f"{name[:80]!r} is not a valid name: use up to {_LONGEST_NAME} letters and digits, with "
@@ -50,10 +50,10 @@ def check_name(name: str) -> str:
 
 
 class Catalog:
-    """An index as it was read; `write` puts it back. Threads do not share it."""
+    """An index as it was read; `write` writes it back. Not thread-safe."""
 
     def __init__(self, path: str) -> None:
-        """That of the layout at `path`. Raises LayoutError."""
+        """Read that of the layout at `path`. Raises LayoutError."""
         self.path = path
         try:
             with open_nested_folder(path) as folder:
@@ -67,16 +67,16 @@ class Catalog:
         self._entries: list[dict[str, Any]] = self._value["manifests"]
 
     def entries(self) -> tuple[Entry, ...]:
-        """All entries, in their order."""
+        """Return all entries, in their order."""
         found = [(Descriptor.from_json(each), _notes(each)) for each in self._entries]
         return tuple(Entry(notes.get(REF_NAME, ""), at, notes.get(CREATED, "")) for at, notes in found)
 
     def find(self, wanted: str, created: Callable[[Entry], str] = lambda entry: entry.created) -> Entry:
-        """What a name, a digest, or the first digits of one (6 or more) stand for.
+        """Return the entry of a name, a digest, or the first digits of one (6 or more).
 
-        A name comes first, then a digest, and then, for a name without a tag, the newest that has one. Where
-        the beginning of a digest is such a name as well, neither is meant. created: when an entry was made
-        (RFC 3339). Raises NotThere, Ambiguous.
+        A name comes first, then a digest, and then, for a name without a tag, the newest that has one. If the
+        start of a digest is also such a name, neither is used. created: returns when an entry was made (RFC
+        3339). Raises NotThere, Ambiguous.
         """
         entries = self.entries()
         found, tags = self._find_exact(wanted, entries), select_tagged(wanted, entries)
@@ -92,12 +92,12 @@ class Catalog:
         return one
 
     def find_exactly(self, wanted: str) -> Entry:
-        """The same, and a name without a tag stands only for itself. Raises NotThere, Ambiguous."""
+        """The same, but a name without a tag only means itself. Raises NotThere, Ambiguous."""
         entries = self.entries()
         return self._get_one(wanted, self._find_exact(wanted, entries), entries)
 
     def _find_exact(self, wanted: str, entries: Sequence[Entry]) -> list[Entry]:
-        """All that have that name; where there is none, that digest, or one that begins so."""
+        """Return all with that name; if there is none, with that digest, or one that begins so."""
         found = [each for each in entries if each.name == wanted] if wanted else []
         begin = _PREFIX.fullmatch(wanted)
         if not found:
@@ -108,7 +108,7 @@ class Catalog:
         return found
 
     def _get_one(self, wanted: str, found: Sequence[Entry], entries: Iterable[Entry]) -> Entry:
-        """The first, where all are of one digest. Raises NotThere, Ambiguous."""
+        """Return the first, if all have one digest. Raises NotThere, Ambiguous."""
         if not found:
             raise self._not_there(wanted, entries)
         digests = sorted({each.descriptor.digest for each in found})
@@ -119,7 +119,7 @@ class Catalog:
         return found[0]
 
     def add(self, root: Descriptor, names: Iterable[str]) -> None:
-        """Put in what lies below `root`, under these names; without any, under its digest only."""
+        """Add what is below `root`, under these names; without names, only under its digest."""
         notes = {key: value for key, value in root.annotations.items() if key != REF_NAME}
         new = dataclasses.replace(root, annotations=notes).to_json()
         if not self._find_by_digest(root.digest):
@@ -128,18 +128,18 @@ class Catalog:
             self._give(name, root.digest, new)
 
     def drop_incomplete(self, digest: str) -> None:
-        """Take out the entry of something that another one completes, unless somebody has named it."""
+        """Remove the entry of something that another one completes, unless somebody has named it."""
         self._entries[:] = [e for e in self._entries if e["digest"] != digest or _notes(e).get(REF_NAME)]
 
     def tag(self, wanted: str, name: str) -> None:
-        """Give a name to what is there. Raises NotThere, Ambiguous, StoreError."""
+        """Give a name to an entry. Raises NotThere, Ambiguous, StoreError."""
         digest = self.find_exactly(wanted).descriptor.digest
         self._give(check_name(name), digest, self._find_by_digest(digest)[0])
 
     def remove(self, wanted: str) -> tuple[str, ...]:
-        """Take out a name, or, by its digest, something with all its names; the names that were taken out.
+        """Remove a name, or, by its digest, something with all its names; return the removed names.
 
-        A name without a tag is only itself here. Raises NotThere, Ambiguous.
+        A name without a tag only means itself here. Raises NotThere, Ambiguous.
         """
         found = self.find_exactly(wanted)
         by_name = found.name == wanted
@@ -153,7 +153,7 @@ class Catalog:
         return tuple(dict.fromkeys(name for name in gone if name))
 
     def write(self) -> None:
-        """Put index.json in its place, atomically and durably. Raises DiskFull, DiskError, StoreError."""
+        """Replace index.json, atomically and synced. Raises DiskFull, DiskError, StoreError."""
         content = encode_document(self._value)
         if len(content) > DOCUMENT_LIMIT:
             raise StoreError(

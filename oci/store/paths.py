@@ -1,4 +1,4 @@
-"""Where things lie in a store, and its lock: what all parts of it share. store.py draws the tree."""
+"""The paths in a store, and its lock, for all parts of it. store.py draws the tree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpusnap.oci.layout.layout import Layout
 
 BLOBS = ("blobs", "sha256")
 PRECIOUS = "precious"
-# What is on its way out: a folder of that name in staging/ is of no use to anybody.
+# The prefix of directories that are being removed: nobody uses such a directory in staging/.
 GONE = ".gone-"
 CUT_OFF = compile_later(re.escape(UNFINISHED) + "[0-9a-f]{16}")
 THREADS = 8
@@ -27,34 +27,34 @@ _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOS
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A store by the path of its folder; `patience` is how many seconds its lock is waited for."""
+    """A store by the path of its directory; `patience`: seconds to wait for its lock."""
 
     path: str
     patience: float
 
     @property
     def layout(self) -> Layout:
-        """The layout that the store is."""
+        """The layout of the store."""
         return Layout(self.path)
 
     @property
     def known_chunks(self) -> str:
-        """The index of known chunks."""
+        """The path of the index of known chunks."""
         return os.path.join(self.path, "known.json")
 
     @property
     def staging(self) -> str:
-        """The folder of all stagings."""
+        """The directory of all staging directories."""
         return os.path.join(self.path, "staging")
 
     @property
     def holds(self) -> str:
-        """The folder of the files that readers lock."""
+        """The directory of the files that readers lock."""
         return os.path.join(self.path, "holds")
 
     @contextmanager
     def hold_lock(self, what: str) -> Iterator[None]:
-        """Have the lock of the store, for a moment. Raises StoreBusy, and StoreError where there is none."""
+        """Hold the lock of the store, for a moment. Raises StoreBusy, and StoreError if there is none."""
         path = os.path.join(self.path, "lock")
         with ExitStack() as stack:
             try:
@@ -68,7 +68,7 @@ class Tree:
 
     @contextmanager
     def explain_write_errors(self, what: str, size: int | None = None) -> Iterator[None]:
-        """An OSError within is DiskFull or DiskError, for `what`, of `size` bytes where that is known."""
+        """Convert an OSError to DiskFull or DiskError, for `what`, of `size` bytes if that is known."""
         try:
             yield
         except OSError as error:
@@ -88,7 +88,7 @@ def link_error(error: OSError, path: str) -> StoreError | DiskError:
 
 @contextmanager
 def open_nested_folder(*names: str) -> Iterator[int]:
-    """A descriptor of the folder `names`, each within the one before. Raises OSError."""
+    """Open the directory `names`, each within the one before. Raises OSError."""
     folder = open_folder(*names)
     try:
         yield folder
@@ -97,9 +97,9 @@ def open_nested_folder(*names: str) -> Iterator[int]:
 
 
 def discard(path: str) -> None:
-    """Remove a folder of files and folders; in threads, as each gigabyte takes 0.2 s.
+    """Remove a directory with its content; in threads, because each gigabyte takes 0.2 s.
 
-    What cannot be removed stays, and is tried again by the next gc.
+    What cannot be removed stays, and the next gc tries again.
     """
     files: list[str] = []
     folders = [path]

@@ -1,10 +1,10 @@
-"""What the disk of a store delivers, as restores have measured it, in a small file of the store's folder.
+"""The read rate of a store's disk, as measured by restores, in a small file in the store's directory.
 
     <store>/read-rate.json      {"bytes-per-second": [number, …]}, the newest last
 
-It only says which encoding is best for new chunks (gpusnap.oci.chunks.encoding): where it is missing or
-broken, or says what no disk can be, nothing is known. Of two restores that end at the same moment one may be
-lost. Nobody has a lock for it.
+It only determines which encoding is best for new chunks (gpusnap.oci.chunks.encoding): if it is missing or
+broken, or contains impossible values, nothing is known. If two restores end at the same moment, one value may
+be lost. There is no lock for it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from gpusnap.oci.base.json_text import parse_json
 _NAME = "read-rate.json"
 _KEY = "bytes-per-second"
 _LIMIT = 4096
-# The median of some: a disk that was busy with something else once is not slow.
+# The median of several: a disk that was busy with something else once is not slow.
 _KEPT = 5
-# Bytes per second: less than any disk delivers, more than any does.
+# Bytes per second: less than any disk has, more than any has.
 _SLOWEST, _FASTEST = 1 << 20, 1 << 40
 
 
-def remembered(store: str | os.PathLike[str]) -> float | None:
-    """What the disk of the store in a folder delivers, in bytes per second; None where nobody knows."""
+def recall(store: str | os.PathLike[str]) -> float | None:
+    """Return the read rate of a store's disk, in bytes per second; None if not known."""
     rates = _read(store)
     return sorted(rates)[len(rates) // 2] if rates else None
 
 
 def remember(store: str | os.PathLike[str], rate: float) -> None:
-    """Take note of a measurement, in bytes per second. Where it cannot be written nothing is said of it."""
+    """Record a measurement, in bytes per second. If it cannot be written, there is no error."""
     if _is_possible(rate):
         rates = [*_read(store)[1 - _KEPT :], round(rate)]
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What refers to a manifest within a layout; see gpusnap.oci.registry.referrers for those in a registry."""
+"""The referrers of a manifest within a layout; see gpusnap.oci.registry.referrers for those in a registry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEEPEST = 3
 
 
 def subject_of(content: bytes) -> str:
-    """The digest of what a manifest or an index refers to; "" where it refers to nothing."""
+    """Return the digest of the subject of a manifest or an index; "" if it has none."""
     with suppress(LayoutError, DigestError):
         value = parse_document(content, "the manifest")
         if isinstance(value, dict) and value.get("subject") is not None:

@@ -1,4 +1,4 @@
-"""One writer's part of a store, and how what it wrote becomes part of the whole. store.py has the rules."""
+"""One writer's part of a store, and how its content becomes part of the whole. store.py has the rules."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _LONGEST_REASON = 4096
 
 
 class Staging:
-    """A folder of the store for one writer, locked while that lives; closed at the end of a `with`."""
+    """A directory of the store for one writer, locked while that lives; closed at the end of a `with`."""
 
     def __init__(self, tree: Tree, path: str, lock: int, *, checked: bool) -> None:
         self.path = path
         self.layout = Layout(path)
-        """Where blobs are written: a layout as any other."""
+        """The layout to which blobs are written."""
         self._tree = tree
         self._lock: int | None = lock
         self._checked = checked
@@ -60,20 +60,21 @@ class Staging:
         self.close()
 
     def take(self, digest: str, size: int) -> bool:
-        """Link that blob from the store, unread; False where the store does not have it.
+        """Link that blob from the store, without reading it; False if the store does not have it.
 
-        From then on gc cannot take it away. Raises DigestError, LayoutError, DiskFull, DiskError.
+        From then on gc cannot remove it. Raises DigestError, LayoutError, DiskFull, DiskError.
         """
         return not self.take_all([Descriptor(OCTETS, digest, size)])
 
     def take_all(self, wanted: Iterable[Descriptor]) -> list[Descriptor]:
-        """The same of many blobs; those that the store does not have."""
+        """Do the same for many blobs; return those that the store does not have."""
         return self.layout.link_durable(wanted, self._tree.layout)
 
     def mark_precious(self, why: str) -> None:
-        """Let nobody remove this folder but its owner, though he dies: `why` is for people to read.
+        """Let only the owner remove this directory, even after he has died: `why` is for people to read.
 
-        It also keeps its blobs in a `commit`: who looks for them here finds them. Raises DiskFull, DiskError.
+        It also keeps its blobs in a `commit`, so that they can still be found here. Raises DiskFull,
+        DiskError.
         """
         content = why.encode()[:_LONGEST_REASON]
         with (
@@ -83,7 +84,7 @@ class Staging:
             replace(PRECIOUS, content, folder)
 
     def unmark_precious(self) -> None:
-        """Take `mark_precious` back. Raises DiskError."""
+        """Undo `mark_precious`. Raises DiskError."""
         with self._tree.explain_write_errors("the mark of a staging"), contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.path, PRECIOUS))
 
@@ -98,20 +99,20 @@ class Staging:
         completes: str = "",
         threads: int = THREADS,
     ) -> None:
-        """Make the manifest or index `root`, and all below it, part of the store.
+        """Make the manifest or index `root`, and everything below it, part of the store.
 
-        Every blob of it is in this staging or in the store; one that only the store has, gc may remove until
-        now. Then they are durable, and `root` has these `names` (taken from others that had them). `also`:
-        further manifests, which have no name. `completes`: the digest of a manifest without a name, whose
-        place in the index this one takes. What the staging has is removed, but from a precious one.
+        Every blob of it must be in this staging directory or in the store; gc may remove one that is only in
+        the store until now. Then they are synced, and `root` gets these `names` (taken from others that had
+        them). `also`: further manifests, without names. `completes`: the digest of a manifest without a name,
+        whose place in the index this one takes. The blobs of the staging directory are removed, except from a
+        precious one.
 
-        The chunks of `tables` are known from then on: they were compressed here, out of what their plain
-        digests say. `foreign`: tables out of a document that somebody else wrote, whose compressed chunks
-        may hold anything; only those that are not compressed are known, as their own digests say what they
-        hold.
+        The chunks of `tables` are known from then on: they were compressed here, from bytes with their plain
+        digests. `foreign`: tables from elsewhere, whose compressed chunks may contain anything; only those
+        that are not compressed become known, because their own digests show their content.
 
-        Raises BlobError for one that is missing, StoreError, LayoutError, StoreBusy, DiskFull, DiskError: the
-        store names then what it named before.
+        Raises BlobError for a missing one, StoreError, LayoutError, StoreBusy, DiskFull, DiskError: the store
+        then names what it named before.
         """
         for name in names:
             check_name(name)
@@ -149,7 +150,7 @@ class Staging:
             self._remove_blobs(threads)
 
     def close(self, *, leave: bool = False) -> None:
-        """Let go of it; it is removed, unless it is precious. May be called twice.
+        """Release it; it is removed, unless it is precious. May be called twice.
 
         With `leave` it stays until somebody stages its name again, or gc finds it.
         """
@@ -164,7 +165,7 @@ class Staging:
             unlock(lock)
 
     def _measure_blobs_below(self, root: Descriptor, store: Layout) -> dict[str, int]:
-        """Name and size of all blobs below `root` and of itself."""
+        """Return name and size of all blobs below `root` and of itself."""
 
         def read(document: Descriptor) -> bytes:
             here = self.layout.has_blob(document.digest, document.size)
@@ -173,14 +174,14 @@ class Staging:
         sizes: dict[str, int] = {}
         for found, content in walk(root, read):
             if content is not None:
-                # gc could tell no more what is needed, of the whole store.
+                # Otherwise gc could no longer determine what is needed, in the whole store.
                 check_known(found, content)
             if sizes.setdefault(get_hex(found.digest), found.size) != found.size:
                 raise LayoutError(f"{root.digest} lists the blob {found.digest} with two sizes")
         return sizes
 
     def _make_durable(self, sizes: Mapping[str, int], own: int, store: int, threads: int) -> set[str]:
-        """Make the blobs durable that this staging has; their names. Raises BlobError for one nobody has."""
+        """Sync the blobs of this directory; return their names. Raises BlobError for a missing one."""
         here, new = set(), dict[str, os.stat_result]()
         for name, size in sizes.items():
             found = _status(name, own)
@@ -189,7 +190,7 @@ class Staging:
                     raise _make_missing_error(name, size, self._tree.path)
                 continue
             here.add(name)
-            # A file that the store has too was made durable before it got there.
+            # A file that the store has too was synced before it got there.
             there = _status(name, store)
             if there is None or not os.path.samestat(found, there):
                 new[name] = found
@@ -202,7 +203,8 @@ class Staging:
         try:
             self.layout.sync_blobs(new, threads=threads)
         except DiskError:
-            # Whoever stages this name again would find them whole, in memory, and their next fsync succeed.
+            # Otherwise a writer that stages this name again would find them complete, in memory, and its
+            # fsync succeed.
             if read_why_precious(self.path) is None:
                 for name in self.layout.list_undurable():
                     with contextlib.suppress(OSError):
@@ -216,12 +218,12 @@ class Staging:
             known = Known(self._tree.known_chunks)
             known.learn(tables, self._tree.layout)
             known.learn(foreign, self._tree.layout, foreign=True)
-            # It saves work and is needed for nothing: what is committed by now stays so.
+            # The index only saves work: the commit is complete in any case.
             with contextlib.suppress(DiskError):
                 known.save()
 
     def _remove_blobs(self, threads: int) -> None:
-        """Remove its blobs; what stays is for `close`, and for gc."""
+        """Remove its blobs; `close` and gc remove the rest."""
         with contextlib.suppress(OSError), open_nested_folder(self.path, *BLOBS) as folder:
 
             def remove(name: str) -> None:
@@ -233,7 +235,7 @@ class Staging:
 
 
 def stage(tree: Tree, name: str) -> Staging:
-    """The staging of that name, new or left by somebody. Raises as gpusnap.oci.store.store.Store.stage."""
+    """Return the staging directory of that name, new or left by a dead writer. Raises as Store.stage."""
     path = os.path.join(tree.staging, name)
     with tree.hold_lock(f"the staging {name}"), tree.explain_write_errors("a staging"):
         lock, new = None, False
@@ -248,7 +250,7 @@ def stage(tree: Tree, name: str) -> Staging:
         staging.layout.create()
         _drop_torn(staging.layout, tree)
     except BaseException:
-        if new:  # such as on a full disk: there is nothing in it
+        if new:  # for example on a full disk: it is empty
             discard(path)
         unlock(lock)
         raise
@@ -256,7 +258,7 @@ def stage(tree: Tree, name: str) -> Staging:
 
 
 def adopt(tree: Tree, path: str) -> Staging:
-    """The staging at `path`, whose owner has died. Raises StagingBusy, StoreBusy, NotThere, StoreError."""
+    """Return the one at `path`, whose owner died. Raises StagingBusy, StoreBusy, NotThere, StoreError."""
     folder, name = os.path.split(os.path.realpath(path))
     if folder != tree.staging or name.startswith("."):
         raise StoreError(f"{path} is not a staging of the store {tree.path}", code="GPS-703")
@@ -273,7 +275,7 @@ def adopt(tree: Tree, path: str) -> Staging:
 
 
 def read_why_precious(path: str) -> str | None:
-    """Why nobody may remove that staging; None where anybody may whose it is."""
+    """Return why nobody may remove that staging directory; None if anybody may."""
     try:
         with open_nested_folder(path) as folder:
             return read_regular(PRECIOUS, folder, limit=_LONGEST_REASON).decode(errors="replace")
@@ -284,9 +286,9 @@ def read_why_precious(path: str) -> str | None:
 
 
 def _try_lock(path: str) -> int | None:
-    """A staging's folder, locked; None where its owner removed it just then. Raises StagingBusy, OSError.
+    """Lock a staging directory; None if its owner removed it just then. Raises StagingBusy, OSError.
 
-    The caller has the store's lock: nobody else tries whether a staging has an owner.
+    The caller has the store's lock, so nobody else checks whether a staging directory has an owner.
     """
     lock = open_folder(path)
     if not try_exclusive(lock):
@@ -299,9 +301,9 @@ def _try_lock(path: str) -> int | None:
 
 
 def _drop_torn(layout: Layout, tree: Tree) -> None:
-    """Remove what a dead owner left that is not whole: after a crash of the host a blob may be torn.
+    """Remove incomplete blobs of a dead owner: after a crash of the host, a blob may be torn.
 
-    One that the store has too, the same file, was durable before.
+    A blob that is the same file in the store was synced before.
     """
     with (
         tree.explain_write_errors("a staging"),
@@ -324,7 +326,7 @@ def _drop_torn(layout: Layout, tree: Tree) -> None:
 
 
 def _link(name: str, origin: int, folder: int, path: str) -> None:
-    """Name a blob in the store, in place of another file of that name: ours is known to be right."""
+    """Name a blob in the store, and replace another file of that name: this one is known to be right."""
     try:
         try:
             os.link(name, name, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)

@@ -1,37 +1,36 @@
-"""A store: an image layout that many processes share, with what they need to stay out of each other's way.
+"""A store: an image layout that many processes share, with what they need to do so safely.
 
-    <store>/                          0700; /var/lib/gpusnap, say: other names in it are no business of this
+    <store>/                          0700; for example /var/lib/gpusnap; other names in it are ignored
         oci-layout, index.json        a layout, for any tool to read
-        blobs/sha256/<64 hex>         the blobs of all that index.json names, each there once
-        known.json                    which chunk is in which blob (gpusnap.oci.chunks.index); where broken,
-                                      all are new
-        read-rate.json                what its disk delivers (read_rate.py)
-        lock                          flock, exclusive: had by who changes one of these, or begins a staging
-        staging/<name>/               a layout without index: one writer's blobs; flocked while he lives
-            precious                  why nobody may remove it, though he has died
-        staging/.gone-<16 hex>/       on its way out
-        holds/<64 hex>                flocked, shared, by whoever reads that manifest and what it names
+        blobs/sha256/<64 hex>         the blobs of everything that index.json names, each once
+        known.json                    which chunk is in which blob (gpusnap.oci.chunks.index); if it is
+        broken, all chunks count as new read-rate.json                the read rate of its disk (read_rate.py)
+        lock                          flock, exclusive: for changes of one of these, and to begin a staging
+        directory staging/<name>/               a layout without index: one writer's blobs; locked (flock)
+        while it lives precious                  why nobody may remove it, even after its owner has died
+        staging/.gone-<16 hex>/       being removed holds/<64 hex>                locked (flock), shared, by
+        readers of that manifest and what it names
 
 The rules:
 
-- A writer has a staging of his own. A blob that the store has already he takes over by a hard link, so that
-  gc cannot take it away from him. Nobody else looks into a staging whose lock is had.
-- `commit` makes the writer's files durable (fsync), has the lock, links them into blobs/ and makes that
-  folder durable, then replaces index.json, then known.json. Killed at any point, it leaves the store with all
-  that was committed before, and at most a dead staging and blobs that nothing names, which gc removes.
-- The lock is had for moments: no byte of a blob is read or written under it. Who waits for it longer than
-  `patience` seconds gets StoreBusy.
-- Whoever reads something for longer than a moment holds it: it may be taken out of index.json meanwhile, and
-  its blobs stay. A hold is checked against index.json once it is had, and gc looks at holds with the lock
-  had.
-- `collect` (gc) keeps what index.json names, what is held, all below these, and stagings with an owner or a
-  mark that they are precious. Where it cannot know what is below (a media type that is not known, a manifest
-  that is missing or broken) or a blob is missing, it removes nothing and says which.
-- What gc removes goes out of the way first, under the lock, and is deleted after it.
-- Nothing is lost by `tag`: a name that moves leaves its old manifest without a name. `remove` is what loses.
+- A writer has a staging directory of its own. It takes a blob that the store already has by a hard link, so
+  that gc cannot remove it. Nobody else uses a staging directory that is locked.
+- `commit` syncs the writer's files (fsync), takes the lock, links them into blobs/ and syncs that directory,
+  then replaces index.json, then known.json. Killed at any point, it leaves the store with everything that was
+  committed before, and at most a dead staging directory and blobs that nothing names, which gc removes.
+- The lock is held for moments: no content of a blob is read or written under it. A process that waits for it
+  longer than `patience` seconds gets StoreBusy.
+- Whoever reads something for longer than a moment holds it: it may be removed from index.json meanwhile, and
+  its blobs stay. A hold is checked against index.json once it is taken, and gc reads the holds under the
+  lock.
+- `collect` (gc) keeps what index.json names, what is held, everything below these, and staging directories
+  with an owner or a mark that they are precious. If it cannot determine what is below (an unknown media type,
+  a missing or broken manifest) or a blob is missing, it removes nothing and reports which.
+- What gc removes is moved away first, under the lock, and is deleted after it.
+- `tag` loses nothing: a name that moves leaves its old manifest without a name. Only `remove` does.
 - index.json is changed by value: members and annotations of other tools stay. These tools do not know the
   lock: one may write to a store while nobody else does.
-- Hard links are needed: the store lies on one file system that has them.
+- Hard links are required: the store is on one file system that supports them.
 """
 
 from __future__ import annotations
@@ -65,19 +64,19 @@ _STAGING = compile_later(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
 
 
 class Store:
-    """One store, by the path of its folder. Nothing stays open between calls; threads may share it."""
+    """One store, by the path of its directory. Nothing stays open between calls; threads may share it."""
 
     def __init__(self, path: str | os.PathLike[str], *, patience: float = PATIENCE) -> None:
-        """`path` may be a link. `patience`: how many seconds the store's lock is waited for."""
+        """`path` may be a symbolic link. `patience`: seconds to wait for the store's lock."""
         self.path = os.path.realpath(path)
         self.layout = Layout(self.path)
-        """To read from. Only a staging's `commit` writes to it."""
+        """For reading. Only a staging directory's `commit` writes to it."""
         self._tree = Tree(self.path, patience)
 
     def create(self) -> Store:
-        """Make what is missing of it; also in a layout that another tool has made.
+        """Create the missing parts of it; also in a layout that another tool has made.
 
-        Raises StoreError where no hard links can be made, LayoutError, StoreBusy, DiskFull, DiskError.
+        Raises StoreError if no hard links can be made, LayoutError, StoreBusy, DiskFull, DiskError.
         """
         tree = self._tree
         with contextlib.suppress(LayoutError, StoreError):
@@ -95,7 +94,7 @@ class Store:
         return self
 
     def check(self) -> None:
-        """Raise LayoutError, StoreError where it is no store, or its index cannot be read."""
+        """Raise LayoutError, StoreError if it is no store, or its index cannot be read."""
         self.layout.check()
         for folder in (self._tree.staging, self._tree.holds):
             if not os.path.isdir(folder):
@@ -108,10 +107,10 @@ class Store:
     # Writers
 
     def stage(self, name: str = "") -> Staging:
-        """A new staging, of that name or any; or the one that a dead process left under that name.
+        """Return a new staging directory, of that name or any; or the one that a dead process left.
 
-        Of what that left only whole blobs stay: each is read and compared with its digest, but for links of
-        the store's. Raises StagingBusy where somebody has it, StoreBusy, StoreError, DiskFull, DiskError.
+        Only complete blobs of that one stay: each is read and compared with its digest, except links of the
+        store's. Raises StagingBusy if another process has it, StoreBusy, StoreError, DiskFull, DiskError.
         """
         if name and not _STAGING.fullmatch(name):
             raise StoreError(
@@ -121,60 +120,60 @@ class Store:
         return stage(self._tree, name or secrets.token_hex(16))
 
     def adopt(self, path: str) -> Staging:
-        """The staging at `path`, whose owner has died, as it is: at a `commit` its blobs are checked.
+        """Return the staging directory at `path`, whose owner died, unchanged: a `commit` checks its blobs.
 
-        Raises StagingBusy where its owner lives, StoreBusy, NotThere, StoreError.
+        Raises StagingBusy if its owner lives, StoreBusy, NotThere, StoreError.
         """
         return adopt(self._tree, path)
 
     # Readers
 
     def entries(self) -> tuple[Entry, ...]:
-        """What index.json names, in its order. Raises LayoutError."""
+        """Return the entries of index.json, in its order. Raises LayoutError."""
         return Catalog(self.path).entries()
 
     def find(self, wanted: str) -> Entry:
-        """By a name, a digest, or the beginning of one: 6 hex digits or more. A name comes first.
+        """Find an entry by a name, a digest, or the start of one: 6 hex digits or more. A name comes first.
 
-        A name without a tag stands for the newest of that name; see gpusnap.oci.store.tags. Raises NotThere,
-        which has near names, Ambiguous, LayoutError.
+        A name without a tag means the newest of that name; see gpusnap.oci.store.tags. Raises NotThere, which
+        lists similar names, Ambiguous, LayoutError.
         """
         return Catalog(self.path).find(wanted, self._find_creation_time)
 
     def find_exactly(self, wanted: str) -> Entry:
-        """The same, and a name without a tag stands only for itself. Raises as `find` does."""
+        """The same, but a name without a tag only means itself. Raises as `find` does."""
         return Catalog(self.path).find_exactly(wanted)
 
     def list_tagged(self, name: str) -> tuple[Entry, ...]:
-        """All NAME:TAG of a name without a tag. Raises LayoutError."""
+        """Return all NAME:TAG of a name without a tag. Raises LayoutError."""
         return select_tagged(name, self.entries())
 
     @contextmanager
     def hold(self, digest: str) -> Iterator[Descriptor]:
-        """Keep a manifest and all it names from gc, until the end of the `with`.
+        """Keep a manifest and everything that it names from gc, until the end of the `with`.
 
-        Raises NotThere where the index does not have it, DigestError, LayoutError, DiskError.
+        Raises NotThere if the index does not have it, DigestError, LayoutError, DiskError.
         """
         path = os.path.join(self._tree.holds, get_hex(digest))
         self._find_named(digest)
         with self._tree.explain_write_errors("a hold"):
             lock = _lock_shared(path)
         try:
-            # Again: a gc that did not see the hold is over.
+            # Again: a gc that did not see the hold has ended.
             yield self._find_named(digest)
         finally:
-            # The last one takes the file away; where that fails, gc does.
+            # The last one removes the file; if that fails, gc does.
             with contextlib.suppress(OSError):
                 if try_exclusive(lock) and is_still_there(lock, path):
                     os.unlink(path)
             unlock(lock)
 
     def open_known_chunks(self) -> Known:
-        """The chunks of what was committed, by plain digest: for gpusnap.oci.chunks.writer.write."""
+        """Open the chunks of what was committed, by plain digest: for gpusnap.oci.chunks.writer.write."""
         return Known(self._tree.known_chunks)
 
     def read(self, descriptor: Descriptor) -> bytes:
-        """A manifest or an index, its digest checked. Raises BlobError."""
+        """Read a manifest or an index, and check its digest. Raises BlobError."""
         return self.layout.read_blob(descriptor)
 
     # The index, and gc
@@ -187,9 +186,9 @@ class Store:
             catalog.write()
 
     def remove(self, wanted: str) -> tuple[str, ...]:
-        """Take a name out of the index, or, by its digest, something with all its names.
+        """Remove a name from the index, or, by its digest, something with all its names.
 
-        Returns the names that went. The blobs stay until gc. Raises as `tag` does.
+        Returns the removed names. The blobs stay until gc. Raises as `tag` does.
         """
         with self._tree.hold_lock(f"the removal of {wanted[:80]}"):
             catalog = Catalog(self.path)
@@ -198,9 +197,9 @@ class Store:
         return names
 
     def remove_unused(self, digest: str, names: Collection[str]) -> bool:
-        """Take something with its names out of the index, unless it is held or has other names than these.
+        """Remove something with its names from the index, unless it is held or has other names than these.
 
-        Whether it is out of it now, also where it was not in it. Nobody gets a hold of it meanwhile. Raises
+        Return whether it is out of it now, even if it was not in it. Nobody can hold it meanwhile. Raises
         StoreBusy, StoreError, DiskError, LayoutError.
         """
         path = os.path.join(self._tree.holds, get_hex(digest))
@@ -216,26 +215,28 @@ class Store:
                 if found:
                     catalog.remove(digest)
                     catalog.write()
-                # Who waits for the lock of this file sees that it is gone, and then that the digest is.
+                # A reader that waits for the lock of this file then sees that it is gone, and that the digest
+                # is.
                 os.unlink(path)
             finally:
                 unlock(lock)
         return True
 
     def list_held(self) -> frozenset[str]:
-        """The digests that somebody holds. Raises DiskError."""
+        """Return the digests that somebody holds. Raises DiskError."""
         with self._tree.explain_write_errors("a hold"):
             return frozenset(list_held(self._tree.holds, free=False))
 
     def collect(self, *, dry_run: bool = False) -> Collected:
-        """Remove what nothing names and nobody reads; with `dry_run`, only say what that is.
+        """Remove what nothing names and nobody reads; with `dry_run`, only return what that is.
 
-        Raises StoreError, with nothing removed, where it cannot be told; StoreBusy, LayoutError, DiskError.
+        Raises StoreError, with nothing removed, if it cannot be determined; StoreBusy, LayoutError,
+        DiskError.
         """
         return collect(self._tree, dry_run=dry_run)
 
     def _find_creation_time(self, entry: Entry) -> str:
-        """When it was made (RFC 3339): another tool's index says so only in the manifest; "" for unknown."""
+        """Return when it was made (RFC 3339), perhaps only from the manifest; "" if not known."""
         if entry.created:
             return entry.created
         with contextlib.suppress(LayoutError, DigestError):
@@ -261,7 +262,7 @@ class Store:
 
 
 def _lock_alone(path: str) -> int | None:
-    """A hold's file, locked against all readers; None where one has it."""
+    """Lock a hold's file against all readers; None if one has it."""
     while True:
         lock = os.open(path, _HOLD, 0o600)
         if not try_exclusive(lock):
@@ -273,11 +274,11 @@ def _lock_alone(path: str) -> int | None:
 
 
 def _lock_shared(path: str) -> int:
-    """A hold's file, locked together with other readers."""
+    """Lock a hold's file together with other readers."""
     while True:
         lock = os.open(path, _HOLD, 0o600)
         try:
-            # Waits for gc, which tries the lock for a moment, or for another reader that takes the file away.
+            # Waits for gc, which tries the lock for a moment, or for another reader that removes the file.
             fcntl.flock(lock, fcntl.LOCK_SH)
             if is_still_there(lock, path):
                 return lock

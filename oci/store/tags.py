@@ -1,9 +1,9 @@
-"""What a name without a tag stands for: the newest checkpoint of that name.
+"""The meaning of a name without a tag: the newest checkpoint of that name.
 
-"server", and "server:latest" too, is looked up in one reading of index.json, among server:TAG, each time that
-somebody says it. No entry is kept for it. So there is nothing that two writers could move at once, that a
-killed writer could leave behind, or that would keep an old checkpoint from gc. A name or a digest that the
-index has exactly so comes first: another tool may have written a tag "latest".
+"server", and also "server:latest", is looked up in index.json among server:TAG, each time that it is used. No
+entry is kept for it. So there is nothing that two writers could move at once, that a killed writer could
+leave behind, or that would keep an old checkpoint from gc. A name or a digest that is in the index exactly so
+comes first: another tool may have written a tag "latest".
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.store.entry import Entry
 
 LATEST = "latest"
-# More than that are not listed in a message.
+# A message lists at most this many.
 _MOST = 8
-# What is behind the last colon of host:5000/app or of app@sha256:… is no tag.
+# The text after the last colon of host:5000/app or of app@sha256:… is no tag.
 _TAG = compile_later(r"[A-Za-z0-9][A-Za-z0-9._+-]*", re.ASCII)
 
 
 def base(name: str) -> str:
-    """The part of a name before its tag; all of a name without one."""
+    """Return the part of a name before its tag; all of a name without one."""
     before, colon, tag = name.rpartition(":")
     return before if colon and _TAG.fullmatch(tag) else name
 
 
 def select_tagged(wanted: str, entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The entries wanted:TAG, in their order; none for what has a tag itself, unless that is "latest"."""
+    """Return the entries wanted:TAG, in their order; none if it has a tag itself, except "latest"."""
     stem = wanted.removesuffix(f":{LATEST}")
     return tuple(each for each in entries if each.name != stem and base(each.name) == stem)
 
 
 def newest(wanted: str, found: Sequence[Entry], created: Callable[[Entry], str], where: str) -> Entry:
-    """The newest of several, by when it was made (RFC 3339).
+    """Return the newest of several, by when they were made (RFC 3339).
 
-    Raises Ambiguous where two are as new, and where it is not known of one when it was made.
+    Raises Ambiguous if two are equally new, or if the time of one is not known.
     """
     digests = {each.descriptor.digest for each in found}
     if len(digests) == 1:
@@ -61,20 +61,20 @@ def newest(wanted: str, found: Sequence[Entry], created: Callable[[Entry], str],
 
 
 def is_later(one: str, other: str) -> bool:
-    """Whether a time (RFC 3339) is after another one; no where one of them is not known."""
+    """Whether a time (RFC 3339) is after another one; False if one of them is not known."""
     times = moment(one), moment(other)
     return times[0] is not None and times[1] is not None and times[0] > times[1]
 
 
 def format_names(names: Iterable[str]) -> str:
-    """Names for a message."""
+    """Format names for a message."""
     every = sorted(names)
     more = f" and {len(every) - _MOST} more" if len(every) > _MOST else ""
     return ", ".join(every[:_MOST]) + more
 
 
 def moment(text: str) -> datetime | None:
-    """A time (RFC 3339) in UTC, also where it names no zone; None for a text that is none."""
+    """Parse a time (RFC 3339), in UTC even if it names no zone; None for an invalid one."""
     try:
         found = datetime.fromisoformat(text)
         return found.astimezone(UTC) if found.tzinfo is not None else found.replace(tzinfo=UTC)
@@ -83,6 +83,6 @@ def moment(text: str) -> datetime | None:
 
 
 def by_age(text: str) -> tuple[bool, datetime]:
-    """A key to sort times (RFC 3339) by, the oldest first; before them what is no time."""
+    """Return a key to sort times (RFC 3339) by, the oldest first; invalid ones come before them."""
     found = moment(text)
     return found is not None, found or datetime.min.replace(tzinfo=UTC)

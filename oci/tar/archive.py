@@ -1,9 +1,9 @@
 """Podman's checkpoint archive: the tar that `podman container checkpoint --export` writes.
 
-It is plain, or compressed with zstd (the default) or gzip; its entries are listed in libpod's
-exportCheckpoint. Read as a stream, nothing is unpacked to disk; written as one, under another name until it
-is whole. What is read may come from anybody: names do not lead out of the archive, headers are bounded, and
-an archive counts as whole only where its two blocks of zeros are there, and the end of its compression.
+It is plain, or compressed with zstd (the default) or gzip; libpod's exportCheckpoint lists its entries. It is
+read as a stream, and nothing is unpacked to disk; it is written as a stream, under another name until it is
+complete. It may come from anybody: names must not lead out of the archive, headers are limited, and an
+archive is complete only if it has its two blocks of zeros, and the end of its compression.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from gpusnap.oci.tar.compression import Plain, Readable, packer
 Compression: TypeAlias = Literal["none", "zstd"]
 
 _PIECE = 1 << 20
-# GNU tar fills up its last record, of 10 KiB by default and of some MiB at the most, with zeros.
+# GNU tar pads its last record, of 10 KiB by default and of a few MiB at most, with zeros.
 _LONGEST_TAIL = 16 << 20
-# Bytes of memory for the names in an archive, which whoever reads it may keep, and for what it keeps of each:
-# some 1.5 million entries of a usual name. A KiB, compressed, may hold names of a MiB.
+# Bytes of memory for the names in an archive, which a reader may keep, and for what it keeps of each: about
+# 1.5 million entries with usual names. A compressed KiB may contain names of a MiB.
 _MOST_NAMES, _ENTRY = 512 << 20, 128
 
 
 class Content:
-    """What a file in an archive holds, to be read once and in order, before the next entry is taken."""
+    """The content of a file in an archive, to be read once and in order, before the next entry is used."""
 
     def __init__(self, source: _Source, size: int) -> None:
         self._source = source
         self.left = size
 
     def read(self, size: int = -1, /) -> bytes:
-        """At most `size` bytes, all that are left for -1, none at the end. Raises ArchiveError."""
+        """Return at most `size` bytes, the rest for -1, none at the end. Raises ArchiveError."""
         count = self.left if size < 0 else min(size, self.left)
         data = self._source.read_exactly(count)
         self.left -= len(data)
@@ -64,14 +64,14 @@ class Entry:
 def entries(
     archive: str | Readable, *, plain: Callable[[bytes], object] | None = None, where: str = ""
 ) -> Generator[Entry, None, None]:
-    """The entries of an archive in order, each to be used before the next one is taken.
+    """Yield the entries of an archive in order, each to be used before the next one.
 
-    Files, folders and links, no others; the entry of the archive's own folder is passed over. What is left of
-    an entry's content is passed over as well. `plain` is called with every piece of the tar, decompressed.
-    `where` is the archive's name in messages.
+    Files, directories and links, no others; the entry of the archive's own directory is skipped, and so is
+    the unread content of an entry. `plain` is called with every piece of the tar, decompressed. `where` is
+    the archive's name in messages.
 
-    Raises ArchiveError where it cannot be read, is none, is cut short, holds something that no checkpoint
-    has, a name that leads out of it, be it through a link that came before, or more names than any has.
+    Raises ArchiveError if it cannot be read, is no archive, is truncated, or contains something that no
+    checkpoint has, a name that leads out of it, perhaps through an earlier link, or too many names.
     """
     with ExitStack() as opened:
         where = where or (archive if isinstance(archive, str) else "the archive")
@@ -94,7 +94,7 @@ def entries(
                 source.check_parents(info.name, links)
             if info.issym() or info.islnk():
                 links.add(info.name)
-            size = info.size  # the caller may make something else of the header
+            size = info.size  # the caller may change the header
             content = Content(source, size) if info.isreg() else None
             if info.name:
                 yield Entry(info.name, info, content)
@@ -105,17 +105,17 @@ def entries(
 
 
 def unpack(file: Readable, where: str) -> Iterator[bytes]:
-    """What a file holds once it is decompressed, in pieces. Raises ArchiveError, in which it is `where`."""
+    """Yield the decompressed content of a file, in pieces. Raises ArchiveError, in which it is `where`."""
     source = _Source(file, where, None)
     while piece := source.read_some():
         yield piece
 
 
 class Writer:
-    """An archive on its way to disk, in its place at the end of a `with` block or not at all.
+    """An archive that is written to disk; it gets its name at the end of a `with` block or not at all.
 
-    threads: for zstd, how many. All of it raises DiskFull and DiskError, its end also where there is a file
-    of that name by then: none is replaced. The file has mode 0600.
+    threads: for zstd. Everything raises DiskFull and DiskError, its end also if a file of that name exists by
+    then: none is replaced. The file has mode 0600.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class Writer:
     def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
         """Write an entry with owner, mode, time, links and pax headers as they are, and `info.size` bytes.
 
-        Raises ArchiveError where the content ends before that, and what its `read` raises; DiskFull, before
-        anything of it is written, where it is larger than the disk has room: a few bytes of a table of chunks
-        may stand for terabytes.
+        Raises ArchiveError if the content ends before that, and what its `read` raises; DiskFull, before
+        anything of it is written, if it is larger than the free space: a few bytes of a table of chunks may
+        mean terabytes.
         """
         if self._packing is None and content is not None:
             self._check_room(info.size)
@@ -172,7 +172,7 @@ class Writer:
             raise disk_error(full, os.path.dirname(self.path), what, None)
 
     def append(self, data: bytes) -> None:
-        """Write pieces of the tar as they are, for who makes whole entries of them."""
+        """Write pieces of the tar unchanged, for a caller that makes whole entries of them."""
         self._write(data)
 
     def _write(self, data: bytes) -> None:
@@ -217,7 +217,7 @@ class Writer:
 
 
 class _Source:
-    """The tar in an archive: all that goes wrong with it is an ArchiveError."""
+    """The tar in an archive: every error in it is an ArchiveError."""
 
     def __init__(self, file: Readable, where: str, plain: Callable[[bytes], object] | None) -> None:
         self._where, self._seen = where, plain
@@ -225,12 +225,12 @@ class _Source:
             self._plain = Plain(file)
 
     def header(self) -> tarfile.TarInfo | None:
-        """The next entry's; None at the end."""
+        """Return the next entry's header; None at the end."""
         with self._explain_read_errors():
             return tar.read_header(self.read_exactly)
 
     def check_parents(self, name: str, links: Collection[str]) -> None:
-        """Raise ArchiveError where a name is below one of the links: who unpacks it would follow that."""
+        """Raise ArchiveError if a name is below one of the links: an unpacker would follow that."""
         parent = os.path.dirname(name)
         while parent:
             if parent in links:
@@ -240,7 +240,7 @@ class _Source:
             parent = os.path.dirname(parent)
 
     def read_exactly(self, size: int) -> bytes:
-        """So many bytes, never less."""
+        """Return exactly `size` bytes."""
         found: list[bytes] = []
         left = size
         while left:
@@ -252,11 +252,11 @@ class _Source:
         return found[0] if len(found) == 1 else b"".join(found)
 
     def read_some(self) -> bytes:
-        """As much as there is at once; nothing at the end."""
+        """Return as much as is available at once; nothing at the end."""
         return self._read(_PIECE)
 
     def skip(self, size: int) -> None:
-        """Pass over so many bytes."""
+        """Skip `size` bytes."""
         with self._explain_read_errors():
             if self._seen is None and self._plain.skip(size):
                 return
@@ -264,7 +264,7 @@ class _Source:
             size -= len(self.read_exactly(min(size, _PIECE)))
 
     def read_end(self) -> None:
-        """Read what follows the end of the tar: zeros, and what ends the compression."""
+        """Read what follows the end of the tar: zeros, and the end of the compression."""
         tail = 0
         while piece := self._read(_PIECE):
             tail += len(piece)
@@ -279,7 +279,7 @@ class _Source:
         return data
 
     def describe_broken(self, why: object) -> ArchiveError:
-        """The error for what is wrong with it."""
+        """The error for a broken archive."""
         return ArchiveError(f"{self._where} is not a checkpoint archive, or is cut short: {why}")
 
     @contextmanager

@@ -1,6 +1,6 @@
-"""Compressed streams: read whatever compression they have, never taken for whole when they are cut short.
+"""Compressed streams: read with any compression, and never considered complete if they are truncated.
 
-zstandard's readers end without a word where a zstd stream ends within a frame, so its frames are followed
+zstandard's readers end without an error if a zstd stream ends within a frame. So its frames are followed
 here, by the sizes in their headers (RFC 8878, 3.1.1).
 """
 
@@ -21,15 +21,15 @@ _PIECE = 1 << 20
 _MAGIC = 0xFD2FB528
 _ZSTD = _MAGIC.to_bytes(4, "little")
 _GZIP = b"\x1f\x8b"
-# RFC 8878, 3.1.2: sixteen magic numbers of frames to pass over, which differ in their last four bits.
+# RFC 8878, 3.1.2: sixteen magic numbers of skippable frames, which differ in their last four bits.
 _SKIPPABLE = 0x184D2A50
 
 
 class Readable(Protocol):
-    """Something to read in order."""
+    """An object to read in order."""
 
     def read(self, size: int, /) -> bytes:
-        """At most `size` bytes, none at the end."""
+        """Return at most `size` bytes, none at the end."""
         ...
 
 
@@ -55,10 +55,9 @@ class _Stream:
 
 
 class Plain:
-    """What a stream holds once decompressed, be it zstd in any number of frames, gzip or neither.
+    """The decompressed content of a stream: zstd in any number of frames, gzip or neither.
 
-    `read` raises EOFError for one that is cut short, and gzip's, zlib's and zstandard's errors for a broken
-    one.
+    `read` raises EOFError for a truncated one, and gzip's, zlib's and zstandard's errors for a broken one.
     """
 
     def __init__(self, file: Readable) -> None:
@@ -77,14 +76,14 @@ class Plain:
         self._raw = raw
 
     def read(self, size: int, /) -> bytes:
-        """At most `size` bytes, none at the end."""
+        """Return at most `size` bytes, none at the end."""
         data = self._raw.read(size)
         if not data and size and not self._frames.is_whole:
             raise EOFError("its last zstd frame is incomplete")
         return data
 
     def skip(self, size: int) -> bool:
-        """Move on by so many bytes, if that takes no reading. The end of the file may be passed over so."""
+        """Skip `size` bytes, if that needs no reading. This may go beyond the end of the file."""
         if self._seekable is None:
             return False
         self._seekable.seek(size, io.SEEK_CUR)
@@ -92,12 +91,12 @@ class Plain:
 
 
 def as_file(pieces: Iterable[bytes]) -> IO[bytes]:
-    """Pieces of bytes as a file, of which `read` is all there is."""
+    """Return pieces of bytes as a file that only has `read`."""
     return cast(IO[bytes], _Stream(pieces))
 
 
 def kind_of(file: Readable) -> tuple[Kind, Readable]:
-    """How a stream is compressed, by its first bytes, and what to read all of it from."""
+    """Return how a stream is compressed, by its first bytes, and an object to read all of it."""
     head = _read_exactly(file, len(_ZSTD))
     kind: Kind = "zstd" if head == _ZSTD else "gzip" if head.startswith(_GZIP) else "none"
     if isinstance(file, io.BufferedReader) and file.seekable():
@@ -107,28 +106,28 @@ def kind_of(file: Readable) -> tuple[Kind, Readable]:
 
 
 def packer(*, level: int = 1, threads: int = 1) -> zstandard.ZstdCompressionObj:
-    """What makes one zstd frame, with its checksum. The number of threads does not change a byte of it."""
-    # With one worker, not zero: zstd cuts the content into jobs only where there is a worker.
+    """Return a compressor for one zstd frame, with checksum. The number of threads changes no byte."""
+    # With one worker, not zero: zstd divides the content into jobs only if there is a worker.
     compressor = zstandard.ZstdCompressor(level=level, threads=max(threads, 1), write_checksum=True)
     return compressor.compressobj()
 
 
 class Packer(Protocol):
-    """What compresses a stream, piece by piece."""
+    """Compresses a stream, piece by piece."""
 
     def compress(self, data: bytes, /) -> bytes:
-        """More of the stream; what is ready of its compressed form."""
+        """Add more of the stream; return what is ready of its compressed form."""
         ...
 
     def flush(self) -> bytes:
-        """The rest."""
+        """Return the rest."""
         ...
 
 
 def gzip_packer(*, level: int = 1, threads: int = 1) -> Packer:
-    """What makes gzip members of 1 MiB each, one after another, which RFC 1952 (2.2) has as one file.
+    """Return a compressor for gzip members of 1 MiB each, which RFC 1952 (2.2) treats as one file.
 
-    The number of threads does not change a byte of it.
+    The number of threads does not change the result.
     """
     return _GzipPacker(level, threads)
 
@@ -169,7 +168,7 @@ class _GzipPacker:
 
 
 def compress(pieces: Iterable[bytes], *, level: int = 1, threads: int = 1) -> Iterator[bytes]:
-    """One zstd frame of `pieces`, as `packer` makes it."""
+    """Yield one zstd frame of `pieces`, as `packer` makes it."""
     packing = packer(level=level, threads=threads)
     for piece in pieces:
         if data := packing.compress(piece):
@@ -178,7 +177,7 @@ def compress(pieces: Iterable[bytes], *, level: int = 1, threads: int = 1) -> It
 
 
 class _Prefixed:
-    """A stream whose first bytes were read already."""
+    """A stream whose first bytes were already read."""
 
     def __init__(self, head: bytes, rest: Readable) -> None:
         self._head, self._rest = head, rest
@@ -203,7 +202,7 @@ class _Followed:
 
 
 class _Frames:
-    """Whether a zstd stream has come to the end of a frame, from its bytes in pieces of any size."""
+    """Whether a zstd stream is at the end of a frame, from its bytes in pieces of any size."""
 
     def __init__(self) -> None:
         self._held = bytearray()
@@ -251,7 +250,7 @@ class _Frames:
                 self._skip = (0 if single else 1) + (0, 1, 2, 4)[value & 3] + content
                 self._to("block", 3)
             case "block":
-                # 3.1.1.2: one byte stands for a block of type 1 (RLE), whatever its size.
+                # 3.1.1.2: one byte represents a block of type 1 (RLE), whatever its size.
                 self._skip = 1 if value >> 1 & 3 == 1 else value >> 3
                 if value & 1:
                     self._skip += self._checksum

@@ -1,7 +1,7 @@
 """The headers of a tar: ustar and pax (POSIX.1-2018, pax), and GNU's long names; nothing else.
 
-tarfile reads a pax header of any size into memory, takes a tar that ends between two entries for whole, and
-one with a broken header for one that ends there. So only its reading and writing of a single block is used.
+tarfile reads a pax header of any size into memory, considers a tar that ends between two entries complete,
+and one with a broken header as ended there. So only its code for a single block is used.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class HeaderFault(Exception):
 
 
 def read_header(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
-    """The next entry, None at the end of the archive; `read` gives exactly so many bytes.
+    """Read the next entry, None at the end of the archive; `read` returns exactly that many bytes.
 
-    Its name has no leading or trailing slash, no empty part and no `.` or `..`, and is empty for the folder
-    of the archive itself. Its `pax_headers` are what has no field of its own, such as extended attributes,
-    and times that are no whole seconds. Raises HeaderFault, and what `read` raises.
+    Its name has no leading or trailing slash, no empty part and no `.` or `..`, and is empty for the
+    directory of the archive itself. Its `pax_headers` are those without a field of their own, such as
+    extended attributes, and times that are not whole seconds. Raises HeaderFault, and what `read` raises.
     """
     records: dict[str, str] = {}
     left = LARGEST_EXTENSION + 3 * BLOCK
@@ -59,8 +59,8 @@ def read_header(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
         info = _parse_header(block)
         if info.type not in (_PAX, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
             return _apply_records(info, records)
-        # Together: else a few bytes, compressed, could make any number of them for one entry. Each counts
-        # with its block, so that empty ones come to an end, too; an entry needs three at most.
+        # Together, because a few compressed bytes could otherwise make any number of them for one entry. Each
+        # counts with its block, so that empty ones are limited, too; an entry needs three at most.
         left -= BLOCK + info.size
         if left < 0:
             raise HeaderFault(f"an entry has more than {LARGEST_EXTENSION} bytes of extended headers")
@@ -73,7 +73,7 @@ def read_header(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
 
 
 def header(info: tarfile.TarInfo) -> bytes:
-    """The blocks that stand before an entry's content: ustar, with a pax header for what ustar cannot say."""
+    """Return the blocks before an entry's content: ustar, with a pax header for what ustar cannot express."""
     block, records = tarfile.TarInfo(), dict(info.pax_headers)
     folder = info.isdir()
 
@@ -90,7 +90,7 @@ def header(info: tarfile.TarInfo) -> bytes:
         records[key] = str(value)
         return 0
 
-    # tobuf() ends the name of a folder with a slash.
+    # tobuf() ends the name of a directory with a slash.
     end = "/" if folder else ""
     block.name = text("path", info.name + end, 100).removesuffix(end)[: 100 - len(end)]
     block.linkname = text("linkpath", info.linkname, 100)
@@ -100,19 +100,19 @@ def header(info: tarfile.TarInfo) -> bytes:
     seconds = int(info.mtime)
     if seconds != info.mtime:
         records.setdefault("mtime", repr(info.mtime))
-    # Where the time has a record of its own, what the field says is for those who read no records.
+    # If the time has a record of its own, the field is for readers that do not read records.
     block.mtime = min(max(seconds, 0), 8**11 - 1) if "mtime" in records else number("mtime", seconds, 8**11)
     block.mode, block.type = info.mode & 0o7777, info.type
     return (_pax(records) if records else b"") + block.tobuf(tarfile.USTAR_FORMAT)
 
 
 def padding(size: int) -> bytes:
-    """What follows content of so many bytes, up to the next block."""
+    """Return the padding after content of that size, up to the next block."""
     return bytes(-size % BLOCK)
 
 
 def pieces(info: tarfile.TarInfo, content: Readable | None) -> Iterator[bytes]:
-    """An entry as it stands in a tar. Raises HeaderFault where the content ends before it should."""
+    """Yield an entry in the format of a tar. Raises HeaderFault if the content ends too early."""
     yield header(info)
     left = info.size if info.isreg() else 0
     while left:
@@ -143,7 +143,7 @@ def _read_extension(info: tarfile.TarInfo, read: Callable[[int], bytes]) -> byte
 
 
 def _records(data: bytes) -> dict[str, str]:
-    """The records of a pax header: "length key=value\\n" each."""
+    """Parse the records of a pax header: "length key=value\\n" each."""
     found, at = {}, 0
     while at < len(data):
         # Seven digits and the blank after them: LARGEST_EXTENSION has no more.
@@ -159,16 +159,16 @@ def _records(data: bytes) -> dict[str, str]:
 
 
 def _apply_records(info: tarfile.TarInfo, records: dict[str, str]) -> tarfile.TarInfo:
-    """The entry of a header with the records that stood before it."""
+    """Return the entry of a header with the records before it."""
     name = records.pop("path", info.name)
     if any(key.startswith("GNU.sparse.") for key in records):
         raise HeaderFault(f"the entry {name[:200]!r} is a sparse file")
     if info.type not in _KINDS:
         what = _ODD.get(info.type, f"of the unknown type {info.type!r}")
         raise HeaderFault(f"the entry {name[:200]!r} is {what}, which no checkpoint contains")
-    # frombuf() takes an old-style folder (a file whose name ends with a slash) for what it is.
+    # frombuf() recognizes an old-style directory (a file whose name ends with a slash).
     info.type = _KINDS[info.type]
-    # Values of any bytes are written as they are, so nothing has to say so.
+    # Values of any bytes are written unchanged, so nothing must declare that.
     records.pop("hdrcharset", None)
     info.linkname = records.pop("linkpath", info.linkname)
     info.uname, info.gname = records.pop("uname", info.uname), records.pop("gname", info.gname)
@@ -193,7 +193,7 @@ def _apply_records(info: tarfile.TarInfo, records: dict[str, str]) -> tarfile.Ta
 
 
 def _name(text: str) -> str:
-    """A name within the archive. Raises HeaderFault for one that leads out of it."""
+    """Return a name within the archive. Raises HeaderFault for one that leads out of it."""
     parts = [part for part in text.split("/") if part not in ("", ".")]
     if text.startswith("/") or ".." in parts or "\0" in text:
         raise HeaderFault(f"the name {text[:200]!r} points outside the archive")
@@ -220,7 +220,7 @@ def _text(data: bytes) -> str:
 
 
 def _pax(records: Mapping[str, str]) -> bytes:
-    """A pax header of these records, and the block before it."""
+    """Return a pax header of these records, and the block before it."""
     data = b"".join(_record(key, value) for key, value in sorted(records.items()))
     block = tarfile.TarInfo("././@PaxHeader")
     block.type, block.size = _PAX, len(data)

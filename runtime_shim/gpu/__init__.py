@@ -1,6 +1,6 @@
-"""GPUs, a vendor's driver behind one protocol: find it, and find the processes that hold a GPU.
+"""GPUs, with a vendor's driver behind one protocol: finds the driver, and the processes that hold a GPU.
 
-Importing this loads no driver library; `find_driver` looks at /proc and /dev alone.
+Importing this loads no driver library; `find_driver` only reads /proc and /dev.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from gpusnap.runtime_shim.process import proc
 
 
 def find_driver() -> Driver | None:
-    """The driver of this host's GPUs, not yet opened; None on a host without any.
+    """Return the driver of this host's GPUs, not opened yet; None on a host without any.
 
-    NVIDIA's where there is AMD's as well.
+    On a host with GPUs of both, it is NVIDIA's, not AMD's.
     """
     return next(_iterate_present(), None)
 
 
 def find_drivers() -> tuple[Driver, ...]:
-    """The drivers of all vendors that have GPUs here, not yet opened; NVIDIA's first."""
+    """Return the drivers of all vendors that have GPUs here, not opened yet; NVIDIA's first."""
     return tuple(_iterate_present())
 
 
 def _iterate_present() -> Iterator[Driver]:
-    """One after the other: a vendor's modules are imported when it is asked for."""
+    """Yield one after the other: a vendor's modules are imported only when needed."""
     from gpusnap.runtime_shim.gpu.nvidia import driver as nvidia
 
     if nvidia.is_present():
@@ -38,9 +38,9 @@ def _iterate_present() -> Iterator[Driver]:
 
 
 def driver_of(vendor: str, plugin: str = "") -> Driver | None:
-    """This host's driver of a vendor, that suspends through CRIU's plugin of that name, or by itself.
+    """Return this host's driver of a vendor that suspends through CRIU's plugin of that name, or by itself.
 
-    None where this host has none of that vendor's, or gpusnap no such way.
+    None if this host has no GPU of that vendor, or gpusnap no such method.
     """
     from gpusnap.runtime_shim.gpu.nvidia.criu_plugin import NvidiaByPlugin
 
@@ -54,17 +54,17 @@ def _name(driver: Driver) -> str:
 
 
 def holders(driver: Driver, pids: Iterable[int]) -> tuple[int, ...]:
-    """Those of `pids` that have GPU state or may have it, in their order.
+    """Return those of `pids` that have GPU state or may have it, in their order.
 
-    A process counts if it holds a device file of the driver's vendor, or has the vendor's library loaded: a
+    A process counts if it holds a device file of the driver's vendor, or has loaded the vendor's library: a
     suspended process holds no device file. So a program that merely loaded the library counts too;
-    `Driver.state` tells. Raises PermissionRefused where the kernel does not let us look.
+    `Driver.state` distinguishes them. Raises PermissionRefused if the kernel denies access.
     """
     return tuple(pid for pid in pids if _may_hold(driver, pid))
 
 
 def _may_hold(driver: Driver, pid: int) -> bool:
-    # A process on its way out still has its files open for a while.
+    # An exiting process still has its files open for a while.
     return proc.is_alive(pid) and (driver.holds(pid) or _has_library(driver.vendor, pid))
 
 

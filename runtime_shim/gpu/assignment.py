@@ -1,23 +1,23 @@
-"""The plan of a restore: onto which GPU of this host each GPU of a checkpoint goes, or why that cannot be.
+"""The plan of a restore: onto which GPU of this host each GPU of a checkpoint goes, or why none fits.
 
 A GPU of the checkpoint goes back to the one with the same UUID, or to one of the same model and compute
-capability, if that has as much memory free as the container had in use, is not cut up (MIG) and not kept for
-one process. The driver must not be older than the one that made the checkpoint. Every GPU that the container
-could see gets one of its own, unused ones too: the driver wants them all in its list of pairs
-(cuCheckpointProcessRestore). Where there is any way to do so, one is found. Of several ways
+capability. That GPU must have as much free memory as the container used, must not be split (MIG), and must
+not be in exclusive-process mode. The driver must not be older than the one of the checkpoint. Every GPU that
+the container could see gets one of its own, unused ones too: the driver requires all of them in its list of
+pairs (cuCheckpointProcessRestore). If a plan exists, it is found. Of several plans
 
-1. only those count that give what the GPU map asks for; of these the best has
+1. only those count that follow the GPU map; of these the best one has
 2. the most GPUs that keep their UUID,
-3. the most free memory on the GPUs that it takes: the freest GPU of all if it can, then the next (of GPUs
-   that have the same free memory, the one with the lower number),
-4. the container's order: its first GPU on the lowest number of the GPUs taken, then its second.
+3. the most free memory on its GPUs: the freest GPU of all if possible, then the next (of GPUs with the same
+free memory, the one with the lower number), 4. the container's order: its first GPU on the lowest number of
+these GPUs, then its second.
 
-So the answer is one and the same each time. The same UUID is the same GPU, whatever name a newer driver gives
-its model, and may be in exclusive-process mode, since it served the container before. Which models can stand
-in for each other the driver alone decides, and it wants the same chip (CUDA driver API, checkpointing).
+So the result is the same each time. The same UUID is the same GPU, whatever name a newer driver gives its
+model, and may be in exclusive-process mode, because it served the container before. Only the driver decides
+which models can replace each other, and it requires the same chip (CUDA driver API, checkpointing).
 
-What the checkpoint says is nobody's promise: its numbers choose between this host's GPUs and do no more, and
-its words are cut short before they are shown.
+The content of the checkpoint is not trusted: its numbers only choose between this host's GPUs, and its texts
+are shortened before they are shown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MODE = "turn MIG off, or set the compute mode to default (nvidia-smi)"
 ELSEWHERE = "restore on a host that has such GPUs"
 MORE = "give the new container as many GPUs as the old one had, of the same model"
 _HINTS = (_UPDATE, _MAP, _WAIT, FREE, _MODE, MORE, ELSEWHERE)
-"""What helps soonest comes first."""
+"""The most useful hint comes first."""
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -59,39 +59,39 @@ class WantedGpu(Protocol):
     def compute_capability(self) -> str: ...
     @property
     def memory_used(self) -> int:
-        """Bytes that the container needs there; 0 where it only sees the GPU."""
+        """Bytes that the container needs there; 0 if it only sees the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether one GPU of the checkpoint could go to one of this host, looked at alone."""
+    """Whether one GPU of the checkpoint could go to one of this host, considered alone."""
 
     wanted: str
     """UUID in the checkpoint."""
     gpu: str
     """UUID on this host."""
     reason: str
-    """Why not, as a short clause; empty where it fits."""
+    """Why not, as a short clause; empty if it fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What becomes of a checkpoint's GPUs; either there are pairs or there is a refusal."""
+    """The new GPUs of a checkpoint: either there are pairs or there is a refusal."""
 
     pairs: tuple[tuple[str, str], ...]
     """(old UUID, new UUID) of every GPU of the checkpoint, in the order of their numbers there."""
     verdicts: tuple[Verdict, ...]
-    """Of every GPU of the checkpoint with every GPU here, both in the order of their numbers."""
+    """For every GPU of the checkpoint with every GPU here, both in the order of their numbers."""
     refusal: str = ""
-    """One sentence; empty where the checkpoint can be restored."""
+    """One sentence; empty if the checkpoint can be restored."""
     hint: str = ""
     why: str = ""
-    """What keeps this host's GPUs out, in one line; empty where the refusal says all."""
+    """Why this host's GPUs do not fit, in one line; empty if the refusal says everything."""
     code: str = ""
-    """Of the refusal, such as GPS-401."""
+    """The code of the refusal, such as GPS-401."""
 
     def make_refusal(self) -> Refused:
-        """The refusal as an error: the sentence in the first line, this host's GPUs after it."""
+        """Return the refusal as an error: the sentence in the first line, this host's GPUs after it."""
         said = f"{self.refusal}:\n{self.why}" if self.why else self.refusal
         return Refused(said, hint=self.hint, code=self.code)
 
@@ -102,7 +102,7 @@ class _Misfit(NamedTuple):
 
 
 class _Words(NamedTuple):
-    """What a refusal calls that whose GPUs are assigned: a checkpoint, or a suspended container."""
+    """How a refusal names the owner of the GPUs: a checkpoint, or a suspended container."""
 
     container: str
     """Empty for a checkpoint."""
@@ -129,7 +129,7 @@ class _Impossible(Exception):
         self.code = code
 
 
-# For each GPU of the checkpoint what speaks against each GPU of this host, None where nothing does.
+# For each GPU of the checkpoint, the reason against each GPU of this host, None if there is none.
 _Misfits = Sequence[Sequence[_Misfit | None]]
 
 
@@ -144,12 +144,12 @@ def plan_assignment(
     given: Collection[str] | None = None,
     suspended: str = "",
 ) -> Plan:
-    """Pairs for the GPUs of a checkpoint that driver `made_with` made, or a refusal; raises nothing for it.
+    """Return pairs for the GPUs of a checkpoint that driver `made_with` made, or a refusal; never raise it.
 
-    `reserved` has bytes by UUID that other restores are about to use. `lenient`: what `request` asks for
-    GPUs that the checkpoint does not have is passed over, as a map for all containers demands. `given` are
-    the UUIDs of the only GPUs that the container may have; None where it may have any. `suspended`: the name
-    of the suspended container whose GPUs they are, for the refusal; empty for a checkpoint.
+    `reserved`: bytes by UUID that other restores have claimed. `lenient`: ignore parts of `request` for GPUs
+    that the checkpoint does not have, as a map for all containers requires. `given`: the UUIDs of the only
+    GPUs that the container may have; None if it may have any. `suspended`: the name of the suspended
+    container whose GPUs they are, for the refusal; empty for a checkpoint.
     """
     words = _words(suspended)
     theirs = sorted(wanted, key=lambda gpu: (gpu.index, gpu.uuid))
@@ -187,7 +187,7 @@ def _find_older(here: str, made_with: str, words: _Words) -> _Misfit | None:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """The numbers of a version; 580.95 is 580.95.0. A checkpoint's may be any text."""
+    """Return the numbers of a version; 580.95 is 580.95.0. A checkpoint's may be any text."""
     numbers = [int(part) if part.isascii() and part.isdigit() else 0 for part in text.split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
@@ -195,13 +195,13 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _make_printable(text: str) -> str:
-    """A word of the checkpoint's, safe to show."""
+    """Make a text of the checkpoint safe to show."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return text if len(text) <= 64 else text[:63] + "…"
 
 
 def _free(gpu: Gpu, reserved: Mapping[str, int]) -> int:
-    # Room that is reserved may be in use by now, and is then counted twice.
+    # Reserved memory may be in use by now, and is then counted twice.
     return max(0, gpu.memory_total - gpu.memory_used - reserved.get(gpu.uuid, 0))
 
 
@@ -212,7 +212,7 @@ def _not_given(new: Gpu, given: Collection[str] | None, words: _Words) -> _Misfi
 
 
 def _misfit(old: WantedGpu, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | None:
-    """What keeps a GPU of the checkpoint from a GPU of this host, looked at alone."""
+    """Return why a GPU of the checkpoint cannot go to a GPU of this host, considered alone."""
     same = old.uuid == new.uuid
     if not same and new.model != old.model:
         return _Misfit(f"another model: {new.model}", ELSEWHERE)
@@ -234,14 +234,14 @@ def _misfit(old: WantedGpu, new: Gpu, reserved: Mapping[str, int]) -> _Misfit | 
 
 
 def _format_shortage(free: int, needed: int) -> str:
-    """Two sizes in one unit, rounded away from each other, so that they never look alike."""
+    """Format two sizes in one unit, rounded away from each other, so that they never look the same."""
     bits, unit = (30, "GiB") if needed >= 1 << 30 else (20, "MiB")
     tenths, more = free * 10 >> bits, -(-needed * 10 >> bits)
     return f"{tenths / 10:.1f} {unit} free, {more / 10:.1f} {unit} needed"
 
 
 def _names(indices: Iterable[int]) -> str:
-    """Numbers of GPUs as words: GPU 0, 2 and 4 to 7."""
+    """Format numbers of GPUs: GPU 0, 2 and 4 to 7."""
     runs: list[list[int]] = []
     for index in sorted(indices):
         if runs and runs[-1][-1] + 1 == index:
@@ -260,7 +260,7 @@ def _names(indices: Iterable[int]) -> str:
 def _match_request(
     theirs: Sequence[WantedGpu], ours: Sequence[Gpu], request: GpuMap, lenient: bool, whole: str
 ) -> dict[int, int]:
-    """Position in `ours` by position in `theirs`."""
+    """Return the position in `ours` by position in `theirs`."""
     asked: dict[int, int] = {}
     words: dict[int, tuple[str, str]] = {}
     for left, right in request:
@@ -304,7 +304,7 @@ def _find_meant(word: str, gpus: Sequence[WantedGpu] | Sequence[Gpu], whose: str
 def _add_request_misfits(
     theirs: Sequence[WantedGpu], ours: Sequence[Gpu], misfits: _Misfits, asked: Mapping[int, int], whole: str
 ) -> list[list[_Misfit | None]]:
-    """The misfits with what the GPU map takes away, from the GPUs that it names and from all others."""
+    """Return the misfits plus what the GPU map excludes, for the GPUs that it names and all others."""
     owners = {new: old for old, new in asked.items()}
     rest = [list(row) for row in misfits]
     for old, row in enumerate(rest):
@@ -323,7 +323,8 @@ def _add_request_misfits(
     return rest
 
 
-# The choice: an assignment of least cost, where the cost of a pair holds all that the module's page ranks.
+# The choice: an assignment of least cost, where the cost of a pair combines all rules of the module's
+# docstring.
 
 
 def _choose(
@@ -333,7 +334,7 @@ def _choose(
     reserved: Mapping[str, int],
     words: _Words,
 ) -> list[int]:
-    """For each of `theirs` the position in `ours`. Raises _Impossible."""
+    """Return for each of `theirs` the position in `ours`. Raises _Impossible."""
     count, places = len(theirs), len(ours)
     lost = next((at for at, row in enumerate(misfits) if all(row)), None)
     needs = f"{words.whose} needs {count} GPU{'s' if count > 1 else ''}, but this host has"
@@ -344,8 +345,8 @@ def _choose(
     if count > places:
         raise _Impossible(f"{needs} {places}", ELSEWHERE, code="GPS-401")
     freest = sorted(range(places), key=lambda at: (-_free(ours[at], reserved), at))
-    # Each rank outweighs the sum of all below it. The freest GPU is worth more than all others together, and
-    # the place of the container's first GPU too.
+    # Each rule outweighs the sum of all rules after it. The freest GPU is worth more than all others
+    # together, and so is the place of the container's first GPU.
     order = places**count
     uuid = order << places
     never = uuid * 2 * (count + 2)
@@ -363,11 +364,11 @@ def _choose(
 
 
 def _find_cheapest(costs: Sequence[Sequence[int]], places: int) -> list[int]:
-    """The column of each row, none twice, for which the costs sum up to the least; rows <= columns.
+    """Return a column for each row, none twice, with the least sum of costs; rows <= columns.
 
-    The Hungarian method. Rows come in one by one; each takes the column that the cheapest chain of moves sets
-    free. Prices on rows and columns keep every cost, less its two prices, at or above 0, so that Dijkstra's
-    way of finding the cheapest chain holds.
+    The Hungarian method. Rows are added one by one; each takes the column that the cheapest chain of moves
+    frees. Prices on rows and columns keep every cost, minus its two prices, at or above 0, so that Dijkstra's
+    algorithm finds the cheapest chain.
     """
     row_price = [0] * len(costs)
     column_price = [0] * places
@@ -401,7 +402,7 @@ def _find_cheapest(costs: Sequence[Sequence[int]], places: int) -> list[int]:
 
 
 def _contenders(misfits: _Misfits, chosen: Sequence[int], left: int) -> tuple[list[int], list[int]]:
-    """GPUs of the checkpoint, `left` among them, that all fit onto too few places only, and these places."""
+    """Return GPUs of the checkpoint, including `left`, that fit only onto too few GPUs, and these GPUs."""
     holders = {place: at for at, place in enumerate(chosen) if not misfits[at][place]}
     rivals, places = [left], set[int]()
     for rival in rivals:
@@ -420,8 +421,8 @@ def _make_too_few_error(
     places: Sequence[int],
     words: _Words,
 ) -> _Impossible:
-    """The refusal where `rivals` fit onto nothing but `places`, which are fewer."""
-    # If the one that needs least does not fit, the others do not.
+    """The refusal if `rivals` fit only onto `places`, which are fewer."""
+    # If the one that needs least does not fit, the others do not either.
     least = min(rivals, key=lambda at: theirs[at].memory_used)
     if places:
         names, here = _names(theirs[at].index for at in rivals), _names(ours[at].index for at in places)
@@ -441,6 +442,6 @@ def _make_too_few_error(
             indices.setdefault(misfit.reason, []).append(ours[at].index)
             hints.add(misfit.hint)
     if words.container and not places and len(indices) > 1:
-        indices.pop(words.not_given.reason, None)  # the sentence has said so
+        indices.pop(words.not_given.reason, None)  # the sentence already says this
     why = "; ".join(f"{_names(numbers)}: {reason}" for reason, numbers in indices.items())
     return _Impossible(sentence, min(hints, key=_HINTS.index), why, code="GPS-401")

@@ -1,7 +1,7 @@
-"""The environment that a process has now, which is not the one that it was started with.
+"""The current environment of a process, which may differ from the one it was started with.
 
-/proc/PID/environ is what execve(2) put there; setenv(3), and with it Python's os.environ and NCCL's
-configuration files, change the strings that libc's `environ` (environ(7)) leads to. Its address is in the
+/proc/PID/environ is what execve(2) put there. setenv(3), and with it Python's os.environ and NCCL's
+configuration files, change the strings that libc's `environ` (environ(7)) points to. Its address is in the
 dynamic symbol table of the libc that the process has mapped (elf(5)).
 """
 
@@ -20,31 +20,31 @@ _SYMBOL = b"environ"
 _SHT_DYNSYM, _ET_EXEC = 11, 2  # elf.h
 _MOST = 20_000  # variables, and bytes of one
 _LONGEST = 128 << 10  # MAX_ARG_STRLEN of Linux
-_ALL = 32 << 20  # bytes of all variables: those of a program that has so many are not looked at
+_ALL = 32 << 20  # bytes of all variables: a program with more is not examined
 _PAGE = 4096
 _TABLE = 16 << 20  # bytes of a table in an ELF file; libc's have 100 KiB
 
 
 def live_environment(pid: int) -> dict[str, str] | None:
-    """The variables that getenv(3) finds in the process; None where that cannot be told.
+    """Return the variables that getenv(3) finds in the process; None if this cannot be determined.
 
-    None for a program that is linked statically, is not of 64 bits, or has gone. The process is only read
-    (process_vm_readv(2)), and may change its variables meanwhile: what is torn then is left out. Raises
-    Unanswered where its memory, or its libc, is in a file that is not answered for.
+    None for a program that is statically linked, is not 64-bit, or has ended. The process is only read
+    (process_vm_readv(2)), and may change its variables meanwhile: a damaged string is omitted. Raises
+    Unanswered if its memory, or its libc, is in a file whose server does not answer.
     """
     return question_process.ask(pid, "its variables", _read_live, pid)
 
 
 def _read_live(pid: int) -> dict[str, str] | None:
     try:
-        where = _pointer(pid)
-        return _strings(pid, where) if where else None
+        where = _find_pointer(pid)
+        return _read_strings(pid, where) if where else None
     except (OSError, ValueError, IndexError, struct.error, OverflowError):
         return None
 
 
-def _strings(pid: int, where: int) -> dict[str, str]:
-    """The strings of an array of pointers that ends with a null pointer."""
+def _read_strings(pid: int, where: int) -> dict[str, str]:
+    """Read the strings of an array of pointers that ends with a null pointer."""
     found: dict[str, str] = {}
     (array,) = struct.unpack("<Q", copies.peek(pid, where, 8))
     left = _ALL
@@ -52,13 +52,13 @@ def _strings(pid: int, where: int) -> dict[str, str]:
         (address,) = struct.unpack("<Q", copies.peek(pid, array + 8 * number, 8))
         if not address:
             break
-        text = _string(pid, address)
+        text = _read_string(pid, address)
         left -= len(text)
         if left < 0:
             raise ValueError("unterminated list of variables")
         name, equals, value = text.partition("=")
         if equals:
-            found.setdefault(name, value)  # getenv takes the first
+            found.setdefault(name, value)  # getenv returns the first one
     return found
 
 
@@ -69,8 +69,8 @@ def _read(file: int, offset: int, size: int) -> bytes:
     return data
 
 
-def _string(pid: int, address: int) -> str:
-    """Up to its null byte, read to the end of each page: the next one may not be mapped."""
+def _read_string(pid: int, address: int) -> str:
+    """Read a string up to its null byte, page by page: the next page may not be mapped."""
     text = bytearray()
     while len(text) < _LONGEST:
         part = copies.peek(pid, address + len(text), _PAGE - (address + len(text)) % _PAGE)
@@ -82,10 +82,11 @@ def _string(pid: int, address: int) -> str:
     return text.decode("utf-8", "surrogateescape")
 
 
-def _pointer(pid: int) -> int:
-    """The address of `environ` in the process; 0 where it has no libc that we know.
+def _find_pointer(pid: int) -> int:
+    """Return the address of `environ` in the process; 0 if it has no known libc.
 
-    A program that is not position-independent and names it has the one that counts (R_X86_64_COPY).
+    If a program that is not position-independent uses `environ`, its own copy is the valid one
+    (R_X86_64_COPY).
     """
     firsts = [fields for fields in proc.named_mappings(pid) if fields[2] == "00000000"]
     program = os.readlink(f"{proc.PROC}/{pid}/exe")
@@ -95,10 +96,10 @@ def _pointer(pid: int) -> int:
         return 0
     for fields in (*programs[:1], *libraries[:1]):
         start, end = (int(each, 16) for each in fields[0].split("-"))
-        # By map_files even where the file has been replaced, or is in another mount namespace.
+        # By map_files, even if the file has been replaced, or is in another mount namespace.
         file = os.open(f"{proc.PROC}/{pid}/map_files/{start:x}-{end:x}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            value, relative = _value(file)
+            value, relative = _read_value(file)
         finally:
             os.close(file)
         if value:
@@ -106,11 +107,11 @@ def _pointer(pid: int) -> int:
     return 0
 
 
-def _value(file: int) -> tuple[int, bool]:
-    """The value of `environ` in an ELF file of 64 bits, and whether that counts from the file's start.
+def _read_value(file: int) -> tuple[int, bool]:
+    """Return the value of `environ` in a 64-bit ELF file, and whether it is relative to the file's start.
 
-    0 where the file does not have it. Raises ValueError, IndexError or OverflowError for what is no such
-    file. It is the container's, which may shorten it at any moment: so it is not mapped.
+    0 if the file does not have it. Raises ValueError, IndexError or OverflowError if it is not such a file.
+    The file belongs to the container, which may shorten it at any moment, so it is not mapped.
     """
     head = _read(file, 0, 64)
     if head[:6] != b"\x7fELF\2\1":
@@ -118,21 +119,21 @@ def _value(file: int) -> tuple[int, bool]:
     relative = struct.unpack_from("<H", head, 16)[0] != _ET_EXEC
     (first,) = struct.unpack_from("<Q", head, 40)
     size, number = struct.unpack_from("<HH", head, 58)
-    table = _table(file, first, size * number)
+    table = _read_table(file, first, size * number)
     headers = [struct.unpack_from("<IIQQQQIIQQ", table, size * at) for at in range(number)]
     dynamic = next((header for header in headers if header[1] == _SHT_DYNSYM), None)
     if dynamic is None:
         return 0, relative
     strings = headers[dynamic[6]]
-    names = _table(file, strings[4], strings[5])
-    symbols = _table(file, dynamic[4], dynamic[5])
+    names = _read_table(file, strings[4], strings[5])
+    symbols = _read_table(file, dynamic[4], dynamic[5])
     for name, _, _, section, value, _ in struct.iter_unpack("<IBBHQQ", symbols[: len(symbols) // 24 * 24]):
         if section and names[name : name + len(_SYMBOL) + 1] == _SYMBOL + b"\0":
             return int(value), relative
     return 0, relative
 
 
-def _table(file: int, offset: int, size: int) -> bytes:
+def _read_table(file: int, offset: int, size: int) -> bytes:
     if size > _TABLE:
         raise ValueError("larger than any")
     return _read(file, offset, size)

@@ -1,8 +1,8 @@
-"""Mount namespaces, as one thread of ours sees and changes them; the rest of the process stays where it is.
+"""Mount namespaces, joined and changed by one thread of gpusnap; its other threads stay where they are.
 
-A thread may leave its process' namespace alone once it has a file system context of its own (unshare(2),
-CLONE_FS; setns(2)). It cannot share one again: such a thread ends with its work. As mount(2) cannot reach
-into another namespace, a mount is carried there by open_tree(2) and move_mount(2), from Linux 5.2 on.
+A thread may leave its process's namespace alone once it has a file system context of its own (unshare(2),
+CLONE_FS; setns(2)). It cannot share one again, so such a thread ends with its work. mount(2) cannot reach
+into another namespace; open_tree(2) and move_mount(2) can carry a mount there, since Linux 5.2.
 
 Every failure is an OSError with the call and the path in its `filename`.
 """
@@ -37,7 +37,7 @@ _libc.setns.argtypes = [ctypes.c_int, ctypes.c_int]
 _libc.unshare.argtypes = [ctypes.c_int]
 _libc.setfsuid.argtypes = [ctypes.c_uint]
 _libc.setfsgid.argtypes = [ctypes.c_uint]
-# syscall(2) by index: each a function of its own, with its own types. Older C libraries name neither call.
+# syscall(2) by number, each with its own types. Older C libraries have no functions for these calls.
 _open_tree, _move_mount = _libc["syscall"], _libc["syscall"]
 _open_tree.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
 _move_mount.argtypes = [
@@ -47,20 +47,20 @@ _open_tree.restype = _move_mount.restype = ctypes.c_long
 
 
 def is_lasting() -> bool:
-    """Whether what we mount stays when we are gone: our namespace is the host's, as far as can be seen.
+    """Whether mounts of this process stay when it ends: its namespace is the host's, as far as can be seen.
 
     It is not in a systemd unit with PrivateTmp=, ProtectSystem= and the like.
     """
     init, ours = proc.namespace(1, "mnt"), proc.namespace(os.getpid(), "mnt")
     if init:
         return init == ours
-    # Somebody keeps us from asking. A namespace that systemd made receives mounts, and passes none on.
+    # It is not permitted to check. A namespace made by systemd receives mounts, and propagates none.
     tags = next((m.tags for m in reversed(proc.mounts("self")) if m.destination in ("/run", "/")), ())
     return any(tag.startswith("shared:") for tag in tags) or not any(t.startswith("master:") for t in tags)
 
 
 def run_joined(space: int, path: str, work: Callable[[], None]) -> None:
-    """Do `work` in a thread that has joined an open mount namespace; raises what it raises."""
+    """Run `work` in a thread that has joined an open mount namespace; raise what it raises."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -78,21 +78,21 @@ def run_joined(space: int, path: str, work: Callable[[], None]) -> None:
 
 
 def join(space: int, path: str) -> None:
-    """Have this thread join an open mount namespace; its root and working directory are that one's root."""
+    """Make this thread join an open mount namespace; that one's root becomes its root and directory."""
     # setns(2) refuses a thread that shares its root and working directory with others.
     _check("unshare", "CLONE_FS", _libc.unshare(_CLONE_FS))
     _check("setns", path, _libc.setns(space, _CLONE_NEWNS))
 
 
 def leave() -> None:
-    """Give this thread a copy of the namespace that it is in; its file system context is its own, too."""
+    """Give this thread a copy of its namespace, and a file system context of its own."""
     _check("unshare", "CLONE_NEWNS", _libc.unshare(_CLONE_NEWNS))
 
 
 def open_tree(path: str, *, recursive: bool = False) -> int:
-    """A copy of what is mounted at `path`, as a descriptor; it is nowhere yet, and follows no last link.
+    """Return a copy of the mount at `path` as a descriptor. It is not mounted yet. No last link is followed.
 
-    With `recursive`, what is mounted below it comes along.
+    With `recursive`, mounts below it are copied too.
     """
     flags = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | _AT_SYMLINK_NOFOLLOW
     flags |= _AT_RECURSIVE if recursive else 0
@@ -100,7 +100,7 @@ def open_tree(path: str, *, recursive: bool = False) -> int:
 
 
 def move_mount(tree: int, path: str, *, onto: int | None = None) -> None:
-    """Mount what `open_tree` gave at `path`, or on the open file `onto`, which errors call `path`."""
+    """Mount a tree of `open_tree` at `path`, or on the open file `onto`, which errors call `path`."""
     place, name, flags = _AT_FDCWD, os.fsencode(path), _F_EMPTY_PATH
     if onto is not None:
         place, name, flags = onto, b"", _F_EMPTY_PATH | _T_EMPTY_PATH
@@ -108,25 +108,25 @@ def move_mount(tree: int, path: str, *, onto: int | None = None) -> None:
 
 
 def detach(folder: int, name: str, path: str) -> None:
-    """Unmount what is at `name` in an open folder, which becomes this thread's; errors call it `path`."""
+    """Unmount `name` in an open directory, which becomes this thread's; errors call it `path`."""
     os.fchdir(folder)
     _check("umount2", path, _libc.umount2(os.fsencode(name), _MNT_DETACH | _UMOUNT_NOFOLLOW))
 
 
 def make_private(folder: int, name: str, path: str) -> None:
-    """Take the mount at `name` in an open folder, which becomes this thread's, out of its peer group."""
+    """Take the mount `name` in an open directory, which becomes this thread's, out of its peer group."""
     os.fchdir(folder)
     _check("mount", path, _libc.mount(None, os.fsencode(name), None, _MS_PRIVATE, None))
 
 
 def make_slaves() -> None:
-    """Keep what is mounted in this thread's namespace from the one that it was copied from."""
+    """Stop the propagation of mounts from this thread's namespace to the one that it was copied from."""
     _check("mount", "/", _libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None))
 
 
 @contextmanager
 def in_the_name_of(uid: int, gid: int) -> Iterator[None]:
-    """Have this thread reach files as this user and group (setfsuid(2)), which tell of no failure."""
+    """Make this thread access files as this user and group (setfsuid(2)), which report no failure."""
     before = _libc.setfsgid(gid), _libc.setfsuid(uid)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The mounts of a container, shown at a path to one thread of ours and to the children it starts."""
+"""Shows the mounts of a container at a path, to one thread of gpusnap and the children that it starts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from gpusnap.runtime_shim.process import mount_namespace
 
 
 def show_mounts(pid: int, path: str) -> None:
-    """Show what process `pid` sees from its root at `path`; only the calling thread and its children see it.
+    """Show what process `pid` sees from its root at `path`, to the calling thread and its children only.
 
-    To be called in a thread that ends afterwards. Raises OSError, and the thread is of no use then.
+    Call it in a thread that ends afterwards. Raises OSError; the thread cannot be used then.
     """
     places = "/proc/thread-self/ns/mnt", f"/proc/{pid}/ns/mnt"
     with ExitStack() as stack:

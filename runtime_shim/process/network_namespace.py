@@ -1,4 +1,4 @@
-"""Network namespaces, as one thread of ours sees them; the rest of us stays where it is (setns(2))."""
+"""Network namespaces, joined by one thread of gpusnap; its other threads stay where they are (setns(2))."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _libc.setns.argtypes = [ctypes.c_int, ctypes.c_int]
 
 
 def run_joined(path: str, work: Callable[[], None]) -> None:
-    """Do `work` in a thread that has joined the namespace with this path; raises what it raises.
+    """Run `work` in a thread that has joined the namespace with this path; raise what it raises.
 
-    Raises OSError where it cannot be joined, and GpusnapError where there can be no thread.
+    Raises OSError if it cannot be joined, and GpusnapError if no thread can be started.
     """
     failed: list[BaseException] = []
 

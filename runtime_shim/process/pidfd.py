@@ -1,12 +1,12 @@
 """Signals that reach the process that was listed, and no later one with its PID: pidfd_open(2).
 
-A PID is free for another process as soon as its own has been waited for, which may happen between a look at
-/proc and a signal. So each process gets a descriptor when it is first listed, and signals are sent by that.
-The start time (proc_pid_stat(5), field 22) says whether a descriptor is of the process that was meant.
+Another process may get a PID as soon as its process has been waited for, which may happen between a read of
+/proc and a signal. So each process gets a descriptor when it is first listed, and signals are sent with it.
+The start time (proc_pid_stat(5), field 22) shows whether a descriptor belongs to the intended process.
 
-Descriptors are close-on-exec, and those of processes that have ended are closed when others are remembered.
-They take a quarter of the limit (RLIMIT_NOFILE) at most; beyond that the start time alone is kept, and the
-descriptor is opened and compared when a signal is sent.
+Descriptors are close-on-exec, and those of ended processes are closed when others are remembered. They use at
+most a quarter of the limit (RLIMIT_NOFILE). Beyond that only the start time is kept, and the descriptor is
+opened and compared when a signal is sent.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gpusnap.runtime_shim.process import proc
 _SHARE = 4
 _FEWEST = 16
 
-# PID to start time, and to a descriptor where one is kept.
+# PID to start time, and to a descriptor if there is one.
 _starts: dict[int, int] = {}
 _kept: dict[int, int] = {}
 _lock = threading.RLock()
 
 
 def remember(processes: Iterable[tuple[int, int]]) -> None:
-    """Note these processes, by PID and start time; from now on `send` reaches them alone."""
+    """Remember these processes, by PID and start time; from now on `send` reaches only them."""
     with _lock:
         fresh = {pid: start for pid, start in processes if _starts.get(pid) != start}
         if not fresh:
@@ -43,16 +43,16 @@ def remember(processes: Iterable[tuple[int, int]]) -> None:
         for pid, start in fresh.items():
             _starts[pid] = start
             if len(_kept) < most:
-                with contextlib.suppress(OSError):  # it has ended, or no descriptor is left
+                with contextlib.suppress(OSError):  # it has ended, or no more descriptors can be opened
                     found = _open(pid, start)
                     if found is not None:
                         _kept[pid] = found
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to the process that was remembered with this PID; to the present one if none was.
+    """Send a signal to the process that was remembered with this PID; to the current one if none was.
 
-    Nothing happens where it has ended. Raises PermissionError.
+    Do nothing if it has ended. Raises PermissionError.
     """
     with _lock, contextlib.suppress(ProcessLookupError):
         if pid not in _starts:
@@ -67,19 +67,19 @@ def send(pid: int, number: int) -> None:
 
 
 def forget() -> None:
-    """Close all descriptors, and remember nobody."""
+    """Close all descriptors, and forget all processes."""
     with _lock:
         for pid in list(_starts):
             _drop(pid)
 
 
 def _send_to(pid: int, start: int, number: int) -> None:
-    """Send a signal to a process of which no descriptor is kept."""
+    """Send a signal to a process without a kept descriptor."""
     try:
         found = _open(pid, start)
     except (ProcessLookupError, PermissionError):
         raise
-    except OSError:  # no descriptor is left: a process that nobody lets go on would be worse
+    except OSError:  # no descriptor can be opened: a process that nobody continues would be worse
         if proc.is_same(pid, start):
             os.kill(pid, number)
         return
@@ -91,9 +91,9 @@ def _send_to(pid: int, start: int, number: int) -> None:
 
 
 def _open(pid: int, start: int) -> int | None:
-    """A descriptor of the process; None where it is another by now. Raises OSError."""
+    """Open a descriptor of the process; None if its PID belongs to another one now. Raises OSError."""
     found = os.pidfd_open(pid)
-    # After that: what has this PID now is what the descriptor is of, or has ended.
+    # After that: the process with this PID is the one of the descriptor, or has ended.
     if proc.is_same(pid, start):
         return found
     os.close(found)
@@ -107,7 +107,7 @@ def _drop(pid: int) -> None:
 
 
 def _sweep() -> None:
-    """Close the descriptors of those that have ended; that they have is remembered by their start time."""
+    """Close the descriptors of ended processes; their start times still show that they have ended."""
     poll = select.poll()
     ours = {found: pid for pid, found in _kept.items()}
     for found in ours:

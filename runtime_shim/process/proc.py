@@ -1,7 +1,7 @@
-"""What /proc says of processes: proc(5) and its pages proc_pid_stat(5), proc_pid_status(5), cgroups(7).
+"""Processes in /proc: proc(5) and its pages proc_pid_stat(5), proc_pid_status(5), cgroups(7).
 
-A process may vanish at any moment; every function here then answers None or an empty value, never an error.
-A kernel that cannot answer is no process that is gone: GpusnapError.
+A process may end at any moment. Every function here then returns None or an empty value, and raises no error.
+If the kernel cannot answer, that does not mean that the process has ended: GpusnapError.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _T = TypeVar("_T")
 
 PROC = "/proc"
 PASSING = frozenset((errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.EIO))
-"""What the kernel says for a moment, and not of the process."""
-# Seconds to ask again, and between two times.
+"""Errors of the kernel that are temporary, and do not concern the process."""
+# Seconds to ask again, and between two tries.
 _PATIENCE, _PAUSE = 2.0, 0.01
 # include/linux/sched.h, PF_EXITING and PF_KTHREAD; field 9 of proc_pid_stat(5)
 _EXITING, _KERNEL_THREAD = 0x4, 0x200000
@@ -30,12 +30,12 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process as it was seen once; `start` tells it from a later one with the same PID."""
+    """A process as it was seen; `start` distinguishes it from a later one with the same PID."""
 
     pid: int
-    """In our PID namespace."""
+    """In the PID namespace of gpusnap."""
     ns_pids: tuple[int, ...]
-    """In each PID namespace from ours down to its own (NSpid of proc_pid_status(5))."""
+    """In each PID namespace from gpusnap's down to its own (NSpid of proc_pid_status(5))."""
     comm: str
     command: tuple[str, ...]
     start: int
@@ -43,13 +43,13 @@ class Process:
 
 
 def _read(path: str) -> str | None:
-    """The text of a file of /proc; None where there is none, or it is not for us. Raises GpusnapError."""
+    """Read a file of /proc; None if there is none, or access is denied. Raises GpusnapError."""
     return _answer(path, _content)
 
 
 def _read_memory(path: str) -> str | None:
-    """As `_read`, of a file for which the kernel looks at the process' memory: it may have us wait there."""
-    from gpusnap.runtime_shim import deadlines  # threads, which not everybody needs
+    """Like `_read`, for a file that needs the process's memory: the kernel may wait there."""
+    from gpusnap.runtime_shim import deadlines  # starts threads, which not every caller needs
 
     try:
         return _answer(path, lambda path: deadlines.ask(lambda: _content(path), path))
@@ -63,12 +63,12 @@ def _read_memory(path: str) -> str | None:
 
 
 def _names(path: str) -> list[str]:
-    """The names in a folder of /proc; none where that is gone. Raises GpusnapError."""
+    """Return the names in a directory of /proc; none if it is gone. Raises GpusnapError."""
     return _answer(path, os.listdir) or []
 
 
 def _content(path: str) -> str:
-    # A buffered file would take three times as long, and one look at a container reads hundreds.
+    # A buffered file would take three times as long, and one inspection of a container reads hundreds.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         pieces = []
@@ -80,10 +80,10 @@ def _content(path: str) -> str:
 
 
 def _answer(path: str, ask: Callable[[str], _T]) -> _T | None:
-    """What the kernel answers of a path; None where there is none, or it is not for us.
+    """Return the kernel's answer for a path; None if the file is gone, or access is denied.
 
-    Nothing else counts as gone: a kernel that is short of memory or descriptors for a moment is asked again.
-    Raises GpusnapError where it still says no.
+    Nothing else counts as gone: a kernel that lacks memory or descriptors for a moment is asked again. Raises
+    GpusnapError if it still fails.
     """
     deadline = time.monotonic() + _PATIENCE
     while True:
@@ -104,43 +104,43 @@ def _answer(path: str, ask: Callable[[str], _T]) -> _T | None:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of a file of /proc. The kernel escapes a newline within names, but not what else ends lines.
+    """Split a file of /proc into lines. The kernel escapes a newline in a name, but no other line separator.
 
-    str.splitlines knows form feeds and line separators (U+2028), too, which may be in any name.
+    str.splitlines would also split at form feeds and line separators (U+2028), which any name may contain.
     """
     return text.removesuffix("\n").split("\n") if text else []
 
 
 def lines(path: str) -> list[str]:
-    """The lines of a file of /proc, given by its path; none where it is not there, or not for us."""
+    """Return the lines of a file of /proc, given by its path; none if it is gone, or access is denied."""
     return _lines(_read(path) or "")
 
 
 def pids() -> Iterator[int]:
-    """Every process that our PID namespace sees."""
+    """Yield every PID that gpusnap's PID namespace sees."""
     yield from (int(name) for name in _names(PROC) if name.isdigit())
 
 
 def _stat(pid: int | str) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third on: a name may hold blanks and brackets."""
+    """Return the fields of /proc/PID/stat from the third on: a name may contain blanks and brackets."""
     text = _read(f"{PROC}/{pid}/stat")
     return text.rpartition(")")[2].split() if text else None
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
+    """Whether the process exists and is no zombie."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in "ZX"
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process is there, is no zombie and not on its way out."""
+    """Whether the process exists, is no zombie and is not exiting."""
     stat = _stat(pid)
     return stat is not None and stat[0] not in "ZXx" and not int(stat[6]) & _EXITING
 
 
 def is_dying(pid: int) -> bool:
-    """Whether the process cannot go on: it has SIGKILL pending, or exits, which takes a large one seconds."""
+    """Whether the process cannot continue: SIGKILL is pending, or it exits, which may take seconds."""
     stat = _stat(pid)
     if stat is None or stat[0] in "ZX" or int(stat[6]) & _EXITING:
         return True
@@ -148,7 +148,7 @@ def is_dying(pid: int) -> bool:
 
 
 def _iterate_pending(pid: int) -> Iterator[int]:
-    """The signals that the main thread, and that the process, has pending, each as a mask."""
+    """Yield the pending signals of the main thread, and those of the process, each as a mask."""
     text = _read(f"{PROC}/{pid}/status") or ""
     for line in _lines(text):
         if line.startswith(("SigPnd:", "ShdPnd:")):
@@ -156,7 +156,7 @@ def _iterate_pending(pid: int) -> Iterator[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal or a tracer stopped the process, or its cgroup is frozen: it answers nobody."""
+    """Whether a signal or a tracer stopped the process, or its cgroup is frozen: it cannot answer."""
     stat = _stat(pid)
     if stat is not None and stat[0] in "Tt":
         return True
@@ -177,13 +177,13 @@ def is_still(pid: int) -> bool:
 
 
 def states(pid: int) -> Iterator[str]:
-    """The state of each of its threads (R, S, D, T, …), X of one that is gone; none where the process is."""
+    """Yield the state of each of its threads (R, S, D, T, …; X: ended); none if the process is gone."""
     for task in threads(pid):
         yield (_stat(f"{pid}/task/{task}") or "X")[0]
 
 
 def threads(pid: int) -> list[int]:
-    """The TIDs of a process; none where it is gone."""
+    """Return the TIDs of a process; none if it is gone."""
     return [int(name) for name in _names(f"{PROC}/{pid}/task")]
 
 
@@ -194,14 +194,14 @@ def is_thread_stopped(pid: int, tid: int) -> bool:
 
 
 def stop_pending(pid: int) -> bool:
-    """Whether a SIGSTOP waits for the process to go on."""
+    """Whether a SIGSTOP is pending for the process."""
     return any(mask & 1 << (SIGSTOP - 1) for mask in _iterate_pending(pid))
 
 
 def has_gone_on(pid: int) -> bool:
-    """Whether a process that was stopped runs; told by its main thread, and as cheaply as can be.
+    """Whether a process that was stopped runs, according to its main thread; this check is cheap.
 
-    Not where that is traced: its tracer lets it run, and no other.
+    False if that thread is traced: then its tracer lets only that one run.
     """
     stat = _stat(pid)
     if stat is None or stat[0] not in "RSD":
@@ -210,13 +210,13 @@ def has_gone_on(pid: int) -> bool:
 
 
 def progress(pid: int, tid: int) -> int:
-    """Milliseconds that a thread has run (proc_pid_schedstat(5)); 0 where it is gone."""
+    """Return the milliseconds that a thread has run (proc_pid_schedstat(5)); 0 if it is gone."""
     text = _read(f"{PROC}/{pid}/task/{tid}/schedstat")
     return int(text.split()[0]) // 1_000_000 if text else 0
 
 
 def thread_by_inner_number(pid: int, number: int) -> int:
-    """The TID here of the thread that its own PID namespace knows by this number; 0 where there is none."""
+    """Return the TID here of the thread that has this number in its own PID namespace; 0 if there is none."""
     if number <= 0:
         return 0
     for tid in threads(pid):
@@ -227,36 +227,36 @@ def thread_by_inner_number(pid: int, number: int) -> int:
 
 
 def activity(pid: int, tid: int) -> tuple[str, int]:
-    """A thread's state (R, S, D, T, …) and the clock ticks that it has run; "X" and 0 when it is gone."""
+    """Return a thread's state (R, S, D, T, …) and its running time in clock ticks; "X", 0 if it is gone."""
     stat = _stat(f"{pid}/task/{tid}")
     return (stat[0], int(stat[11]) + int(stat[12])) if stat else ("X", 0)
 
 
 def comm(pid: int) -> str:
-    """The name of the process' main thread; empty when it is gone."""
+    """Return the name of the process's main thread; empty if it is gone."""
     return (_read(f"{PROC}/{pid}/comm") or "").rstrip("\n")
 
 
 def thread_name(pid: int, tid: int) -> str:
-    """The name of a thread (proc_pid_comm(5)); empty when it is gone."""
+    """Return the name of a thread (proc_pid_comm(5)); empty if it is gone."""
     return (_read(f"{PROC}/{pid}/task/{tid}/comm") or "").rstrip("\n")
 
 
 def command(pid: int) -> tuple[str, ...]:
-    """Its argument list; empty for a zombie or when it is gone."""
+    """Return its argument list; empty for a zombie or if it is gone."""
     text = _read_memory(f"{PROC}/{pid}/cmdline") or ""
     return tuple(text.removesuffix("\0").split("\0")) if text else ()
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The environment it was started with."""
+    """Return the environment that it was started with."""
     text = _read_memory(f"{PROC}/{pid}/environ") or ""
     pairs = (item.partition("=") for item in text.split("\0") if "=" in item)
     return {name: value for name, _, value in pairs}
 
 
 def process(pid: int) -> Process | None:
-    """The process, or None where it is gone or a zombie."""
+    """Return the process; None if it is gone or a zombie."""
     stat, status = _stat(pid), _read(f"{PROC}/{pid}/status")
     if stat is None or status is None or stat[0] in "ZX":
         return None
@@ -271,19 +271,19 @@ def is_same(pid: int, start: int) -> bool:
 
 
 def exists(pid: int, start: int) -> bool:
-    """Whether the process that began at `start` still has this PID, be it as a zombie."""
+    """Whether the process that began at `start` still has this PID, even as a zombie."""
     stat = _stat(pid)
     return stat is not None and int(stat[19]) == start
 
 
 def parent(pid: int) -> int:
-    """The parent of a process; 0 where it is gone, or has none in our PID namespace."""
+    """Return the parent of a process; 0 if it is gone, or has none in gpusnap's PID namespace."""
     stat = _stat(pid)
     return int(stat[1]) if stat is not None else 0
 
 
 def parents() -> dict[int, int]:
-    """Parent by PID, of every process but the kernel's own, which are in no container."""
+    """Return the parent of every process, by PID, except the kernel's own, which are in no container."""
     found = {}
     for pid in pids():
         stat = _stat(pid)
@@ -293,7 +293,7 @@ def parents() -> dict[int, int]:
 
 
 def cgroups(pid: int | str) -> dict[str, str]:
-    """Path by hierarchy, as seen from our cgroup namespace; the key of version 2 is empty (cgroups(7)).
+    """Return path by hierarchy, seen from gpusnap's cgroup namespace; version 2 has the key "" (cgroups(7)).
 
     `pid` may be "self".
     """
@@ -303,22 +303,22 @@ def cgroups(pid: int | str) -> dict[str, str]:
 
 
 def namespace(pid: int, kind: str) -> str:
-    """The identity of a namespace, e.g. pid:[4026531836]; empty when the process is gone.
+    """Return the identity of a namespace, e.g. pid:[4026531836]; empty if the process is gone.
 
-    Raises GpusnapError, as all here do that read a file of /proc, where the kernel goes on to say no.
+    Raises GpusnapError if the kernel repeatedly fails, like all functions here that read a file of /proc.
     """
     return _answer(f"{PROC}/{pid}/ns/{kind}", os.readlink) or ""
 
 
 def own_pid_namespace() -> int:
-    """The number of our PID namespace. Raises OSError where the kernel does not say."""
+    """Return the number of gpusnap's PID namespace. Raises OSError if the kernel does not say it."""
     return os.stat(f"{PROC}/self/ns/pid").st_ino
 
 
 def open_files(pid: int) -> Iterator[tuple[str, str]]:
-    """What a process has open: the descriptor's link in /proc and where it leads, socket:[1] for one.
+    """Yield a process's open files: the descriptor's link in /proc and its target, for example socket:[1].
 
-    What is closed meanwhile is left out (proc_pid_fd(5)).
+    Files that are closed meanwhile are omitted (proc_pid_fd(5)).
     """
     folder = f"{PROC}/{pid}/fd"
     for name in _names(folder):
@@ -328,16 +328,16 @@ def open_files(pid: int) -> Iterator[tuple[str, str]]:
 
 
 def memory(pid: int) -> int:
-    """Bytes that a dump of the process has to write at most: its resident anonymous and shared memory."""
+    """Return the most bytes that a dump of the process writes: its resident anonymous and shared memory."""
     status = _read(f"{PROC}/{pid}/status") or ""
     wanted = ("RssAnon:", "RssShmem:", "VmSwap:")
     return sum(int(line.split()[1]) << 10 for line in _lines(status) if line.startswith(wanted))
 
 
 def peak_memory() -> int:
-    """Bytes of RAM that we ourselves had at most (proc_pid_status(5), VmHWM), shared memory included.
+    """Return the most RAM that this process used, in bytes (proc_pid_status(5), VmHWM), with shared memory.
 
-    0 where it cannot be read: it is told for information only.
+    0 if it cannot be read, because it is only for information.
     """
     try:
         with open("/proc/self/status", "rb") as file:
@@ -347,12 +347,12 @@ def peak_memory() -> int:
 
 
 def available_memory() -> int:
-    """MemAvailable of proc_meminfo(5) in bytes; 0 where it is not told."""
+    """Return MemAvailable of proc_meminfo(5) in bytes; 0 if it is not reported."""
     return _read_meminfo("MemAvailable:") or 0
 
 
 def unused_memory() -> int | None:
-    """MemFree of proc_meminfo(5) in bytes, which no page cache has either; None where it is not told."""
+    """Return MemFree of proc_meminfo(5) in bytes, without the page cache; None if it is not reported."""
     return _read_meminfo("MemFree:")
 
 
@@ -364,12 +364,12 @@ def _read_meminfo(name: str) -> int | None:
 
 
 def maps(pid: int) -> str:
-    """The process' mappings as text, one a line (proc_pid_maps(5)); empty when it is gone."""
+    """Return the process's mappings as text, one per line (proc_pid_maps(5)); empty if it is gone."""
     return _read_memory(f"{PROC}/{pid}/maps") or ""
 
 
 def named_mappings(pid: int) -> Iterator[tuple[str, ...]]:
-    """The six fields of each of its mappings that has a name (proc_pid_maps(5)), the name last."""
+    """Yield the six fields of each of its mappings that has a name (proc_pid_maps(5)), the name last."""
     for line in _lines(maps(pid)):
         fields = line.split(None, 5)
         if len(fields) > 5:
@@ -377,10 +377,10 @@ def named_mappings(pid: int) -> Iterator[tuple[str, ...]]:
 
 
 def unix_sockets(pid: int) -> tuple[str, ...]:
-    """The names of the Unix sockets that the process has open and that have one (proc_net_unix(5)).
+    """Return the names of the process's open Unix sockets, if they have one (proc_net_unix(5)).
 
-    An abstract one begins with "@"; the null bytes that fill up its name, which the kernel shows as "@", are
-    left out.
+    An abstract name begins with "@". The null bytes that fill up its name, which the kernel also shows as
+    "@", are omitted.
     """
     held: set[str] = set()
     for number in _names(f"{PROC}/{pid}/fd"):
@@ -401,18 +401,18 @@ class Mount:
     root: str
     """The path within that file system which is mounted."""
     destination: str
-    """Where, in the process' root."""
+    """The path in the process's root."""
     options: tuple[str, ...]
     tags: tuple[str, ...]
     """Optional fields: shared:N, master:N."""
     kind: str
     """The file system's type."""
     upper: str = ""
-    """The upper directory of an overlay, as it was mounted."""
+    """The upper directory of an overlay, as given to mount."""
 
 
 def mounts(pid: int | str) -> tuple[Mount, ...]:
-    """The mounts that a process sees, in the order in which they were made; `pid` may be "self"."""
+    """Return the mounts that a process sees, in the order in which they were made; `pid` may be "self"."""
     text = _read(f"{PROC}/{pid}/mountinfo") or ""
     found = []
     for line in _lines(text):
@@ -430,7 +430,7 @@ def mounts(pid: int | str) -> tuple[Mount, ...]:
 
 
 def host_path(mount: Mount) -> str | None:
-    """The path on this host of what a bind mount shows; None where no mount of ours reaches it."""
+    """Return the path on this host of a bind mount's source; None if no mount of gpusnap's reaches it."""
     for ours in mounts("self"):
         inside = mount.root == ours.root or mount.root.startswith(ours.root.rstrip("/") + "/")
         if ours.device == mount.device and inside:

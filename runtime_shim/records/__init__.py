@@ -1,1 +1,1 @@
-"""The manifest of a checkpoint, and where it lies."""
+"""The manifest of a checkpoint, and its place."""

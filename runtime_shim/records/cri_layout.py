@@ -1,14 +1,14 @@
-"""gpusnap's folder of an image directory as files of that directory itself, for containerd's CRI plugin.
+"""Renames the files of gpusnap's directory to files of the image directory, for containerd's CRI plugin.
 
-CheckpointContainer puts every entry of the images' tar into one directory as a file (containerd 2.0 on,
-internal/cri/server/container_checkpoint_linux.go, writeCriuCheckpointData), and fails at the first folder.
-What it is given therefore has no folder, and names such as
+CheckpointContainer writes every entry of the images' tar as a file into one directory (containerd 2.0 and
+later, internal/cri/server/container_checkpoint_linux.go, writeCriuCheckpointData), and fails at the first
+directory. So it gets no directory, but names such as
 
     gpusnap%2Fmanifest.json
     gpusnap%2Fblobs%2Fsha256%2F6a09e667…
 
-They are put back before anything looks for them: by the runtime when it restores, in memory by what reads an
-archive. Files are renamed only, whatever their size.
+They are renamed back before anything uses them: by the runtime when it restores, in memory by readers of an
+archive. Files are only renamed, whatever their size.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gpusnap.runtime_shim.records.manifest import FOLDER, NAME
 
 _SLASH = "%2F"
 _BEGINNING = FOLDER + _SLASH
-# What the names of our files consist of: none leads anywhere else.
+# The characters in the names of gpusnap's files: none leads anywhere else.
 _PART = compile_later(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
-# Of containerd: plugins/services/tasks/local.go, for images that go into its content store, and
+# From containerd: plugins/services/tasks/local.go, for images that go into its content store, and
 # internal/cri/annotations.
 _TEMPORARY = "ctrd-checkpoint"
 OF_CRI = "io.kubernetes.cri.container-type"
@@ -36,12 +36,12 @@ OF_CRI = "io.kubernetes.cri.container-type"
 
 
 def is_wanted(image_path: str, annotations: Mapping[str, str]) -> bool:
-    """Whether containerd's CRI plugin takes the images, by their path and the container's annotations."""
+    """Whether containerd's CRI plugin will get the images, by their path and the annotations."""
     return os.path.basename(os.path.normpath(image_path)).startswith(_TEMPORARY) and OF_CRI in annotations
 
 
 def name_naturally(name: str) -> str:
-    """The path that a file's name stands for, relative to the image directory; others are as they are."""
+    """Return the path that a file's name means, relative to the image directory; other names unchanged."""
     if not name.startswith(_BEGINNING):
         return name
     parts = name.split(_SLASH)
@@ -49,7 +49,7 @@ def name_naturally(name: str) -> str:
 
 
 def fold(image_path: str) -> None:
-    """Make files of the image directory out of those in our folder, and remove that. Raises ImageError."""
+    """Turn the files of gpusnap's directory into files of the image directory. Raises ImageError."""
     top = os.path.join(image_path, FOLDER)
     try:
         for folder, folders, names in os.walk(top, topdown=False):
@@ -68,15 +68,15 @@ def fold(image_path: str) -> None:
 
 
 def unfold(image_path: str) -> None:
-    """Put our folder in the image directory together again, if `fold` made files of it. Raises ImageError.
+    """Restore gpusnap's directory in the image directory, if `fold` made files of it. Raises ImageError.
 
-    The images may be anybody's: no link is followed below the directory, none is moved, and nothing that is
-    there already gives way.
+    The images may come from anybody: no link is followed below the directory, none is moved, and no existing
+    file is replaced.
     """
     try:
         top = os.open(image_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        return  # whoever reads the images says so
+        return  # the reader of the images reports it
     try:
         try:
             found = [name for name in os.listdir(top) if name_naturally(name) != name]
@@ -99,7 +99,7 @@ def unfold(image_path: str) -> None:
 
 
 def _move(top: int, name: str, path: Sequence[str]) -> None:
-    """Rename a file in the folder `top` to a path below it, whose folders are made where they are not."""
+    """Rename a file in the directory `top` to a path below it; missing directories are created."""
     if not stat.S_ISREG(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     folder = os.dup(top)

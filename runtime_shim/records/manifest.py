@@ -1,14 +1,14 @@
 """The manifest of a checkpoint: <image path>/gpusnap/manifest.json.
 
-It is written last: a checkpoint of GPU processes without it is no checkpoint. Because the container is gone
-once CRIU has dumped it (without --leave-running), nothing may be left to fail after that: `Draft` puts the
-whole manifest on disk beforehand, under another name, and afterwards only renames it.
+It is written last: without it, there is no checkpoint of GPU processes. The container is gone once CRIU has
+dumped it (without --leave-running), so nothing may fail after that. Therefore `Draft` writes the whole
+manifest to disk before, under another name, and afterwards only renames it.
 
     gpusnap/                  made first: an image directory that has it belongs to gpusnap
     gpusnap/manifest.pending  while CRIU dumps
-    gpusnap/manifest.json     the checkpoint is whole
+    gpusnap/manifest.json     the checkpoint is complete
 
-Here is what it says. manifest_json.py has its form, manifest_file.py reads and writes the file.
+This module has its content. manifest_json.py has its format, manifest_file.py reads and writes the file.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 FOLDER = "gpusnap"
 INVENTORY = "inventory.img"
-"""CRIU writes it last of what a restore cannot do without; Podman refuses an archive without it."""
+"""The last file that CRIU writes and that a restore needs; Podman refuses an archive without it."""
 NAME = "manifest.json"
 VERSION = "1.0"
 PENDING = "manifest.pending"
 INDEX = "index.json"
-"""Of the layout beside it (image-spec, image-layout.md)."""
+"""The index of the layout beside it (image-spec, image-layout.md)."""
 DIGEST = "io.gpusnap.manifest.digest"
 """An annotation of that index: the digest of manifest.json."""
 LARGEST_INDEX = 4 << 20
-# Far above any real one (4096 processes make about 1 MiB), far below what could hurt to parse.
+# Far above any real one (4096 processes make about 1 MiB), and still harmless to parse.
 LARGEST = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRecord:
-    """A GPU as it was on the host of the checkpoint; sizes in bytes."""
+    """A GPU on the host of the checkpoint; sizes in bytes."""
 
     uuid: str
     minor: int
@@ -48,9 +48,9 @@ class GpuRecord:
     compute_capability: str
     memory_total: int
     memory_used: int
-    """By this container's processes."""
+    """Bytes used by this container's processes."""
     pci: str = ""
-    """Address as sysfs writes it; empty where it is not known."""
+    """Address in sysfs's format; empty if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class RegionRecord:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """An image of CRIU's that is in chunks, too, and not in the image's directory."""
+    """An image of CRIU that is in chunks, and not in the image's directory."""
 
     name: str
     table: Table
@@ -72,13 +72,13 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class ImageRecord:
-    """One of CRIU's images that lies in the image directory."""
+    """An image of CRIU in the image directory."""
 
     name: str
     size: int
     """Bytes."""
     digest: str
-    """sha256:<64 hex>, of the content."""
+    """sha256:<64 hex> of the content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class GpuProcess:
     """A process whose GPU state is in the checkpoint."""
 
     pid: int
-    """In the container's PID namespace: the same after a restore."""
+    """In the container's PID namespace; unchanged by a restore."""
     name: str
     command: tuple[str, ...]
     gpus: tuple[tuple[str, int], ...]
@@ -96,22 +96,22 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class NeutralisedProcess:
-    """A process that held GPU files which it had inherited; in the checkpoint it has /dev/null instead."""
+    """A process that held inherited GPU files; in the checkpoint it has /dev/null instead."""
 
     pid: int
     """In the container's PID namespace."""
     name: str
     descriptors: tuple[tuple[int, str], ...]
-    """Number, and the path of the file that was behind it."""
+    """Number, and the path of its old target."""
     mappings: int
-    """How many were replaced."""
+    """The number of replaced mappings."""
     mapped: int
-    """Bytes that these take."""
+    """Their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverMount:
-    """A mount of the driver's that config.json does not list; CRIU calls it by `key`."""
+    """A mount of the driver that config.json does not list; its name in CRIU is `key`."""
 
     key: str
     destination: str
@@ -126,38 +126,38 @@ class DeviceNode:
     major: int
     minor: int
     gpu: str
-    """UUID; empty where all GPUs share it."""
+    """UUID; empty if all GPUs share it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverLibrary:
-    """A file of the driver's that a GPU process has mapped, which CRIU wants back as it was."""
+    """A file of the driver that a GPU process has mapped, and that CRIU needs unchanged."""
 
     path: str
-    """In the container."""
+    """Its path in the container."""
     size: int
     """Bytes."""
     build_id: str
-    """NT_GNU_BUILD_ID in hexadecimal; empty where the file has none."""
+    """NT_GNU_BUILD_ID in hexadecimal; empty if the file has none."""
     mode: int
     """st_mode, with the type."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTotals:
-    """What became of the GPUs' memory that went into chunks; bytes."""
+    """The GPUs' memory that went into chunks; bytes."""
 
     stored: int = 0
-    """Of new blobs, compressed."""
+    """Bytes of new blobs, compressed."""
     known: int = 0
-    """Of memory that was linked, because an earlier checkpoint had it."""
+    """Bytes of memory that was linked, because an earlier checkpoint had it."""
     zero: int = 0
-    """Of memory that was left out."""
+    """Bytes of zeros, which are not stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostRecord:
-    """Where the checkpoint was made."""
+    """The host of the checkpoint."""
 
     architecture: str
     kernel: str
@@ -171,7 +171,7 @@ class HostRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All that a checkpoint says of its GPUs."""
+    """The content of a checkpoint's manifest."""
 
     created: str
     """RFC 3339, UTC."""
@@ -187,27 +187,27 @@ class Manifest:
     libraries: tuple[DriverLibrary, ...] = ()
     written: ChunkTotals = ChunkTotals()
     peak_memory: int = 0
-    """Bytes of RAM that gpusnap had at most, what it staged included; 0 where that is not known."""
+    """The most RAM that gpusnap used, in bytes, with the memory in files; 0 if it is not known."""
     dev: str = ""
-    """The name of CRIU's image of the container's /dev; empty where that is no tmpfs of its own."""
+    """The name of CRIU's image of the container's /dev; empty if that is no tmpfs of its own."""
     neutralised: tuple[NeutralisedProcess, ...] = ()
     """At this checkpoint, not at earlier ones."""
     files: tuple[FileRecord, ...] = ()
-    """Where `pages` is store."""
+    """If `pages` is store."""
     images: tuple[ImageRecord, ...] = ()
     """CRIU's images in the image directory; earlier versions of gpusnap wrote none of these."""
     plugin: str = ""
-    """CRIU's plugin that suspended the processes, and brings them back; empty where gpusnap does."""
+    """The plugin of CRIU that suspended the processes, and restores them; empty if gpusnap does."""
     gpusnap: str = __version__
     version: str = VERSION
 
     @property
     def tables(self) -> list[Table]:
-        """Of all that is in chunks: regions of memory, and images."""
+        """Return the tables of everything in chunks: regions of memory, and images."""
         regions = [region.table for process in self.processes for region in process.regions]
         return regions + [each.table for each in self.files]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the images that are in chunks, by name; bytes."""
+        """Return the sizes in bytes of images in chunks, by name."""
         return {each.name: each.table.size for each in self.files}

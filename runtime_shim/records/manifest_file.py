@@ -1,7 +1,7 @@
-"""The manifest in an image's directory: read; and on its way there, prepared before the dump, named after it.
+"""The manifest in an image's directory: reads it, prepares it before the dump, and names it afterwards.
 
-Where the image's directory has a layout, its index.json gets the manifest's digest right before the manifest
-has its name. Until then it has none, so a manifest that is given its name by hand is right as well.
+If the image's directory has a layout, its index.json gets the manifest's digest directly before the manifest
+gets its name. Until then it has none, so a manifest that somebody renames by hand is valid as well.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from gpusnap.runtime_shim.records.manifest_json import decode, encode
 
 
 def is_ours(image_path: str) -> bool:
-    """Whether gpusnap made this image: it has our folder, complete or not. Raises ImageError.
+    """Whether gpusnap made this image: it has gpusnap's directory, complete or not. Raises ImageError.
 
-    One that is taken for another tool's is restored without its GPU memory.
+    An image that is taken for another tool's would be restored without its GPU memory.
     """
     try:
         return is_folder(os.path.join(image_path, FOLDER))
@@ -53,9 +53,9 @@ def is_ours(image_path: str) -> bool:
 
 
 def has(image_path: str, *names: str) -> bool:
-    """Whether a file is in the image directory, given by the parts of its path.
+    """Whether a file exists in the image directory, given by the parts of its path.
 
-    Raises ImageError where nobody can tell: what is taken for missing would be removed, or done again.
+    Raises ImageError if this cannot be determined: a file considered missing would be removed, or made again.
     """
     path = os.path.join(image_path, *names)
     try:
@@ -68,9 +68,9 @@ def has(image_path: str, *names: str) -> bool:
 
 
 def read(image_path: str) -> Manifest:
-    """The manifest of an image, compared with the digest that the layout's index has of it.
+    """Read the manifest of an image, and compare it with its digest in the layout's index.
 
-    Raises ManifestError where it is missing, broken, or another than was written; ManifestVersion.
+    Raises ManifestError if it is missing, broken, or not the one that was written; ManifestVersion.
     """
     path = os.path.join(image_path, FOLDER, NAME)
     try:
@@ -85,13 +85,13 @@ def read(image_path: str) -> Manifest:
         index = None
     except (OSError, ValueError) as error:
         raise make_unreadable_error(os.path.join(image_path, FOLDER, INDEX), error) from error
-    record = decode(data, path)  # first: what is wrong with it says more than that it is another
+    record = decode(data, path)  # first: its own error is more helpful than a wrong digest
     check_digest(data, index, path)
     return record
 
 
 def make_missing_error(where: str, hint: str = "use another copy of it") -> ManifestError:
-    """The error for a checkpoint of gpusnap's that has no manifest."""
+    """The error for a checkpoint of gpusnap without a manifest."""
     return ManifestError(
         f"the checkpoint in {where} is incomplete: it has no {FOLDER}/{NAME}", hint=hint, code="GPS-602"
     )
@@ -106,16 +106,16 @@ def make_unreadable_error(path: str, error: OSError | ValueError) -> ManifestErr
 
 
 def replace_digest(index: bytes, digest: str) -> bytes:
-    """The index of a layout with the digest of the manifest beside it. Raises ManifestError."""
+    """Return the index of a layout with the digest of the manifest beside it. Raises ManifestError."""
     document = _index(index, INDEX)
     document["annotations"] = {**document.get("annotations", {}), DIGEST: digest}
     return json.dumps(document, separators=(",", ":")).encode("ascii")
 
 
 def check_digest(data: bytes, index: bytes | None, where: str) -> None:
-    """Raise ManifestError where the index of the layout beside a manifest has another digest of it.
+    """Raise ManifestError if the index of the layout beside a manifest has another digest of it.
 
-    `index` is None where there is none. Layouts that were written before gpusnap noted it have no digest.
+    `index` is None if there is none. Layouts of older versions of gpusnap have no digest.
     """
     if index is None:
         return
@@ -139,7 +139,7 @@ def _index(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _explain_what_is_left(image_path: str) -> str:
-    """What may be done about an image without a manifest."""
+    """Say what can be done about an image without a manifest."""
     pending = os.path.join(image_path, FOLDER, PENDING)
     if not os.path.exists(pending):
         return "use another copy of it"
@@ -154,17 +154,17 @@ def _explain_what_is_left(image_path: str) -> str:
 
 
 class Draft:
-    """A manifest on its way to disk, see manifest.py. All errors are ImageErrors."""
+    """A manifest that is being written, see manifest.py. All errors are ImageErrors."""
 
     def __init__(self, image_path: str, *, sync: bool = True) -> None:
-        """Without `sync` nothing waits for the disk."""
+        """Without `sync`, nothing is synced to disk."""
         self._sync = sync
         self._folder = os.path.join(image_path, FOLDER)
         self._final = os.path.join(self._folder, NAME)
         self._pending = os.path.join(self._folder, PENDING)
 
     def begin(self) -> None:
-        """Make the folder. The manifest of an earlier checkpoint in the same place stays for now."""
+        """Make the directory. The manifest of an earlier checkpoint in the same place stays for now."""
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
             self._sweep()
@@ -173,14 +173,14 @@ class Draft:
             raise ImageError(f"{self._folder} cannot be written: {reason(error)}") from error
 
     def prepare(self, manifest: Manifest | None) -> None:
-        """Write the manifest under its pending name, and take an earlier one away, durably.
+        """Write the manifest under its pending name, and remove an earlier one, both synced.
 
-        To be called right before the dump, which overwrites the images that the earlier one describes. None
-        where something that it has to say is not known yet: then only `finish` can make the image whole.
+        To be called directly before the dump, which overwrites the images that the earlier one describes.
+        None if a part of it is not known yet: then only `finish` can complete the image.
         """
         try:
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
-            # There is room for it, which is what matters now; an fsync would wait for all that was written.
+            # There is space for it, which matters now; an fsync would wait for everything that was written.
             _write(self._pending, encode(manifest) if manifest is not None else b"")
             if exists(self._final):
                 _remove(self._final)
@@ -189,14 +189,14 @@ class Draft:
             raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
 
     def written_at(self) -> int:
-        """When `prepare` wrote the manifest, by its file system (st_mtime_ns). Raises ImageError."""
+        """Return when `prepare` wrote the manifest, by its file system (st_mtime_ns). Raises ImageError."""
         try:
             return os.stat(self._pending).st_mtime_ns
         except OSError as error:
             raise ImageError(f"{self._pending} cannot be read: {reason(error)}") from error
 
     def pending(self) -> Manifest | None:
-        """What `prepare` wrote; None where there is none. Raises ManifestError, ImageError."""
+        """Return what `prepare` wrote; None if there is none. Raises ManifestError, ImageError."""
         try:
             data = read_below(self._folder, PENDING, limit=LARGEST)
         except FileNotFoundError:
@@ -207,9 +207,9 @@ class Draft:
         return decode(data, self._pending) if data else None
 
     def finish(self, manifest: Manifest) -> bool:
-        """Make the checkpoint whole: `manifest` if there is room for it, else what `prepare` wrote.
+        """Complete the checkpoint: with `manifest` if there is space for it, else with what `prepare` wrote.
 
-        Whether it was `manifest`.
+        Return whether it was `manifest`.
         """
         written = True
         try:
@@ -236,11 +236,10 @@ class Draft:
         return written
 
     def _note_digest(self) -> None:
-        """Have the index of the layout name the manifest that is about to be whole, if there is a layout.
+        """Write the digest of the new manifest into the layout's index, if there is a layout.
 
-        Without room for that the index says nothing of the manifest, which is no error:
-        memory/chunk_layout.py wrote it anew. Raises ImageError where it names another, of a `finish` that
-        was killed.
+        Without space for that, the index has no digest, which is no error: memory/chunk_layout.py wrote it
+        anew. Raises ImageError if it has another digest, of a `finish` that was killed.
         """
         index = b""
         try:
@@ -265,7 +264,7 @@ class Draft:
             return False
 
     def discard(self) -> None:
-        """Take back what `begin` and `prepare` made; an earlier checkpoint keeps its manifest."""
+        """Remove what `begin` and `prepare` made; an earlier checkpoint keeps its manifest."""
         try:
             _remove(self._pending)
             self._sweep()

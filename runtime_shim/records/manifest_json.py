@@ -1,10 +1,11 @@
-"""The manifest as JSON: written, and read if it is as the schema and gpusnap have it.
+"""The manifest as JSON: writes it, and reads it if it follows the schema and gpusnap's own rules.
 
-The schema is manifest.schema.json beside this file. What it cannot say (a GPU listed twice, a process with a
-GPU that is not in the list) is checked here. A manifest may come from anywhere, so each number has a bound.
+The schema is manifest.schema.json beside this file. What it cannot express (a GPU listed twice, a process
+with a GPU that is not in the list) is checked here. A manifest may come from anywhere, so each number has a
+limit.
 
-jsonschema takes as long to be imported as all of a small restore's own modules. So a document is compared
-with the schema in a process beside ours, a Companion, where question_process has one.
+Importing jsonschema takes as long as all of a small restore's own modules. So a document is compared with the
+schema in another process, a Companion, if question_process has one.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from gpusnap.runtime_shim.records.manifest import (
 from gpusnap.runtime_shim.transaction import Step
 
 _COMPANION = Companion()
-# Seconds for its import there, and for an answer; then it is done here.
+# Seconds for its import there, and for an answer; after that it is done here.
 _PATIENCE = 30.0
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON, checked against the schema; raises ManifestError."""
+    """Return the manifest as JSON, checked against the schema; raises ManifestError."""
     document = _to_json(manifest)
     _check(document, "the new manifest")
     files = document.get("files", [])
     compact = bool(files) or any(process["regions"] for process in document["processes"])
     data = json.dumps(document, indent=None if compact else 1).encode() + b"\n"
     if len(data) > LARGEST:
-        # It only makes a restore quicker.
+        # It only makes a restore faster.
         for table in (*(each for process in document["processes"] for each in process["regions"]), *files):
             table.pop("blake3", None)
         data = json.dumps(document).encode() + b"\n"
@@ -63,7 +64,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Manifest:
-    """The manifest in `data`. Raises ManifestError, ManifestVersion; `where` names it in the message."""
+    """Parse the manifest in `data`. Raises ManifestError, ManifestVersion, which name it by `where`."""
     try:
         document = parse_json(data)
     except ValueError as error:
@@ -81,9 +82,9 @@ def decode(data: bytes, where: str) -> Manifest:
 
 
 def prepare() -> None:
-    """Have what a manifest is checked with imported: 0.05 s, in a Companion where there is one.
+    """Import what the check of a manifest needs: 0.05 s, in a Companion if there is one.
 
-    Whoever needs it says what fails.
+    Errors are reported by the check itself.
     """
     with suppress(GpusnapError, ImportError, TimeoutError):
         _COMPANION.ask(_load, within=_PATIENCE)
@@ -95,7 +96,7 @@ def _load() -> None:
 
 @functools.cache
 def _validator() -> Any:
-    # Imported here: a container without a GPU must not wait for it.
+    # Imported here, because a container without a GPU must not wait for it.
     import jsonschema
 
     path = os.path.join(os.path.dirname(__file__), "manifest.schema.json")
@@ -118,7 +119,7 @@ def _check_version(document: Any, where: str) -> None:
 
 
 def _fault(document: Any) -> str:
-    """Where a document is not as the schema has it, and why; "" where it is."""
+    """Return where and why a document violates the schema; "" if it does not."""
     error = min(
         _validator().iter_errors(document), key=lambda e: list(map(str, e.absolute_path)), default=None
     )
@@ -251,10 +252,10 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def _from_json(document: dict[str, Any]) -> Manifest:
-    # Imported here, as above: whether an image is ours is asked without reading its manifest.
+    # Imported here, as above: whether an image belongs to gpusnap is checked without reading its manifest.
     from gpusnap.oci.chunks.table import from_json
 
-    # int(): to JSON Schema 7.0 is an integer too
+    # int(): for JSON Schema, 7.0 is an integer too
     host = document["host"]
     return Manifest(
         version=document["version"],

@@ -1,1 +1,1 @@
-"""crun and runc: found, identified and called; containers and bundles as they keep them."""
+"""crun and runc: finds, identifies and calls them; reads containers and bundles as they keep them."""

@@ -1,15 +1,15 @@
-"""The bundle's config.json, put right before a restore.
+"""Corrects the bundle's config.json before a restore.
 
 CDI's mounts (Podman's --device nvidia.com/gpu=…) have options but no `type`, which the runtime specification
-allows. crun 1.21 reads the missing type on restore and crashes (criu.c, prepare_restore_mounts; newer ones
-check it), so a bind mount is given its type. A bind mount whose source is a symbolic link (libcuda.so.1, as
-people mount it by hand) fails in CRIU's restore ("Can't remount"), so the link is followed.
+allows. crun 1.21 reads the missing type on restore and crashes (criu.c, prepare_restore_mounts; newer
+versions check it), so a bind mount gets its type. If the source of a bind mount is a symbolic link
+(libcuda.so.1, as people mount it by hand), CRIU's restore fails ("Can't remount"), so the link is resolved.
 
-Where the container comes back on other GPUs, or with another driver, its GPU nodes and the rules of its
-device cgroup become this host's, and the mounts of the driver's files are taken from where this host has
-them; destinations stay, because CRIU asks for each mount by its own. runc gets a hook that brings lo up
-(runtime/loopback.py). Nothing else is changed: the file comes from the caller, and what it grants stays as
-it is.
+If the container is restored onto other GPUs, or with another driver, its GPU nodes and the rules of its
+device cgroup become this host's, and the mounts of the driver's files get their sources on this host.
+Destinations stay, because CRIU asks for each mount by its own. runc gets a hook that brings lo up
+(runtime/loopback.py). Nothing else is changed: the file comes from the caller, and what it grants stays as it
+is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Edits:
     sources: Mapping[str, str] = field(default_factory=dict)
     """This host's file or device, by the destination of a bind mount in config.json."""
     strange: tuple[Node, ...] = ()
-    """This host's GPU nodes that the plan does not give the container: no entry or rule may name them."""
+    """This host's GPU nodes that the plan does not give to the container: no entry or rule may name them."""
     hook: Mapping[str, Any] | None = None
     """loopback.hook()'s, to run after all others; see `drop_hook`."""
 
@@ -53,10 +53,10 @@ def prepare(
     *,
     noted: Callable[[bytes, bytes], object] = lambda before, after: None,
 ) -> Callable[[], None]:
-    """Change `config` as the restore needs it and write it; returns what puts the old file back.
+    """Change `config` for the restore and write it; return a function that restores the old file.
 
-    `noted` is told the old and the new content before the file is replaced. Raises ContainerError where the
-    bundle cannot be written.
+    `noted` gets the old and the new content before the file is replaced. Raises ContainerError if the bundle
+    cannot be written.
     """
     before = copy.deepcopy(config)
     edits = edits or Edits()
@@ -79,7 +79,7 @@ def write(
     *,
     noted: Callable[[bytes, bytes], object] = lambda before, after: None,
 ) -> Callable[[], None]:
-    """Replace the bundle's config.json; returns what puts the old one back; `noted` as in `prepare`.
+    """Replace the bundle's config.json; return a function that restores the old one; `noted` as in `prepare`.
 
     Raises ContainerError.
     """
@@ -96,7 +96,7 @@ def write(
 
 
 def drop_hook(bundle: str, config: dict[str, Any], *, noted: Callable[[bytes, bytes], object]) -> None:
-    """Take out the hook that was for the restore alone: a checkpoint would carry it to other hosts.
+    """Remove the hook that was only for the restore: a checkpoint would carry it to other hosts.
 
     `config` and `noted` as in `prepare`. Raises ContainerError.
     """
@@ -107,12 +107,12 @@ def drop_hook(bundle: str, config: dict[str, Any], *, noted: Callable[[bytes, by
 
 
 def put_back(bundle: str, content: bytes) -> None:
-    """Replace the bundle's config.json by its old content. Raises OSError."""
+    """Restore the old content of the bundle's config.json. Raises OSError."""
     _replace(os.path.join(bundle, "config.json"), content)
 
 
 def binds(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The bind mounts of a configuration."""
+    """Yield the bind mounts of a configuration."""
     mounts = config.get("mounts")
     for mount in mounts if isinstance(mounts, list) else ():
         options = mount.get("options") if isinstance(mount, dict) else None
@@ -121,24 +121,24 @@ def binds(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def devices(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """linux.devices of a configuration; entries that are none are left out."""
+    """Return linux.devices of a configuration, without invalid entries."""
     linux = config.get("linux")
     found = linux.get("devices") if isinstance(linux, dict) else None
     return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
 def device_rules(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rules for devices that a configuration gives a container, of which the last that fits one counts.
+    """Return the device rules that a configuration gives a container; the last rule that matches counts.
 
-    Those of linux.resources.devices, and one more for each of linux.devices that they leave out: `podman
-    update` leaves them all out, and so takes the GPUs away at the next restore.
+    These are linux.resources.devices, and one more for each of linux.devices that they omit: `podman update`
+    omits them all, and so takes the GPUs away at the next restore.
     """
     found = [each for each in _rules(config) or () if isinstance(each, dict)]
     return [*found, *_list_left_out(config, found)]
 
 
 def _list_left_out(config: Mapping[str, Any], rules: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A rule for each device that a configuration gives, and that its rules do not allow in any way."""
+    """Return a rule for each device of a configuration that its rules do not allow in any way."""
     found: list[dict[str, Any]] = []
     for each in devices(config):
         kind, (major, minor) = str(each.get("type")), _number(each)
@@ -148,7 +148,7 @@ def _list_left_out(config: Mapping[str, Any], rules: Sequence[dict[str, Any]]) -
 
 
 def access(rules: Iterable[Mapping[str, Any]], kind: str, major: int, minor: int) -> str:
-    """What rules allow with a device, "c" or "b" by number: letters of "rwm" (runtime-spec, devices)."""
+    """Return what rules allow for a device, "c" or "b" by number: a part of "rwm" (runtime-spec, devices)."""
     allowed = ""
     wanted = {"type": kind, "major": major, "minor": minor}
     for rule in rules:
@@ -158,7 +158,7 @@ def access(rules: Iterable[Mapping[str, Any]], kind: str, major: int, minor: int
 
 
 def _rules(config: Mapping[str, Any]) -> list[Any] | None:
-    """linux.resources.devices (runtime-spec, config-linux.md) itself; None where it is no list."""
+    """Return linux.resources.devices (runtime-spec, config-linux.md) itself; None if it is no list."""
     linux = config.get("linux")
     resources = linux.get("resources") if isinstance(linux, dict) else None
     found = resources.get("devices") if isinstance(resources, dict) else None
@@ -166,7 +166,7 @@ def _rules(config: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _mend(mount: dict[str, Any]) -> None:
-    """Give a bind mount what it lacks."""
+    """Add what is missing in a bind mount."""
     mount["type"] = mount.get("type") or "bind"
     source = mount.get("source")
     if isinstance(source, str) and os.path.isabs(source) and os.path.islink(source):
@@ -174,7 +174,7 @@ def _mend(mount: dict[str, Any]) -> None:
 
 
 def _drop_our_hooks(config: dict[str, Any]) -> None:
-    """runc runs createRuntime hooks at a restore; ours must not fail it on a host that does not have them."""
+    """Remove gpusnap's createRuntime hooks that this host does not have: runc runs them at a restore."""
     stages = config.get("hooks")
     if not isinstance(stages, dict):
         return
@@ -189,7 +189,7 @@ def _drop_our_hooks(config: dict[str, Any]) -> None:
 
 
 def _is_gone(hook: object) -> bool:
-    """A hook of ours whose program this host does not have."""
+    """Whether it is a hook of gpusnap whose program this host does not have."""
     path = str(hook.get("path")) if isinstance(hook, dict) else ""
     return os.path.basename(path) == _OUR_HOOK and not os.path.exists(path)
 
@@ -247,14 +247,14 @@ def _change_rules(config: dict[str, Any], edits: Edits) -> None:
 
 
 def _allow_devices(config: dict[str, Any]) -> None:
-    """Where there are rules, have them allow what the configuration gives."""
+    """If there are rules, make them allow the devices of the configuration."""
     rules = _rules(config)
     if rules is not None:
         rules += _list_left_out(config, [each for each in rules if isinstance(each, dict)])
 
 
 def _numbers(changes: Iterable[Change]) -> dict[_Number, Sequence[_Number]]:
-    """New device numbers by old one. A second name that goes away takes no rule with it: the first stays."""
+    """Return new device numbers by old one. If only a second name disappears, its rule stays."""
     return {
         (change.old.major, change.old.minor): tuple(dict.fromkeys((n.major, n.minor) for n in change.new))
         for change in changes
@@ -263,7 +263,7 @@ def _numbers(changes: Iterable[Change]) -> dict[_Number, Sequence[_Number]]:
 
 
 def _replace(path: str, data: bytes) -> None:
-    """Write a file in one step, with the mode and the owner that it had."""
+    """Write a file in one step, and keep its mode and owner."""
     before = os.stat(path)
     descriptor, name = tempfile.mkstemp(prefix=".config-", dir=os.path.dirname(path))
     try:

@@ -10,35 +10,35 @@ from collections.abc import Iterator
 from gpusnap.oci.base.files import is_folder
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 
-# The cgroup has been removed: all in it have ended. ENODEV: while its file was open (fs/kernfs/file.c).
+# The cgroup was removed: all its processes have ended. ENODEV: while its file was open (fs/kernfs/file.c).
 _GONE = (errno.ENOENT, errno.ENODEV)
-# Seconds until all are frozen. None runs on from the moment that the kernel was told, so that the wait is
-# only for whoever looks whether the container is paused.
+# Seconds until all processes are frozen. None continues to run user code once the kernel has the request, so
+# the wait is only for those that check whether the container is paused.
 _FREEZING = 2.0
 
 
 def freeze(group: str) -> None:
-    """Freeze all processes in a cgroup, given by its folder, and below; see `settle`. Raises GpusnapError."""
+    """Freeze all processes in a cgroup (its directory) and below; see `settle`. Raises GpusnapError."""
     _write(group, "1", "frozen")
 
 
 def thaw(group: str) -> None:
-    """Have them run on. Raises GpusnapError."""
+    """Thaw them. Raises GpusnapError."""
     _write(group, "0", "thawed")
 
 
 def is_frozen(group: str) -> bool:
-    """Whether somebody has it frozen; not where it is gone. Raises GpusnapError."""
+    """Whether somebody has frozen it; False if it is gone. Raises GpusnapError."""
     return _read(group, "cgroup.freeze").strip() == "1"
 
 
 def is_standing(group: str) -> bool:
-    """Whether all in it stand, whichever cgroup above it is frozen. Raises GpusnapError."""
+    """Whether all its processes are frozen, by it or by a cgroup above it. Raises GpusnapError."""
     return "frozen 1" in _read(group, "cgroup.events").splitlines()
 
 
 def is_gone(group: str) -> bool:
-    """Whether the cgroup has been removed, so that no process is in it. Raises GpusnapError."""
+    """Whether the cgroup was removed, so that it has no processes. Raises GpusnapError."""
     try:
         return not is_folder(group)
     except OSError as error:
@@ -46,16 +46,16 @@ def is_gone(group: str) -> bool:
 
 
 def settle(group: str) -> None:
-    """Wait until all are frozen that can be. Raises GpusnapError."""
+    """Wait until all processes are frozen that can be. Raises GpusnapError."""
     deadline = time.monotonic() + _FREEZING
     while "frozen 0" in _read(group, "cgroup.events").splitlines() and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
 def members(group: str) -> Iterator[int]:
-    """PIDs in a cgroup and those below it; one that our PID namespace does not see is left out.
+    """Yield the PIDs in a cgroup and those below it, except those that gpusnap's PID namespace does not see.
 
-    Raises GpusnapError where one cannot be read: a process that is missed would run on.
+    Raises GpusnapError if one cannot be read: a missed process would continue to run.
     """
     for folder in _with_inner(group):
         try:
@@ -69,7 +69,7 @@ def members(group: str) -> Iterator[int]:
 
 
 def _with_inner(group: str) -> Iterator[str]:
-    """A cgroup's folder and those below it. Raises GpusnapError where one cannot be listed."""
+    """Yield a cgroup's directory and those below it. Raises GpusnapError if one cannot be listed."""
     waiting = [group]
     for folder in waiting:
         try:

@@ -1,4 +1,4 @@
-"""Child processes: one function that starts one, and one that runs it and gives back what it said."""
+"""Child processes: one class that starts one, and one function that runs it and returns its output."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ class Finished:
     """A child that has ended; output is text, with undecodable bytes escaped."""
 
     code: int
-    """Its exit code; 128 + the signal's number where a signal ended it."""
+    """Its exit code; 128 + the signal's number if a signal ended it."""
     out: str
     err: str
 
 
-# Seconds that poll(2) takes, whose argument is an int of milliseconds.
+# The longest time for poll(2) in seconds: its argument is an int of milliseconds.
 _LONGEST = 86400.0
-# Seconds for a killed child to be gone; one that waits for a disk in the kernel may be there for longer.
+# Seconds for a killed child to end; one that waits for a disk in the kernel may take longer.
 _PATIENCE = 10.0
 
 
 class Child(subprocess.Popen[bytes]):
-    """A child process, which does not run where this constructor raises.
+    """A child process. If this constructor raises an exception, the child does not run.
 
-    subprocess.Popen raises after the fork as well: where it cannot close a descriptor or read what the child
-    reports. Nobody would know of that child. It is killed here. Raises OSError and ValueError as Popen does.
+    subprocess.Popen also raises after the fork, if it cannot close a descriptor or read what the child
+    reports. Nobody would know of that child, so it is killed here. Raises OSError and ValueError as Popen
+    does.
 
-    Popen.wait with a timeout looks again and again, in the end every 50 ms (cpython, Lib/subprocess.py). This
-    one returns when the child ends: a command that runs three programs is 50 to 100 ms shorter.
+    Popen.wait with a timeout polls, in the end every 50 ms (cpython, Lib/subprocess.py). This one returns
+    when the child ends: a command that runs three programs takes 50 to 100 ms less.
     """
 
     def __init__(self, argv: Sequence[str], **options: Any) -> None:
@@ -52,7 +53,7 @@ class Child(subprocess.Popen[bytes]):
             raise
 
     def wait(self, timeout: float | None = None) -> int:
-        """As Popen.wait: its exit code. Raises TimeoutExpired after so many seconds."""
+        """Like Popen.wait: return its exit code. Raises TimeoutExpired after `timeout` seconds."""
         if timeout is None or self.returncode is not None:
             return super().wait(timeout)
         deadline = time.monotonic() + timeout
@@ -61,7 +62,7 @@ class Child(subprocess.Popen[bytes]):
 
 
 def _wait_for_end(pid: int, seconds: float) -> None:
-    """Wait until a child of ours ends, or for so many seconds; not at all where no descriptor is to be had.
+    """Wait until a child ends, or for `seconds`; do not wait if no descriptor can be opened.
 
     The descriptor of a process is readable when it has ended (pidfd_open(2)).
     """
@@ -78,10 +79,10 @@ def _wait_for_end(pid: int, seconds: float) -> None:
 
 
 def output() -> IO[bytes]:
-    """A file without a name, in RAM, for what a child prints. Raises OSError.
+    """Return a file without a name, in RAM, for a child's output. Raises OSError.
 
-    A file: nobody has to read along, and who ends may leave children that keep it open. In RAM: Podman can be
-    asked while /tmp is full.
+    It is a file, so that nobody must read it meanwhile, and children of the child may keep it open. It is in
+    RAM, so that Podman can be asked while /tmp is full.
     """
     return open(os.memfd_create("gpusnap-output"), "w+b")
 
@@ -98,11 +99,11 @@ def run(
 ) -> Finished:
     """Run a program to its end.
 
-    With `capture` it reads /dev/null and its output is collected; without, descriptors 0 to 2 pass through
-    untouched, as CRIU gives them to the restored container. `own_session` keeps a terminal's Ctrl-C from it.
-    `keep` are descriptors that it shall have too, and `started` is told its PID.
-    Raises NotStarted, and RuntimeFailed where it is not done within `seconds` and is killed; an exit code is
-    the caller's to judge. GpusnapError where its output cannot be read, once it has ended.
+    With `capture`, it reads /dev/null and its output is collected. Without, descriptors 0 to 2 are passed on
+    untouched, because CRIU gives them to the restored container. `own_session` protects it from a terminal's
+    Ctrl-C. `keep`: more descriptors that it gets. `started` gets its PID. Raises NotStarted, and
+    RuntimeFailed if it is not done within `seconds` and was killed; the caller judges the exit code.
+    GpusnapError if its output cannot be read, once it has ended.
     """
     stream = subprocess.PIPE if capture else None
     try:
@@ -112,7 +113,7 @@ def run(
             stdout=stream,
             stderr=stream,
             env=dict(locate.environment() if env is None else env),
-            # Podman hands descriptors down to crun (--preserve-fds); crun and runc close what they do not
+            # Podman passes descriptors to crun (--preserve-fds); crun and runc close those that they do not
             # pass on.
             close_fds=capture,
             pass_fds=tuple(keep) if capture else (),
@@ -131,7 +132,7 @@ def run(
                 f"{argv[0]} did not finish within {seconds:g} s",
                 hint="run it manually, and check what it waits for",
             ) from None
-        except OSError as error:  # leaving the block waits for its end
+        except OSError as error:  # the end of the block waits for it
             raise GpusnapError(
                 f"the output of {argv[0]} cannot be read: {reason(error)}", hint="try again"
             ) from error

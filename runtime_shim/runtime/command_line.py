@@ -1,13 +1,13 @@
 """The command lines of checkpoint and restore, read and written.
 
-`parse` takes a line as Podman, conmon, containerd, CRI-O and people write it: global options first; then
+`parse` reads a line as Podman, conmon, containerd, CRI-O and people write it: global options first; then
 options before or after the container's ID, with one dash or two, `--opt value` or `--opt=value`, any of them
-more than once (the last wins, lists add up), and `--flag=false` as Go's programs take it. An option that
-nobody has is an error and is never handed on: a restore whose options were misread would come back without
-its GPU.
+more than once (the last one counts, lists are appended), and `--flag=false` as in Go programs. An unknown
+option is an error and is never passed on: if options of a restore were misread, the container would come back
+without its GPU.
 
-`render` writes the line for one real runtime, by the tables of options.py. The fields are the truth: change a
-call with dataclasses.replace and render it.
+`render` writes the line for one real runtime, with the tables of options.py. To change a call, change its
+fields with dataclasses.replace and render it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TRUE = ("1", "t", "T", "TRUE", "true", "True")  # strconv.ParseBool, as FALSE
 
 @dataclass(frozen=True, slots=True)
 class Globals:
-    """The options before the command; None where not given."""
+    """The options before the command; None if not given."""
 
     root: str | None = None
     log: str | None = None
@@ -43,12 +43,12 @@ class Globals:
     rootless: str | None = None
     criu: str | None = None
     raw: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The words as they were given; render() does not look at them."""
+    """The words as given; render() does not use them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What checkpoint and restore have in common. Paths are as given; None where not given."""
+    """The common part of checkpoint and restore. Paths as given; None if not given."""
 
     container_id: str
     globals: Globals = field(default_factory=Globals)
@@ -82,7 +82,7 @@ class CheckpointCall(Call):
         return Path.cwd() / (self.image_path or "checkpoint")
 
     def work(self) -> Path | None:
-        """Where CRIU puts its logs, absolute; None leaves it to the runtime."""
+        """The directory for CRIU's logs, absolute; None for the runtime's default."""
         return Path.cwd() / self.work_path if self.work_path else None
 
 
@@ -102,7 +102,7 @@ class RestoreCall(Call):
     no_new_keyring: bool = False
     preserve_fds: int | None = None
     gpu_map: str | None = None
-    """Which of this host's GPUs take the place of which: "0=3,1=2"; gpusnap's own option."""
+    """Which of this host's GPUs replace which: "0=3,1=2"; gpusnap's own option."""
 
     def bundle_dir(self) -> Path:
         """The bundle, absolute; the current directory by default."""
@@ -111,16 +111,16 @@ class RestoreCall(Call):
     def images(self, kind: str = "runc") -> Path:
         """The image directory, absolute, as a runtime of that kind finds it.
 
-        Both change into the bundle before they open it, so a relative path starts there. The default is
-        `checkpoint`: for runc in the current directory, fixed before it changes (getDefaultImagePath); for
-        crun in the bundle (src/restore.c).
+        Both runtimes change to the bundle before they open it, so a relative path starts there. The default
+        is `checkpoint`: for runc in the current directory, determined before it changes
+        (getDefaultImagePath); for crun in the bundle (src/restore.c).
         """
         if self.image_path or kind == "crun":
             return self.bundle_dir() / (self.image_path or "checkpoint")
         return Path.cwd() / "checkpoint"
 
     def work(self) -> Path | None:
-        """Where CRIU puts its logs, absolute; None leaves it to the runtime."""
+        """The directory for CRIU's logs, absolute; None for the runtime's default."""
         return self.bundle_dir() / self.work_path if self.work_path else None
 
 
@@ -145,7 +145,7 @@ def parse(args: Sequence[str]) -> CheckpointCall | RestoreCall:
 def _read(
     words: Sequence[str], known: tuple[Option, ...], command: str, *, before_command: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Values by field, and the words that are no options; before the command, all from the command on."""
+    """Return the values by field, and the other words; before the command, all words from the command on."""
     table = options.table(known)
     values: dict[str, Any] = {}
     plain: list[str] = []
@@ -196,13 +196,12 @@ def _store(values: dict[str, Any], option: Option, text: str, command: str) -> N
 
 
 def probe(args: Sequence[str], at: int) -> list[str] | None:
-    """The line for the real runtime where this one, whose command stands at `at`, only asks it to say
-    something.
+    """Return the line for the real runtime if this one, whose command is at `at`, is only a question to it.
 
-    Podman asks `checkpoint --help` (exit code 0) and `restore --lsm-mount-context` (the words "flag needs an
-    argument" of runc or "requires an argument" of crun); libpod, pkg/checkpoint/crutils. The line is cut to
-    the option asked about, because crun takes options only before the ID: of `checkpoint ID --help` it would
-    make a checkpoint.
+    Podman asks `checkpoint --help` (exit code 0) and `restore --lsm-mount-context` (the text "flag needs an
+    argument" of runc or "requires an argument" of crun); libpod, pkg/checkpoint/crutils. The line is cut
+    after the option in question, because crun takes options only before the ID: with `checkpoint ID --help`
+    it would make a checkpoint.
     """
     command = args[at]
     table = options.table(options.CHECKPOINT if command == "checkpoint" else options.RESTORE)
@@ -221,7 +220,7 @@ def probe(args: Sequence[str], at: int) -> list[str] | None:
             continue
         if left:
             left.pop(0)
-        elif option.name != "network-lock":  # crun would read past its arguments and crash
+        elif option.name != "network-lock":  # crun would read beyond its arguments and crash
             return [*args[: at + 1], word]
     return None
 
@@ -229,10 +228,10 @@ def probe(args: Sequence[str], at: int) -> list[str] | None:
 def render(
     call: CheckpointCall | RestoreCall, runtime: RealRuntime, *, extra: Sequence[str] = ()
 ) -> list[str]:
-    """The line for the real runtime, its path first, with `extra` options before the ID.
+    """Return the line for the real runtime, its path first, with `extra` options before the ID.
 
-    Every value is a word of its own and the ID comes last, as crun demands. Raises UsageError for an option
-    that this runtime does not take and that cannot be left out.
+    Every value is a separate word and the ID comes last, as crun requires. Raises UsageError for an option
+    that this runtime does not support and that cannot be omitted.
     """
     checkpoint = isinstance(call, CheckpointCall)
     command = "checkpoint" if checkpoint else "restore"
@@ -242,7 +241,7 @@ def render(
 
 
 def render_globals(shared: Globals, runtime: RealRuntime) -> list[str]:
-    """The real runtime's path and its global options: what stands before any command. Raises UsageError."""
+    """Return the real runtime's path and its global options, for before the command. Raises UsageError."""
     return [str(runtime.path), *_words(shared, options.GLOBAL, runtime, "")]
 
 

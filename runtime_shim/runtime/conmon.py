@@ -1,10 +1,10 @@
-"""Which Podman a container belongs to: conmon, which starts the runtime for it, has it in its command line.
+"""Finds the Podman of a container from the command line of conmon, which starts the runtime for it.
 
     conmon -c ID -b BUNDLE … --exit-command /usr/bin/podman --exit-command-arg --root --exit-command-arg … \
         --exit-command-arg container --exit-command-arg cleanup …
 
-That command is run when the container has ended, with all of Podman's own options: where its storage is, and
-its database (libpod, oci_conmon_common.go, createOCIContainer; specgenutil, CreateExitCommandArgs).
+conmon runs that command when the container has ended. It has all of Podman's own options: where its storage
+is, and its database (libpod, oci_conmon_common.go, createOCIContainer; specgenutil, CreateExitCommandArgs).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PODMAN = "podman"
 
 
 def podman_above(container: str) -> tuple[str, ...]:
-    """The Podman that has this process restore a container, with its global options; empty for others.
+    """Return the Podman that lets this process restore a container, with its global options; else ().
 
     `container`: its full ID.
     """
@@ -31,7 +31,7 @@ def podman_above(container: str) -> tuple[str, ...]:
 
 
 def podman_of(conmon: Sequence[str], container: str) -> tuple[str, ...]:
-    """As `podman_above`, by the command line of a conmon: another engine's has none of Podman's."""
+    """Like `podman_above`, from the command line of a conmon: another engine's has no options of Podman's."""
     program, arguments = _iterate_values(conmon, _PROGRAM), tuple(_iterate_values(conmon, _ARGUMENT))
     at = next((at for at in range(len(arguments)) if arguments[at : at + 2] == _CLEAN_UP), -1)
     ours = container in _iterate_values(conmon, "-c") and container in arguments[at + 2 :]
@@ -40,7 +40,7 @@ def podman_of(conmon: Sequence[str], container: str) -> tuple[str, ...]:
 
 
 def _iterate_values(words: Sequence[str], option: str) -> Iterator[str]:
-    """The values of an option: each in the next word, or behind `=`."""
+    """Yield the values of an option: each in the next word, or after `=`."""
     for word, value in pairwise((*words, "")):
         if word == option:
             yield value

@@ -1,7 +1,7 @@
 """A container as the real runtime knows it, and all of its processes.
 
-Which processes belong to a container is answered from /proc alone, because a container may share any
-namespace and any cgroup with its host, and with other containers: see neighbours.py.
+Only /proc shows which processes belong to a container, because a container may share any namespace and any
+cgroup with its host, and with other containers: see neighbours.py.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class Container:
 
     id: str
     pid: int
-    """Of its init, in our PID namespace; 0 where it has none."""
+    """The PID of its init, in gpusnap's PID namespace; 0 if it has none."""
     status: str
     """created, running, stopped, paused."""
     bundle: str
     annotations: dict[str, str]
     root: str = ""
-    """The runtime's, within which the ID is the only one of its kind; empty where nobody asked."""
+    """The runtime's root, in which the ID is unique; empty if it was not asked."""
 
     @property
     def key(self) -> str:
-        """What it is called in gpusnap's own files."""
+        """Its name in gpusnap's own files."""
         return container_key.key(self.root, self.id)
 
 
 def find(command: Sequence[str], container_id: str, *, root: str = "") -> Container:
     """Ask the real runtime for a container's state; `command` is the runtime with its global options.
 
-    `root`: for Container.root. Raises ContainerError where the runtime does not know it.
+    `root`: for Container.root. Raises ContainerError if the runtime does not know it.
     """
     done = run([*command, "state", container_id])
     if done.code != 0:
@@ -69,7 +69,7 @@ def find(command: Sequence[str], container_id: str, *, root: str = "") -> Contai
 
 
 def _reword(text: str) -> str:
-    """Podman replaces messages with the words of ENOENT (see errors.py); the runtime's own may have them."""
+    """Change a message that contains the text of ENOENT: Podman replaces such messages (errors.py)."""
     lowered = text.lower()
     if "no such file or directory" in lowered or "not exist" in lowered:
         return "there is no such container"
@@ -77,34 +77,35 @@ def _reword(text: str) -> str:
 
 
 def processes(init: int, container_id: str) -> tuple[proc.Process, ...]:
-    """Every process of the container whose init is `init`, ordered by PID; zombies are left out.
+    """Return every process of the container whose init is `init`, ordered by PID, without zombies.
 
-    Those in a cgroup of its own, those in its PID namespace where it is no other container's, and their
-    descendants. From now on a signal to one of them reaches no later process with its PID (process/pidfd.py).
+    These are the processes in its own cgroup, those in its PID namespace that belong to no other container,
+    and their descendants. From now on, a signal to one of them reaches no later process with its PID
+    (process/pidfd.py).
 
-    None where it has no init: a runtime then says 0, which is the parent of all that a host runs.
+    Empty if it has no init: a runtime then reports 0, which is the parent of everything that a host runs.
     """
     if init <= 0:
         return ()
-    found = _list_listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).members)
+    found = _list_listed(neighbours.find(init, container_id, _own_cgroup(init, container_id)).members)
     pidfd.remember((process.pid, process.start) for process in found)
     return found
 
 
 def list_beside(init: int, container_id: str) -> tuple[proc.Process, ...]:
-    """The processes of other containers that would end with this one, or that have its init for an ancestor.
+    """Return processes of other containers that would end with this one, or that descend from its init.
 
-    Those that joined its PID namespace: when its PID 1 ends, the kernel kills all in it.
+    They joined its PID namespace: when its PID 1 ends, the kernel kills all processes in it.
     """
     if init <= 0:
         return ()
-    return _list_listed(neighbours.look(init, container_id, _own_cgroup(init, container_id)).neighbours)
+    return _list_listed(neighbours.find(init, container_id, _own_cgroup(init, container_id)).neighbours)
 
 
 def list_left_out(init: int, members: Iterable[proc.Process]) -> tuple[proc.Process, ...]:
-    """Members that are no descendants of init: in a shared PID namespace its PID 1 has adopted them."""
+    """Return members that do not descend from init: the PID 1 of a shared PID namespace has adopted them."""
     known = {process.pid: process for process in members}
-    return tuple(known[pid] for pid in neighbours.orphans(init, known))
+    return tuple(known[pid] for pid in neighbours.find_orphans(init, known))
 
 
 def is_descendant(pid: int, init: int) -> bool:
@@ -122,7 +123,7 @@ def _list_listed(pids: Iterable[int]) -> tuple[proc.Process, ...]:
 
 
 def inner_pids(init: int, members: Iterable[proc.Process]) -> dict[int, int]:
-    """The PID of each process as the container's init sees it, by our PID: what a restore brings back."""
+    """Return the PID of each process in the namespace of the container's init, which a restore restores."""
     first = proc.process(init)
     depth = len(first.ns_pids) - 1 if first is not None else 0
     return {member.pid: member.ns_pids[min(depth, len(member.ns_pids) - 1)] for member in members}
@@ -131,7 +132,7 @@ def inner_pids(init: int, members: Iterable[proc.Process]) -> dict[int, int]:
 def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> None:
     """Move those members that are outside the container's cgroup (version 2) into init's.
 
-    crun from 1.26 on restores only init into it when CRIU ignores cgroups; the rest would run on without
+    crun 1.26 and later restores only init into it when CRIU ignores cgroups; the others would run without
     limits. Raises ContainerError.
     """
     group = _own_cgroup(init, container_id)
@@ -154,16 +155,16 @@ def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> Non
 
 
 def find_freezer(container: Container) -> str | None:
-    """The folder of the cgroup (version 2) that froze a container, as `frozen_group`."""
+    """Return the directory of the cgroup (version 2) that froze a container, as `frozen_group`."""
     found = (frozen_group(container.pid, name) for name in _names(container))
     return next((group for group in found if group is not None), None)
 
 
 def list_freezable(container: Container) -> tuple[str, ...]:
-    """The folders of the cgroups by which a runtime would freeze this container alone: one of them.
+    """Return the directories of the cgroups with one of which a runtime would freeze only this container.
 
-    As in `frozen_group`. None where the runtimes use version 1, with version 2 beside it for its name alone:
-    they look for version 2 in one place.
+    As in `frozen_group`. Empty if the runtimes use version 1, with version 2 beside it only in name: they
+    look for version 2 in one place.
     """
     if UNIFIED not in _list_mounted():
         return ()
@@ -171,9 +172,9 @@ def list_freezable(container: Container) -> tuple[str, ...]:
 
 
 def _names(container: Container) -> Iterator[str]:
-    """Its ID, and what its cgroup is called in its configuration.
+    """Yield its ID, and the name of its cgroup in its configuration.
 
-    containerd restores under another name with the old one's cgroupsPath.
+    containerd restores under another name with the old name's cgroupsPath.
     """
     yield container.id
     try:
@@ -181,36 +182,36 @@ def _names(container: Container) -> Iterator[str]:
     except ContainerError:
         return
     path = linux.get("cgroupsPath") if isinstance(linux, dict) else ""
-    # A path, or slice:prefix:name as systemd's driver has it.
+    # A path, or slice:prefix:name for systemd's driver.
     name = re.split("[/:]", path)[-1] if isinstance(path, str) else ""
     if name:
         yield name
 
 
 def frozen_group(pid: int, container_id: str) -> str | None:
-    """The folder of the cgroup (version 2) that froze the container of a process; None where none did.
+    """Return the directory of the cgroup (version 2) that froze the container of a process; None if none did.
 
-    The container's own or, as crun makes one within it, one between that and the process.
+    It is the container's own, or a cgroup between that and the process, because crun makes one within it.
     """
     tops = _list_mounted()
     return next(filter(cgroup_freezer.is_frozen, _groups(pid, container_id, tops[0])), None) if tops else None
 
 
 def cgroup_folder(pid: int) -> str | None:
-    """The folder of the cgroup (version 2) that a process is in; None where there is none."""
+    """Return the directory of the cgroup (version 2) of a process; None if there is none."""
     tops, path = _list_mounted(), proc.cgroups(pid).get("")
     return f"{tops[0].rstrip('/')}{path}".rstrip("/") if tops and path is not None else None
 
 
 def _list_mounted() -> list[str]:
-    """Where version 2 of the cgroups is mounted."""
+    """Return where version 2 of the cgroups is mounted."""
     return [mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"]
 
 
 def _groups(pid: int, name: str, top: str) -> tuple[str, ...]:
-    """The folders of the cgroup (version 2) of that name, and of those from there down to the process.
+    """Return the directories of the cgroup (version 2) of that name, and of those between it and the process.
 
-    `top` is where version 2 is mounted.
+    `top`: where version 2 is mounted.
     """
     group = _own_cgroup(pid, name)
     if group is None or group[0]:
@@ -222,14 +223,14 @@ def _groups(pid: int, name: str, top: str) -> tuple[str, ...]:
 
 
 def _own_cgroup(init: int, container_id: str) -> tuple[str, str] | None:
-    """(hierarchy, path) of the cgroup that was made for the container; None where it has none of its own.
+    """Return (hierarchy, path) of the cgroup that was made for the container; None if it has none of its own.
 
-    Told by the container's ID in its name, as all engines give it (libpod-ID, cri-containerd-ID.scope, ID):
-    one that merely is not ours (podman --cgroups=disabled) may hold processes that are nobody's business.
-    Init may sit further down, as systemd does.
+    It is recognized by the container's ID in its name, as all engines set it (libpod-ID,
+    cri-containerd-ID.scope, ID). A cgroup that merely is not gpusnap's (podman --cgroups=disabled) may
+    contain unrelated processes. Init may be further down, as with systemd.
     """
     own = re.compile(rf"(?:.*[-:])?{re.escape(container_id)}(?:\.scope)?")
-    # Version 2 first, its key is the empty one.
+    # Version 2 first: its key is empty.
     for hierarchy, path in sorted(proc.cgroups(init).items()):
         names = path.split("/")
         for depth, name in enumerate(names):
@@ -241,9 +242,9 @@ def _own_cgroup(init: int, container_id: str) -> tuple[str, str] | None:
 def has_own_v1_freezer(init: int, container_id: str) -> bool:
     """Whether the container's cgroup is one of version 1, with a freezer.
 
-    Beside version 2 a restore by CRIU leaves such groups as well, and nobody uses them. There a process that
-    was stopped by a signal cannot be seized once it is frozen (seen on Linux 6.18: CRIU under runc hangs in
-    ptrace_attach, which nothing but a thaw ends); with version 2 it can.
+    Beside version 2, a restore by CRIU leaves such groups as well, and nobody uses them. In version 1, a
+    process that was stopped by a signal cannot be seized once it is frozen (seen on Linux 6.18: CRIU under
+    runc hangs in ptrace_attach, and only a thaw ends that); with version 2 it can.
     """
     group = _own_cgroup(init, container_id)
     path = next((p for h, p in proc.cgroups(init).items() if "freezer" in h.split(",")), "")
@@ -251,7 +252,7 @@ def has_own_v1_freezer(init: int, container_id: str) -> bool:
 
 
 def bundle_config(bundle: str) -> dict[str, Any]:
-    """The config.json of a bundle. Raises ContainerError."""
+    """Read the config.json of a bundle. Raises ContainerError."""
     path = os.path.join(bundle, "config.json")
     try:
         with open(path, "rb") as file:
@@ -266,7 +267,7 @@ def bundle_config(bundle: str) -> dict[str, Any]:
 
 
 def bundle_annotations(config: dict[str, Any]) -> dict[str, str]:
-    """Its annotations. Raises SettingsError where they are not a map of strings."""
+    """Return its annotations. Raises SettingsError if they are not a map of strings."""
     annotations = config.get("annotations") or {}
     if not isinstance(annotations, dict) or not all(isinstance(v, str) for v in annotations.values()):
         raise SettingsError("the container's annotations are not a map of strings", code="GPS-231")

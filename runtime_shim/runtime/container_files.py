@@ -1,7 +1,7 @@
-"""Files by their paths in the root of a process of a container, which may be hostile.
+"""Opens files by their paths in the root of a process of a container, which may be malicious.
 
-A symbolic link below /proc/PID/root is followed from here: an absolute one leads out, to a path on this host
-(path_resolution(7)). So a path is walked one name at a time, and a link on the way is an error.
+A symbolic link below /proc/PID/root is resolved from here: an absolute link leads out, to a path on this host
+(path_resolution(7)). So a path is opened one name at a time, and a link on the way is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextmanager
 def directory(pid: int, path: str) -> Iterator[int]:
-    """A descriptor of a directory by its path in a process' root, to look below it.
+    """Open a directory by its path in a process's root, to read below it; yield the descriptor.
 
     Raises OSError, also for a link on the way.
     """

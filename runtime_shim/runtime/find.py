@@ -1,12 +1,12 @@
-"""Where the real runtime is, and how to become it; for the paths on which every millisecond counts.
+"""Finds the real runtime, and becomes it; for the paths on which every millisecond counts.
 
 Only os, stat and sys are imported at the top. The launcher (settings.h, choice.h and lookup.h in launcher/)
 follows the same rules, and a test runs both on the same trees.
 
-Which one a command goes to: the runtime that made its container, unless the settings name another than crun
-and runc; else the settings' one; else the first one that `list_preferred` has. If one cannot be started,
-the next is. Nothing that is wrong with the settings keeps a command from a real runtime: `start` says what is
-wrong, and goes on.
+A command goes to the runtime that made its container, unless the settings name another program than crun and
+runc; else to the settings' one; else to the first one of `list_preferred`. If one cannot be started, the next
+is tried. An error in the settings never keeps a command from a real runtime: `start` reports the error, and
+continues.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 
 from gpusnap.runtime_shim.errors import NotStarted, RuntimeFailed, SettingsError, reason
 
-TYPE_CHECKING = False  # not typing's, whose import takes longer than all of this module
+TYPE_CHECKING = False  # not from typing, whose import takes longer than all of this module
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import NoReturn, TypeVar
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Started = TypeVar("Started")
 
 LAUNCHER_VARIABLE = "GPUSNAP_LAUNCHER"
-"""Set by the launcher for us alone: the path of the launcher's file."""
+"""Set by the launcher for this process only: the path of the launcher's file."""
 
 SETTINGS_FILE = "/etc/gpusnap/gpusnap.toml"
 SYSTEM_DIRECTORIES = (
@@ -39,23 +39,23 @@ SYSTEM_DIRECTORIES = (
     "/usr/lib/cri-o-runc/sbin",
     "/run/current-system/sw/bin",
 )
-"""Searched after PATH, of which Podman and containerd may give little: Podman's own places for crun and runc
+"""Searched after PATH, which may be short under Podman and containerd: Podman's own places for crun and runc
 (containers-common, pkg/config/default.go) and libexec."""
 
 NAMES = ("crun", "runc")
-"""The real runtimes, the one that is preferred first, but under CRI; see `list_preferred`."""
+"""The real runtimes, the preferred one first, except under CRI; see `list_preferred`."""
 
 RUNC_ROOTS = ("/run/containerd/runc", "/run/crio-gpusnap")
-"""Values of --root, or directories above it, with which runc is looked for before crun, because crun restores
-less under CRI: of containerd's shim, which adds its namespace (containerd, RuncRoot of
-cmd/containerd-shim-runc-v2), and of CRI-O with the handler that `gpusnap install` writes."""
+"""Values of --root, or directories above it, with which runc is tried before crun, because crun restores less
+under CRI: that of containerd's shim, which adds its namespace (containerd, RuncRoot of
+cmd/containerd-shim-runc-v2), and that of CRI-O with the handler that `gpusnap install` writes."""
 
 STATE_FILES = ("status", "state.json")
-"""What each of them has in a container's directory of its state, in their order: crun, src/libcrun/status.c;
+"""The state file of each of them in a container's directory, in their order: crun, src/libcrun/status.c;
 runc, libcontainer/factory_linux.go."""
 
 BEGINNINGS = ("create", "run")
-"""The commands that begin a container, which has no runtime yet."""
+"""The commands that create a container, which has no runtime yet."""
 
 SETTINGS_SIZE = 65536
 """How much of the settings file a pass-through reads."""
@@ -70,7 +70,7 @@ _launchers: list[str] = []
 
 
 def take_launcher() -> None:
-    """Remember the launcher that started us, and take its name out of our environment."""
+    """Remember the launcher that started this process, and remove its name from the environment."""
     path = os.environ.pop(LAUNCHER_VARIABLE, "")
     if path:
         _own_files.append(path)
@@ -78,12 +78,12 @@ def take_launcher() -> None:
 
 
 def launcher() -> str:
-    """The path of the launcher that started us; "" without one."""
+    """Return the path of the launcher that started this process; "" without one."""
     return _launchers[-1] if _launchers else ""
 
 
 def setting(path: str | None = None) -> str:
-    """The setting `runtime`, "" without one. Of the other settings a pass-through needs none, right or wrong.
+    """Return the setting `runtime`, "" if not set. A pass-through needs no other setting, right or wrong.
 
     Read from SETTINGS_FILE unless another is given. Raises SettingsError.
     """
@@ -93,9 +93,9 @@ def setting(path: str | None = None) -> str:
 
 
 def content(path: str, most: int) -> bytes | None:
-    """The first bytes of the settings file; None where there is none. Raises SettingsError."""
+    """Return the first bytes of the settings file; None if there is none. Raises SettingsError."""
     try:
-        # Without waiting for somebody to open the other end, should it be a FIFO.
+        # If it is a FIFO, do not wait until somebody opens the other end.
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise SettingsError(f"the settings file {path} is not a regular file", hint=_HINT)
@@ -108,7 +108,7 @@ def content(path: str, most: int) -> bytes | None:
 
 
 def parse_setting(data: bytes, path: str) -> str:
-    """The setting `runtime` in a settings file's bytes, as the launcher reads it; "" without one.
+    """Return the setting `runtime` from a settings file's bytes, as the launcher reads it; "" if not set.
 
     It is the value of the first line `runtime = NAME` before the first [table], quoted or not, so that no
     mistake elsewhere in the file can keep a command from the real runtime. Raises SettingsError.
@@ -124,7 +124,7 @@ def parse_setting(data: bytes, path: str) -> str:
 
 
 def _parse_value(line: bytes) -> bytes | None:
-    """The value of a line `runtime = VALUE`; None for another line."""
+    """Return the value of a line `runtime = VALUE`; None for another line."""
     quote = line[:1] if line[:1] in (b'"', b"'") else b""
     word = quote + b"runtime" + quote
     if not line.startswith(word):
@@ -151,11 +151,11 @@ def _check_name(value: bytes, path: str) -> str:
     return os.fsdecode(value)
 
 
-def creator(words: Sequence[str], root: str | None = None) -> str:
-    """The name of the runtime that made the container whose ID is among the words; "" where nobody can tell.
+def find_creator(words: Sequence[str], root: str | None = None) -> str:
+    """Return the name of the runtime that made the container with an ID among the words; "" if not known.
 
-    `root` is the value of --root. crun and runc do not know each other's containers, so that whatever the
-    settings say by now, a container's own runtime has to stop and remove it.
+    `root`: the value of --root. crun and runc do not know each other's containers. So, whatever the settings
+    say now, a container's own runtime must stop and remove it.
     """
     for word in words:
         if word in ("", ".", "..") or word.startswith("-") or "/" in word:
@@ -168,7 +168,7 @@ def creator(words: Sequence[str], root: str | None = None) -> str:
 
 
 def _knows_container(name: str, file: str, word: str, root: str | None) -> bool:
-    """Whether a runtime knows the container, in --root or where it keeps its containers without one."""
+    """Whether a runtime knows the container, in --root or in its default root."""
     if root is None:
         private = os.environ.get("XDG_RUNTIME_DIR", "")
         roots = [f"{RUN}/{name}", *([f"{private}/{name}"] if private.startswith("/") else [])]
@@ -184,7 +184,7 @@ def _knows_container(name: str, file: str, word: str, root: str | None) -> bool:
 
 
 def list_preferred(root: str | None = None, command: str = "") -> tuple[str, ...]:
-    """The names of crun and runc, in the order in which they are tried where nothing else decides.
+    """Return the names of crun and runc, in the order in which they are tried if nothing else decides.
 
     runc is first with a --root below RUNC_ROOTS, and for `features` without one, which only containerd, CRI-O
     and Docker ask.
@@ -197,11 +197,11 @@ def list_preferred(root: str | None = None, command: str = "") -> tuple[str, ...
 
 
 def find_all(named: str, made_by: str, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """The paths of the real runtimes to try, in order, and whether each is in the place of the `named` one.
+    """Yield the paths of the real runtimes to try, in order, and whether each replaces the `named` one.
 
-    `named` is the setting `runtime`, `made_by` the container's runtime as `creator` gives it, and `names` are
-    those of `list_preferred`. A named one of another kind than crun and runc, such as a wrapper, comes
-    first: it may have made the container by one of them.
+    `named`: the setting `runtime`. `made_by`: the container's runtime, from `find_creator`. `names`: from
+    `list_preferred`. If the named one is neither crun nor runc, such as a wrapper, it comes first: it may
+    have made the container with one of them.
     """
     kind = os.path.basename(named)
     stays = not named or (kind in NAMES and kind != made_by)
@@ -222,19 +222,19 @@ def _paths(name_or_path: str) -> Iterator[str]:
 
 
 def start(args: list[str], at: int, root: str | None, by: Callable[[str, list[str]], Started]) -> Started:
-    """Start the real runtime for a line whose command stands at `at`, whatever is wrong with gpusnap.
+    """Start the real runtime for a line whose command is at `at`, whatever is wrong with gpusnap.
 
-    `by` is `become`, or what else starts the program at a path; where it raises NotStarted, the next is
-    tried. Returns what it returns. Raises RuntimeFailed where there is none, NotStarted where none starts.
+    `by`: `become`, or another function that starts the program at a path; if it raises NotStarted, the next
+    one is tried. Returns what it returns. Raises RuntimeFailed if there is none, NotStarted if none starts.
     """
     named = made_by = wrong = ""
     command, words = "".join(args[at : at + 1]), args[at + 1 :]
     try:
-        made_by = "" if command in BEGINNINGS else creator(words, root)
+        made_by = "" if command in BEGINNINGS else find_creator(words, root)
         named = setting()
     except SettingsError as error:
         wrong = str(error)
-    except Exception as error:  # whatever it is, the container is not to suffer for it
+    except Exception as error:  # of any kind: the container must not suffer from it
         wrong = f"{type(error).__name__}: {error}"
     failed: NotStarted | None = None
     warned = False
@@ -252,7 +252,7 @@ def start(args: list[str], at: int, root: str | None, by: Callable[[str, list[st
 
 
 def _warn(text: str, command: str) -> None:
-    """Say it on stderr where that is a terminal, else in the system log, as the launcher does; see tell.h."""
+    """Print it on stderr if that is a terminal, else in the system log, like the launcher; see tell.h."""
     line = "gpusnap-runtime: " + " ".join(text.split())
     try:
         if os.isatty(2):
@@ -268,11 +268,11 @@ def _warn(text: str, command: str) -> None:
 
 
 def find(name_or_path: str | None = None, *, root: str | None = None) -> str:
-    """The path of the real runtime, as given or by name on PATH and in SYSTEM_DIRECTORIES; never ourselves.
+    """Return the path of the real runtime, as given or on PATH and in SYSTEM_DIRECTORIES; never gpusnap.
 
-    Without a name the first of `list_preferred` with that --root. Relative directories on PATH are passed
-    over: this runs as root. Raises SettingsError where the one that was asked for is not there, RuntimeFailed
-    where there is none at all.
+    Without a name, the first of `list_preferred` with that --root. Relative directories on PATH are skipped,
+    because this runs as root. Raises SettingsError if the requested one does not exist, RuntimeFailed if
+    there is none at all.
     """
     if name_or_path and name_or_path.startswith("/"):
         return _check_program(name_or_path)
@@ -294,7 +294,7 @@ def _describe_searched() -> str:
 
 
 def make_missing_error() -> RuntimeFailed:
-    """That neither crun nor runc is there."""
+    """The error if neither crun nor runc exists."""
     return RuntimeFailed(
         f"there is no real runtime: neither crun nor runc is in PATH or in {_describe_searched()}",
         hint=f"install one of them, or set runtime in {SETTINGS_FILE}",
@@ -326,7 +326,7 @@ def _check_program(path: str) -> str:
 
 
 def _is_usable(path: str) -> bool:
-    """Whether it is a program other than ourselves; one that cannot be read cannot be run either."""
+    """Whether it is a program other than gpusnap; one that cannot be read cannot be run either."""
     try:
         return _is_program(path) and not _is_own(path)
     except OSError:
@@ -341,7 +341,7 @@ def _is_program(path: str) -> bool:
 
 
 def _is_own(path: str) -> bool:
-    """Whether it is our file or a copy: two copies, each taking the other for the real one, would never end.
+    """Whether it is gpusnap's file or a copy: two copies would call each other forever.
 
     Raises OSError.
     """
@@ -365,7 +365,7 @@ def _bytes(path: str) -> bytes | None:
 
 
 def environment() -> dict[str, str]:
-    """The environment as our caller gave it, for the real runtime.
+    """Return the environment as given by the caller, for the real runtime.
 
     Not os.environ: in the C locale Python adds LC_CTYPE to it (PEP 538), which would reach OCI hooks.
     """
@@ -379,8 +379,8 @@ def environment() -> dict[str, str]:
 
 def become(path: str, args: list[str]) -> NoReturn:
     """Become the real runtime. Raises NotStarted."""
-    # The C module under `signal`, whose enums take a millisecond. Python ignores these two from its start on;
-    # the real runtime and everything below it would inherit that.
+    # The C module of `signal`, whose enums take a millisecond. Python ignores these two signals from its
+    # start on; the real runtime and everything below it would inherit that.
     import _signal  # type: ignore[import-not-found]
 
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):

@@ -1,4 +1,4 @@
-"""The real runtime, crun or runc, behind gpusnap-runtime: where it is, what it is, what it can."""
+"""The real runtime, crun or runc: where it is, its version and its features."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _VERSION_LINE = compile_later(r"(?P<name>\S+) version (?P<version>\S+)")
 
 @dataclass(frozen=True, slots=True)
 class RealRuntime:
-    """A runtime's program, as its --version tells."""
+    """A runtime's program, according to its --version."""
 
     path: Path
     kind: Kind
     version: tuple[int, ...]
-    """(1, 1, 15) of 1.1.15+ds1; empty when it does not say."""
+    """(1, 1, 15) for 1.1.15+ds1; empty if it does not say it."""
     line: str = ""
     """The first line of --version, e.g. "crun version 1.21", for manifest and messages."""
     features: frozenset[str] = frozenset()
-    """crun's build features without the plus: {"SYSTEMD", "CRIU", …}; runc tells none."""
+    """crun's build features without the plus: {"SYSTEMD", "CRIU", …}; runc reports none."""
 
     @property
     def version_text(self) -> str:
-        """Dotted: 1.1.15; empty when it does not say."""
+        """Dotted: 1.1.15; empty if it does not say it."""
         return ".".join(map(str, self.version))
 
     @property
@@ -49,7 +49,7 @@ class RealRuntime:
 
 
 def find(name_or_path: str | None = None, *, root: str | None = None) -> Path:
-    """The real runtime by the setting `runtime`, or without one crun or runc; see locate.find."""
+    """Find the real runtime from the setting `runtime`, or else crun or runc; see locate.find."""
     return Path(locate.find(name_or_path or None, root=root))
 
 
@@ -68,10 +68,10 @@ def identify(path: Path) -> RealRuntime:
 
 
 def parse_version(path: Path, text: str) -> RealRuntime:
-    """Read what --version printed.
+    """Parse the output of --version.
 
     Sources: crun src/crun.c print_version ("crun version 1.21", …, "+SYSTEMD +CRIU"), runc main.go
-    ("runc version 1.1.15+ds1"). A release candidate counts as its release; a number that is no version as
+    ("runc version 1.1.15+ds1"). A release candidate counts as its release; an invalid number counts as
     unknown.
     """
     lines = text.strip().splitlines() or [""]

@@ -1,13 +1,13 @@
-"""The loopback device of a restored container, where runc makes it a new network namespace.
+"""The loopback device of a restored container, if runc makes it a new network namespace.
 
-runc has CRIU leave the devices of a network alone, at the dump and at the restore (runc's checkpoint.go: it
-"doesn't manage network devices"). In a namespace that it makes, as for `--network none`, lo is then down,
-although runc brings it up for a new container: programs do not reach 127.0.0.1 any more, and CRIU cannot
-restore a connection over it ("Network is unreachable"). At a restore runc runs createRuntime hooks, right
-after CRIU has made the namespaces (libcontainer/criu_linux.go, "setup-namespaces"): one of them brings lo up.
-crun has CRIU restore the devices.
+runc makes CRIU leave network devices alone, at the dump and at the restore (runc's checkpoint.go: it "doesn't
+manage network devices"). In a namespace that runc makes, as for `--network none`, lo is then down, although
+runc brings it up for a new container: programs no longer reach 127.0.0.1, and CRIU cannot restore a
+connection over it ("Network is unreachable"). At a restore, runc runs createRuntime hooks directly after CRIU
+has made the namespaces (libcontainer/criu_linux.go, "setup-namespaces"): one of them brings lo up. crun makes
+CRIU restore the devices.
 
-The hook is for the restore alone: nobody else finds gpusnap where this restore has it.
+The hook is only for the restore: other hosts may not have gpusnap at the same path.
 
     python -m gpusnap.runtime_shim.runtime.loopback     the hook: a container's state on stdin
 """
@@ -29,32 +29,32 @@ _GET_FLAGS, _SET_FLAGS = 0x8913, 0x8914  # linux/sockios.h, SIOCGIFFLAGS and SIO
 _UP = 1  # net/if.h, IFF_UP
 _REQUEST = struct.Struct("=16sH22x")  # struct ifreq, netdevice(7)
 _STATE_LIMIT = 1 << 20
-# Seconds, as the runtime specification has them: it takes a tenth of one.
+# Seconds, in the runtime specification's unit: it takes a tenth of one.
 _DEADLINE = 30
 _OPTIONS = ("-B", "-P", "-m")
-_MODULE = "gpusnap.runtime_shim.runtime.loopback"  # __name__ is another one in the hook itself
+_MODULE = "gpusnap.runtime_shim.runtime.loopback"  # __name__ differs in the hook itself
 
 
 def hook(kind: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The createRuntime hook that a restore by this kind of runtime needs; None where it needs none.
+    """Return the createRuntime hook that a restore by this kind of runtime needs; None if it needs none.
 
-    `config` is the container's config.json.
+    `config`: the container's config.json.
     """
     if kind != "runc" or not is_made(config):
         return None
     return {
         "path": sys.executable,
         "args": [sys.executable, *_OPTIONS, _MODULE],
-        # runc gives a hook no other environment. The modules are looked for where ours were found.
+        # runc gives a hook no other environment. Its modules are where this process's were found.
         "env": [f"PYTHONPATH={os.pathsep.join(path for path in sys.path if path)}"],
         "timeout": _DEADLINE,
     }
 
 
 def network(config: Mapping[str, Any]) -> str | None:
-    """The path of the container's network namespace, by its config.json.
+    """Return the path of the container's network namespace, from its config.json.
 
-    Empty where the runtime makes one; None where the container has the runtime's own.
+    Empty if the runtime makes one; None if the container has the runtime's own.
     """
     linux = config.get("linux")
     namespaces = (linux.get("namespaces") if isinstance(linux, dict) else None) or ()
@@ -62,7 +62,7 @@ def network(config: Mapping[str, Any]) -> str | None:
 
 
 def is_made(config: Mapping[str, Any]) -> bool:
-    """Whether the runtime makes the container a network namespace; else an engine does, or it has none."""
+    """Whether the runtime makes a network namespace for the container; or an engine does, or none exists."""
     return network(config) == ""
 
 
@@ -85,7 +85,7 @@ def _bring_up() -> None:
 
 
 def main() -> int:
-    """The hook. It never fails the restore: what needs the device will say so."""
+    """Run the hook. It never fails the restore: whatever needs the device will report that."""
     try:
         state = parse_json(sys.stdin.buffer.read(_STATE_LIMIT))
         bring_up(f"{proc.PROC}/{int(state['pid'])}/ns/net")

@@ -1,4 +1,4 @@
-"""Which processes are a container's, and which are those of the containers beside it.
+"""Which processes belong to a container, and which to the containers beside it.
 
 Containers may share a PID namespace: `podman run --pid container:a`, `podman pod create --share pid`, and
 shareProcessNamespace of Kubernetes. Then
@@ -7,16 +7,17 @@ shareProcessNamespace of Kubernetes. Then
   its parent becomes a child of that PID 1, whichever container it is in.
 - when that PID 1 ends, the kernel kills everything in the namespace.
 
-So neither the namespace nor parentage tells alone whose a process is. Its cgroup does, where the container
-has one of its own, and it comes first. The namespace counts only for the container whose init is its PID 1.
-Parentage counts for what is in no other container's cgroup, as a restore by crun 1.26 leaves processes.
+So neither the namespace nor parentage alone shows to which container a process belongs. Its cgroup does, if
+the container has one of its own, and is checked first. The namespace counts only for the container whose init
+is its PID 1. Parentage counts for processes that are in no other container's cgroup; a restore by crun 1.26
+leaves processes like that.
 
-What is not in the container's cgroup is another container's
+A process outside the container's cgroup belongs to another container if it is
 
 - in a cgroup that has another ID for a name;
 - in another cgroup and another mount namespace at once;
-- where cgroups do not tell (podman run --cgroups=disabled): in the mount namespace of a process that came
-  into the PID namespace from outside and has other mounts than its init, unlike what `podman exec` starts; or
+- if cgroups do not show it (podman run --cgroups=disabled): in the mount namespace of a process that joined
+  the PID namespace from outside and has other mounts than its init, unlike processes of `podman exec`; or
   below such a process.
 """
 
@@ -30,9 +31,9 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.process import proc
 
 Cgroup = tuple[str, str]
-"""Hierarchy (the empty one is version 2's) and path."""
+"""Hierarchy (version 2 has the empty one) and path."""
 
-# As engines name a container's cgroup: libpod-ID, cri-containerd-ID.scope, crio-ID, ID.
+# The names that engines give a container's cgroup: libpod-ID, cri-containerd-ID.scope, crio-ID, ID.
 _CONTAINER = compile_later(r"(?:.*[-:])?([0-9a-f]{64})(?:\.scope)?")
 
 
@@ -42,11 +43,11 @@ class View:
 
     members: frozenset[int]
     neighbours: frozenset[int]
-    """Those of other containers that are in its own PID namespace, or have its init for an ancestor."""
+    """Processes of other containers that are in its own PID namespace, or descend from its init."""
 
 
-def look(init: int, container_id: str, group: Cgroup | None) -> View:
-    """The container whose init is `init`; `group` is the cgroup that was made for it, if one was."""
+def find(init: int, container_id: str, group: Cgroup | None) -> View:
+    """Find the processes of the container with init `init`; `group`: the cgroup made for it, if any."""
     parents = proc.parents()
     within = {pid for pid in parents if group is not None and is_inside(pid, group)}
     space = _own_space(init)
@@ -66,14 +67,14 @@ def look(init: int, container_id: str, group: Cgroup | None) -> View:
     return View(frozenset(members - {os.getpid()}), frozenset(neighbours - {os.getpid()}))
 
 
-def orphans(init: int, members: Iterable[int]) -> tuple[int, ...]:
-    """Those members that lost their parent to a PID 1 which is not their container's.
+def find_orphans(init: int, members: Iterable[int]) -> tuple[int, ...]:
+    """Return those members that lost their parent to a PID 1 that does not belong to their container.
 
-    CRIU dumps a container by its tree from init on, and leaves these out.
+    CRIU dumps a container by its tree from init on, and omits these.
     """
     space = proc.namespace(init, "pid")
     if not space or space == proc.namespace(os.getpid(), "pid"):
-        return ()  # in the host's namespace they look like what was started by podman exec
+        return ()  # in the host's namespace they look like processes of podman exec
     return tuple(pid for pid in members if _is_first(_find_oldest(pid, init, space), init))
 
 
@@ -87,7 +88,7 @@ def is_inside(pid: int, group: Cgroup) -> bool:
 def _add_descendants(
     some: Iterable[int], parents: Mapping[int, int], belongs: Callable[[int], bool]
 ) -> set[int]:
-    """These and their descendants, as far as they belong."""
+    """Return these processes and those of their descendants that belong."""
     found = set(some)
     fresh = found
     while fresh:
@@ -98,7 +99,7 @@ def _add_descendants(
 
 
 def _own_space(init: int) -> str:
-    """The PID namespace whose PID 1 the init is; empty where it is in another's."""
+    """Return the PID namespace whose PID 1 the init is; empty if it is in another's."""
     process = proc.process(init)
     if process is None or len(process.ns_pids) < 2 or process.ns_pids[-1] != 1:
         return ""
@@ -107,13 +108,13 @@ def _own_space(init: int) -> str:
 
 
 def _with_own_mounts(came: Iterable[int], init: int) -> set[int]:
-    """Those of the processes that came into the PID namespace from outside which are another's inits."""
+    """Return those processes from outside the PID namespace that are inits of other containers."""
     own = proc.namespace(init, "mnt")
     return {pid for pid in came if own and proc.namespace(pid, "mnt") not in ("", own)}
 
 
 def _find_oldest(pid: int, init: int, space: str) -> int:
-    """The oldest ancestor of a process within its PID namespace, itself included; `init` if that is one."""
+    """Return the oldest ancestor of a process in its PID namespace, or itself; `init` if it is one."""
     while pid != init:
         parent = proc.parent(pid)
         if not parent or proc.namespace(parent, "pid") != space:
@@ -131,7 +132,7 @@ class _Others:
     """What is known of the containers beside one."""
 
     def __init__(self, init: int, container_id: str, group: Cgroup | None, inits: Collection[int]) -> None:
-        """`inits` of containers that joined its PID namespace."""
+        """`inits`: of containers that joined its PID namespace."""
         groups = proc.cgroups(init)
         self._id, self._group, self._inits = container_id, group, inits
         self._hierarchy = group[0] if group is not None else min(groups, default="")
@@ -141,7 +142,7 @@ class _Others:
         self._theirs = {proc.namespace(pid, "mnt") for pid in inits}
 
     def have(self, pid: int) -> bool:
-        """Whether a process is another container's."""
+        """Whether a process belongs to another container."""
         if pid in self._inits:
             return True
         if self._group is not None and is_inside(pid, self._group):
@@ -152,9 +153,9 @@ class _Others:
         return mounts in self._theirs or self._is_named(apart)
 
     def _split_apart(self, pid: int) -> Sequence[str]:
-        """The names of a process' cgroup, from where its path leaves that of the container's.
+        """Return the names of a process's cgroup, from where its path leaves that of the container's.
 
-        None where it does not; and in gpusnap's own, since that is where a runtime that we call leaves
+        Empty if it does not leave it; and in gpusnap's own cgroup, where a runtime that gpusnap calls leaves
         processes that it restores.
         """
         path = proc.cgroups(pid).get(self._hierarchy)

@@ -1,9 +1,9 @@
-"""The options of `checkpoint` and `restore`: which runtime takes which, and what to do where one does not.
+"""The options of `checkpoint` and `restore`: which runtime supports which, and what to do if one does not.
 
-One table for each command and one for the options before it; command_line.py reads
-and writes command lines by these. Sources: crun 1.21 (src/crun.c, checkpoint.c, restore.c) and --help of 1.21
-and 1.28; runc 1.1.15 and 1.3.6 (main.go, checkpoint.go, restore.go) and --help of 1.1.5; for the first
-version with an option, NEWS and CHANGELOG.
+There is one table for each command and one for the options before it. command_line.py reads and writes
+command lines with these. Sources: crun 1.21 (src/crun.c, checkpoint.c, restore.c) and --help of 1.21 and
+1.28; runc 1.1.15 and 1.3.6 (main.go, checkpoint.go, restore.go) and --help of 1.1.5; NEWS and CHANGELOG for
+the first version with an option.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ Version = tuple[int, ...]
 
 
 class Takes(enum.Enum):
-    """What an option takes."""
+    """The value of an option."""
 
     NOTHING = "nothing"
     TEXT = "text"
     NUMBER = "number"
     LIST = "list"
-    """Text, and may be given several times."""
+    """Text; the option may be given several times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one runtime stands to an option."""
+    """How one runtime handles an option."""
 
     since: Version | None
-    """The first version that takes it; () where all do, None where none does."""
+    """The first version that supports it; () if all do, None if none does."""
     drop: bool = False
-    """Where it is not taken: leave it out, because the result is the same without; otherwise refuse."""
+    """If it is not supported: omit it, because the result is the same without; otherwise refuse."""
     values: Mapping[str, Version] = field(default_factory=dict)
-    """Values that came later than the option, each with its first version."""
+    """Values that were added later than the option, each with its first version."""
 
     def takes(self, version: Version, value: str = "") -> bool:
-        """Whether that version takes the option, with that value; one that does not tell its version is
+        """Whether that version supports the option, with that value; a version that is not known counts as
         new."""
         since = self.values.get(value, self.since)
         return since is not None and self.since is not None and (not version or version >= since)
@@ -47,7 +47,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. Its field in argv's dataclasses has the same name, with underscores."""
+    """One option. Its field in the dataclasses of command_line.py has the same name, with underscores."""
 
     name: str
     takes: Takes
@@ -56,16 +56,16 @@ class Option:
     short: str = ""
     choices: tuple[str, ...] = ()
     idle: int | None = None
-    """The value that asks for nothing."""
+    """The value that requests nothing."""
     criu: str = ""
-    """The option of CRIU that does the same, for the hint where the runtime has none (see criu(8))."""
+    """The option of CRIU that does the same, for the hint if the runtime has none (see criu(8))."""
 
     @property
     def field(self) -> str:
         return self.name.replace("-", "_")
 
     def rule(self, kind: str) -> Rule:
-        """How a runtime of that kind stands to it; one that we do not know is given everything."""
+        """Return how a runtime of that kind handles it; an unknown kind gets everything."""
         return {"crun": self.crun, "runc": self.runc}.get(kind, _ALL)
 
 
@@ -81,15 +81,15 @@ GLOBAL = (
     Option("root", _TEXT, _ALL, _ALL),
     Option("log", _TEXT, _ALL, _ALL),
     Option("log-format", _TEXT, _ALL, _ALL),
-    # How much is logged changes nothing about the container.
+    # How much is logged does not change the container.
     Option("log-level", _TEXT, Rule((1, 17), drop=True), _DROP),
     Option("debug", _FLAG, _ALL, _ALL),
     Option("systemd-cgroup", _FLAG, _ALL, _ALL),
     Option("cgroup-manager", _TEXT, _ALL, _NONE, choices=("cgroupfs", "systemd", "disabled")),
-    # For crun it is there for runc's sake and without effect, but crun 1.21 took its value for --root by
+    # crun has it for compatibility with runc and without effect, but crun 1.21 used its value for --root by
     # mistake.
     Option("rootless", _TEXT, _DROP, _ALL),
-    # runc 1.2 and later ignore it, with a warning, and look CRIU up on PATH.
+    # runc 1.2 and later ignore it, with a warning, and search CRIU on PATH.
     Option("criu", _TEXT, _NONE, _ALL),
 )
 
@@ -111,7 +111,7 @@ _COMMON = (
     # crun declares it without a value and takes the next word: "--network-lock=skip" is refused there.
     Option("network-lock", _TEXT, Rule((1, 19)), _NONE, choices=_NETWORK_LOCKS, criu="network-lock"),
     Option("lazy-pages", _FLAG, _NONE, _ALL),
-    # It frees disk space and changes nothing about what is restored.
+    # It frees disk space and does not change what is restored.
     Option("auto-dedup", _FLAG, _DROP, _ALL),
     Option("empty-ns", _LIST, _NONE, _ALL),
 )
@@ -134,7 +134,7 @@ RESTORE = (
     Option("pid-file", _TEXT, _ALL, _ALL),
     Option("console-socket", _TEXT, _ALL, _ALL),
     *_COMMON,
-    # Ours: which GPUs to come back on.
+    # gpusnap's own: the GPUs to restore onto.
     Option("gpu-map", _TEXT, _DROP, _DROP),
     # go-runc's type has it; CRIU finds the parent by the link in the image.
     Option("parent-path", _TEXT, _DROP, _DROP),
@@ -145,14 +145,14 @@ RESTORE = (
     Option("lsm-mount-context", _TEXT, Rule((1, 18)), Rule((1, 1)), criu="lsm-mount-context"),
     # containerd always sends it; crun never makes itself a subreaper.
     Option("no-subreaper", _FLAG, _DROP, _ALL),
-    # Mounts and keyrings come back as they were, so there is no root to pivot to and no keyring to make.
+    # Mounts and keyrings are restored as they were, so there is no root to pivot to and no keyring to make.
     Option("no-pivot", _FLAG, _DROP, _ALL),
     Option("no-new-keyring", _FLAG, _DROP, _DROP),
-    # Podman's own words for none at all are 0; real ones cannot be given to a process that CRIU makes.
+    # Podman's default is 0, none at all; others cannot be given to a process that CRIU makes.
     Option("preserve-fds", _NUMBER, _NONE, _NONE, idle=0),
 )
 
 
 def table(options: tuple[Option, ...]) -> dict[str, Option]:
-    """The options by long and by short name."""
+    """Return the options by long and by short name."""
     return {name: option for option in options for name in (option.name, option.short) if name}

@@ -1,1 +1,1 @@
-"""gpusnap-runtime as engines call it: the entry, the dispatch, what one call overrides."""
+"""The part of gpusnap-runtime that engines call: the entry, the dispatch, and overrides for one call."""

@@ -36,7 +36,8 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
 from gpusnap.runtime_shim.settings import Settings, apply_annotations, load_usable
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import users
 
-# As gpusnap.runtime_shim.snapshot.records.journal has it, which a container without a GPU must not wait for.
+# The same as in gpusnap.runtime_shim.snapshot.records.journal, whose import a container without a GPU must
+# avoid.
 JOURNAL = "/run/gpusnap/journal"
 
 
@@ -59,7 +60,8 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         if call is None:
             raise
-        # Of a kind or a configuration of a shape that nobody foresaw; whatever was begun has been undone.
+        # An unexpected kind of error, or a configuration of an unexpected form; whatever was begun was
+        # undone.
         if call.globals.debug:
             traceback.print_exception(error)
         log.report(make_unforeseen(error), log=call.globals.log, log_format=call.globals.log_format)
@@ -67,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def _settings() -> Settings | SettingsError:
-    """The settings, or what is wrong with them, which a container without a GPU need not suffer for."""
+    """Return the settings, or their error, which does not concern a container without a GPU."""
     try:
         return load_usable()
     except SettingsError as error:
@@ -75,14 +77,14 @@ def _settings() -> Settings | SettingsError:
 
 
 def _require_valid(settings: Settings | SettingsError) -> Settings:
-    """For a container that may have GPU state: a plain checkpoint would lose it, so there is none."""
+    """Raise that error for a container that may have GPU state, which a plain checkpoint would lose."""
     if isinstance(settings, SettingsError):
         raise settings
     return settings
 
 
 def _find_real(call: CheckpointCall | RestoreCall) -> RealRuntime:
-    """The runtime that every other command of this container goes to."""
+    """Return the runtime that every other command of this container goes to."""
     command = "checkpoint" if isinstance(call, CheckpointCall) else "restore"
     return locate.start([command, call.container_id], 0, call.globals.root, _identify)
 
@@ -101,7 +103,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     try:
         container = containers.find(make_quiet_command(call, real), call.container_id, root=root)
     except ContainerError:
-        _hand_over(call, real)  # the runtime says it in its own words
+        _hand_over(call, real)  # the runtime reports the error itself
     if _recover(driver, container, settings):
         container = containers.find(make_quiet_command(call, real), call.container_id, root=root)
     others = (each for each in find_drivers() if each.vendor != driver.vendor)
@@ -139,12 +141,12 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
 def _make_work(call: CheckpointCall, real: RealRuntime) -> None:
     """Make the work directory, as runc does and crun does not; containerd relies on it."""
     if real.kind == "crun" and (work := call.work()) is not None:
-        with contextlib.suppress(OSError):  # the runtime says it in its own words
+        with contextlib.suppress(OSError):  # the runtime reports the error itself
             os.mkdir(work, 0o700)
 
 
 def _recover(driver: Driver, container: containers.Container, settings: Settings | SettingsError) -> bool:
-    """Put right first what a killed gpusnap left of this container; whether there was anything."""
+    """First repair what a killed gpusnap left of this container; return whether there was anything."""
     if not _is_there(JOURNAL):
         return False
     from gpusnap.runtime_shim.snapshot.records import journal, suspensions
@@ -152,9 +154,9 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
 
     if (asleep := suspensions.read(container.key)) is not None:
         if asleep.stage is Stage.SUSPENDED:
-            return False  # nothing of it is to be put right
+            return False  # there is nothing to repair
         raise suspensions.make_unfinished_error(asleep)
-    # An earlier version's entry has the bare ID; what it names is looked for by PID and start time.
+    # An earlier version's entry has only the ID; its processes are found by PID and start time.
     found = [entry for key in (container.key, container.id) if (entry := journal.read(key)) is not None]
     if not found:
         return False
@@ -170,7 +172,7 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
 
 
 def _is_there(path: str) -> bool:
-    """Whether there is such a file of the journal. Raises GpusnapError."""
+    """Whether a file of the journal exists. Raises GpusnapError."""
     try:
         return exists(path)
     except OSError as error:
@@ -180,13 +182,13 @@ def _is_there(path: str) -> bool:
 
 
 def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Driver | None) -> None:
-    """Take away first what a killed restore left of this container.
+    """First remove what a killed restore left of this container.
 
-    Before a restore: whoever wants a checkpoint takes the container for one that runs, so that none is
-    removed then, whatever it looks like.
+    Before a restore. The caller of a checkpoint considers the container running, so none is removed then,
+    whatever it looks like.
     """
     key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
-    for each in (key, call.container_id):  # an earlier version's has the bare ID, and the command to ask
+    for each in (key, call.container_id):  # an earlier version's has only the ID, and the command to ask
         if _is_there(f"{JOURNAL}/{each}.restore"):
             from gpusnap.runtime_shim.snapshot import recover_restore
 
@@ -195,9 +197,9 @@ def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Dr
 
 
 def _announce(call: CheckpointCall | RestoreCall) -> None:
-    """Each step is told as it begins: to the command that waits, and with --debug on stderr.
+    """Report each step as it begins: to the command that waits, and with --debug on stderr.
 
-    Not in --log: Podman reads one line of that.
+    Not in --log, because Podman reads one line of that.
     """
     from gpusnap.runtime_shim.transaction import announce
 
@@ -231,12 +233,12 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     restored_containers.sweep()
     scratch_files.sweep_all()
     key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
-    restored_containers.tell(key)  # last: with the exit code the engine knows
+    restored_containers.record_report(key)  # last: with the exit code the engine knows
     return code
 
 
 def _concerns_us(driver: Driver, container: containers.Container) -> bool:
-    """Whether a process may have GPU state, or the driver has mounts that CRIU would stumble over."""
+    """Whether a process may have GPU state, or the driver has mounts at which CRIU would fail."""
     if not container.pid:
         return False
     members = containers.processes(container.pid, container.id)
@@ -247,18 +249,18 @@ def _concerns_us(driver: Driver, container: containers.Container) -> bool:
     if not holders(driver, [process.pid for process in members]):
         return False
     if container.status == "paused":
-        return True  # and cannot be asked before it is thawed
+        return True  # it cannot be asked before it is thawed
     try:
-        driver.open()  # one that only loaded the driver's library may be suspended: ask
+        driver.open()  # a process that only loaded the driver's library may be suspended: ask
     except GpuError:
-        return False  # without the checkpoint API it cannot be
+        return False  # without the checkpoint API it cannot be suspended
     return bool(users(driver, members))
 
 
 def _spare_neighbours(
     call: CheckpointCall, container: containers.Container, drivers: Iterable[Driver]
 ) -> None:
-    """Refuse where a container without a GPU would take one with it that uses some."""
+    """Refuse if the checkpoint of a container without a GPU would end another one that uses GPUs."""
     if call.leave_running:
         return
     others = containers.list_beside(container.pid, container.id)
@@ -269,7 +271,7 @@ def _spare_neighbours(
 
 
 def _hand_over(call: CheckpointCall | RestoreCall, real: RealRuntime) -> NoReturn:
-    """Become the real runtime: this container has no GPU, and nothing of ours shall show."""
+    """Become the real runtime: this container has no GPU, and gpusnap must not be noticeable."""
     path, *args = render(call, real)
     sys.stdout.flush()
     sys.stderr.flush()

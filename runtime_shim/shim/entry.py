@@ -1,9 +1,9 @@
-"""The console script gpusnap-runtime: sorts out whose command it is.
+"""The console script gpusnap-runtime: determines who handles a command.
 
-Podman, containerd and CRI-O run it for every command of a container's life. checkpoint and restore are ours,
-and --version is answered by both; all else goes to the real runtime by exec, before anything heavy is
-imported. The launcher (launcher/launcher.c) does the same in C, by the same rules, and starts this for
-checkpoint and restore, or where no real runtime can be started, for this to say why.
+Podman, containerd and CRI-O run it for every command of a container's life. gpusnap handles checkpoint and
+restore, and both answer --version. Everything else goes to the real runtime by exec, before anything heavy is
+imported. The launcher (launcher/launcher.c) does the same in C, by the same rules. It starts this program for
+checkpoint and restore, or if no real runtime can be started, so that this reports the reason.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-# The same lists as in launcher/line.h, and as options.GLOBAL, which imports more than a pass-through may
-# cost.
+# The same lists as in launcher/line.h and options.GLOBAL, whose import takes longer than a pass-through may
+# take.
 GLOBAL_VALUES = ("root", "log", "log-format", "log-level", "cgroup-manager", "rootless", "criu")
 GLOBAL_FLAGS = ("debug", "systemd-cgroup")
 
 VERSION_OPTIONS = ("version", "v", "V")
 OUR_COMMANDS = ("checkpoint", "restore")
 WATCHED_COMMANDS = ("delete", "pause", "resume")
-"""Those that mean something else for a container that is suspended: see shim/suspended.py."""
+"""Commands that mean something else for a suspended container: see shim/suspended.py."""
 WATCH = "/run/gpusnap/suspended"
-"""There while some container is suspended."""
+"""Exists while a container is suspended."""
 _ON_THE_WAY = (b'"stage": "suspending"', b'"stage": "undone"', b'"stage": "resumed"')
-"""Where gpusnap itself has the engine do it; the first is for a pause alone."""
-# What may follow an option that we do not know, to tell its value from the command: all commands of crun and
+"""Stages in which gpusnap itself makes the engine do it; the first one only for a pause."""
+# Words that may follow an unknown option, to distinguish its value from the command: all commands of crun and
 # runc.
 COMMANDS = (
     "checkpoint",
@@ -68,17 +68,17 @@ COMMANDS = (
 )
 
 CHECK = ("checkpoint", "--gpusnap-check")
-"""What `gpusnap doctor` asks: whether all of gpusnap is there. No runtime has such an option."""
+"""The question of `gpusnap doctor` whether all modules can be imported. No runtime has such an option."""
 
 PASS, VERSION, OURS, WATCHED = "pass", "version", "ours", "watched"
 
 
 def read(args: list[str]) -> tuple[str, int, dict[str, str]]:
-    """PASS, VERSION, OURS or WATCHED for a command line; where its command stands; its global options.
+    """Return PASS, VERSION, OURS or WATCHED for a command line; the index of its command; its global options.
 
-    `args` is the line without the program's name; where no command stands, that is len(args). Global options
-    come first, by name, the last of each counts; one or two dashes; `--opt value` and `--opt=value`. A line
-    that ends too early is the real runtime's to complain of.
+    `args` is the line without the program's name; without a command, the index is len(args). Global options
+    come first, by name, the last of each counts; one or two dashes; `--opt value` and `--opt=value`. The real
+    runtime reports a line that ends too early.
     """
     version, at = False, 0
     values: dict[str, str] = {}
@@ -115,11 +115,11 @@ def _takes_next(name: str, following: list[str]) -> bool:
 
 
 def _version(args: list[str], at: int, root: str | None) -> int:
-    """The real runtime's version, whose lines Podman and containerd read, then ours."""
+    """Print the real runtime's version, whose lines Podman and containerd read, then gpusnap's."""
     real, pid = locate.start(args, at, root, _spawn)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code == -_signal.SIGPIPE:
-        return 0  # as with `--version | head -1`: nobody reads on
+        return 0  # as with `--version | head -1`: the reader has ended
     if code:
         return code if code > 0 else 128 - code
     try:
@@ -134,7 +134,7 @@ def _version(args: list[str], at: int, root: str | None) -> int:
 
 
 def _run_watched(args: list[str], at: int, root: str | None) -> int | None:
-    """The exit code of a command that means something else for this container; None where it does not."""
+    """Return the exit code of a command that means something else for this container; None if it does not."""
     ended: list[int] = []
 
     def run() -> int:
@@ -150,14 +150,14 @@ def _run_watched(args: list[str], at: int, root: str | None) -> int | None:
     except ContainerError:
         raise
     except Exception:
-        # What is kept of a suspended container, whoever sweeps next will let go of.
+        # The next sweep frees what is kept of a suspended container.
         return ended[0] if ended else None
 
 
 def _spawn(path: str, args: list[str]) -> tuple[str, int]:
-    """Start a real runtime: its path and its PID. Raises NotStarted."""
+    """Start a real runtime; return its path and its PID. Raises NotStarted."""
     try:
-        # Python ignores these two from its start on, see locate.become.
+        # Python ignores these two signals from its start on, see locate.become.
         heeded = (_signal.SIGPIPE, _signal.SIGXFSZ)
         return path, os.posix_spawn(path, [path, *args], locate.environment(), setsigdef=heeded)
     except OSError as error:
@@ -168,9 +168,9 @@ def _spawn(path: str, args: list[str]) -> tuple[str, int]:
 
 def _answer(args: list[str]) -> int:
     if args == list(CHECK):
-        from gpusnap.runtime_shim.shim.parts import tell
+        from gpusnap.runtime_shim.shim.parts import report_modules
 
-        return tell()
+        return report_modules()
     whose, at, values = read(args)
     if whose == VERSION:
         return _version(args, at, values.get("root"))
@@ -194,11 +194,11 @@ def _answer(args: list[str]) -> int:
 
 
 def _is_watched(command: str, words: list[str]) -> bool:
-    """Whether gpusnap may have a say in a command that pauses, resumes or deletes a container.
+    """Whether gpusnap must handle a command that pauses, resumes or deletes a container.
 
-    It has none where that is not suspended, and where gpusnap itself has the engine pause it or let it go on.
-    There is a file for each that is suspended (snapshot/records/suspensions.py); to read it as JSON would
-    take longer than the command.
+    It need not if the container is not suspended, or if gpusnap itself makes the engine pause or resume it.
+    There is a file for each suspended one (snapshot/records/suspensions.py); parsing it as JSON would take
+    longer than the command.
     """
     container = next((word for word in words if not word.startswith("-")), "")
     try:
@@ -222,7 +222,7 @@ def _is_watched(command: str, words: list[str]) -> bool:
 
 
 def _end(code: int) -> NoReturn:
-    """End at once. Who is killed in Python's own end, after a success, has told the engine of a failure."""
+    """End at once. If Python's own exit were killed after a success, the engine would see a failure."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -232,13 +232,13 @@ def _end(code: int) -> NoReturn:
 
 
 def _log_options(args: list[str]) -> dict[str, str]:
-    """--log and --log-format of a line that may be wrong otherwise, for log.report()."""
+    """Return --log and --log-format of a line that may be wrong otherwise, for log.report()."""
     values = read(args)[2]
     return {name.replace("-", "_"): values[name] for name in ("log", "log-format") if name in values}
 
 
 def main() -> int:
-    """Run the command line in sys.argv; the exit code, where this does not become the real runtime."""
+    """Run the command line in sys.argv; return the exit code, unless this becomes the real runtime."""
     locate.take_launcher()
     args = sys.argv[1:]
     try:
@@ -249,7 +249,7 @@ def main() -> int:
         report(error, **_log_options(args))
         return getattr(error, "exit_code", 1)
     except Exception as error:
-        # Such as a package that is missing: engines show what is in --log, and no traceback.
+        # For example a missing package: engines show the content of --log, and no traceback.
         from gpusnap.runtime_shim.log import report
 
         report(make_unforeseen(error), **_log_options(args))

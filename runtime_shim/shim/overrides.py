@@ -1,14 +1,14 @@
-"""What `gpusnap checkpoint` asks of the runtime that Podman runs for it.
+"""Options of `gpusnap checkpoint` for the runtime that Podman runs for it.
 
-Podman runs a runtime with an almost empty environment at checkpoint (libpod, CheckpointContainer), so what
-shall be otherwise than in the settings, for this one checkpoint, stands in a file:
+Podman runs a runtime with an almost empty environment at checkpoint (libpod, CheckpointContainer). So
+settings that differ for this one checkpoint are in a file:
 
     /run/gpusnap/orders/<container>.json    0600 in 0700; {"owner": [pid, start], "pages": …, "store": …,
                                              "force": …, "progress": …}
 
-It counts while the process that wrote it lives, for that container alone, and for processes below that one:
-a Podman that somebody else runs on the same container meanwhile is not meant. One process at a time orders
-for a container, which has the lock (flock) of the file beside it, <container>.lock.
+It counts while the process that wrote it lives, only for that container, and only for descendants of that
+process, so not for a Podman that somebody else runs on the same container meanwhile. Only one process at a
+time can have such a file for a container: it holds the lock (flock) of the file beside it, <container>.lock.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gpusnap.runtime_shim.setting_keys import TABLE
 from gpusnap.runtime_shim.settings import Settings
 
 FOLDER = "/run/gpusnap/orders"
-# Seconds in which `sweep` lets go of a lock.
+# Seconds for `sweep` to release a lock.
 _SWEEPING = 1.0
 _ID = compile_later(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
 _LARGEST = 16 << 10
-# Far more generations than there are between a command and the runtime that its Podman runs.
+# Far more generations than there are between a command and the runtime of its Podman.
 _FARTHEST = 64
 _IN_CRIU = "criu"
 
@@ -49,12 +49,12 @@ def order(
     progress: str = "",
     asleep: bool = False,
 ) -> Iterator[None]:
-    """While the block runs, checkpoints of that container by processes below this one go there.
+    """While the block runs, checkpoints of that container by descendants of this process use these options.
 
     `container`: its full ID. `pages`: as memory.pages. `store`: as store.path; empty for the settings'.
     `force`: as nvidia.allow-nccl; False for the settings'. `progress`: the path of a progress.Board.
-    `asleep`: it is suspended and stays so, whatever Podman has its runtime pause or resume meanwhile.
-    Raises ContainerError where another process has ordered something for it, GpusnapError.
+    `asleep`: it is suspended and stays so, whatever Podman makes its runtime pause or resume meanwhile.
+    Raises ContainerError if another process has such a file for it, GpusnapError.
     """
     path = _path(container)
     document = {

@@ -31,7 +31,7 @@ def import_all() -> int:
     return len(names)
 
 
-def tell() -> int:
+def report_modules() -> int:
     """Import them, and print the version and the interpreter; the exit code."""
     import_all()
     with contextlib.suppress(BrokenPipeError):

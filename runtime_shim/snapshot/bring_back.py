@@ -1,8 +1,8 @@
-"""Resumes processes whose GPU state the driver has taken, by what the journal says of them.
+"""Resumes processes whose GPU state the driver has taken, according to the journal.
 
 gpusnap never touches the memory of a running process. If a process is stopped and its regions are still
-mapped, gpusnap fills them from the layout (again, if need be: the bytes are the same) or from files of the
-stage. Then the driver restores the process and it continues.
+mapped, gpusnap fills them from the layout (again, if necessary: the content is the same) or from files in
+RAM. Then the driver restores the process and it continues.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def bring_back(
     loaded: Mapping[int, Sequence[Area]] = MappingProxyType({}),
     cut_off: bool = True,
 ) -> tuple[JournalProcess, ...]:
-    """Have the GPU processes of an entry that are there run with their GPU state; these.
+    """Let the living GPU processes of an entry run with their GPU state; return them.
 
-    `let_go` and `pairs` as in `gpu_state.resume`. `loaded`: files with all that the layout has of a process,
-    by PID. `cut_off`: somebody was killed who may have been at work on
-    them, so that the driver may still be, and other processes stand for him. Raises GpusnapError when all
-    that could be done has been.
+    `let_go` and `pairs` as in `gpu_state.resume`. `loaded`: files with everything that the layout has of a
+    process, by PID. `cut_off`: a gpusnap was killed that may have been working on them, so the driver may
+    still be, and other processes may be stopped because of it. Raises GpusnapError after everything that
+    could be done.
     """
     if cut_off:
         held_threads.unblock_signals(entry.key)
@@ -79,7 +79,7 @@ def bring_back(
 
 
 def _check_process(entry: Entry, guard: Guard, pid: int) -> None:
-    """Before a process goes on: its memory is its own, and it is kept stopped no longer."""
+    """Check, before a process continues, that its memory is its own, and no longer keep it stopped."""
     transfer.replace_staged_memory(entry.key, pid)
     guard.release(pid)
 
@@ -87,11 +87,11 @@ def _check_process(entry: Entry, guard: Guard, pid: int) -> None:
 def _give_back(
     entry: Entry, processes: Sequence[JournalProcess], settings: Memory, loaded: Mapping[int, Sequence[Area]]
 ) -> dict[int, GpusnapError]:
-    """Have the regions of suspended processes in place: from the layout, or from files of the stage.
+    """Fill the regions of suspended processes: from the layout, or from files in RAM.
 
-    What kept some from it, by PID.
+    Return the errors, by PID.
     """
-    lost = {p.pid: _not_there(p) for p in processes if not _is_mapped(p)}
+    lost = {p.pid: _make_missing_error(p) for p in processes if not _is_mapped(p)}
     there = [process for process in processes if process.pid not in lost]
     layout = {
         p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions]
@@ -120,8 +120,8 @@ def _give_back(
     return lost
 
 
-def _not_there(process: JournalProcess) -> GpusnapError:
-    """The driver must not restore it: it would read zeros, or something else."""
+def _make_missing_error(process: JournalProcess) -> GpusnapError:
+    """The error if the memory is missing: the driver would read zeros, or something else."""
     return GpusnapError(
         f"process {process.pid} no longer has a mapping where its GPU memory was",
         hint="kill it, and restore its container from a checkpoint",
@@ -130,7 +130,7 @@ def _not_there(process: JournalProcess) -> GpusnapError:
 
 
 def _list_astray(driver: Driver, running: Sequence[JournalProcess]) -> list[JournalProcess]:
-    """Those that somebody let go on though the driver has their GPU state: they stand again."""
+    """Return processes that somebody continued without their GPU state; they are stopped again."""
     away = [p for p in running if p.regions or p.staged]
     found = [p for p in away if driver_calls.state(driver, p.pid) is ProcessState.CHECKPOINTED]
     stop([process.pid for process in found], timeout=_SETTLING)
@@ -138,7 +138,7 @@ def _list_astray(driver: Driver, running: Sequence[JournalProcess]) -> list[Jour
 
 
 def _let_idle_go_on(entry: Entry, let_go: Callable[[int], object] | None) -> None:
-    """Those without GPU state were only stopped, a thread perhaps in the middle of a call for us."""
+    """Continue processes without GPU state, which were only stopped, perhaps in a system call for gpusnap."""
     idle = [process for process in list_alive(entry) if process.idle]
     _settle(idle)
     for process in idle:
@@ -152,10 +152,10 @@ def _let_idle_go_on(entry: Entry, let_go: Callable[[int], object] | None) -> Non
 
 
 def _settle(there: Sequence[JournalProcess]) -> None:
-    """Wait until those that were stopped stand with all threads.
+    """Wait until all threads of the stopped processes are stopped.
 
-    gpusnap may have been killed in the middle of a call of the driver's, whose thread in the process then
-    stops as soon as the kernel gets to it; until then nobody could say whether the process stands.
+    gpusnap may have been killed during a call of the driver. The driver's thread in the process then stops as
+    soon as the kernel handles it. Until then it is not known whether the process is stopped.
     """
     deadline = time.monotonic() + _SETTLING
     while time.monotonic() < deadline and any(
@@ -165,13 +165,13 @@ def _settle(there: Sequence[JournalProcess]) -> None:
 
 
 def list_alive(entry: Entry) -> tuple[JournalProcess, ...]:
-    """Those processes of an entry that are still there."""
+    """Return the processes of an entry that still exist."""
     pidfd.remember((process.pid, process.start) for process in entry.processes)
     return tuple(process for process in entry.processes if proc.is_same(process.pid, process.start))
 
 
 def _is_mapped(process: JournalProcess) -> bool:
-    """Whether there is memory at the addresses of all its regions: the driver's restore takes it away."""
+    """Whether memory is mapped at the addresses of all its regions: the driver's restore unmaps it."""
     try:
         mapped = regions.mappings(process.pid)
     except TimeoutError as error:
@@ -189,7 +189,7 @@ def _is_mapped(process: JournalProcess) -> bool:
 
 
 def _is_covered(start: int, size: int, mapped: Sequence[regions.Mapping]) -> bool:
-    """Whether memory is mapped all the way, plain or staged; the kernel may show it in several pieces."""
+    """Whether all of the range is mapped, plain or staged; the kernel may list it in several pieces."""
     at = start
     ours = [m for m in mapped if m.is_plain or m.name.startswith(stage.FOLDER + "/")]
     for each in sorted(ours, key=lambda m: m.start):

@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record
 from gpusnap.runtime_shim.transaction import Step
 
-# What the manifest's schema allows; a longer list would be no reason to refuse.
+# The limit of the manifest's schema; a longer list is no reason to refuse.
 _ARGUMENTS = 4096
 
 
@@ -40,7 +40,7 @@ def describe(
     timing: Sequence[Step],
     plugin: str = "",
 ) -> manifest.Manifest:
-    """The manifest of a container that still stands. `regions` by PID, the order of the processes in it."""
+    """Make the manifest of a container that is still stopped. `regions`: by PID, in the processes' order."""
     records = sorted(records, key=lambda record: record.process.pid)
     used: dict[str, int] = {}
     for record in records:
@@ -95,9 +95,9 @@ def _host(host: Host, real: RealRuntime) -> manifest.HostRecord:
 
 
 def _libraries(pids: Iterable[int]) -> tuple[manifest.DriverLibrary, ...]:
-    """The driver's files that GPU processes have mapped; of these CRIU wants the same build back.
+    """Return the driver's files that GPU processes have mapped; CRIU needs the same build of some again.
 
-    What lies there now may be a link to a file of this host, or a FIFO.
+    The path may now be a symbolic link to a file of this host, or a FIFO.
     """
     found: dict[str, manifest.DriverLibrary] = {}
     for pid in pids:
@@ -116,7 +116,7 @@ def _libraries(pids: Iterable[int]) -> tuple[manifest.DriverLibrary, ...]:
 
 
 def _dev_image(init: int) -> str:
-    """The name that CRIU gives its image of the container's /dev; empty where it makes none."""
+    """Return the name of CRIU's image of the container's /dev; empty if it makes none."""
     for mount in reversed(proc.mounts(init)):
         if mount.destination == "/dev":
             major, _, minor = mount.device.partition(":")

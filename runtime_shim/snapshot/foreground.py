@@ -1,9 +1,9 @@
-"""Runs the real runtime at a restore, works beside it, and watches it.
+"""Runs the real runtime at a restore in a thread, does other work meanwhile, and watches it.
 
-It runs in a thread, so a signal can end a restore at any moment, and so can a CRIU log that grows without
-end. Without --detach, it stays until the container ends, while the GPU state is restored.
+Because it runs in a thread, a signal can end a restore at any moment, and so can a CRIU log that grows
+without limit. Without --detach, it runs until the container ends, while the GPU state is restored.
 
-A limit on the size of files (setrlimit(2), RLIMIT_FSIZE) would not do for the log: it would hold as well for
+A limit on the size of files (setrlimit(2), RLIMIT_FSIZE) would not work for the log: it would also apply to
 the container's own files, which CRIU writes and whose size it sets (deleted files, memfds, tmpfs).
 """
 
@@ -26,26 +26,26 @@ from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.transaction import forward_signals, hold_signals, stop_if_asked
 
 LARGEST_LOG = 256 << 20
-"""Bytes of CRIU's log; that of a thousand processes takes some MiB."""
-_INTERVAL = 0.01  # seconds between two looks at the PID file, the log, and signals
+"""Bytes of CRIU's log; the log of a thousand processes takes a few MiB."""
+_INTERVAL = 0.01  # seconds between two checks of the PID file, the log, and signals
 
 
 class RuntimeThread:
-    """The real runtime, run by a thread of ours. `run` is told a function that takes the runtime's PID."""
+    """The real runtime in a thread. `run` gets a function that takes the runtime's PID."""
 
     def __init__(self, run: Callable[[Callable[[int], object]], Invocation], log: str) -> None:
-        """`log` is the path of CRIU's."""
+        """`log`: the path of CRIU's log."""
         self._pids: list[int] = []
         self._ended: list[Invocation | GpusnapError] = []
         self._run, self._log = run, log
         self._thread = threading.Thread(target=self._work)
 
     def wait_until_restored(self, pid_file: str | None) -> bool:
-        """Start it, and wait until it says that the container is there; False where it ended before.
+        """Start the runtime, and wait until it has restored the container; False if it ended before.
 
-        Without a PID file that is only at its end. A signal is looked for while it is held back, see
+        Without a PID file, that is at its end. Signals are held back and checked for, see
         transaction.hold_signals. Raises Interrupted, and RuntimeFailed for a log that is too large; the
-        runtime and all that it started are gone then.
+        runtime and everything that it started have ended then.
         """
         others = descendants.children()
         self._thread.start()
@@ -62,9 +62,9 @@ class RuntimeThread:
         return self._thread.is_alive()
 
     def stand_for(self, name: str) -> Invocation:
-        """Only stand for it from now on: signals go to it, and it hands them to the container.
+        """From now on only pass signals to the runtime, which passes them to the container.
 
-        Raises GpusnapError where it could not be run.
+        Raises GpusnapError if it could not be run.
         """
         runs = bool(self._pids)
         with forward_signals(partial(pidfd.send, self._pids[0])) if runs else hold_signals():
@@ -72,7 +72,7 @@ class RuntimeThread:
         return self.result(name)
 
     def result(self, name: str) -> Invocation:
-        """What it said, once it has ended. Raises GpusnapError where it could not be run."""
+        """Return its result, once it has ended. Raises GpusnapError if it could not be run."""
         if not self._ended:
             raise RuntimeFailed(f"{name} could not be run", code="GPS-003")
         done = self._ended[0]
@@ -81,9 +81,9 @@ class RuntimeThread:
         return done
 
     def _note_started(self, pid: int) -> None:
-        """Before anybody waits for its end, which may come long before a signal for it."""
+        """Remember it before anybody waits for its end, which may come long before a signal for it."""
         process = proc.process(pid)
-        pidfd.remember([(pid, process.start if process is not None else 0)])  # 0: it has ended already
+        pidfd.remember([(pid, process.start if process is not None else 0)])  # 0: it has already ended
         self._pids.append(pid)
 
     def _check_log(self) -> None:
@@ -99,13 +99,13 @@ class RuntimeThread:
             self._ended.append(self._run(self._note_started))
         except GpusnapError as error:
             self._ended.append(error)
-        except Exception as error:  # of whatever kind, it is for who waits, not for the end of this thread
+        except Exception as error:  # of any kind: the waiting thread raises it, not this one
             self._ended.append(make_unforeseen(error))
 
 
 @contextmanager
 def pid_file(call: RestoreCall) -> Iterator[str]:
-    """Where the runtime says that the container is restored; an old file there would say so too early."""
+    """Return where the runtime will report that the container is restored; an old file is removed first."""
     if call.pid_file:
         try:
             with contextlib.suppress(FileNotFoundError):

@@ -13,7 +13,7 @@ _HINT = "check that it is not being debugged"
 
 
 def unblock_signals(key: str) -> None:
-    """Give the threads of a container their signal masks back. Raises GpusnapError."""
+    """Restore the signal masks of the threads of a container. Raises GpusnapError."""
     try:
         put_masks_back(journal.masks(key))
     except OSError as error:
@@ -25,7 +25,7 @@ def unblock_signals(key: str) -> None:
 
 
 def give_registers_back(key: str, pid: int, saved: Saved) -> None:
-    """Give a thread of a process its registers back, and its mask. Raises GpusnapError."""
+    """Restore a thread's registers, and its signal mask. Raises GpusnapError."""
     try:
         put_back(pid, saved)
     except OSError as error:
@@ -37,7 +37,7 @@ def give_registers_back(key: str, pid: int, saved: Saved) -> None:
 
 
 def give_all_back(key: str) -> None:
-    """Both, for all threads of a container that are on file, whose processes stand. Raises GpusnapError."""
+    """Restore both, for all recorded threads of a container, which is stopped. Raises GpusnapError."""
     unblock_signals(key)
     for pid, start, saved in journal.threads(key):
         if proc.is_same(pid, start):

@@ -1,16 +1,16 @@
 """Finds what an incomplete restore left of a container that its runtime does not know.
 
 crun and runc record a container when CRIU is done with it. If they or CRIU are killed before, the processes
-restored so far stay stopped, and `delete` says that there is no such container. They are found by what was
-known before the restore began:
+restored so far stay stopped, and `delete` says that there is no such container. gpusnap finds them by what
+was known before the restore began:
 
-    marked      CRIU, and what has not yet got its own environment back (runtime/criu/scratch_files.py)
-    own         a process that began after the restore did, whose root is the container's root file system,
-                and whose cgroup is the container's own or the one that gpusnap was called in, where CRIU
-                leaves processes if it is told to ignore cgroups; and what descends from such a process
+    marked      CRIU, and processes that do not have their own environment yet (runtime/criu/scratch_files.py)
+    own         a process that began after the restore, whose root is the container's root file system, and
+                whose cgroup is the container's own or the one in which gpusnap was called, where CRIU leaves
+                processes if it is told to ignore cgroups; and the descendants of such a process
 
 Only a process that is both is killed, by pidfd: another container may have the same root file system, and a
-cgroup with the same name may be another engine's.
+cgroup with the same name may belong to another engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, reason
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 
-_PATIENCE = 30.0  # seconds that killed processes may take to go
+_PATIENCE = 30.0  # seconds that killed processes may take to end
 _INTERVAL = 0.01
 _ROOT = "criu-root"
 """Where crun (in the bundle) and runc (in its state) mount the root file system for CRIU.
@@ -37,7 +37,7 @@ _ROOT = "criu-root"
 src/libcrun/criu.c, libcrun_container_restore_linux_criu; libcontainer/criu_linux.go, Restore.
 """
 _YARD = ".criu.cgyard."
-"""How the directory begins in which CRIU mounts control groups, below where it works (criu/cgroup.c)."""
+"""The prefix of the directory in which CRIU mounts control groups, where it works (criu/cgroup.c)."""
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # linux/fs.h
 _MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18  # linux/mount.h
 
@@ -46,46 +46,47 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """By what the processes of a container are known before it is there."""
+    """How the processes of a container are recognized before the container exists."""
 
     group: str
     """Its cgroup: a path, or one component of paths."""
     beside: tuple[str, ...]
-    """The cgroup of the gpusnap that restores it: hierarchy:path, of version 2 if that is there, else all."""
+    """The cgroup of the gpusnap that restores it: hierarchy:path, of version 2 if there is one, else all."""
     device: str
-    """major:minor of its root file system; empty where that is not known, and then no process is found.
+    """major:minor of its root file system; empty if that is not known, and then no process is found.
 
-    The kernel gives a number without a device of its own (overlay, tmpfs) to the next file system at once.
+    If a file system has no device of its own (overlay, tmpfs), the kernel gives its number to the next one at
+    once.
     """
     root: str
-    """What of that file system is its root."""
+    """The directory of that file system that is the root."""
     upper: str = ""
-    """The upper directory, where that is an overlay; else, and of an earlier version's journal, empty."""
+    """The upper directory of an overlay; otherwise, and in an earlier version's journal, empty."""
     fsid: int = 0
-    """What statfs(2) calls the file system: a tmpfs has one at random. 0 where it is not known.
+    """The ID of the file system in statfs(2), which is random for a tmpfs. 0 if it is not known.
 
-    A mount's own number (statx(2), STATX_MNT_ID_UNIQUE) is of no use: a container has a copy of the mount.
+    A mount's own number (statx(2), STATX_MNT_ID_UNIQUE) is useless: a container has a copy of the mount.
     """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], bundle: str, container: str) -> Place:
-        """Of a container by its config.json."""
+        """Make one for a container from its config.json."""
         linux, root = config.get("linux"), config.get("root")
         path = linux.get("cgroupsPath") if isinstance(linux, dict) else None
         rootfs = root.get("path") if isinstance(root, dict) else None
         device, within, upper, fsid = "", "", "", 0
         if isinstance(rootfs, str) and rootfs:
             path_here = os.path.realpath(os.path.join(bundle, rootfs))
-            device, within, upper = _file_system(path_here)
-            fsid = _fsid(path_here) if device else 0
+            device, within, upper = _find_file_system(path_here)
+            fsid = _read_fsid(path_here) if device else 0
         ours = proc.cgroups("self")
         beside = tuple(f"{name}:{ours[name]}" for name in ([""] if "" in ours else sorted(ours)))
-        group = _group(path if isinstance(path, str) else "", container)
+        group = _parse_cgroups_path(path if isinstance(path, str) else "", container)
         return cls(group, beside, device, within, upper, fsid)
 
     @classmethod
     def from_json(cls, document: Any) -> Place:
-        """Raises KeyError, TypeError, ValueError."""
+        """Parse one. Raises KeyError, TypeError, ValueError."""
         beside = tuple(str(each) for each in document["beside"])
         device, root = str(document["device"]), str(document["root"])
         upper, fsid = str(document.get("upper", "")), int(document.get("fsid", 0))
@@ -99,7 +100,7 @@ class Place:
         return bool(self.beside) and {*self.beside} <= {f"{name}:{path}" for name, path in groups.items()}
 
     def is_root_of(self, pid: int) -> bool:
-        """Whether a process has that root."""
+        """Whether a process has this root."""
         if not self.device or proc.namespace(pid, "mnt") in ("", proc.namespace(os.getpid(), "mnt")):
             return False
         found = [mount for mount in proc.mounts(pid) if mount.destination == "/"]
@@ -107,7 +108,7 @@ class Place:
             return False
         if self.upper and found[-1].upper != self.upper:
             return False
-        fsid = question_process.ask(pid, "its root", _fsid, f"/proc/{pid}/root") if self.fsid else 0
+        fsid = question_process.ask(pid, "its root", _read_fsid, f"/proc/{pid}/root") if self.fsid else 0
         return not fsid or fsid == self.fsid
 
     def _is_own(self, path: str) -> bool:
@@ -117,7 +118,7 @@ class Place:
 
 
 def find(place: Place, since: int) -> tuple[proc.Process, ...]:
-    """The container's processes that began at or after `since` (clock ticks after boot), by PID."""
+    """Return the container's processes that began at or after `since` (clock ticks after boot), by PID."""
     fresh = {each.pid: each for each in map(proc.process, proc.pids()) if each and each.start >= since}
     fresh = {pid: each for pid, each in fresh.items() if pid != os.getpid() and place.contains(pid)}
     found = {pid for pid in fresh if place.is_root_of(pid)}
@@ -132,16 +133,16 @@ def let_runtime_end(
 ) -> None:
     """Wait for the runtime that a killed gpusnap called for a container, as `scratch_files.let_end`.
 
-    CRIU alone is not waited for: what it brings back nobody takes over.
+    Do not wait for CRIU alone: nobody takes over what it restores.
     """
-    scratch_files.let_end(owner, container, enough=lambda: enough() or not _runtimes(owner, container))
+    scratch_files.let_end(owner, container, enough=lambda: enough() or not _list_runtimes(owner, container))
 
 
 def kill_restored(place: Place | None, owner: tuple[int, int], container: str) -> tuple[int, ...]:
-    """Kill CRIU and the processes that were restored, and wait until they are gone; their PIDs.
+    """Kill CRIU and the restored processes, and wait until they have ended; return their PIDs.
 
-    `owner` is PID and start time of the gpusnap that restored. While a runtime that it called is there its
-    CRIU is left to that. Raises GpusnapError where some do not go.
+    `owner`: PID and start time of the gpusnap that restored. While a runtime that it called exists, that
+    runtime handles its CRIU. Raises GpusnapError if some do not end.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + _PATIENCE
@@ -162,9 +163,9 @@ def kill_restored(place: Place | None, owner: tuple[int, int], container: str) -
 
 
 def unmount_root(folders: Sequence[str]) -> None:
-    """Take away its root file system, which a killed runtime leaves mounted in one of these directories.
+    """Unmount its root file system, which a killed runtime leaves mounted in one of these directories.
 
-    Before `delete`: runc removes its directory with all that is in it, and that would be the container's
+    Call it before `delete`: runc removes its directory with everything in it, which would be the container's
     files. Raises ContainerError.
     """
     for folder in folders:
@@ -172,7 +173,7 @@ def unmount_root(folders: Sequence[str]) -> None:
 
 
 def unmount_yards(folder: str) -> None:
-    """Take away the control groups that a killed CRIU leaves mounted where it worked, unless one works there.
+    """Unmount the control groups that a killed CRIU leaves mounted where it worked, unless one works there.
 
     Raises ContainerError.
     """
@@ -192,10 +193,10 @@ def _is_working_in(pid: int, folder: str) -> bool:
 
 
 def _unmount(path: str) -> None:
-    """Detach all that is mounted at a path, with what is below it, and remove the directory."""
+    """Unmount everything at a path, with the mounts below it, and remove the directory."""
     name = os.fsencode(path)
     while any(mount.destination == path for mount in proc.mounts("self")):
-        # Private first: what is mounted below must not go from where it is mounted as well.
+        # Make it private first, so that mounts below it are not unmounted elsewhere as well.
         done = _libc.mount(None, name, None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
         if done < 0 or _libc.umount2(name, _MNT_DETACH | _UMOUNT_NOFOLLOW) < 0:
             error = OSError(ctypes.get_errno(), "umount2")
@@ -209,19 +210,19 @@ def _unmount(path: str) -> None:
 
 def _list_left(place: Place | None, owner: tuple[int, int], container: str) -> list[proc.Process]:
     marked: list[proc.Process] = []
-    if not _runtimes(owner, container):
+    if not _list_runtimes(owner, container):
         marked = [each for each in map(proc.process, scratch_files.children(owner)) if each is not None]
     own = find(place, owner[1]) if place is not None else ()
     return list({each.pid: each for each in (*marked, *own)}.values())
 
 
-def _runtimes(owner: tuple[int, int], container: str) -> list[int]:
-    """The commands of the real runtime for a container that a gpusnap called and that still run."""
+def _list_runtimes(owner: tuple[int, int], container: str) -> list[int]:
+    """Return the PIDs of the real runtime that a gpusnap called for a container and that still run."""
     return [pid for pid in scratch_files.children(owner) if container in proc.command(pid)]
 
 
-def _group(path: str, container: str) -> str:
-    """What linux.cgroupsPath means (runtime-spec, config-linux.md); for systemd slice:prefix:name."""
+def _parse_cgroups_path(path: str, container: str) -> str:
+    """Interpret linux.cgroupsPath (runtime-spec, config-linux.md); for systemd slice:prefix:name."""
     if path.startswith("/"):
         return os.path.normpath(path)
     parts = path.split(":")
@@ -230,21 +231,21 @@ def _group(path: str, container: str) -> str:
     return os.path.basename(os.path.normpath(path)) if path else container
 
 
-def _fsid(path: str) -> int:
-    """What statfs(2) calls the file system of a path; 0 where nobody can tell."""
+def _read_fsid(path: str) -> int:
+    """Return the ID of the file system of a path from statfs(2); 0 if it cannot be read."""
     try:
         return os.statvfs(path).f_fsid
     except OSError:
         return 0
 
 
-def _file_system(path: str) -> tuple[str, str, str]:
-    """(device, path within it, upper directory) of a directory.
+def _find_file_system(path: str) -> tuple[str, str, str]:
+    """Return (device, path within it, upper directory) of a directory.
 
-    All are empty where nobody can tell, or it is the host's root.
+    All are empty if they cannot be determined, or if it is the host's root.
     """
     found = None
-    for mount in proc.mounts("self"):  # of those at one place the last one counts
+    for mount in proc.mounts("self"):  # of several at one place, the last one counts
         holds = (path + "/").startswith(mount.destination.rstrip("/") + "/")
         if holds and (found is None or len(mount.destination) >= len(found.destination)):
             found = mount

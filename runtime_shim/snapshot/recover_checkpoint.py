@@ -1,9 +1,9 @@
 """Repairs what a killed gpusnap left: stopped processes, with their GPU memory in files or in RAM.
 
 gpusnap never touches the memory of a running process. If a process is stopped and its regions are still
-mapped, gpusnap fills them from the layout (again, if need be: the bytes are the same). Then the driver
-restores the process and it continues. If CRIU had dumped and ended all processes, the checkpoint gets its
-name.
+mapped, gpusnap fills them from the layout (again, if necessary: the content is the same). Then the driver
+restores the process and it continues. If CRIU had dumped and ended all processes, gpusnap completes the
+checkpoint: it gives the manifest its name.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _SETTLING = 10.0  # seconds
 
 
 def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
-    """Bring the processes of an entry back, and remove it; what was done, in words.
+    """Resume the processes of an entry, and remove it; return what was done, in words.
 
-    Raises GpusnapError, also where another gpusnap is at work on that container; what could be brought back
-    has been, and the entry stays.
+    Raises GpusnapError, also if another gpusnap is working on that container. Processes that could be resumed
+    run then, and the entry stays.
     """
     with journal.hold(entry.key):
         now = journal.read(entry.key)
@@ -54,12 +54,12 @@ def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 
 
 def sweep() -> None:
-    """Free the RAM of what is staged for no entry: its gpusnap was killed in its last moments.
+    """Free files in RAM without an entry: their gpusnap was killed in its last moments.
 
-    And remove the signal masks of threads that have ended since.
+    Also remove the signal masks of threads that have ended since.
     """
     keys: list[str] = []
-    with suppress(OSError):  # the next time, then
+    with suppress(OSError):  # the next sweep frees it
         keys = stage.containers()
     for key in keys:
         with suppress(GpusnapError, OSError), journal.hold(key, patience=0):
@@ -68,13 +68,13 @@ def sweep() -> None:
     with suppress(GpusnapError):
         for key in journal.list_noted(journal.MASKS):
             with suppress(GpusnapError), journal.hold(key, patience=0):
-                pass  # who lets go of the lock removes them: process/ptrace/signal_masks.py
-    with suppress(OSError):  # one that a killed `gpusnap restore` mounted, and nobody has used since
-        stage.tidy()
+                pass  # the holder of the lock removes them: process/ptrace/signal_masks.py
+    with suppress(OSError):  # a tmpfs that a killed `gpusnap restore` mounted, and nobody has used since
+        stage.unmount_if_empty()
 
 
 def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
-    """While nobody else is at work on it."""
+    """Recover under the container's lock."""
     if entry.at_work:
         raise GpusnapError(
             f"gpusnap (process {entry.owner[0]}) is still working on container {entry.container}",
@@ -90,7 +90,7 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
         journal.drop(entry.key, journal.PAUSED)
         return said
     try:
-        paused.keep(pids)  # first: whatever fails, none of them goes on without its memory
+        paused.keep(pids)  # first, so that none of them continues without its memory, whatever fails
         paused.hold(pids, timeout=_SETTLING)
         return _put_right(entry, driver, settings, paused.let_go)
     finally:
@@ -98,7 +98,7 @@ def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
 
 
 def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[[int], object] | None) -> str:
-    """Bring back what is there; `let_go` as in `resume`."""
+    """Resume the processes that exist; `let_go` as in `resume`."""
     if not entry.image and entry.processes:
         return _let_go_of_resumed(entry, driver, settings, let_go)
     if not entry.image:
@@ -132,7 +132,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
 def _let_go_of_resumed(
     entry: Entry, driver: Driver, settings: Memory, let_go: Callable[[int], object] | None
 ) -> str:
-    """Remove what a resume could not remove of a container that is no longer on file as suspended."""
+    """Remove what a resume could not remove, if the container is no longer recorded as suspended."""
     there = bring_back(entry, driver, settings, let_go)
     suspended_memory.free(entry.key)
     if not there:
@@ -141,12 +141,12 @@ def _let_go_of_resumed(
 
 
 def _finish(entry: Entry, settings: Memory) -> str:
-    """After a dump all processes are gone, and all that the checkpoint may lack is its manifest's name."""
+    """Complete a checkpoint whose processes have ended in the dump: only the manifest's name is missing."""
     draft = Draft(entry.image)
     try:
         record = draft.pending()
     except ManifestError:
-        record = None  # cut off while it was written, and so before the dump
+        record = None  # interrupted while it was written, and so before the dump
     if record is not None and record.container != entry.container:
         _drop(entry, settings)
         return "no process is left, and its image now belongs to another container"
@@ -170,7 +170,7 @@ def _finish(entry: Entry, settings: Memory) -> str:
         destination = reopen_destination(
             entry.layout, entry.image, entry.container, replace(settings, sync=True), tables
         )
-        # Nobody knows how much of it had come to disk.
+        # Nobody knows how much of it reached the disk.
         chunk_layout.write_again(destination.layout, tables, where=entry.image)
         destination.commit(tables, kept=False)
     control_groups.thaw(entry.image)
@@ -187,7 +187,7 @@ def _finish(entry: Entry, settings: Memory) -> str:
 def _has_manifest(entry: Entry, settings: Memory) -> bool:
     """Whether the image had its manifest when gpusnap was killed; the store then names its chunks, too.
 
-    Also where somebody has given the manifest its name by hand. Raises ImageError.
+    Also true if somebody has renamed the manifest by hand. Raises ImageError.
     """
     try:
         record = manifest_file.read(entry.image)
@@ -209,20 +209,20 @@ def _has_manifest(entry: Entry, settings: Memory) -> bool:
 
 
 def _drop(entry: Entry, settings: Memory) -> None:
-    """Remove what was written to a store for a checkpoint that came to nothing."""
-    with suppress(ImageError):  # it takes room until gc is told to take it
+    """Remove what was written to a store for a failed checkpoint."""
+    with suppress(ImageError):  # it uses space until gc removes it
         reopen_destination(entry.layout, entry.image, entry.container, settings).discard(earlier=True)
 
 
 def _take_back(entry: Entry, settings: Memory) -> None:
-    """Remove all that was written of a checkpoint whose container was running again."""
+    """Remove everything written for a checkpoint whose container was running again."""
     with suppress(ImageError):  # there is none, so nothing was dumped
         image.clean(entry.image, since=Draft(entry.image).written_at())
     _discard(entry, settings)
 
 
 def _discard(entry: Entry, settings: Memory) -> None:
-    """Remove what the checkpoint came to, unless somebody else has begun one in the same folder."""
+    """Remove the incomplete checkpoint, unless somebody else has begun one in the same directory."""
     others = (other for other in journal.entries() if other.key != entry.key)
     if any(other.image == entry.image for other in others):
         _drop(entry, settings)

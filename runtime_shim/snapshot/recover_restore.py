@@ -1,20 +1,22 @@
-"""Removes what a killed restore left: half a container. Its checkpoint is unharmed.
+"""Removes what a killed restore left: an incomplete container. Its checkpoint is unharmed.
 
-Its record says what was begun, and how far it came (restore_record.py).
+The record of the restore says what was begun, and how far it came (restore_record.py).
 
 The real runtime continues when gpusnap is killed, so a container may exist whose processes are stopped
 without their GPU state. Podman waits for it and holds its lock until it is gone: conmon reads what the
 container would print. If the runtime is killed too, it knows no such container, but the processes may still
-be there, stopped; incomplete_restore.py finds them. `recover` lets that runtime end, and removes the
-container and other leftovers. It never removes a container that runs: one that had come up just then, or a
-later one with the same ID. The entry may be days old, so it does not show what runs now; the driver does. A
-container is incomplete only if the driver has not given back the GPU state of one of its processes: no
-container runs like that, and no other sign counts.
+exist, stopped; incomplete_restore.py finds them. `recover` lets that runtime end, and removes the container
+and other leftovers.
 
-There is one exception. If memory was still arriving in the processes (loading/demand_paging.py), the kernel
-has ended those that waited for it, and the driver's answer for another one may refer to memory that never
-came. No process had continued by then, as the entry says (`arriving`), so the container is incomplete,
-whatever runs in it.
+`recover` never removes a running container: it may have been completed just then, or be a later one with the
+same ID. The entry may be days old, so only the driver shows the current state. A container is incomplete only
+if the driver has not restored the GPU state of one of its processes, because no container runs like that. No
+other sign counts.
+
+There is one exception. If memory of the processes was still loading (loading/demand_paging.py), the kernel
+has killed those that waited for it, and the driver's answer for another process may refer to memory that was
+never loaded. No process had continued by then, as the entry says (`arriving`), so the container is
+incomplete, whatever runs in it.
 """
 
 from __future__ import annotations
@@ -50,29 +52,29 @@ from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
 
 _GONE = "nothing is left of it"
 RUNNING = "running: "
-"""How `recover` begins what it says of a container that runs; its processes follow."""
+"""How the result of `recover` begins for a running container; the names of its processes follow."""
 _ANOTHER = "another container with that ID is running now, and was not touched"
-_NO_SUCH = "there is no such container"  # runtime/container.py's words for what either runtime says
+_NO_SUCH = "there is no such container"  # the text of runtime/container.py for either runtime's error
 
 
 def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
-    """Take away what a killed restore left of a container, by its key; what was done, in words.
+    """Remove what a killed restore left of a container, by its key; return what was done, in words.
 
-    A container that runs is left as it is; of its GPU processes, those that only lack the unlock get it.
-    Raises Refused where it would have to be removed and `remove` is false, and GpusnapError while that
-    restore is under way, where nobody can tell whether the container is complete, and where something could
-    not be removed; the entry stays.
+    A running container is not changed, except that its GPU processes that only lack the unlock get it. Raises
+    Refused if it would have to be removed and `remove` is false; GpusnapError while that restore is in
+    progress, if it cannot be determined whether the container is complete, and if something could not be
+    removed; the entry stays.
     """
     if _cut_off(key) is None:
         return _GONE
     with journal.hold(key):
         if (entry := _cut_off(key)) is None:  # somebody else did it meanwhile
             return _GONE
-        # Without --detach the runtime stays until the container ends; the PID file says that it is there.
+        # Without --detach the runtime runs until the container ends; the PID file says that it is restored.
         incomplete_restore.let_runtime_end(
             entry.owner, entry.container, enough=lambda: not entry.detach and _pid(entry) > 0
         )
-        held_threads.give_all_back(key)  # before any of them goes on
+        held_threads.give_all_back(key)  # before any of them continues
         said = _explain_kept(entry, driver) if entry.stage is not Stage.PREPARE else None
         if said is not None and said.startswith(RUNNING):
             _record_late_start(entry)
@@ -93,7 +95,7 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
 
 
 def _cut_off(key: str) -> Restore | None:
-    """The entry of a container whose gpusnap is no more; raises GpusnapError where it is at work."""
+    """Return the entry of a container whose gpusnap has ended; raise GpusnapError if it still works."""
     entry = restore_record.read(key)
     if entry is not None and entry.at_work:
         raise GpusnapError(
@@ -105,7 +107,7 @@ def _cut_off(key: str) -> Restore | None:
 
 
 def _explain_kept(entry: Restore, driver: Driver | None) -> str | None:
-    """Why the container that has this ID now is not to be removed; None where it is, or there is none."""
+    """Say why the current container with this ID is not removed; None if it is, or if there is none."""
     if (found := _find_container(entry)) is None:
         return None
     container, init = found
@@ -119,7 +121,7 @@ def _explain_kept(entry: Restore, driver: Driver | None) -> str | None:
             code="GPS-203",
         )
     if entry.arriving:
-        return None  # none of them has gone on
+        return None  # none of them has continued
     members = containers.processes(init.pid, entry.container)
     inner = containers.inner_pids(init.pid, members)
     states = _states(entry, driver, [m.pid for m in members if inner[m.pid] in entry.processes])
@@ -127,7 +129,7 @@ def _explain_kept(entry: Restore, driver: Driver | None) -> str | None:
         return None
     if entry.init is None and entry.processes:
         return _ANOTHER
-    # Of those that are left: processes may have ended since, or be done with the GPU.
+    # Only those that are left: processes may have ended since, or no longer use the GPU.
     ours = [pid for pid, state in states.items() if state in (ProcessState.RUNNING, ProcessState.LOCKED)]
     if driver is not None and ours:
         standing = [pid for pid in ours if proc.is_stopped(pid)]
@@ -139,14 +141,14 @@ def _explain_kept(entry: Restore, driver: Driver | None) -> str | None:
 
 
 def _record_late_start(entry: Restore) -> None:
-    """Have it on file: whoever had it restored was told that this had failed."""
+    """Record it for later commands: the caller of the restore was told that it failed."""
     if entry.init is None and (found := _find_container(entry)) is not None:
         entry = replace(entry, init=(found[1].pid, found[1].start))
     restore_record.record_start(entry)
 
 
 def _check(entry: Restore) -> None:
-    """See that the memory of processes that have not gone on was right: a restore does so at the end."""
+    """Check the memory of processes that have not continued, as a restore does at its end."""
     layouts = entry.layouts or (os.path.join(entry.image, manifest.FOLDER),)
     if entry.layouts or manifest_file.has(layouts[0], "blobs"):
         processes = manifest_file.read(entry.image).processes
@@ -155,13 +157,13 @@ def _check(entry: Restore) -> None:
 
 
 def _find_container(entry: Restore) -> tuple[containers.Container, proc.Process] | None:
-    """The container that has this ID now and its init; None where the runtime knows none that runs."""
+    """Return the current container with this ID and its init; None if the runtime knows no running one."""
     try:
         found = containers.find(entry.command, entry.container)
     except ContainerError as error:
         if is_missing(error):
             return None
-        raise  # for all that we know it runs
+        raise  # it may be running
     init = proc.process(found.pid) if found.pid else None
     return (found, init) if init is not None else None
 
@@ -172,7 +174,7 @@ def is_missing(error: GpusnapError) -> bool:
 
 
 def _states(entry: Restore, driver: Driver | None, pids: Sequence[int]) -> Mapping[int, ProcessState | None]:
-    """What the driver says of processes, those that stand included. Raises GpusnapError."""
+    """Ask the driver for the states of processes, also of stopped ones. Raises GpusnapError."""
     if not pids:
         return {}
     if driver is None:
@@ -187,7 +189,7 @@ def _states(entry: Restore, driver: Driver | None, pids: Sequence[int]) -> Mappi
 
 
 def _remove_container(entry: Restore) -> str:
-    """Remove what there is of the container, and put config.json back; what was there, in words."""
+    """Remove the rest of the container, and restore config.json; return what there was, in words."""
     said = "it had not been started"
     if entry.stage is not Stage.PREPARE:
         said = remove(entry)
@@ -201,9 +203,9 @@ def _remove_container(entry: Restore) -> str:
 
 
 def remove(entry: Restore) -> str:
-    """Remove an incomplete container, whether its runtime knows it or not; what was there, in words.
+    """Remove an incomplete container, whether or not its runtime knows it; return what there was, in words.
 
-    None of its processes is left afterwards. Raises GpusnapError.
+    None of its processes exists afterwards. Raises GpusnapError.
     """
     incomplete_restore.unmount_root([folder for folder in (entry.bundle, entry.state) if folder])
     known = delete(entry.command, entry.container)
@@ -223,16 +225,16 @@ def remove(entry: Restore) -> str:
 
 
 def _drop_links(entry: Restore) -> None:
-    """Remove the staging folder in which the restore held a store's chunks."""
+    """Remove the staging directory in which the restore held a store's chunks."""
     for path in entry.layouts[:-1]:
-        with contextlib.suppress(OciError):  # none of a store's; or gc finds it
+        with contextlib.suppress(OciError):  # not in a store; or gc finds it
             Store(entry.layouts[-1]).adopt(path).close()
 
 
 def _let_go(key: str) -> None:
-    """Remove what was staged for the restore, and noted of threads."""
+    """Remove the files in RAM of the restore, and the records of threads."""
     if journal.read(key) is not None:
-        return  # of a checkpoint, which recover_checkpoint.py puts right
+        return  # they belong to a checkpoint, which recover_checkpoint.py handles
     for name in journal.list_noted("thread"):
         whose, _, pid = name.rpartition(".")
         if whose == key and pid.isdigit():
@@ -249,7 +251,7 @@ def _let_go(key: str) -> None:
 
 
 def delete(command: Sequence[str], container: str) -> bool:
-    """Kill and remove a container; whether there was one. Raises RuntimeFailed."""
+    """Kill and remove a container; return whether there was one. Raises RuntimeFailed."""
     try:
         containers.find(command, container)
         known = True
@@ -263,12 +265,12 @@ def delete(command: Sequence[str], container: str) -> bool:
 
 
 def deletion(command: Sequence[str], container: str) -> str:
-    """The command line that removes a container, whether an engine knows of it or not."""
+    """Return the command line that removes a container, whether or not an engine knows it."""
     return shlex.join([*command, "delete", "--force", container])
 
 
 def _put_config_back(entry: Restore) -> None:
-    """Unless somebody has written it since: Podman does at every start."""
+    """Restore config.json, unless somebody has written it since: Podman does at every start."""
     if entry.config is None:
         return
     path = os.path.join(entry.bundle, "config.json")
@@ -278,7 +280,7 @@ def _put_config_back(entry: Restore) -> None:
         if now == entry.digest:
             bundle.put_back(entry.bundle, entry.config.encode("utf-8", "surrogateescape"))
     except FileNotFoundError:
-        return  # the bundle went with its container
+        return  # the bundle was removed with its container
     except OSError as error:
         raise GpusnapError(
             f"{path}, which a restore changed, cannot be reverted: {reason(error)}",
@@ -287,7 +289,7 @@ def _put_config_back(entry: Restore) -> None:
 
 
 def _pid(entry: Restore) -> int:
-    """What the PID file says; 0 where it says nothing."""
+    """Read the PID file; 0 if it contains no PID."""
     try:
         with open(entry.pid_file, encoding="ascii") as file:
             return int(file.read(16))

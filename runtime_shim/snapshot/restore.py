@@ -2,10 +2,11 @@
 
     plan → restore (the real runtime, CRIU) → driver restore → unlock
 
-Whatever can refuse does so before the runtime is called. After that, a failure kills what was restored: there
-is never half a container. The runtime runs as our child with descriptors 0 to 2 untouched, because CRIU gives
-them to the container. As without gpusnap, the container's init becomes a child of the reaper (conmon,
-containerd's shim). Only a killed restore leaves half a container; see recover_restore.py.
+Everything that can refuse does so before the runtime is called. After that, a failure kills what was
+restored, so that no incomplete container remains. The runtime runs as a child of gpusnap with descriptors 0
+to 2 untouched, because CRIU gives them to the container. As without gpusnap, the container's init becomes a
+child of the reaper (conmon, containerd's shim). Only a killed restore leaves an incomplete container; see
+recover_restore.py.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ from gpusnap.runtime_shim.transaction import (
 )
 
 TIMING = "gpusnap-restore.json"
-"""In the work directory; as the manifest's timing."""
+"""The name of the file in the work directory with the times of the steps, like the manifest's timing."""
 
 
 def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: dict[str, Any]) -> int:
-    """Restore a container from an image that gpusnap made; returns the exit code of the real runtime.
+    """Restore a container from an image that gpusnap made; return the exit code of the real runtime.
 
-    `config` is the bundle's config.json. The caller has the driver start meanwhile (gpu/opening.py).
+    `config`: the bundle's config.json. The caller starts the driver meanwhile (gpu/opening.py).
 
     Raises a GpusnapError; no container is left then.
     """
     images = str(call.images(real.kind))
     found = find_driver()
-    # Refuses where it is missing. Its import takes as long as to open a driver, and five times as long beside
-    # the threads that bring the bytes. What compares the manifest with its schema is imported meanwhile.
+    # Refuses if it is missing. Its import takes as long as opening a driver, and five times as long beside
+    # the threads that load the memory. Meanwhile the modules to check the manifest's schema are imported.
     pycriu_package.load()
     record = manifest_file.read(images)
     driver = driver_for(record, criu_plugin.of_record(record, found))
@@ -85,8 +86,8 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
         job = Job(call, real, settings, record, driver, found, transaction, images, held, room, cleanup)
         with transaction.step("plan"):
             held.enter_context(journal.hold(job.key))
-            _absent(job)
-            _nothing_waits(job)
+            _refuse_existing(job)
+            _refuse_waiting(job)
             _begin(job, config)
             plan(job, config)
         with transaction.step("volumes"):
@@ -97,18 +98,18 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
             _finish(job)
             _commit(job)
             return 0
-        return _in_foreground(job)
+        return _run_in_foreground(job)
 
 
 def _begin(job: Job, config: dict[str, Any]) -> None:
-    """Have it on file what to take away, should this be killed. There is no such container yet."""
+    """Record what to remove if this process is killed. There is no such container yet."""
     job.entry = restore_record.make_record(job.call, job.real, job.record, config)
     job.transaction.undo("forgetting the restore", lambda: _forget(job))
     restore_record.write(job.entry)
 
 
 def _drop_hook(job: Job, container: containers.Container) -> None:
-    """Take the hook for runc out of config.json; what recover compares the file with is on file before."""
+    """Remove the hook for runc from config.json; `recover` knows the changed file from the record."""
     bundle.drop_hook(
         container.bundle,
         containers.bundle_config(container.bundle),
@@ -117,27 +118,29 @@ def _drop_hook(job: Job, container: containers.Container) -> None:
 
 
 def _forget(job: Job) -> None:
-    """The last undo; what could not be removed is `gpusnap recover`'s."""
+    """The last undo; `gpusnap recover` removes what could not be removed."""
     if job.removed or (job.entry is not None and job.entry.stage is Stage.PREPARE):
         restore_record.forget(job.key)
 
 
 def _commit(job: Job) -> None:
-    """The container runs, and nobody may take it away any more: what goes wrong from here on is only said."""
+    """The container runs, and must not be removed any more: later errors are only reported."""
     job.transaction.commit()
     with job.transaction.step("let go"):
-        if job.fetching is not None:
-            _said(partial(_keep_fetched, job.fetching))
-        _said(job.cleanup.close)
+        if job.blob_source is not None:
+            _report_errors(partial(_commit_fetched, job.blob_source))
+        _report_errors(job.cleanup.close)
     assert job.entry is not None
     restore_record.record_start(job.entry)
-    _said(partial(restore_record.forget, job.key))  # not before: who is killed until then leaves files
-    _said(job.held.close)  # a checkpoint of it stages under the same name
-    _say_timing(job)
+    _report_errors(
+        partial(restore_record.forget, job.key)
+    )  # not before, because a kill until then leaves files
+    _report_errors(job.held.close)  # a checkpoint of it uses the same names for its files
+    _write_timing(job)
 
 
-def _said(let_go: Callable[[], object]) -> None:
-    """An engine that is told of a failure takes the container away."""
+def _report_errors(let_go: Callable[[], object]) -> None:
+    """Report an error, and do not raise it: an engine that gets an error removes the container."""
     try:
         let_go()
     except Exception as error:
@@ -146,22 +149,22 @@ def _said(let_go: Callable[[], object]) -> None:
         note(text, code=found.code)
 
 
-def _keep_fetched(fetching: BlobSource) -> None:
+def _commit_fetched(blob_source: BlobSource) -> None:
     try:
-        fetching.finish()
+        blob_source.finish()
     except GpusnapError as error:
         note(f"the fetched chunks cannot be kept in the store: {error.sentence()}")
 
 
-def _absent(job: Job) -> None:
-    """Refuse where there is such a container: the runtime would, and the undo must not remove that one."""
+def _refuse_existing(job: Job) -> None:
+    """Refuse if such a container exists: the runtime would refuse, and the undo must not remove it."""
     command = restore_record.commands(job.call, job.real)
     try:
         found = containers.find(command, job.call.container_id)
     except ContainerError as error:
         if recover_restore.is_missing(error):
             return
-        raise  # for all that we know it is there
+        raise  # it may exist
     ends = recover_restore.deletion(command, found.id)
     if restored_containers.is_on_file(job.key, found.pid):
         ends = f"gpusnap recover {found.id}"
@@ -173,8 +176,8 @@ def _absent(job: Job) -> None:
     )
 
 
-def _nothing_waits(job: Job) -> None:
-    """Refuse where processes wait for memory that is staged under the same key: a restore would remove it."""
+def _refuse_waiting(job: Job) -> None:
+    """Refuse if processes wait for memory in RAM under the same key: a restore would remove it."""
     entry = journal.read(job.key)
     waiting = [p.pid for p in entry.processes if proc.is_same(p.pid, p.start)] if entry is not None else []
     if waiting:
@@ -190,12 +193,12 @@ def _nothing_waits(job: Job) -> None:
 def _invoke(job: Job, pid_file: str | None, started: Callable[[int], object] | None = None) -> Invocation:
     call = replace(job.call, pid_file=job.call.pid_file or pid_file)
     if job.images != str(call.images(job.real.kind)):
-        # Both runtimes would put CRIU's log beside the images, and ours go away with the view.
+        # Both runtimes would write CRIU's log beside the images, in a view that is removed.
         call = replace(
             call, work_path=call.work_path or str(call.images(job.real.kind)), image_path=job.images
         )
     call = criu_config.with_flags(call, job.real, job.settings.criu)
-    images = str(job.call.images(job.real.kind))  # a view consists of links, which nobody follows below it
+    images = str(job.call.images(job.real.kind))  # a view consists of links, and none is followed below it
     call = replace(call, tcp_close=call.tcp_close or inventory.has_closed_connections(images))
     mounts = job.remap.mounts if job.remap else job.record.mounts
     mounts = (*mounts, *masked_paths.mounts(images, job.real.kind, call.globals.root))
@@ -206,9 +209,9 @@ def _invoke(job: Job, pid_file: str | None, started: Callable[[int], object] | N
         return invoke(call, job.real, text, capture=False, started=started, environment=environment)
 
 
-def _error(job: Job, done: Invocation) -> GpusnapError:
+def _make_error(job: Job, done: Invocation) -> GpusnapError:
     if job.bulk is not None and job.bulk.error is not None:
-        return job.bulk.error  # CRIU failed because of it
+        return job.bulk.error  # CRIU failed for this reason
     said = done.explain(job.criu_log)
     return RuntimeFailed(
         f"{job.real.name} could not restore container {job.call.container_id}: {said}",
@@ -225,12 +228,12 @@ def _restore_container(job: Job) -> None:
         runtime.wait_until_restored(None)
     done = runtime.result(job.real.name)
     if done.code != 0:
-        raise _error(job, done)
+        raise _make_error(job, done)
     stop_if_asked()
 
 
 def _finish(job: Job) -> None:
-    """What the runtime leaves undone: cgroups, and the GPUs."""
+    """Do what the runtime does not: cgroups, and the GPUs."""
     if job.bulk is not None:
         job.bulk.check()
     container = containers.find(make_quiet_command(job.call, job.real), job.call.container_id)
@@ -257,8 +260,8 @@ def _finish(job: Job) -> None:
     job.room.close()
 
 
-def _say_timing(job: Job) -> None:
-    """Leave the steps' times beside the runtime's restore.log, for whoever wonders where they went."""
+def _write_timing(job: Job) -> None:
+    """Write the steps' times beside the runtime's restore.log."""
     document: dict[str, Any] = {
         "timing": [
             {"step": step.name, "start": round(step.start, 6), "seconds": round(step.seconds, 6)}
@@ -267,7 +270,7 @@ def _say_timing(job: Job) -> None:
     }
     if job.prefetch is not None:
         document["memory"] = asdict(job.prefetch.waits_so_far)
-    if job.fetching is not None:
+    if job.blob_source is not None:
         document["ahead"] = job.ahead
     if job.bulk is not None:
         document["copied"] = asdict(job.bulk.totals)
@@ -282,8 +285,8 @@ def _kill(job: Job) -> None:
     job.removed = True
 
 
-def _in_foreground(job: Job) -> int:
-    """Without --detach the runtime stays until the container ends; the GPUs come back meanwhile."""
+def _run_in_foreground(job: Job) -> int:
+    """Without --detach, run the runtime until the container ends, and restore the GPUs meanwhile."""
     with pid_file(job.call) as path:
         runtime = RuntimeThread(lambda started: _invoke(job, path, started), job.criu_log)
         with job.transaction.step("restore"), hold_signals():
@@ -295,5 +298,5 @@ def _in_foreground(job: Job) -> int:
             _commit(job)
         done = runtime.stand_for(job.real.name)
     if done.code != 0 and not job.transaction.committed:
-        raise _error(job, done)
+        raise _make_error(job, done)
     return done.code

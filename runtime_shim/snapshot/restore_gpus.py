@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.stopping.stop import stop
 
 
 def settle(job: Job, container: containers.Container, found: Remap, driver: Driver) -> None:
-    """What the restored namespaces need, while the GPU processes still stand."""
+    """Prepare the restored namespaces while the GPU processes are still stopped."""
     with job.transaction.step("settle"):
         remap.settle(container.pid, found, driver)
         if found.moved_libraries and job.settings.hooks:
@@ -32,10 +32,10 @@ def settle(job: Job, container: containers.Container, found: Remap, driver: Driv
 def restore_gpus(
     job: Job, driver: Driver, container: containers.Container, members: Sequence[proc.Process]
 ) -> None:
-    """Give the restored processes their GPU memory back, and check that none was forgotten."""
+    """Restore the GPU memory of the restored processes, and check that none was forgotten."""
     inner = containers.inner_pids(container.pid, members)
     by_inner = {inner[process.pid]: process for process in members}
-    if driver.plugin is None:  # those of a plugin run since then, and may be done
+    if driver.plugin is None:  # with a plugin they already run, and may have ended
         restored_processes.check_all_there(job.record.processes, by_inner, job.images)
     suspended = [by_inner[each.pid] for each in job.record.processes if each.pid in by_inner]
     others = [process for process in members if process not in suspended]
@@ -43,7 +43,7 @@ def restore_gpus(
         criu_plugin.check_came_back(driver, suspended)
         restored_processes.check_none_forgotten(driver, others)
         return
-    restored_processes.check_none_forgotten(driver, others)  # first: no other one has gone on
+    restored_processes.check_none_forgotten(driver, others)  # first: no other process has continued
     gone_on = _fill(job, driver, container, suspended, by_inner)
     criu_plugin.check_came_back(driver, restored_processes.drop_ended(suspended, gone_on, container.pid))
 
@@ -55,7 +55,7 @@ def _fill(
     suspended: Sequence[proc.Process],
     by_inner: Mapping[int, proc.Process],
 ) -> set[int]:
-    """Put the memory of processes that stand in place, and have the driver restore them; who went on."""
+    """Map the memory of stopped processes, and make the driver restore them; return those that continued."""
     pids = [process.pid for process in suspended]
     assert job.remap is not None
     pairs = {
@@ -65,28 +65,28 @@ def _fill(
     }
     gone_on: set[int] = set()
     with job.transaction.step("fill"):
-        # CRIU restores them stopped; should it ever not, they must be all the same.
+        # CRIU restores them stopped. They must be stopped even if it once does not.
         stop(pids, timeout=job.settings.nvidia.lock_timeout)
         if job.prefetch is not None:
             job.prefetch.deliver({inner: process.pid for inner, process in by_inner.items()})
     with job.transaction.step("driver restore"):
-        right = partial(_right, job, gone_on)
+        right = partial(_check_process, job, gone_on)
         try:
             resume(driver, pids, PrefetchedPages(job.prefetch), pairs=pairs, right=right)
         except GpuError:
-            # The driver's words for memory that is not what it was tell of the GPU, which is not to blame.
+            # If memory is wrong, the driver's message is about the GPU, which is not the cause.
             if job.prefetch is not None:
                 job.prefetch.wait_checked()
             raise
         if job.prefetch is not None:
-            job.prefetch.wait_checked()  # if it failed, it has ended the processes
+            job.prefetch.wait_checked()  # if it failed, it has killed the processes
         for text in driver_watch.take_notes():
             job.transaction.note(text)
     return gone_on
 
 
-def _right(job: Job, gone_on: set[int], pid: int) -> None:
-    """Before a process goes on: its memory is what it was, and its own."""
+def _check_process(job: Job, gone_on: set[int], pid: int) -> None:
+    """Check, before a process continues, that its memory is right, and its own."""
     if job.prefetch is not None:
         job.prefetch.wait_checked()
         job.save_progress(arriving=False)

@@ -27,68 +27,68 @@ from gpusnap.runtime_shim.transaction import Transaction
 
 @dataclass(slots=True)
 class Job:
-    """One restore under way."""
+    """One restore in progress."""
 
     call: RestoreCall
     real: RealRuntime
     settings: Settings
     record: manifest.Manifest
     driver: Driver | None
-    """None where no process has GPU state."""
+    """None if no process has GPU state."""
     present: Driver | None
-    """This host's first driver, whatever the checkpoint says of GPUs."""
+    """This host's first driver, whether or not the checkpoint contains GPUs."""
     transaction: Transaction
     images: str
-    """The image directory as the runtime is to read it."""
+    """The image directory that the runtime is to read."""
     held: ExitStack
     """Keeps every other gpusnap from the container until it runs."""
     room: ExitStack
-    """Holds the GPUs' memory for us against other restores, until the driver has it."""
+    """Keeps the GPUs' memory claimed until the driver has it."""
     cleanup: ExitStack
     remap: Remap | None = None
     prefetch: Prefetch | None = None
-    """Memory that is not in CRIU's images, on its way."""
+    """GPU memory that is loaded while CRIU works."""
     compared: Comparison | None = None
-    """CRIU's images, read by us while CRIU works."""
-    fetching: BlobSource | None = None
-    """Where its chunks come from, if not from the image directory."""
+    """CRIU's images, compared with their digests while CRIU works."""
+    blob_source: BlobSource | None = None
+    """The source of its chunks, if they are not in the image directory."""
     ahead: bool = False
-    """CRIU's images that are in chunks came from the `gpusnap restore` that this is of."""
+    """Whether CRIU's images that are in chunks came from the load process of `gpusnap restore`."""
     joined_regions: bool = False
-    """The GPUs' memory comes from a load process, which has claimed RAM for it."""
+    """Whether the GPUs' memory comes from a load process, which has claimed RAM for it."""
     bulk: BulkCopy | None = None
-    """Memory of the processes that CRIU leaves to us."""
+    """The memory of the processes that gpusnap writes instead of CRIU."""
     entry: restore_record.Restore | None = None
-    """What the journal says of this restore."""
+    """The journal's record of this restore."""
     removed: bool = False
-    """What was restored has been taken away again."""
+    """Whether the restored container was removed again."""
     noting: threading.Lock = field(default_factory=threading.Lock)
     """For `save_progress` by several threads."""
 
     @property
     def key(self) -> str:
-        """Of the container."""
+        """The key of the container."""
         return container_key.key(
             container_key.root(self.call.globals.root, self.real.kind), self.call.container_id
         )
 
     @property
     def plugin(self) -> Plugin | None:
-        """CRIU's plugin that brings the processes back, where that is not up to us."""
+        """The plugin of CRIU that restores the GPU state, if there is one."""
         return self.driver.plugin if self.driver is not None and self.record.processes else None
 
     @property
     def work_path(self) -> str:
-        """Where CRIU and the runtime write; an engine unpacks archives there."""
+        """The directory in which CRIU and the runtime write; an engine unpacks archives there."""
         return str(self.call.work() or self.call.images(self.real.kind))
 
     @property
     def criu_log(self) -> str:
-        """CRIU's, there."""
+        """The path of CRIU's log."""
         return os.path.join(self.work_path, "restore.log")
 
     def save_progress(self, **changed: Any) -> None:
-        """Write down how far it has come. For any thread."""
+        """Record how far the restore has come. From any thread."""
         with self.noting:
             assert self.entry is not None
             entry = replace(self.entry, **changed)

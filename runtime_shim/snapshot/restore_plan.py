@@ -46,18 +46,19 @@ from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, cl
 from gpusnap.runtime_shim.snapshot.restore_job import Job
 
 _WRITTEN = ("restore.log", "stats-restore")
-"""By CRIU, in the work directory (criu/log.c, criu/stats.c)."""
+"""Files that CRIU writes in the work directory (criu/log.c, criu/stats.c)."""
 
 
 def plan(job: Job, config: dict[str, Any]) -> None:
-    """Choose the GPUs and prepare what the runtime will read. Nothing of the container is there yet."""
+    """Choose the GPUs and prepare what the runtime will read. The container does not exist yet."""
     replaced: dict[str, bytes] = {}
-    coming = _start_reading(job)
+    reading = _start_reading(job)
     if job.driver is not None:
         job.driver.open()
         if job.plugin is not None:
             find_plugin(job.plugin, job.settings)
-        # What other restores hold is in their claims or in the inventory only if it is read under the lock.
+        # The memory of other restores is in their claims or in the inventory only if both are read under the
+        # lock.
         room = job.room.enter_context(claim())
         host = job.driver.host()
         job.remap = remap.make(
@@ -66,7 +67,7 @@ def plan(job: Job, config: dict[str, Any]) -> None:
             host,
             _choose(job, host, room, list_given(job.driver, config)),
             config,
-            known=lambda: _driver_files(host),
+            known=lambda: _read_driver_files(host),
             keep_names=job.settings.keep_names,
         )
         replaced = remap.image(job.record, job.images, job.remap, config)
@@ -78,22 +79,22 @@ def plan(job: Job, config: dict[str, Any]) -> None:
     job.compared = job.cleanup.enter_context(contextlib.closing(Comparison(job.images, job.record.images)))
     _clear_links(job)
     elsewhere: dict[str, str] = {}
-    if coming is not None:
-        coming.result()
-        elsewhere = dict(coming.paths)
-        job.ahead = isinstance(coming, JoinedImages) and coming.taken
+    if reading is not None:
+        reading.wait()
+        elsewhere = dict(reading.paths)
+        job.ahead = isinstance(reading, JoinedImages) and reading.are_from_load_process
     job.images = job.cleanup.enter_context(view(job.images, replaced, elsewhere, always=True))
     job.bulk = _begin_bulk_copy(job, config)
     criu_mounts.check_mounts(job.record.mounts, job.remap.mounts if job.remap is not None else None)
     edits = job.remap.edits if job.remap is not None else bundle.Edits()
     edits = replace(edits, hook=loopback.hook(job.real.kind, config))
-    noted = partial(_config_changes, job)
+    noted = partial(_record_config_change, job)
     undo = bundle.prepare(str(job.call.bundle_dir()), config, edits, noted=noted)
     job.transaction.undo("restoring config.json", undo)
 
 
 def _begin_bulk_copy(job: Job, config: dict[str, Any]) -> bulk_copy.BulkCopy | None:
-    """Have gpusnap write what it can of the processes' memory; CRIU all of it where RAM is limited."""
+    """Let gpusnap write a part of the processes' memory; CRIU writes all of it if RAM is limited."""
     memory = job.settings.memory
     if not memory.parallel_restore or memory.ceiling:
         return None
@@ -107,9 +108,9 @@ def _begin_bulk_copy(job: Job, config: dict[str, Any]) -> bulk_copy.BulkCopy | N
 
 
 def _start_reading(job: Job) -> ImageRebuild | JoinedImages | None:
-    """Have the bytes come from now on; CRIU's images that are in chunks.
+    """Start to read the memory; return CRIU's images that are in chunks.
 
-    Only CRIU waits for its images, and only the driver for the GPUs' memory.
+    Only CRIU waits for its images, and only the driver waits for the GPUs' memory.
     """
     memory = job.settings.memory
     images: ImageRebuild | JoinedImages | None = None
@@ -123,32 +124,32 @@ def _start_reading(job: Job) -> ImageRebuild | JoinedImages | None:
     if has_regions and not job.joined_regions:
         space.check_memory_to_restore(job.record, memory)
     if job.record.pages == StoreDestination.kind:
-        fetching = job.fetching = job.cleanup.enter_context(
+        blob_source = job.blob_source = job.cleanup.enter_context(
             BlobSource.from_settings(job.record, job.images, job.settings.store)
         )
-        job.save_progress(layouts=fetching.folders)
+        job.save_progress(layouts=blob_source.folders)
         if job.record.files:
-            where = fetching.scratch or scratch()
+            where = blob_source.scratch or scratch()
             folder = tempfile.mkdtemp(prefix=scratch_files.prefix("images"), dir=where)
             job.cleanup.callback(scratch_files.remove_folder, folder)
-            rebuild = partial(_rebuild, job, fetching, folder)
+            rebuild = partial(_rebuild, job, blob_source, folder)
             images = JoinedImages(joined, rebuild) if joined is not None and joined.files else rebuild()
             job.cleanup.callback(images.close)
     if has_regions:
-        meter = job.fetching.meter if job.fetching is not None else None
-        prefetch = Prefetch(job.images, job.record, memory, job.key, job.fetching, images, joined, meter)
+        meter = job.blob_source.meter if job.blob_source is not None else None
+        prefetch = Prefetch(job.images, job.record, memory, job.key, job.blob_source, images, joined, meter)
         job.prefetch = job.cleanup.enter_context(prefetch)
     elif joined is not None:
         joined.drop_areas()
     return images
 
 
-def _rebuild(job: Job, fetching: BlobSource, folder: str) -> ImageRebuild:
-    """Begin to put CRIU's images together, in RAM where there is room, else in the folder."""
+def _rebuild(job: Job, blob_source: BlobSource, folder: str) -> ImageRebuild:
+    """Start to build CRIU's images, in RAM if there is room, else in the directory."""
     memory = job.settings.memory
     return ImageRebuild(
         job.record.files,
-        fetching,
+        blob_source,
         folder,
         threads=memory.threads,
         ceiling=transfer.ceiling(memory),
@@ -157,10 +158,9 @@ def _rebuild(job: Job, fetching: BlobSource, folder: str) -> ImageRebuild:
 
 
 def _clear_links(job: Job) -> None:
-    """Take away links and FIFOs where CRIU and the runtime are to write files.
+    """Remove symbolic links and FIFOs where CRIU and the runtime write files.
 
-    An archive may have brought one there: they would follow the link as root, and wait for the FIFO. Raises
-    ImageError.
+    An archive may contain some: they would follow the link as root, and wait for the FIFO. Raises ImageError.
     """
     for path in (*(os.path.join(job.work_path, name) for name in _WRITTEN), job.call.pid_file):
         try:
@@ -179,22 +179,22 @@ def _clear_links(job: Job) -> None:
 def _choose(
     job: Job, host: Host, room: GpuClaim, only: Collection[str] | None
 ) -> tuple[tuple[str, str], ...]:
-    """The pairs of the plan, with their room claimed until `job.room` is closed. Raises Refused."""
+    """Return the pairs of the plan; their memory is claimed until `job.room` is closed. Raises Refused."""
     request = gpu_request(job.call.gpu_map)
     chosen = choose(job.record, host, request, job.settings.gpu_map, room.reserved, given=only)
     if chosen.refusal:
         raise chosen.make_refusal()
     new = dict(chosen.pairs)
     taken = {new[gpu.uuid]: gpu.memory_used for gpu in job.record.gpus}
-    if not job.joined_regions:  # else the load process has claimed it
+    if not job.joined_regions:  # otherwise the load process has claimed it
         taken[RAM] = space.measure_beside_images(job.record)
-    room.take(taken)
+    room.record(taken)
     return chosen.pairs
 
 
-def _driver_files(host: Host) -> DriverFiles:
+def _read_driver_files(host: Host) -> DriverFiles:
     return find_files(cdi.load(report=lambda error: note(str(error), code=error.code)), host.driver_version)
 
 
-def _config_changes(job: Job, before: bytes, after: bytes) -> None:
+def _record_config_change(job: Job, before: bytes, after: bytes) -> None:
     job.save_progress(**restore_record.describe_change(before, after))

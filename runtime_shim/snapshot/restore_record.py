@@ -1,9 +1,10 @@
 """The record of a running restore: what was begun, and how far it has come.
 
     /run/gpusnap/journal/<key>.restore      written before config.json is changed, and again at each
+    /run/gpusnap/journal/<key>.restore      written before config.json is changed, and again at each
                                             stage; removed when the container runs with its GPU state, or
                                             has been removed
-    /run/gpusnap/restored/<key>.restored    the last of it, while a container runs that Podman had restored;
+    /run/gpusnap/restored/<key>.restored    the last version, while a container runs that Podman had restored;
                                             see restored_containers.py
 
 recover_restore.py reads what a killed restore has left here.
@@ -39,11 +40,11 @@ class Stage(StrEnum):
     """How far a restore has come."""
 
     PREPARE = "prepare"
-    """The runtime has not been called."""
+    """The runtime has not been called yet."""
     RESTORE = "restore"
-    """It has."""
+    """The runtime has been called."""
     SETTLE = "settle"
-    """The container is there, `init` says which; its processes stand if they have GPU state."""
+    """The container exists (`init` says which); its processes are stopped if they have GPU state."""
     GPUS = "gpus"
     """Only GPU state is missing."""
 
@@ -53,54 +54,54 @@ class Restore:
     """A restore that was begun."""
 
     key: str
-    """The container's."""
+    """The key of the container."""
     image: str
     """The image directory."""
     owner: tuple[int, int]
     """PID and start time of the gpusnap that restores."""
     command: tuple[str, ...]
-    """The real runtime with the caller's global options, as `commands` gives it."""
+    """The real runtime with the caller's global options, as `commands` returns it."""
     bundle: str
     pid_file: str
-    """Absolute; empty where the caller gave none."""
+    """Absolute; empty if the caller gave none."""
     detach: bool
     processes: tuple[int, ...]
-    """Those with GPU state, by PID as the container's init sees them."""
+    """The processes with GPU state, by their PIDs in the namespace of the container's init."""
     stage: Stage = Stage.PREPARE
     init: tuple[int, int] | None = None
     """PID and start time of the restored init, from SETTLE on."""
     config: str | None = None
-    """config.json as it was, where it was changed."""
+    """The original config.json, if it was changed."""
     digest: str = ""
-    """Of config.json as changed: SHA-256, hexadecimal."""
+    """The SHA-256 of the changed config.json, hexadecimal."""
     layouts: tuple[str, ...] = ()
-    """Where its chunks are, if not in the image directory; the first that has one."""
+    """The layouts with its chunks, if not in the image directory; the first that has a chunk is used."""
     state: str = ""
-    """The directory in which the real runtime keeps what it knows of the container."""
+    """The directory in which the real runtime keeps its records of the container."""
     work: str = ""
     """The directory in which CRIU works."""
     place: Place | None = None
-    """By what its processes are known; None where an earlier version wrote the entry."""
+    """How its processes are recognized; None if an earlier version wrote the entry."""
     podman: tuple[str, ...] = ()
-    """The Podman that has it restored, with its global options; empty where that is another's container."""
+    """The Podman that requested the restore, with its global options; empty if another engine did."""
     arriving: bool = False
-    """Whether processes had memory mapped that still came, and may have read what never did."""
+    """Whether memory was mapped before it was loaded, so that processes may have read wrong memory."""
     told: bool = False
-    """Whether the engine has been told that it runs: by the exit code of this process, which comes next."""
+    """Whether the engine knows that it runs: by the exit code of this process, which is the next step."""
 
     @property
     def container(self) -> str:
-        """Its ID."""
+        """The ID of the container."""
         return container_key.id_of(self.key)
 
     @property
     def at_work(self) -> bool:
-        """Whether that gpusnap is still there."""
+        """Whether the gpusnap that restores still runs."""
         return proc.is_same(*self.owner)
 
 
 def make_record(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mapping[str, Any]) -> Restore:
-    """The first entry of a restore by this process; `config` is the bundle's config.json."""
+    """Make the first entry of a restore by this process; `config`: the bundle's config.json."""
     root, bundle_dir = container_key.root(call.globals.root, real.kind), str(call.bundle_dir())
     return Restore(
         key=container_key.key(root, call.container_id),
@@ -119,21 +120,21 @@ def make_record(call: RestoreCall, real: RealRuntime, record: Manifest, config: 
 
 
 def commands(call: RestoreCall, real: RealRuntime) -> tuple[str, ...]:
-    """The real runtime with the caller's global options, and with --root, for whoever asks it later.
+    """Return the real runtime with the caller's global options, and with --root, for later calls.
 
-    Without that crun takes XDG_RUNTIME_DIR of who asks: Podman's is empty, a login shell's is not.
+    Without --root, crun uses XDG_RUNTIME_DIR of the caller: it is empty for Podman, but not in a login shell.
     """
     root = container_key.root(call.globals.root, real.kind)
     return tuple(make_quiet_command(replace(call, globals=replace(call.globals, root=root)), real))
 
 
 def digest(config: bytes) -> str:
-    """Of config.json, as an entry has it."""
+    """Return the digest of config.json for an entry."""
     return hashlib.sha256(config).hexdigest()
 
 
 def describe_change(before: bytes, after: bytes) -> dict[str, str]:
-    """The fields of an entry that tell of config.json's change, which comes next."""
+    """Return the fields of an entry for the change of config.json that follows."""
     return {
         "config": before.decode("utf-8", "surrogateescape"),
         "digest": digest(after),
@@ -141,21 +142,21 @@ def describe_change(before: bytes, after: bytes) -> dict[str, str]:
 
 
 def write(entry: Restore, kind: str = _KIND) -> None:
-    """Write the entry, in place of an earlier one. Raises GpusnapError."""
+    """Write the entry; replace an earlier one. Raises GpusnapError."""
     journal.write_document(
         entry.key, kind, {"version": _VERSION, "container": entry.container, **asdict(entry)}
     )
 
 
 def forget(key: str) -> None:
-    """The container runs, or nothing is left of it."""
+    """Remove the entry: the container runs, or nothing is left of it."""
     journal.drop(key, _KIND)
 
 
 def record_start(entry: Restore) -> None:
-    """The container runs: have it on file whom to ask about it, if it is Podman's.
+    """Record for a running container of Podman which Podman to ask about it.
 
-    Nothing is to be undone any more, so that it is only noted where there is no room for that.
+    Nothing is undone any more, so if there is no room for the record, that is only reported.
     """
     if entry.podman and entry.init is not None:
         try:
@@ -169,13 +170,13 @@ def record_start(entry: Restore) -> None:
 
 
 def entries() -> tuple[Restore, ...]:
-    """All restores that were begun, by container. Raises GpusnapError for one that cannot be read."""
+    """Return all entries, by container. Raises GpusnapError for one that cannot be read."""
     found = (read(key) for key in journal.list_noted(_KIND))
     return tuple(entry for entry in found if entry is not None)
 
 
 def read(key: str, kind: str = _KIND) -> Restore | None:
-    """The entry of a container, by its key, if there is one. Raises GpusnapError where it cannot be read."""
+    """Read the entry of a container by its key, if there is one. Raises GpusnapError if this fails."""
     document = journal.load(key, kind)
     if document is None:
         return None

@@ -1,12 +1,12 @@
-"""Restored containers that Podman may not know of: it was killed, or was told of a failure.
+"""Restored containers that Podman may not know of: it was killed, or it got an error.
 
 conmon and gpusnap-runtime continue when Podman is killed, and the container runs with its GPU memory. Podman
-says that it does not run, or does not know its ID, and `podman rm` does not end it. The same happens if
-gpusnap-runtime is killed when all is done but not yet reported. So gpusnap-runtime records what it knows of
-each container that it restored for a Podman (journal.RESTORED), so that later commands can ask that Podman.
-The file alone is no reason to end a container: it may have been at work for hours.
+then says that it does not run, or does not know its ID, and `podman rm` does not end it. The same happens if
+gpusnap-runtime is killed when everything is done but not yet reported. So gpusnap-runtime records each
+container that it restored for a Podman (journal.RESTORED), so that later commands can ask that Podman. The
+file alone is no reason to end a container: it may have worked for hours.
 
-A file counts while the container's init lives, known by PID and start time. Those of others are removed
+A file counts while the container's init lives, identified by PID and start time. Other files are removed
 whenever gpusnap restores, checkpoints or recovers.
 """
 
@@ -26,13 +26,13 @@ from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import RESTORED
 from gpusnap.runtime_shim.snapshot.restore_record import Restore
 
-_ENDING = 30.0  # seconds that a container that was killed may take to go
+_ENDING = 30.0  # seconds that a killed container may take to end
 
 
 def list_living() -> tuple[Restore, ...]:
-    """Those that still run, by container. Of one whose file cannot be read only a note tells.
+    """Return those that still run, by container. If a file cannot be read, only print a note.
 
-    Nobody needs it to have his processes back. Raises GpusnapError where the folder cannot be read.
+    No process depends on these files. Raises GpusnapError if the directory cannot be read.
     """
     found = []
     for key in journal.list_noted(RESTORED):
@@ -47,12 +47,12 @@ def list_living() -> tuple[Restore, ...]:
 
 
 def is_alive(entry: Restore) -> bool:
-    """Whether the container that was restored then is still there, and not about to end."""
+    """Whether the container that was restored then still runs, and is not about to end."""
     return entry.init is not None and proc.is_same(*entry.init) and not proc.is_dying(entry.init[0])
 
 
 def is_on_file(key: str, init: int) -> bool:
-    """Whether Podman had the container restored whose init is that process; not where nobody can tell."""
+    """Whether Podman had the container with this init process restored; False if that cannot be read."""
     try:
         entry = restore_record.read(key, RESTORED)
     except GpusnapError:
@@ -60,8 +60,8 @@ def is_on_file(key: str, init: int) -> bool:
     return entry is not None and is_alive(entry) and entry.init is not None and entry.init[0] == init
 
 
-def tell(key: str) -> None:
-    """Write down that the engine is told now. By then nothing may fail: without room the file is removed."""
+def record_report(key: str) -> None:
+    """Record that the engine now gets the result. This must not fail: without room, the file is removed."""
     try:
         entry = restore_record.read(key, RESTORED)
         if entry is not None:
@@ -83,16 +83,16 @@ def _sweep(key: str) -> None:
     entry = restore_record.read(key, RESTORED)
     if entry is None or (entry.init is not None and proc.is_same(*entry.init)):
         return
-    with journal.hold(key, patience=0):  # a restore of it writes the next one meanwhile
+    with journal.hold(key, patience=0):  # meanwhile a restore of it may write the next one
         if restore_record.read(key, RESTORED) == entry:
             journal.drop(key, RESTORED)
 
 
 def end_container(entry: Restore, unknown: Callable[[], str | None]) -> str | None:
-    """End such a container, and see that nothing is left of it; what was done, in words.
+    """End such a container, and check that nothing is left of it; return what was done, in words.
 
-    `unknown` asks its Podman: None, as the answer, where that knows it and it is left alone. Raises
-    GpusnapError, also where another gpusnap is at work on it.
+    `unknown` asks its Podman. If it returns None, Podman knows the container, which is not ended, and None is
+    returned. Raises GpusnapError, also if another gpusnap is working on it.
     """
     with journal.hold(entry.key):
         if restore_record.read(entry.key, RESTORED) != entry or not is_alive(entry):
@@ -111,13 +111,13 @@ def end_container(entry: Restore, unknown: Callable[[], str | None]) -> str | No
             return "it has exited"
         _check(entry)
         recover_restore.remove(entry)
-        _wait(entry)
+        _wait_for_end(entry)
         journal.drop(entry.key, RESTORED)
     return f"it was killed: {why}"
 
 
 def _check(entry: Restore) -> None:
-    """Raise ContainerError where the runtime has another container under this ID."""
+    """Raise ContainerError if the runtime has another container with this ID."""
     try:
         found = containers.find(entry.command, entry.container)
     except ContainerError as error:
@@ -131,7 +131,7 @@ def _check(entry: Restore) -> None:
         )
 
 
-def _wait(entry: Restore) -> None:
+def _wait_for_end(entry: Restore) -> None:
     assert entry.init is not None
     deadline = time.monotonic() + _ENDING
     while proc.is_same(*entry.init):

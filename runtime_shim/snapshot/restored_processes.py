@@ -15,10 +15,10 @@ from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 
 
 def check_all_there(wanted: Iterable[GpuProcess], there: Collection[int], images: str) -> None:
-    """See that the processes of the manifest are `there`, by PID in the container.
+    """Check that the processes of the manifest are `there`, by PID in the container.
 
-    One that CRIU restored from `images` and that has ended since is only said. Raises GpusnapError for one
-    that was never in the dump.
+    A process that CRIU restored from `images` and that has ended since is only reported. Raises GpusnapError
+    for one that was never in the dump.
     """
     for process in wanted:
         if process.pid in there:
@@ -37,7 +37,7 @@ def check_all_there(wanted: Iterable[GpuProcess], there: Collection[int], images
 
 
 def drop_ended(processes: Sequence[proc.Process], gone_on: Collection[int], init: int) -> list[proc.Process]:
-    """Those that are to be there; one that ended after it had gone on with all of its state is only said.
+    """Return the processes that still exist; those that ended after they continued are only reported.
 
     Without its init there is no container.
     """
@@ -55,18 +55,18 @@ def drop_ended(processes: Sequence[proc.Process], gone_on: Collection[int], init
 
 
 def check_none_suspended(driver: Driver | None, processes: Iterable[proc.Process]) -> None:
-    """As `check_none_forgotten`, for a checkpoint whose manifest has no GPU; this host's driver, if any."""
+    """Like `check_none_forgotten`, if the manifest has no GPU. `driver`: this host's, if any."""
     if driver is None:
         return
     try:
         driver.open()
     except GpuError:
-        return  # one without the checkpoint API has suspended none
+        return  # a driver without the checkpoint API has suspended none
     check_none_forgotten(driver, processes)
 
 
 def check_none_forgotten(driver: Driver, processes: Iterable[proc.Process]) -> None:
-    """See that no process which the manifest does not list is suspended. Raises GpusnapError."""
+    """Check that no process is suspended that the manifest does not list. Raises GpusnapError."""
     for process in processes:
         native = driver.plugin is None
         state = driver_calls.state(driver, process.pid) if native else driver.state(process.pid)

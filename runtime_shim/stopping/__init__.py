@@ -1,1 +1,1 @@
-"""Processes that stand still: stopped, and let run a little where they must."""
+"""Stops processes, and lets stopped ones run a little if they must."""

@@ -1,19 +1,19 @@
-"""Stopped processes: stopped at a safe instant, and threads of them that run while the others stand.
+"""Stops processes at a safe instant, and lets threads of them run while the others are stopped.
 
 The driver's checkpoint takes away host memory that it had mapped into the process (pinned memory). A thread
-that runs on and reads it dies of SIGSEGV: on an H100, three of three JAX processes did within 3 s, and twelve
-of twelve came through when only the driver's own thread ran. So a locked process is stopped by SIGSTOP before
-the driver's checkpoint and goes on by SIGCONT after its restore. CRIU dumps a stopped process as such and
-restores it stopped, so no thread runs in between either. For the driver's calls its thread alone is let run,
-by ptrace(2): CRIU's own CUDA plugin does the same.
+that runs and reads it dies of SIGSEGV: on an H100, three of three JAX processes did within 3 s, and twelve
+of twelve survived when only the driver's own thread ran. So a locked process is stopped by SIGSTOP before
+the driver's checkpoint, and continued by SIGCONT after its restore. CRIU dumps a stopped process as stopped
+and restores it stopped, so no thread runs in between either. For the driver's calls, only its thread runs, by
+ptrace(2): CRIU's own CUDA plugin does the same.
 
-A process that is stopped as a whole answers no call of NVIDIA's driver but
+If a process is completely stopped, NVIDIA's driver answers no call on it except
 cuCheckpointProcessGetRestoreThreadId.
 
 The driver's thread uses the C library of the process, and waits for a lock that a stopped thread holds. So
-`settle` looks where the threads stand, and lets those within fork, malloc, stdio or the loader run a little
-further, while the driver has taken nothing yet (process/ptrace/positions.py). What that does not see is found
-when it happens: snapshot/gpu_processes/driver_calls.py.
+`settle` checks where the threads are, and lets those within fork, malloc, stdio or the loader run a little
+further, while the driver has taken nothing yet (process/ptrace/positions.py). Locks that this does not find
+are handled when they block the driver: snapshot/gpu_processes/driver_calls.py.
 """
 
 from __future__ import annotations
@@ -36,31 +36,32 @@ if TYPE_CHECKING:
     from gpusnap.runtime_shim.process.ptrace.populate import Backing, PopulateResult
     from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
-# Seconds after which a process that does not stand is sent another SIGSTOP: a SIGCONT has undone the first.
+# Seconds until a process that is not stopped gets another SIGSTOP: a SIGCONT has undone the first.
 _AGAIN = 0.05
-# Seconds between two looks of a guard.
+# Seconds between two checks of a guard.
 _GUARD = 0.002
-# Seconds that threads within the C library may take to leave it. Those that hold no lock there (one that
-# prints into a string all day looks the same) only cost this time.
+# Seconds for threads within the C library to leave it. Threads that hold no lock there (one that prints into
+# a string all day looks the same) only cost this time.
 _LEAVING = 1.0
-# Seconds that a thread is let run at first, doubled so many times before it is that short again: one that
-# takes such locks all the time is best met at many instants, but on a busy machine it takes a while to run.
+# Seconds that a thread runs at first; doubled this number of times, then short again. A thread that takes
+# such locks all the time is best stopped at many instants, but on a busy machine it takes a while until it
+# runs.
 _MOMENT, _TRIES = 0.0005, 5
 
 
 def stop(pids: Iterable[int], *, timeout: float) -> None:
-    """Stop processes, and wait until every thread of each stands still; one that ended is left out.
+    """Stop processes, and wait until every thread of each is stopped; an ended process is skipped.
 
-    Where somebody lets one go on, it is stopped again. Raises GpusnapError after `timeout` seconds; they are
-    stopped all the same, until `go_on`.
+    If somebody continues one, it is stopped again. Raises GpusnapError after `timeout` seconds; the processes
+    stay stopped in any case, until `go_on`.
     """
     pids = tuple(pids)
     _stop_moving(pids)
     _await_still(pids, timeout, again=True)
 
 
-def stand(pids: Iterable[int], *, timeout: float) -> None:
-    """Wait until every thread of processes that were sent a SIGSTOP stands still, as `stop` does.
+def wait_until_stopped(pids: Iterable[int], *, timeout: float) -> None:
+    """Wait until every thread of processes that got a SIGSTOP is stopped, as `stop` does.
 
     Raises GpusnapError after `timeout` seconds.
     """
@@ -92,17 +93,17 @@ def _await_still(pids: tuple[int, ...], timeout: float, *, again: bool) -> None:
 
 
 def go_on(pids: Iterable[int]) -> None:
-    """Let stopped processes run again; one that ended is left out."""
+    """Continue stopped processes; an ended process is skipped."""
     for pid in pids:
         pidfd.send(pid, signal.SIGCONT)
 
 
 def settle(pids: Iterable[int], *, within: float = _LEAVING) -> None:
-    """Have no thread of stopped processes stand where it may hold a lock of the C library.
+    """Move threads of stopped processes out of code that may hold a lock of the C library.
 
-    Each that does is let run for a moment, alone, and again if need be; at times all of them together with
-    those that wait for a lock, since these may wait for one another. Seconds of `within` for all; what is
-    left then stays where it is. Raises PermissionRefused where a process cannot be traced.
+    Each such thread runs for a moment, alone, and again if necessary; at times all of them together with
+    those that wait for a lock, because these may wait for one another. `within`: seconds for all; remaining
+    threads then stay where they are. Raises PermissionRefused if a process cannot be traced.
     """
     from gpusnap.runtime_shim.process.ptrace import positions
 
@@ -125,10 +126,10 @@ def settle(pids: Iterable[int], *, within: float = _LEAVING) -> None:
 
 
 def drop_stops(pids: Iterable[int]) -> None:
-    """Take back the SIGSTOPs that stopped processes have pending: CRIU takes one for an interruption.
+    """Remove pending SIGSTOPs of stopped processes: CRIU takes one for an interruption.
 
-    A program that sends them all day (cpulimit) sends one to a process that stands already, and it waits
-    until the process goes on. Raises PermissionRefused where a process cannot be traced.
+    A program that sends them all day (cpulimit) also sends one to a stopped process, where it stays pending
+    until the process continues. Raises PermissionRefused if a process cannot be traced.
     """
     from gpusnap.runtime_shim.process.ptrace.tracee import hold
 
@@ -146,10 +147,10 @@ def drop_stops(pids: Iterable[int]) -> None:
 
 
 class Guard:
-    """Keeps processes stopped that miss their GPU state, while nobody is at work on them.
+    """Keeps processes stopped that miss their GPU state, while nobody works on them.
 
     A program in the container may send them a SIGCONT at any moment (cpulimit, a shell), and their threads
-    would run without memory that the driver has taken away. A thread of ours looks every 2 ms.
+    would run without memory that the driver has taken away. A thread of gpusnap checks every 2 ms.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
@@ -160,12 +161,12 @@ class Guard:
         threads.start(self._thread)
 
     def release(self, pid: int) -> None:
-        """Leave one of them alone: it is to go on."""
+        """No longer keep one of them stopped: it is about to continue."""
         with self._lock:
             self._pids.discard(pid)
 
     def stop_watching(self) -> None:
-        """Look no more. May be called again."""
+        """Stop checking. May be called again."""
         self._over.set()
         self._thread.join()
 
@@ -181,9 +182,9 @@ class Guard:
 def run_only(pid: int, tid: int, *, exit_kill: bool = False) -> Iterator[Tracer]:
     """Let one thread of a stopped process run while the block does, and stop it again.
 
-    The tracer is a thread of our own. The thread gets no signal meanwhile but for what itself does.
-    `exit_kill`: the process ends with gpusnap, whatever ends that. Raises PermissionRefused where the thread
-    cannot be traced.
+    The tracer is a thread of gpusnap. Meanwhile the thread gets no signals except those that it causes
+    itself. `exit_kill`: the process ends with gpusnap, whatever ends that. Raises PermissionRefused if the
+    thread cannot be traced.
     """
     with run_several(pid, [tid], exit_kill=exit_kill) as tracer:
         yield tracer
@@ -193,8 +194,8 @@ def run_only(pid: int, tid: int, *, exit_kill: bool = False) -> Iterator[Tracer]
 def run_several(
     pid: int, tids: Iterable[int], *, guard: bool = True, exit_kill: bool = False
 ) -> Iterator[Tracer]:
-    """As `run_only`, for any number of threads; `guard` as for Tracer."""
-    # Imported here: a container without a GPU must not pay for it.
+    """Like `run_only`, for any number of threads; `guard` as for Tracer."""
+    # Imported here, because a container without a GPU must not wait for it.
     from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
     tids = tuple(tids)
@@ -213,14 +214,14 @@ def run_several(
 def run_populating(
     pid: int, tid: int, *, threads: int = 0, backing: Backing | None = None
 ) -> Iterator[PopulateResult]:
-    """As `run_only`, for the driver's checkpoint: the large mapping that the thread makes is populated.
+    """Like `run_only`, for the driver's checkpoint: populate the large mapping that the thread makes.
 
-    With `backing`, files take the mappings' place.
+    With `backing`, files replace the mappings. `threads`: 0 for one per core.
 
-    What was done is complete when the block has ended; where nothing was, it says why, and the driver's own
-    way was taken. In so many threads, all cores' for 0.
+    The result is complete when the block has ended. If nothing was done, it says why, and the driver's own
+    method was used.
     """
-    # Imported here: it takes 12 ms, and a container without a GPU must not pay for it.
+    # Imported here: it takes 12 ms, and a container without a GPU must not wait for it.
     from gpusnap.runtime_shim.process.ptrace import populate
 
     stack = contextlib.ExitStack()
@@ -254,7 +255,7 @@ def _make_does_not_stop_error(pid: int, error: OSError) -> GpusnapError:
 
 
 def make_untraceable_error(pid: int, tid: int, error: OSError) -> PermissionRefused:
-    """What to say where a thread cannot be traced."""
+    """The error if a thread cannot be traced."""
     return PermissionRefused(
         f"thread {tid} of process {pid} ({proc.comm(pid)}) cannot be traced: {reason(error)}",
         hint="quit the debugger that traces it, or check that gpusnap may use ptrace",

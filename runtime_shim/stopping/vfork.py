@@ -1,11 +1,11 @@
-"""Processes that wait for a child to begin its program: vfork(2), as sh, posix_spawn and subprocess have it.
+"""Processes that wait for a child to begin its program: vfork(2), used by sh, posix_spawn and subprocess.
 
-The child has the parent's memory until then, and the parent sleeps in the kernel, where nothing but SIGKILL
-reaches it: no SIGSTOP, no tracer. Where the child stands in the meantime, be it by a signal, in a freezer or
-for CRIU, the parent never stands, and CRIU gives up after its timeout ("Timeout reached", "Unseizable
-non-zombie …, state D"; https://github.com/checkpoint-restore/criu/issues/423 has it in 4 % of all dumps and
-knows no cause). So a container has to be stopped at a moment when none waits
-(snapshot/gpu_processes/dump_pause.py), or such children be let run that far.
+The child uses the parent's memory until then, and the parent sleeps in the kernel, where only SIGKILL reaches
+it: no SIGSTOP, no tracer. If the child is stopped meanwhile, by a signal, a freezer or CRIU, the parent never
+stops, and CRIU gives up after its timeout ("Timeout reached", "Unseizable non-zombie …, state D";
+https://github.com/checkpoint-restore/criu/issues/423 has it in 4 % of all dumps, without a known cause). So a
+container must be stopped at a moment when no process waits (snapshot/gpu_processes/dump_pause.py), or such
+children must run until then.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.kcmp import EQUAL, VM, compare
 from gpusnap.runtime_shim.process.ptrace.tracee import hold
-from gpusnap.runtime_shim.stopping.stop import make_untraceable_error, stand
+from gpusnap.runtime_shim.stopping.stop import make_untraceable_error, wait_until_stopped
 
 _LOOK = 0.0005
 _FALLING_ASLEEP = 1.0
-# Seconds for a child to stand, before it is traced and when it was let go.
+# Seconds for a child to stop, before it is traced and after it was released.
 _STANDING = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingParent:
-    """A parent that waits, and the child that it waits for."""
+    """A waiting parent, and the child that it waits for."""
 
     parent: int
     child: int
 
 
 def iterate_waiting(pids: Iterable[int]) -> Iterator[WaitingParent]:
-    """Those of these processes, which stand or are frozen, that wait for another of them.
+    """Yield those of these stopped or frozen processes that wait for another of them.
 
-    Not found are parents whose child has a memory of its own, or another parent (clone(2), CLONE_VFORK
-    without CLONE_VM or with CLONE_PARENT), as nothing known to us makes them.
+    Parents are not found if their child has a memory of its own, or another parent (clone(2), CLONE_VFORK
+    without CLONE_VM or with CLONE_PARENT); no known program does that.
     """
     among = set(pids)
     for child in sorted(among):
@@ -48,9 +48,9 @@ def iterate_waiting(pids: Iterable[int]) -> Iterator[WaitingParent]:
 
 
 def finish(pids: Iterable[int], *, timeout: float) -> None:
-    """Have the children among stopped processes begin their programs, or end; none runs any further.
+    """Let children among stopped processes run until they begin their programs, or end; none runs further.
 
-    `timeout` seconds for all. Raises GpusnapError; the child then stands where it was.
+    `timeout`: seconds for all. Raises GpusnapError; the child is stopped where it was then.
     """
     pids = tuple(pids)
     deadline = time.monotonic() + timeout
@@ -62,7 +62,7 @@ def finish(pids: Iterable[int], *, timeout: float) -> None:
 
 
 def make_too_long_error(each: WaitingParent, timeout: float) -> GpusnapError:
-    """What to say where a child does not come to its program."""
+    """The error if a child does not begin its program in time."""
     return GpusnapError(
         f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to execute a "
         f"program (vfork), which took longer than {timeout:g} s",
@@ -72,7 +72,7 @@ def make_too_long_error(each: WaitingParent, timeout: float) -> GpusnapError:
 
 
 def make_for_good_error(each: WaitingParent) -> GpusnapError:
-    """What to say where a parent would wait for as long as the container is paused."""
+    """The error if a parent would wait for as long as the container is paused."""
     return GpusnapError(
         f"process {each.parent} ({proc.comm(each.parent)}) waits for its child {each.child} to execute a "
         "program (vfork), but that child is stopped",
@@ -84,8 +84,8 @@ def make_for_good_error(each: WaitingParent) -> GpusnapError:
 def _is_asleep(pid: int) -> bool:
     """Whether a thread of the process waits in the kernel, and no signal wakes it.
 
-    A thaw wakes it for nothing, and it is a while until it sleeps again; what stands or is frozen has no
-    other thread that runs.
+    A thaw wakes it for no reason, and it takes a while until it sleeps again; a stopped or frozen process has
+    no other running thread.
     """
     deadline = time.monotonic() + _FALLING_ASLEEP
     while True:
@@ -96,13 +96,13 @@ def _is_asleep(pid: int) -> bool:
 
 
 def _begin(each: WaitingParent, deadline: float, timeout: float) -> None:
-    """Trace one child until it has begun its program; no instruction of that is run.
+    """Trace one child until it has begun its program; no instruction of that runs.
 
-    Its signals are its own: posix_spawn has it block them, and unblock them before the program. Those that
-    it gets meanwhile are delivered.
+    It handles its own signals: posix_spawn makes it block them, and unblock them before the program. Signals
+    that it gets meanwhile are delivered.
     """
     child = each.child
-    stand([child], timeout=max(deadline - time.monotonic(), _STANDING))
+    wait_until_stopped([child], timeout=max(deadline - time.monotonic(), _STANDING))
     try:
         with hold(child, child, own_signals=True) as tracee:
             tracee.to_exec(deadline)
@@ -112,4 +112,4 @@ def _begin(each: WaitingParent, deadline: float, timeout: float) -> None:
         raise make_too_long_error(each, timeout) from error
     except OSError as error:
         raise make_untraceable_error(child, child, error) from error
-    stand([child], timeout=_STANDING)
+    wait_until_stopped([child], timeout=_STANDING)

@@ -192,7 +192,7 @@ def load(
     walked = _Walk(read, has)
     for each in index.manifests:
         if each.digest != criu[0].digest:
-            walked.take(each, optional=False, depth=0)
+            walked.add(each, optional=False, depth=0)
     walked.found.pop(root.digest, None)
     base = next((each for each in index.manifests if is_document(each)), None)
     image = Image(root, document, criu[0], tuple(walked.found.values()), base, index.annotations)
@@ -208,7 +208,7 @@ class _Walk:
         self.found: dict[str, Descriptor] = {}
         self._read, self._has = read, has
 
-    def take(self, one: Descriptor, *, optional: bool, depth: int) -> None:
+    def add(self, one: Descriptor, *, optional: bool, depth: int) -> None:
         get_hex(one.digest)
         first = self.found.get(one.digest)
         if first is not None:
@@ -228,7 +228,7 @@ class _Walk:
         if is_document(one):
             below = optional or one.media_type in INDEXES
             for child in children(one, self._read(one)):
-                self.take(child, optional=below, depth=depth + 1)
+                self.add(child, optional=below, depth=depth + 1)
 
 
 def replace_criu_images(image: Image, criu: Descriptor) -> bytes:

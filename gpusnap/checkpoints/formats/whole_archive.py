@@ -19,7 +19,7 @@ from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest
 from gpusnap.runtime_shim.runtime.criu import scratch_files
-from gpusnap.runtime_shim.snapshot.loading import source as fetching
+from gpusnap.runtime_shim.snapshot.loading import source
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import ImageDestination
 
@@ -41,5 +41,5 @@ def rebuild_image(one: FileRecord, blobs: Blobs, threads: int) -> Iterator[str]:
     folder = tempfile.TemporaryDirectory(prefix=scratch_files.prefix("image"), dir=scratch_files.find_large())
     with folder as path:
         ceiling = transfer.ceiling(settings_file.load().memory)
-        fetching.rebuild([one], blobs, path, threads=threads, ceiling=ceiling)
+        source.rebuild([one], blobs, path, threads=threads, ceiling=ceiling)
         yield os.path.join(path, one.name)

@@ -155,7 +155,7 @@ def checkpoint(
             hint="omit --name, and give --to oci:DIR or no --to; gpusnap push uploads them to a registry",
         )
 
-    wish = checkpointing.CheckpointRequest(
+    request = checkpointing.CheckpointRequest(
         container="",
         to=place,
         name=locator.parse_name(name) if name else "",
@@ -171,7 +171,7 @@ def checkpoint(
 
     def work(container: str) -> checkpointing.CheckpointResult:
         with record_operation("checkpoint", container) as record, Progress() as progress:
-            made = checkpointing.checkpoint(replace(wish, container=container), progress, asked)
+            made = checkpointing.checkpoint(replace(request, container=container), progress, asked)
             record.container = made.container.name
             record.figures |= {"size": made.size, "new": made.new, "gpuMemory": made.gpu_memory}
             record.figures |= {"pause": made.pause} if made.pause is not None else {}
@@ -187,7 +187,7 @@ def checkpoint(
         click.echo(f"{what}  {size}, {made.seconds:.1f} s")
         if made.pushed is not None:
             click.echo(f"pushed to {made.pushed.reference}: {figures(made.pushed.moved)}")
-        click.echo(_describe_way_back(wish, made), err=True)
+        click.echo(_describe_way_back(request, made), err=True)
 
     run_each(wanted, work, show=show, document=_make_document, as_json=as_json, key="container", listed=every)
 
@@ -319,9 +319,9 @@ def restore(
         )
     if bool(what) == (file is not None):
         raise UsageError("name what to restore: one or more checkpoints, or --import FILE")
-    from gpusnap.operations.restoring.ahead import ahead
+    from gpusnap.operations.restoring.ahead import start_ahead
 
-    asked = click.get_current_context().with_resource(ahead(loads=file is None))
+    asked = click.get_current_context().with_resource(start_ahead(loads=file is None))
     from gpusnap.operations.restoring import restore as restoring
 
     if gpu_map:
@@ -391,21 +391,21 @@ def restore(
     )
 
 
-def _describe_way_back(wish: checkpointing.CheckpointRequest, made: checkpointing.CheckpointResult) -> str:
+def _describe_way_back(request: checkpointing.CheckpointRequest, made: checkpointing.CheckpointResult) -> str:
     """What has become of the container, and the command that restores it."""
     name, auto_remove = made.container.name, made.container.auto_remove
     if made.file:
         word = shlex.quote(made.file)
-    elif isinstance(wish.to, locator.InRegistry) and not wish.name:
-        plain_http = wish.to.plain_http or wish.plain_http
-        word = ("http://" if plain_http else "") + str(wish.to.reference)
+    elif isinstance(request.to, locator.InRegistry) and not request.name:
+        plain_http = request.to.plain_http or request.plain_http
+        word = ("http://" if plain_http else "") + str(request.to.reference)
         word += " --tls-verify=false" * (os.environ.get(TLS_VERIFY) == "false")
-    elif isinstance(wish.to, locator.InStore):
+    elif isinstance(request.to, locator.InStore):
         word = shlex.quote(f"oci:{made.store}:{made.name}")
     else:
-        word = made.name if wish.name or wish.leave_running or made.is_suspended else _short_name(made)
+        word = made.name if request.name or request.leave_running or made.is_suspended else _short_name(made)
     restore = f"gpusnap restore {word}"
-    if made.is_suspended or wish.leave_running:
+    if made.is_suspended or request.leave_running:
         state = "stays suspended" if made.is_suspended else "continues to run"
         back = f"podman rm --force --time 0 {name} && {restore}"
         return f"{name} {state}; to go back to this checkpoint: {back}"

@@ -230,7 +230,7 @@ def _recover_and_say(
         recovery.sweep()
         settings = settings_file.load()
         sweep_suspended(settings.store.path)
-        chunk_cache.tidy(settings.memory)
+        chunk_cache.remove_stale(settings.memory)
         overrides.sweep()
         idle = not found and not cut_off and not moving and not moves.list_actions()
         store = Store(settings.store.path)

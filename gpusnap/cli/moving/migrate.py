@@ -118,7 +118,7 @@ def migrate(
 
     link.check_command_line(ssh, "--ssh")
     link.check_command_line(remote_command, "--remote-command")
-    wish = migration.MigrationRequest(
+    request = migration.MigrationRequest(
         container=container,
         route=link.Route(to=link.destination(host), ssh=ssh, program=remote_command),
         name=name,
@@ -131,7 +131,7 @@ def migrate(
         patience=patience,
     )
     with Progress() as progress:
-        done = migration.migrate(wish, progress)
+        done = migration.migrate(request, progress)
     if as_json:
         click.echo(json.dumps(_document(done, dry_run=dry_run), indent=1))
     else:

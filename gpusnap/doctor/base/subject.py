@@ -79,7 +79,7 @@ def in_containerd(wanted: str, state: str = CONTAINERD, namespace: str = "") -> 
 def _podmans(wanted: str) -> Subject:
     found = podman.inspect_container(wanted)
     if not found.init or found.status not in ("running", "paused"):
-        raise podman.not_running(found)
+        raise podman.make_not_running_error(found)
     objection: GpusnapError | None = None
     try:
         podman.check(found, asleep=suspensions.find_by_container(found.id) is not None)

@@ -23,7 +23,7 @@ _COMPRESSION = {".tar": "none", ".tar.gz": "gzip", ".tgz": "gzip", ".tar.zst": "
 
 
 def check_place(path: str, found: podman.Container) -> None:
-    """Raise GpusnapError where no archive can be put there."""
+    """Raise GpusnapError if no archive can be written there."""
     folder = os.path.dirname(path)
     if os.path.isdir(path):
         raise GpusnapError(
@@ -37,23 +37,23 @@ def check_place(path: str, found: podman.Container) -> None:
     push_pull.check_free(path)
     if not os.path.isdir(folder):
         raise GpusnapError(f"{path} cannot be written: {folder} is not a directory", code="GPS-103")
-    if not os.access(folder, os.W_OK | os.X_OK):  # for root: on a file system that is read-only
+    if not os.access(folder, os.W_OK | os.X_OK):  # for root: a read-only file system
         raise GpusnapError(f"{path} cannot be written: {folder} is read-only", code="GPS-103")
 
 
 def compression(path: str) -> str:
-    """How Podman is to compress it, as its --compress has it: by the end of the name, else zstd."""
+    """Return Podman's value of --compress: by the end of the file name, else zstd."""
     return _COMPRESSION.get(ending(path), "zstd")
 
 
 def ending(path: str) -> str:
-    """The end of the name that says so; "" where none does."""
+    """Return the end of the name that selects a compression; "" if none does."""
     endings = sorted(_COMPRESSION, key=len, reverse=True)
     return next((each for each in endings if path.endswith(each)), "")
 
 
 def put(beside: str, path: str, aside: str) -> str:
-    """Make the archive durable, and give it its name, or `aside` where something has that name by now."""
+    """Make the archive durable, and give it its name, or `aside` if that name is in use by now."""
     with open(beside, "rb") as file:
         os.fsync(file.fileno())
     folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
@@ -71,7 +71,7 @@ def put(beside: str, path: str, aside: str) -> str:
 
 @contextmanager
 def explain_write_errors(path: str) -> Iterator[None]:
-    """Raise ImageError for what the block cannot write."""
+    """Raise ImageError for files that the block cannot write."""
     try:
         yield
     except OSError as error:
@@ -79,7 +79,7 @@ def explain_write_errors(path: str) -> Iterator[None]:
 
 
 def size(path: str) -> int:
-    """Bytes that are there."""
+    """Return how many bytes have been written."""
     try:
         return os.path.getsize(path)
     except OSError:

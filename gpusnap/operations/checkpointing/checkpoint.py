@@ -2,9 +2,9 @@
 
 Podman makes the checkpoint, and gpusnap-runtime puts all memory directly into the store, so Podman's export
 is small. gpusnap splits that export into the records of the same artifact. An error after Podman ended the
-container loses nothing, because the checkpoint is in Podman's storage, too. If Podman removes that at the
-container's end (--rm), its export stays; see failed_export.py. Such a container is lost only if Podman's own
-export fails, so gpusnap checks for room first; see disk_space.py.
+container loses nothing, because the checkpoint is in Podman's storage, too. If Podman removes that together
+with the container (--rm), its export is kept; see failed_export.py. Such a container is lost only if Podman's
+own export fails, so gpusnap checks for room first; see disk_space.py.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _BLOBS = ("blobs", "sha256")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRequest:
-    """What shall be checkpointed, how, and where to; without `to`, into this host's store."""
+    """What to checkpoint, how, and to which place; without `to`, into this host's store."""
 
     container: str
     to: locator.Place | None = None
@@ -73,10 +73,10 @@ class CheckpointRequest:
     plain_http: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     asleep: bool = False
-    """The container is suspended, and stays so."""
+    """The container is suspended, and remains suspended."""
 
     def options(self) -> list[str]:
-        """For Podman."""
+        """Return the options for Podman."""
         chosen = {
             "--leave-running": self.leave_running,
             "--tcp-established": self.tcp_established,
@@ -89,73 +89,75 @@ class CheckpointRequest:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointResult:
-    """A checkpoint that was made. Sizes are bytes."""
+    """A checkpoint that was made. Sizes are in bytes."""
 
     container: podman.Container
     seconds: float
     gpu_memory: int
     size: int
-    """Of all blobs, or of the archive."""
+    """Size of all blobs, or of the archive."""
     new: int
-    """Of these, bytes that the store did not have."""
+    """Size of the blobs that the store did not have."""
     name: str = ""
     digest: str = ""
     store: str = ""
     file: str = ""
-    """The archive; then the three above are empty."""
+    """The path of the archive; then the three fields above are empty."""
     pushed: PushResult | None = None
     pause: float | None = None
-    """Seconds for which the processes were stopped, or until they had ended; None where it is not known."""
+    """Seconds for which the processes were stopped, or until they had ended; None if unknown."""
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the container is suspended: Podman checkpoints no other that is paused."""
+        """Return whether the container is suspended: Podman checkpoints no other container that is paused."""
         return self.container.status == "paused"
 
 
 def checkpoint(
-    wish: CheckpointRequest, progress: Progress, asked: podman.Inspection | None = None
+    request: CheckpointRequest, progress: Progress, asked: podman.Inspection | None = None
 ) -> CheckpointResult:
-    """Make it. Raises NotFound, ContainerError, Interrupted, GpusnapError.
+    """Make a checkpoint. Raises NotFound, ContainerError, Interrupted, GpusnapError.
 
-    `asked`: what Podman was already asked about the container.
+    `asked`: Podman's description of the container, if it was already requested.
     """
     began = time.monotonic()
-    if isinstance(wish.to, locator.InRegistry) and wish.to.reference.digest:
+    if isinstance(request.to, locator.InRegistry) and request.to.reference.digest:
         raise UsageError(
-            f"{wish.to.reference} names a digest, but a checkpoint has no digest until it is made",
+            f"{request.to.reference} names a digest, but a checkpoint has no digest until it is made",
             code="GPS-102",
         )
-    settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman not always show why
-    found = asked.container() if asked is not None else podman.inspect_container(wish.container)
+    settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman does not always show the reason
+    found = asked.container() if asked is not None else podman.inspect_container(request.container)
     asleep = _is_suspended(found)
     if asleep:
-        wish = replace(wish, leave_running=True, asleep=True)
+        request = replace(request, leave_running=True, asleep=True)
     podman.check(found, asleep=asleep)
-    podman_objects.check_options(found, force=wish.force)
+    podman_objects.check_options(found, force=request.force)
     # A suspended container can run no command.
     commands = (
-        nullcontext() if asleep else run_around_checkpoint(found, progress, leave_running=wish.leave_running)
+        nullcontext()
+        if asleep
+        else run_around_checkpoint(found, progress, leave_running=request.leave_running)
     )
-    if isinstance(wish.to, locator.InFile):
+    if isinstance(request.to, locator.InFile):
         with commands:
-            return _to_file(wish, found, wish.to.path, progress, began)
-    if isinstance(wish.to, locator.InRegistry):
-        progress.stage(f"asking {wish.to.reference.registry}")
-        _ask(wish.to, plain_http=wish.plain_http)
+            return _to_file(request, found, request.to.path, progress, began)
+    if isinstance(request.to, locator.InRegistry):
+        progress.stage(f"asking {request.to.reference.registry}")
+        _ask(request.to, plain_http=request.plain_http)
     with commands:
-        made = _to_store(wish, found, progress, began)
-    if not isinstance(wish.to, locator.InRegistry):
+        made = _to_store(request, found, progress, began)
+    if not isinstance(request.to, locator.InRegistry):
         return made
     try:
         made_there = locator.InStore(Store(made.store), made.digest)
-        pushed = push_pull.push(made_there, wish.to, plain_http=wish.plain_http, progress=progress)
+        pushed = push_pull.push(made_there, request.to, plain_http=request.plain_http, progress=progress)
     except (GpusnapError, KeyboardInterrupt) as error:
         said = error if isinstance(error, GpusnapError) else Interrupted("interrupted")
-        plain_http = " --plain-http" if wish.plain_http or wish.to.plain_http else ""
+        plain_http = " --plain-http" if request.plain_http or request.to.plain_http else ""
         raise type(said)(
             f"the checkpoint is in {made.store} as {made.name}, but was not pushed: {said}",
-            hint=f"gpusnap push {made.name} {wish.to.reference}{plain_http} continues it",
+            hint=f"gpusnap push {made.name} {request.to.reference}{plain_http} continues it",
             code=said.code or "GPS-710",
         ) from error
     return CheckpointResult(
@@ -173,51 +175,51 @@ def checkpoint(
 
 
 def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:
-    """See that the registry answers and lets us in, before a container ends for its sake."""
+    """Check that the registry answers and authorizes us before the container is stopped."""
     with convert_errors(), source.open_repository(to, plain_http=plain_http, mirrors=False) as repository:
         empty = empty_descriptor()
         repository.has_blob(empty.digest, empty.size, pushing=True)
 
 
 def _to_store(
-    wish: CheckpointRequest, found: podman.Container, progress: Progress, began: float
+    request: CheckpointRequest, found: podman.Container, progress: Progress, began: float
 ) -> CheckpointResult:
-    store = wish.to.store if isinstance(wish.to, locator.InStore) else locator.default_store()
+    store = request.to.store if isinstance(request.to, locator.InStore) else locator.default_store()
     with convert_errors():
-        names = _store_names(wish, found)
+        names = _store_names(request, found)
         disk_space.check(
             found,
             store.path,
-            rootfs=not wish.ignore_rootfs,
-            volumes=not wish.ignore_volumes,
+            rootfs=not request.ignore_rootfs,
+            volumes=not request.ignore_volumes,
             twice=True,
             gpus=False,
         )
-        store.create()  # which writes, and would say no more than that its own few bytes do not fit
-        with _open_staging(wish, found, store) as (staging, export), ExitStack() as order:
+        store.create()  # it writes, and would otherwise report only that its own few bytes do not fit
+        with _open_staging(request, found, store) as (staging, export), ExitStack() as order:
             before, blobs = kept.roots(store), _blobs(store)
             shown = order.enter_context(board())
             path = shown.path if shown is not None else ""
             measure = watch_growth(os.path.dirname(staging.path))
             tick = progress.follow(shown, f"checkpoint of {found.name}", measure)
-            # Last: until Podman runs, nobody needs the order.
+            # Last: nobody needs the request before Podman runs.
             order.enter_context(
                 overrides.order(
                     found.id,
                     pages=StoreDestination.kind,
                     store=store.path,
-                    force=wish.force,
+                    force=request.force,
                     progress=path,
-                    asleep=wish.asleep,
+                    asleep=request.asleep,
                 )
             )
             since = datetime.now(UTC)
             with explain_export_errors(export, lambda: kept.forget_pages_of(store, found.id, since, before)):
-                _run(wish, export, ["--compress", "none"], tick, progress)
+                _run(request, export, ["--compress", "none"], tick, progress)
                 order.close()
                 progress.stage("records")
                 root, volumes = sources.take_in(
-                    staging, export.archive, progress, wish.labels, written=store.open_known_chunks()
+                    staging, export.archive, progress, request.labels, written=store.open_known_chunks()
                 )
                 progress.stage("to disk")
                 whole = kept.load(root, staging.layout)
@@ -240,19 +242,21 @@ def _to_store(
 
 @contextmanager
 def _open_staging(
-    wish: CheckpointRequest, found: podman.Container, store: Store
+    request: CheckpointRequest, found: podman.Container, store: Store
 ) -> Iterator[tuple[Staging, Export]]:
-    """A staging with the archive in it; it stays where that is all that is left of the container."""
+    """Open a staging directory with the archive; it is kept if nothing else is left of the container."""
     staging = store.stage()
     archive = os.path.join(staging.path, ARCHIVE)
-    environment = f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(wish.to, locator.InStore) else ""
+    environment = (
+        f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(request.to, locator.InStore) else ""
+    )
     why = (
         f"what Podman exported of the container {found.name}: {environment}podman container restore "
         f"--import {archive} restores it; remove this directory when it is no longer needed"
     )
 
     def keep() -> str:
-        # Room for the mark first: what was made of the archive so far is of no use.
+        # Free the room for the mark first: what was made of the archive so far is useless.
         for name in _names(os.path.join(staging.path, *_BLOBS)):
             with suppress(OSError):
                 os.unlink(os.path.join(staging.path, *_BLOBS, name))
@@ -261,10 +265,10 @@ def _open_staging(
         return archive
 
     export = Export(found=found, archive=archive, keep=keep, environment=environment)
-    if isinstance(wish.to, locator.InRegistry):
-        export.more = f"gpusnap push {{archive}} {wish.to.reference} pushes it"
+    if isinstance(request.to, locator.InRegistry):
+        export.more = f"gpusnap push {{archive}} {request.to.reference} pushes it"
     try:
-        if found.auto_remove and not wish.leave_running:  # though we should be killed, too
+        if found.auto_remove and not request.leave_running:  # even if we are killed, too
             staging.mark_precious(why)
         yield staging, export
     finally:
@@ -275,7 +279,7 @@ def _open_staging(
 
 
 def _to_file(
-    wish: CheckpointRequest, found: podman.Container, path: str, progress: Progress, began: float
+    request: CheckpointRequest, found: podman.Container, path: str, progress: Progress, began: float
 ) -> CheckpointResult:
     path = os.path.abspath(path)
     folder, name = os.path.split(path)
@@ -283,8 +287,8 @@ def _to_file(
     disk_space.check(
         found,
         folder,
-        rootfs=not wish.ignore_rootfs,
-        volumes=not wish.ignore_volumes,
+        rootfs=not request.ignore_rootfs,
+        volumes=not request.ignore_volumes,
         twice=False,
         gpus=True,
     )
@@ -293,7 +297,7 @@ def _to_file(
     aside = os.path.join(folder, f"checkpoint-of-{found.name[:200]}-{token}{archives.ending(path)}")
     with archives.explain_write_errors(
         path
-    ):  # now: once Podman has ended the container it would be too late to say
+    ):  # now: after Podman has ended the container it would be too late for this error
         os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
     def keep() -> str:
@@ -311,11 +315,11 @@ def _to_file(
             tick = progress.follow(shown, f"checkpoint of {found.name}", lambda: archives.size(beside))
             order.enter_context(
                 overrides.order(
-                    found.id, pages="chunks", force=wish.force, progress=board_path, asleep=wish.asleep
+                    found.id, pages="chunks", force=request.force, progress=board_path, asleep=request.asleep
                 )
             )
             order.enter_context(explain_export_errors(export))
-            _run(wish, export, compression, tick, progress)
+            _run(request, export, compression, tick, progress)
             memory = _measure_gpu_memory(export)
             with archives.explain_write_errors(path):
                 put = archives.put(beside, path, aside)
@@ -335,15 +339,17 @@ def _to_file(
     )
 
 
-def _run(wish: CheckpointRequest, export: Export, options: list[str], tick: Tick, progress: Progress) -> None:
-    """Have Podman do it, and see that it is what it says."""
-    words = [*options, *wish.options()]
+def _run(
+    request: CheckpointRequest, export: Export, options: list[str], tick: Tick, progress: Progress
+) -> None:
+    """Run Podman's checkpoint, and check that it made the requested one."""
+    words = [*options, *request.options()]
 
     def at_work() -> None:
-        manifest_json.prepare()  # while Podman works: it takes 0.05 s, and the checkpoint is read behind it
+        manifest_json.prepare()  # while Podman works: it takes 0.05 s, and is needed right after Podman
         tick()
 
-    with _show_as_running(export.found) if wish.asleep else nullcontext():
+    with _show_as_running(export.found) if request.asleep else nullcontext():
         came = podman_work.checkpoint(export.found, export.archive, words, tick=at_work, say=progress.say)
     missing = set(FIRST)
     with convert_errors(), closing(entries(export.archive)) as found:
@@ -359,7 +365,7 @@ def _run(wish: CheckpointRequest, export: Export, options: list[str], tick: Tick
 
 
 def _is_suspended(found: podman.Container) -> bool:
-    """Whether a container is suspended. Raises GpusnapError for one on its way there or back."""
+    """Return whether a container is suspended. Raises GpusnapError while that changes."""
     suspension = suspensions.find_by_container(found.id)
     if suspension is None or not suspension.is_alive:
         return False
@@ -370,10 +376,10 @@ def _is_suspended(found: podman.Container) -> bool:
 
 @contextmanager
 def _show_as_running(found: podman.Container) -> Iterator[None]:
-    """Have Podman take a suspended container for one that runs: it checkpoints no other.
+    """Make Podman regard a suspended container as running, because it checkpoints no other.
 
-    Its runtime has the order to do nothing of that, so that the container stays frozen all the time. A resume
-    keeps away while the order stands. Raises ContainerError where one came before it.
+    A request tells its runtime to change nothing, so the container stays frozen all the time. A resume waits
+    while the request exists. Raises ContainerError if a resume came first.
     """
     if not _is_suspended(found):
         raise ContainerError(
@@ -387,7 +393,7 @@ def _show_as_running(found: podman.Container) -> Iterator[None]:
     finally:
         try:
             podman.pause(found.id)
-        except GpusnapError as error:  # its processes stand all the same, and the checkpoint may be made
+        except GpusnapError as error:  # its processes are stopped in any case, and the checkpoint can be made
             note(
                 f"Podman lists the suspended container {found.name} as running: {error}; gpusnap recover "
                 "corrects that",
@@ -396,7 +402,7 @@ def _show_as_running(found: podman.Container) -> Iterator[None]:
 
 
 def _measure_gpu_memory(export: Export) -> int:
-    """What the container used of its GPUs. Raises ImageError for an archive that lacks their memory."""
+    """Return the container's GPU memory in bytes. Raises ImageError for an archive that lacks it."""
     record = _record_of(export)
     if record is not None and record.pages == StoreDestination.kind:
         raise ImageError(
@@ -408,7 +414,7 @@ def _measure_gpu_memory(export: Export) -> int:
 
 
 def _record_of(export: Export) -> manifest.Manifest | None:
-    """As Podman keeps it, or, where the container is gone, out of the archive; None without a GPU."""
+    """Return the manifest from Podman's storage, else from the archive; None without a GPU."""
     with suppress(GpusnapError):
         now = podman.inspect_container(export.found.id)
         path = now.checkpoint_path
@@ -419,19 +425,20 @@ def _record_of(export: Export) -> manifest.Manifest | None:
     return manifest_json.decode(data, f"{CONFIG} in Podman's export") if data is not None else None
 
 
-def _store_names(wish: CheckpointRequest, found: podman.Container) -> list[str]:
-    """What it is called in the store; the first name is the one to show. Raises StoreError.
+def _store_names(request: CheckpointRequest, found: podman.Container) -> list[str]:
+    """Return its names in the store; the first is the one to show. Raises StoreError.
 
-    What goes to a registry has the usual name as well: NAME alone means the newest checkpoint of that name.
+    A checkpoint for a registry gets the usual name as well: NAME alone means the newest checkpoint of that
+    name.
     """
-    given = wish.name
-    if not given and isinstance(wish.to, locator.InStore):
-        given = wish.to.wanted
+    given = request.name
+    if not given and isinstance(request.to, locator.InStore):
+        given = request.to.wanted
     if given:
         return [check_name(given)]
     names = [dated_name(found.name, found.id, datetime.now(UTC))]
-    if isinstance(wish.to, locator.InRegistry):
-        names.append(store_name(wish.to.reference))
+    if isinstance(request.to, locator.InRegistry):
+        names.append(store_name(request.to.reference))
     return names
 
 

@@ -1,8 +1,8 @@
-"""Keeps what is left of a container if its checkpoint failed after Podman had ended the container.
+"""Keeps the remains of a container if its checkpoint failed after Podman had ended the container.
 
-Podman has the checkpoint in its storage, unless the container was to be removed at its end (--rm, as all of
-Quadlet's are). Then Podman's export is the only copy, and stays. The message says what was found, not what is
-assumed.
+Podman has the checkpoint in its storage, unless the container was to be removed at its end (--rm, which
+Quadlet uses for all of its containers). Then Podman's export is the only copy, and is kept. The message says
+what was found, not what is assumed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import INVENTORY
 from gpusnap.user_errors import NotFound, failure
 
-# What Podman refuses an archive without (libpod, prepareCheckpointImport).
+# Podman refuses an archive without these (libpod, prepareCheckpointImport).
 _NEEDED = frozenset({"config.dump", "spec.dump", f"checkpoint/{INVENTORY}"})
-# File systems take the time of the last tick of the kernel's clock.
+# File systems use the time of the last tick of the kernel's clock.
 _TICK = 1.0
 
 _Left = Literal["running", "in Podman", "cut off", "nothing", "removed", "unknown"]
@@ -35,44 +35,44 @@ _Left = Literal["running", "in Podman", "cut off", "nothing", "removed", "unknow
 
 @dataclass(slots=True, kw_only=True)
 class Export:
-    """A container that Podman shall checkpoint, into an archive."""
+    """A container that Podman is to checkpoint into an archive."""
 
     found: podman.Container
     archive: str
-    """Where Podman writes it."""
+    """The path to which Podman writes it."""
     keep: Callable[[], str]
-    """Keep the archive for good, and say where it is then."""
+    """Keeps the archive permanently, and returns its path."""
     environment: str = ""
-    """What a command that restores it needs before it, such as "GPUSNAP_STORE=/mnt/store "."""
+    """The prefix that a command for restoring it needs, such as "GPUSNAP_STORE=/mnt/store "."""
     more: str = ""
-    """What else can be done with the archive: a command, and what it does; {archive} stands for it."""
+    """What else can be done with the archive: a command and its effect; {archive} is replaced by the path."""
     whole: bool = False
     """Podman has written all of it."""
     began: float = field(default_factory=time.time)
     kept: bool = False
-    """It stays where it is."""
+    """It is not removed."""
 
 
 @contextmanager
 def explain_export_errors(export: Export, runs_on: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """What goes wrong within is an error that says how the container comes back.
+    """Convert errors in the block into one that says how the container can be restored.
 
-    runs_on: called where that is as before. Raises GpusnapError.
+    runs_on: called if the container runs as before. Raises GpusnapError.
     """
-    export.kept = True  # until it is known that nobody needs it
+    export.kept = True  # until it is certain that nobody needs it
     try:
         yield
     except (GpusnapError, OciError, OSError, KeyboardInterrupt) as error:
-        with podman_work.ignore_signals():  # a second one would leave the archive, and not say how it is
+        with podman_work.ignore_signals():  # a second signal would leave the archive without a message
             said = _make_told_error(error)
             left = _find_left(export)
             if left == "running":
                 export.kept = False
-                # First: on a disk that is full nothing could be taken out of a store either.
+                # First: on a full disk, nothing could be restored from a store either.
                 with suppress(OSError):
                     os.unlink(export.archive)
                 runs_on()
-                # Otherwise its runtime has said what is so.
+                # Otherwise its runtime has reported the state.
                 if export.whole and "continues to run" not in said.sentence():
                     said.add_hint(f"{export.found.name} continues to run")
                 raise said from error
@@ -81,7 +81,7 @@ def explain_export_errors(export: Export, runs_on: Callable[[], None] = lambda: 
 
 
 def is_whole(archive: str) -> bool:
-    """Whether an archive has what Podman needs, and its end; all of it is read."""
+    """Return whether an archive has the files that Podman needs, and its end; reads all of it."""
     needed = set(_NEEDED)
     try:
         with closing(entries(archive)) as found:
@@ -103,7 +103,7 @@ def _make_told_error(error: BaseException) -> GpusnapError:
 
 
 def _find_left(export: Export) -> _Left:
-    """What there is of the container now."""
+    """Say what is left of the container now."""
     try:
         now = podman.inspect_container(export.found.id)
     except NotFound:
@@ -111,18 +111,18 @@ def _find_left(export: Export) -> _Left:
     except GpusnapError:
         return "unknown"
     first = export.found.init
-    # Podman hears of the end a little later.
+    # Podman learns of the end a little later.
     if now.status in ("running", "paused") and not (first and proc.is_dying(first)):
         return "running"
     if export.found.auto_remove:
-        return "removed"  # in a moment
+        return "removed"  # it will be removed in a moment
     return _in_podman(now.checkpoint_path, export.began)
 
 
 def _in_podman(path: str, began: float) -> _Left:
     try:
         if not path or os.stat(os.path.join(path, INVENTORY)).st_mtime < began - _TICK:
-            return "nothing"  # or an earlier one
+            return "nothing"  # or an earlier checkpoint
     except OSError:
         return "nothing"
     ours = os.path.join(path, manifest.FOLDER)

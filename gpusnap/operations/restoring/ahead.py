@@ -16,13 +16,13 @@ from gpusnap.runtime_shim.snapshot.loading import start as load_process
 
 
 @contextmanager
-def ahead(*, loads: bool) -> Iterator[podman.Listing]:
-    """Have Podman asked for its containers, and what checks and loads prepared, while the block runs.
+def start_ahead(*, loads: bool) -> Iterator[podman.Listing]:
+    """Ask Podman for its containers, and import the modules for checking and loading, while the block runs.
 
-    `loads`: there may be a load process, as for everything but an archive.
+    `loads`: there may be a load process, which is so for everything but an archive.
     """
     prepared = [manifest_json.prepare, *([load_process.prepare] if loads else [])]
     with podman.Listing() as asked:
-        question_process.start()  # before there are threads
+        question_process.start()  # before any threads exist
         with threads.run_meanwhile(*prepared, name="gpusnap-ahead"):
             yield asked

@@ -1,12 +1,13 @@
 """Restores into the stopped container that the checkpoint ended, which Podman keeps under its name.
 
 Podman then restores it from its own storage, as `podman container restore CONTAINER` does; an import would
-need the container removed first. Nothing can be lost in place: everything that the container has beside its
-checkpoint (volumes, logs, its pod, its dependents) stays. If the restore fails, Podman leaves the container
-and its images as they were (libpod, Container.restore: both change only after a success).
+require that the container is removed first. In place, nothing can be lost: the container keeps its volumes,
+logs, pod and dependents. If the restore fails, Podman leaves the container and its images unchanged (libpod,
+Container.restore: both change only after a success).
 
-Podman puts the files of the checkpoint back over the container's own (rootfs-diff.tar, in its storage). Files
-that somebody changed or removed in the stopped container, as with `podman cp`, come back. Added files stay.
+Podman writes the files of the checkpoint over the container's own (rootfs-diff.tar, in its storage). Files
+that somebody changed or removed in the stopped container, for example with `podman cp`, are restored. Added
+files remain.
 
 This is done only if Podman has that very checkpoint: the container has the ID and the name of the one in the
 archive, a checkpoint ended it and it was not started since, and the images in Podman's storage are those in
@@ -29,7 +30,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.records.manifest import INVENTORY
 from gpusnap.user_errors import Killed
 
-# What `podman container restore` takes without --import (cmd/podman/containers/restore.go).
+# Options of `podman container restore` without --import (cmd/podman/containers/restore.go).
 _TAKEN = frozenset(
     ("--file-locks", "--ignore-static-ip", "--ignore-static-mac", "--tcp-close", "--tcp-established")
 )
@@ -42,16 +43,16 @@ _SMALL = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A stopped container that Podman can restore where it is, and the options for that."""
+    """A stopped container that Podman can restore in place, and the options for that."""
 
     container: podman.Container
     options: tuple[str, ...]
 
 
 def find(archive: str, options: Sequence[str], ids: Collection[str]) -> Target | None:
-    """The container that the checkpoint in an archive has ended, if Podman can restore it with these options.
+    """Find the container that an archive's checkpoint has ended, if these options allow a restore in place.
 
-    None where that is not sure. ids: of all containers that Podman has.
+    None if that is not certain. ids: of all containers that Podman has.
     """
     with suppress(GpusnapError, OciError, OSError, ValueError, KeyError, TypeError):
         config = parse_json(read_member(archive, FIRST[0], limit=LARGEST_DUMP) or b"{}")
@@ -77,7 +78,7 @@ def restore(
     tick: Callable[[], None],
     say: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """Have Podman restore it; its ID. Parameters and errors as of gpusnap.engines.podman_work.restore."""
+    """Restore it with Podman; return its ID. See gpusnap.engines.podman_work.restore for the rest."""
     try:
         return podman_work.restore_in_place(target.container, target.options, environment, tick=tick, say=say)
     except Killed:
@@ -92,7 +93,7 @@ def restore(
 
 
 def _select_options(options: Sequence[str], name: str) -> tuple[str, ...] | None:
-    """Those for Podman without an import, which keeps name and volumes; None where one needs an import."""
+    """Return the options for a restore in place, which keeps name and volumes; None if impossible."""
     words = [word for word in options if word != _VOLUMES]
     if "--name" in words:
         at = words.index("--name")
@@ -103,7 +104,7 @@ def _select_options(options: Sequence[str], name: str) -> tuple[str, ...] | None
 
 
 def _has_images(folder: str, archive: str) -> bool:
-    """Whether a folder of images has exactly those of an archive. Raises OSError, OciError."""
+    """Return whether a folder has exactly the images of an archive. Raises OSError, OciError."""
     seen = set()
     with closing(entries(archive)) as found:
         for entry in found:

@@ -24,9 +24,9 @@ _STOPPED = ("exited", "stopped")
 
 
 def resolve(place: locator.InStore) -> locator.ResolvedName:
-    """What a word means in a store; NotFound names a container that Podman can restore instead.
+    """Resolve a word in a store; NotFound names a container that Podman can restore instead.
 
-    Raises as `InStore.resolve` does.
+    Raises like `InStore.resolve`.
     """
     try:
         return place.resolve()
@@ -43,7 +43,7 @@ def resolve(place: locator.InStore) -> locator.ResolvedName:
 
 
 def list_restorable(store: Store) -> tuple[podman.Container, ...]:
-    """Containers that Podman can restore, and whose memory the store has without a name for it."""
+    """Return containers that Podman can restore, and whose memory is in the store without a name."""
     found: list[podman.Container] = []
     if not exists(store.path):
         return ()
@@ -58,9 +58,9 @@ def list_restorable(store: Store) -> tuple[podman.Container, ...]:
 
 
 def _has_checkpoint(found: podman.Container) -> bool:
-    """Whether it has ended, and Podman has a whole checkpoint of it.
+    """Return whether it has ended, and Podman has a complete checkpoint of it.
 
-    A Podman that was killed, too, has noted none. CRIU writes the inventory last (criu, cr-dump.c).
+    If Podman was killed, too, it has recorded none. CRIU writes the inventory last (criu, cr-dump.c).
     """
     if found.status not in _STOPPED:
         return False
@@ -72,7 +72,7 @@ def _has_checkpoint(found: podman.Container) -> bool:
 
 
 def _find_restorable(place: locator.InStore) -> podman.Container | None:
-    """The container of that name, if this host's store is meant and a checkpoint of it is whole."""
+    """Return the container of that name, if this is the host's store and its checkpoint is complete."""
     if not locator.is_default(place.store.path):
         return None
     with suppress(GpusnapError):

@@ -1,6 +1,6 @@
 """Turns Podman's errors about names, ports and addresses in use into messages that say what to do.
 
-The words are those of libpod (bindPort, CRImportCheckpoint), of containers/storage, and of netavark's IPAM in
+The texts are those of libpod (bindPort, CRImportCheckpoint), of containers/storage, and of netavark's IPAM in
 containers/common.
 """
 
@@ -13,25 +13,25 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.user_errors import NotFound
 
-# Of a container (libpod, define.NameRegex).
+# Name of a container (libpod, define.NameRegex).
 _NAME = compile_later(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 _CONTAINER = compile_later(r"(?:name|ID)\b.* is already in use")
 _VOLUME = compile_later(r"volume with name (\S+) already exists")
 _PORT = compile_later(r"listen (tcp|udp|sctp)\S* (\S*):(\d+): bind: address already in use")
-# CRIU's (criu/sk-inet.c, inet_bind).
+# CRIU's message (criu/sk-inet.c, inet_bind).
 _BIND = compile_later(r"Can't bind inet socket .*Address already in use")
 _ADDRESS = compile_later(r"requested ip address (\S+) is already allocated(?: to container ID ([0-9a-f]+))?")
 
 
 def is_name(text: str) -> bool:
-    """Whether a container may have that name."""
+    """Return whether a container may have that name."""
     return _NAME.fullmatch(text) is not None
 
 
 def check_name(wanted: str) -> None:
     """Raise UsageError for a --name that no container can have.
 
-    Podman checks it when it makes a container, and not at a restore from an archive (libpod,
+    Podman checks it when it creates a container, but not at a restore from an archive (libpod,
     CRImportCheckpoint).
     """
     if wanted and not is_name(wanted):
@@ -42,7 +42,7 @@ def check_name(wanted: str) -> None:
 
 
 def explain(error: GpusnapError, wanted: str) -> GpusnapError | None:
-    """The error for what is in use; None for any other. wanted: the name that the container shall have."""
+    """Return an error that names what is in use; None for other errors. wanted: the container's new name."""
     text = str(error)
     if found := _PORT.search(text):
         return _port(*found.groups())
@@ -71,7 +71,7 @@ def explain(error: GpusnapError, wanted: str) -> GpusnapError | None:
 def _container(wanted: str) -> GpusnapError:
     try:
         there = podman.inspect_container(wanted)
-    except NotFound:  # the same one, under another name
+    except NotFound:  # the same container, under another name
         return GpusnapError(
             "Podman already has the container of this checkpoint, under another name",
             hint="podman ps --all shows it; remove it, or give the restored one another name with --name",

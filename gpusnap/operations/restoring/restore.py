@@ -1,7 +1,7 @@
 """`gpusnap restore`: restores a container from a store, a registry, or an archive.
 
-Podman gets a small archive of the records; gpusnap-runtime finds the memory in the store, and fetches what
-that lacks from the registry while CRIU restores.
+Podman gets a small archive of the records; gpusnap-runtime finds the memory in the store, and fetches missing
+chunks from the registry while CRIU restores.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, Usag
 from gpusnap.runtime_shim.progress import VARIABLE
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
-from gpusnap.runtime_shim.snapshot.loading import source as fetching
+from gpusnap.runtime_shim.snapshot.loading import source
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
 from gpusnap.user_errors import Damaged, Killed, convert_errors
 
-# Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): what may not come in that time is
-# fetched before it begins, and need not be fetched again when it fails.
+# Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): chunks that may not arrive in that
+# time are fetched before it begins, and need not be fetched again if it fails.
 _ON_THE_WAY = 8 << 30
 _SECONDS = 120.0
 # libpod, Container.validate: of an archive that Podman has written; see formats/podman_writer.py.
 _SPLIT = "--cgroup-mode=split"
 _DIGEST = compile_later("sha256:[0-9a-f]{64}")
-# What went wrong with something that came out of an archive: Podman's unpacking, a blob, an image.
+# Errors that concern a part of an archive: Podman's unpacking, a blob, an image.
 _OF_ITS_CONTENT = compile_later(r"^Podman failed: |sha256:|/checkpoint/|\.img\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """What shall be restored, and how."""
+    """What to restore, and how."""
 
     what: locator.Place
     name: str = ""
@@ -90,10 +90,10 @@ class RestoreRequest:
     ignore_volumes: bool = False
     plain_http: bool = False
     not_migrated: bool = False
-    """Whoever asks has looked: the container runs on no host that it was being migrated to."""
+    """The caller has checked that the container runs on no host to which it was being migrated."""
 
     def options(self) -> list[str]:
-        """For Podman."""
+        """Return the options for Podman."""
         chosen = {
             "--tcp-established": self.tcp_established,
             "--tcp-close": self.tcp_close,
@@ -117,14 +117,14 @@ class RestoreResult:
     container: str
     """Its ID."""
     name: str
-    """Of the container."""
+    """The name of the container."""
     seconds: float
     digest: str = ""
-    """Of the checkpoint, where it was an artifact."""
+    """The digest of the checkpoint, if it was an artifact."""
     kept: str = ""
-    """The name under which the store has it now, where it came from a registry."""
+    """Its name in the store, if it came from a registry."""
     source: locator.ResolvedName | None = None
-    """What it was in this host's store, where it came from there."""
+    """How the word was resolved, if it came from this host's store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +133,15 @@ class _RestoredContainer:
 
     id: str
     name: str
-    """As the checkpoint, or whoever wished it, has it; "" where that is not known."""
+    """The name in the checkpoint, or the requested one; "" if unknown."""
     annotated: bool
-    """It may have a command to be run now."""
+    """It may have a command to run now."""
 
 
 def restore(
     request: RestoreRequest, progress: Progress, *, asked: podman.Listing | None = None
 ) -> RestoreResult:
-    """Have it run again. `asked`: a Podman that lists its containers already.
+    """Restore a container. `asked`: Podman's list of containers, if it was already requested.
 
     Raises NotFound, Damaged, Interrupted, GpusnapError.
     """
@@ -149,7 +149,7 @@ def restore(
     digest = kept_as = ""
     source: locator.ResolvedName | None = None
     in_use.check_name(request.name)
-    settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman not always show why
+    settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman does not always show the reason
     with convert_errors():
         match request.what:
             case locator.InFile(path):
@@ -160,7 +160,7 @@ def restore(
             case locator.InRegistry():
                 try:
                     found, digest, kept_as = _from_registry(request, request.what, progress)
-                except RegistryError as error:  # before Podman was asked: what its runtime says is another
+                except RegistryError as error:  # before Podman was called: its runtime's error would differ
                     copy = stand_in(request.what, error)
                     if copy is None:
                         raise
@@ -177,7 +177,7 @@ def restore(
 
 
 def find_container_name(what: locator.Place) -> str:
-    """The name of a checkpoint's container; where no store or file tells, what stands for the checkpoint."""
+    """Return the name of a checkpoint's container; if no store or file has it, a word for the checkpoint."""
     match what:
         case locator.InFile(path):
             with suppress(GpusnapError, OciError, OSError):
@@ -196,7 +196,7 @@ def find_container_name(what: locator.Place) -> str:
 
 
 def _check_here(request: RestoreRequest, digest: str) -> None:
-    """Raise Refused where the container of a checkpoint may run on another host."""
+    """Raise Refused if the container of a checkpoint may run on another host."""
     if not request.not_migrated:
         migrations.check(digest)
 
@@ -217,7 +217,7 @@ def _from_file(request: RestoreRequest, path: str, progress: Progress) -> tuple[
 def _from_layout(
     request: RestoreRequest, path: str, found: InLayout, progress: Progress
 ) -> _RestoredContainer:
-    """From an image layout in a file, which nothing is kept of."""
+    """Restore from an image layout in a file; the store gets nothing of it."""
     if found.kind == "containerd":
         raise Refused(
             f"{path} is an image layout, such as containerd exports, which Podman cannot restore",
@@ -245,7 +245,7 @@ def _from_layout(
 
 
 def _from_archive(request: RestoreRequest, path: str, progress: Progress) -> _RestoredContainer:
-    """From Podman's own archive."""
+    """Restore from Podman's own archive."""
     progress.stage(f"looking through {path}")
     choice = _choose_volumes(request, _check_files(path))
     try:
@@ -263,12 +263,12 @@ def _from_archive(request: RestoreRequest, path: str, progress: Progress) -> _Re
 
 
 def _check_files(path: str) -> PodmanObjects:
-    """The volumes in it.
+    """Return the volumes in it.
 
-    Raises ImageError where a link is in the place of a file, ArchiveError where not all can be looked at.
+    Raises ImageError for a link in place of a file, ArchiveError if not everything can be checked.
 
-    Podman waits for ever at a FIFO, and unpacks what lies below a link wherever that leads. It reads what
-    we do not: behind a header that no checkpoint has, or with another compression.
+    Podman would wait forever at a FIFO, and follow a link out of the folder when it unpacks what is below. It
+    reads parts that we do not: after a header that no checkpoint has, or with another compression.
     """
     links = Links(path)
 
@@ -282,7 +282,7 @@ def _check_files(path: str) -> PodmanObjects:
 
 
 def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
-    """Raise Damaged where the archive is wrong: Podman, and what it runs, name their copies of its parts."""
+    """Raise Damaged if the archive is wrong: Podman's errors name temporary copies of its parts."""
     progress.stage(f"looking for damage in {path}")
     try:
         found = in_archive(path, lambda done, whole: None).damaged
@@ -329,8 +329,8 @@ def _from_artifact(
         with LoadProcess(found.record, store.layout.path, memory) as loading, _make_folder(store) as folder:
             archive, choice = _build_archive(request, found, store.layout, folder, progress)
             environment = {
-                fetching.STORE: store.path,
-                fetching.ARTIFACT: found.root.digest,
+                source.STORE: store.path,
+                source.ARTIFACT: found.root.digest,
                 **loading.environment(),
             }
             try:
@@ -345,7 +345,7 @@ def _from_artifact(
 def _build_archive(
     request: RestoreRequest, found: ArtifactParts, layout: Layout, folder: str, progress: Progress
 ) -> tuple[str, VolumeChoice]:
-    """The archive of a checkpoint's records for Podman, made in a folder, and which volumes it brings."""
+    """Make the archive of a checkpoint's records for Podman in a folder, and choose its volumes."""
     archive = os.path.join(folder, ARCHIVE)
     progress.stage("records")
     choice = _choose_volumes(request, volumes.find_in_artifact(found.artifact, layout))
@@ -367,7 +367,7 @@ def _pull_and_restore(
 ) -> tuple[_RestoredContainer, str, str]:
     store, name = locator.default_store(), store_name(place.reference)
     pull_from = locator.InRegistry(place.reference, place.plain_http or request.plain_http).repository
-    coming = pull.fetch(
+    incoming = pull.fetch(
         store,
         place,
         leave=_ON_THE_WAY,
@@ -376,17 +376,17 @@ def _pull_and_restore(
         plain_http=request.plain_http,
         progress=progress,
     )
-    with coming as (staging, found, _), _make_folder(store) as folder, ExitStack() as stack:
+    with incoming as (staging, found, _), _make_folder(store) as folder, ExitStack() as stack:
         _check_here(request, found.root.digest)
         before = kept.roots(store)
         archive, choice = _build_archive(request, found, staging.layout, folder, progress)
         whole = _keep(store, staging, found, name, before)
         if whole:
             kept.hold(store, found.root.digest, stack)
-            staging.close()  # others who want the same need not wait
-        environment = {fetching.STORE: store.path, fetching.PULL_FROM: pull_from}
+            staging.close()  # others that want the same need not wait
+        environment = {source.STORE: store.path, source.PULL_FROM: pull_from}
         if whole:
-            environment[fetching.ARTIFACT] = found.root.digest
+            environment[source.ARTIFACT] = found.root.digest
         fetched = watch_growth(os.path.dirname(staging.path))
         container = _run(request, archive, environment, progress, choice, fetched)
         whole = whole or _keep(store, staging, found, name, before)
@@ -396,7 +396,7 @@ def _pull_and_restore(
 def _from_image(
     request: RestoreRequest, place: locator.InRegistry, image: EngineImage, progress: Progress
 ) -> tuple[_RestoredContainer, str]:
-    """From an ordinary image in a registry, which nothing is kept of."""
+    """Restore from an ordinary image in a registry; the store gets nothing of it."""
     with (
         locator.default_store().create().stage() as staging,
         open_repository(place, plain_http=request.plain_http) as repository,
@@ -409,7 +409,7 @@ def _from_image(
 
 
 def _keep(store: Store, staging: Staging, found: ArtifactParts, name: str, before: set[str]) -> bool:
-    """Name in the store what is all there by now; whether it is. Nothing else depends on it."""
+    """Name the checkpoint in the store if it is complete by now; return whether it is."""
     with suppress(OciError):
         sources.take_chunks(staging, found.artifact.chunks)
         pages = kept.pages_of(found, staging.layout, before)
@@ -427,9 +427,9 @@ def _run(
     measure: Callable[[], int] = lambda: 0,
     ids: Callable[[], set[str]] = podman.ids,
 ) -> _RestoredContainer:
-    """Have Podman do it; where that fails, no container is left, and no volume that came with it.
+    """Run Podman's restore; if that fails, remove the new container and its new volumes.
 
-    `choice`: what becomes of the container's volumes; `ids`: of all containers.
+    `choice`: what happens to the container's volumes; `ids`: of all containers.
     """
     progress.stage("restore")
     name, annotated = request.name or choice.of.name, choice.of.annotated
@@ -458,14 +458,14 @@ def _run(
 
 
 def _import(work: Callable[[], str], name: str, before: set[str]) -> str:
-    """Have Podman make a container from an archive; where that fails, none is left.
+    """Let Podman create a container from an archive; if that fails, remove it.
 
-    `name`: that which it gets; `before`: the IDs of all containers.
+    `name`: the name that it gets; `before`: the IDs of all containers.
     """
     try:
         return work()
     except Killed:
-        raise  # the runtime may still be at work in what Podman has made
+        raise  # the runtime may still be at work in the new container
     except (GpusnapError, KeyboardInterrupt) as error:
         with podman_work.ignore_signals(), suppress(GpusnapError):
             _remove_new(name, before)
@@ -479,7 +479,7 @@ def _choose_volumes(request: RestoreRequest, inside: PodmanObjects) -> VolumeCho
 
 
 def _explain_damage(error: GpusnapError, found: ArtifactParts, store: Store) -> Damaged | None:
-    """The same error, where it names a chunk that the store lacks, or has wrong: who read it was a child."""
+    """Return an error for a missing or damaged chunk that a child process's error names; None for others."""
     named = set(_DIGEST.findall(str(error)))
     for each in found.artifact.chunks:
         if each.digest in named:
@@ -492,9 +492,9 @@ def _explain_damage(error: GpusnapError, found: ArtifactParts, store: Store) -> 
 
 
 def _remove_new(name: str, before: set[str]) -> None:
-    """Remove what Podman leaves of an import that failed: a container that never ran, and its files.
+    """Remove what a failed import of Podman's leaves: a container that never ran, and its files.
 
-    Another gpusnap may restore one of that name meanwhile: Podman refuses to remove that, once it runs.
+    Another gpusnap may be restoring a container of that name: Podman refuses to remove it once it runs.
     """
     left = podman.inspect_container(name) if name else None
     if left is not None and left.id not in before and left.status != "running":
@@ -502,7 +502,7 @@ def _remove_new(name: str, before: set[str]) -> None:
 
 
 def _read_name(path: str) -> str:
-    """The name that an archive's container had; "" where it does not say."""
+    """Return the name that an archive's container had; "" if the archive has none."""
     try:
         value = parse_json(read_member(path, FIRST[0], limit=LARGEST_DUMP) or b"{}")
         return str(value["name"])
@@ -512,11 +512,11 @@ def _read_name(path: str) -> str:
 
 @contextmanager
 def _make_folder(store: Store) -> Iterator[str]:
-    """A folder for a file that others must not read: in the store, or where that cannot be written to."""
+    """Make a folder for a private file: in the store, or elsewhere if that is not writable."""
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(store.stage()).path
-        except (DiskError, LayoutError, StoreError):  # none, another tool's, or on a disk that is read-only
+        except (DiskError, LayoutError, StoreError):  # no store, another tool's, or on a read-only disk
             prefix = scratch_files.prefix("records")
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix=prefix, dir=scratch_files.find_large())

@@ -1,8 +1,8 @@
-"""Decides what Podman does with the named volumes of a restored container, before it begins.
+"""Decides what Podman does with the named volumes of a restored container, before the restore begins.
 
-Podman uses an existing volume as it is, or refuses, for all volumes of a container alike
-(`--ignore-volumes`). With that option, it makes missing volumes, empty (libpod, pkg/checkpoint and
-Container.restore). gpusnap overwrites no volume, and makes none empty unless that was requested.
+Podman uses an existing volume as it is, or refuses, in the same way for all volumes of a container
+(`--ignore-volumes`). With that option, it creates missing volumes, empty (libpod, pkg/checkpoint and
+Container.restore). gpusnap overwrites no volume, and lets Podman create empty ones only on request.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ CODE = "GPS-518"
 
 @dataclass(frozen=True, slots=True)
 class PodmanObjects:
-    """What of Podman's a container has: its volumes, those whose files are in the checkpoint, and its pod."""
+    """The Podman objects of a container: its volumes, those with files in the checkpoint, and its pod."""
 
     named: tuple[str, ...] = ()
     there: frozenset[str] = frozenset()
     pod: str = ""
     """The ID of the pod that the container was in."""
     name: str = ""
-    """The container's, as the checkpoint has it: anything, where that is from elsewhere."""
+    """The container's name in the checkpoint: any text, if the checkpoint is from elsewhere."""
     annotated: bool = False
     """It may have annotations or labels of ours."""
 
 
 def list_volumes(config: bytes) -> tuple[str, ...]:
-    """The volumes of a container by its config.dump (libpod, ContainerConfig.NamedVolumes)."""
+    """Return the volumes of a container by its config.dump (libpod, ContainerConfig.NamedVolumes)."""
     try:
         found = parse_json(config)["namedVolumes"]
         return tuple(dict.fromkeys(str(each["volumeName"]) for each in found))
@@ -52,7 +52,7 @@ def list_volumes(config: bytes) -> tuple[str, ...]:
 
 
 def find_objects(found: Iterable[Entry]) -> PodmanObjects:
-    """The volumes of a checkpoint, by the entries of its archive or of its records."""
+    """Return the volumes of a checkpoint, by the entries of its archive or of its records."""
     names: tuple[str, ...] = ()
     pod = name = ""
     there: set[str] = set()
@@ -70,7 +70,7 @@ def find_objects(found: Iterable[Entry]) -> PodmanObjects:
 
 
 def read_text(config: bytes, key: str) -> str:
-    """A field of a container's config.dump (libpod, ContainerConfig); "" without one."""
+    """Return a field of a container's config.dump (libpod, ContainerConfig); "" without one."""
     try:
         found = parse_json(config)[key]
         return found if isinstance(found, str) else ""
@@ -79,9 +79,10 @@ def read_text(config: bytes, key: str) -> str:
 
 
 def choose_pod(found: PodmanObjects, wanted: str) -> str:
-    """The pod to restore into: the wanted one, or the one that the container was in, if Podman still has it.
+    """Return the pod to restore into: the requested one, or the former one if Podman still has it.
 
-    Raises Refused where there is none, or one for a container that was in none (libpod, CRImportCheckpoint).
+    Raises Refused if there is none, or if one is requested for a container that was in none (libpod,
+    CRImportCheckpoint).
     """
     if found.pod and not wanted:
         if podman_objects.has_pod(found.pod):
@@ -105,17 +106,17 @@ def choose_pod(found: PodmanObjects, wanted: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VolumeChoice:
-    """What Podman shall do with the volumes of a checkpoint."""
+    """What Podman does with the volumes of a checkpoint."""
 
     of: PodmanObjects
     ignore: bool = False
-    """It leaves those that it has as they are, and makes others, empty."""
+    """It leaves existing volumes as they are, and creates the others, empty."""
     kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Those that it has, and the running containers that have each; none where that was asked for."""
+    """Existing volumes, with the running containers that use each; empty if that was requested."""
 
 
 def find_in_artifact(artifact: Artifact, blobs: Blobs) -> PodmanObjects:
-    """The volumes of a checkpoint that is an artifact. Raises ArchiveError, BlobError."""
+    """Return the volumes of a checkpoint that is an artifact. Raises ArchiveError, BlobError."""
     if artifact.records is None:
         return PodmanObjects()
     with blobs.open_blob(artifact.records.digest, artifact.records.size) as file:
@@ -123,9 +124,9 @@ def find_in_artifact(artifact: Artifact, blobs: Blobs) -> PodmanObjects:
 
 
 def choose(found: PodmanObjects, *, ignore: bool) -> VolumeChoice:
-    """What Podman shall do; `ignore`: leave all volumes as they are.
+    """Decide what Podman does; `ignore`: leave all volumes as they are.
 
-    Raises Refused where some of them would have to come out of the checkpoint, and others not.
+    Raises Refused if some of them would have to be restored from the checkpoint, and others not.
     """
     if ignore or not found.named:
         return VolumeChoice(found, ignore)
@@ -152,24 +153,24 @@ def choose(found: PodmanObjects, *, ignore: bool) -> VolumeChoice:
 
 
 def keep_volumes(choice: VolumeChoice) -> VolumeChoice:
-    """The same for the container that the checkpoint ended: it keeps its volumes, which others may use."""
+    """Return the choice for the container that the checkpoint ended: it keeps its volumes."""
     return replace(choice, kept={name: users for name, users in choice.kept.items() if users})
 
 
 @contextmanager
 def report_kept_volumes(choice: VolumeChoice) -> Iterator[None]:
-    """Say afterwards which volumes are used as they are; where it failed, remove those that Podman made.
+    """Report afterwards which volumes are used as they are; after a failure, remove those that Podman made.
 
-    It made none where it found one of them: it looks for all before it makes any (libpod,
-    CRImportCheckpoint), so somebody else has made that meanwhile. Podman refuses to remove one that a
-    container has, such as that of another restore at the same time.
+    Podman makes none if it finds one of them: it checks all before it makes any (libpod, CRImportCheckpoint).
+    So an existing one was made by somebody else meanwhile. Podman refuses to remove a volume that a container
+    uses, such as that of another restore at the same time.
     """
     named = choice.of.named
     before = podman_objects.volumes() if named else set()
     try:
         yield
     except Killed:
-        raise  # what Podman had begun may go on
+        raise  # Podman may still be at work
     except (GpusnapError, KeyboardInterrupt) as error:
         if isinstance(error, GpusnapError) and error.code == CODE:
             raise

@@ -1,1 +1,1 @@
-"""Suspends and resumes containers: which one is meant, what its engine does, and how much RAM is left."""
+"""Suspends and resumes containers: finds the container, controls its engine, and manages the RAM."""

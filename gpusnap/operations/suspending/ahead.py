@@ -2,7 +2,7 @@
 
 Podman takes 40 ms to describe a container, NVIDIA's driver 0.2 to 0.5 s until it can be called (cuInit,
 nvmlInit), and the modules 0.1 s. In parallel, they take as long as the longest. Nothing is decided here: each
-of them is asked again, or waited for, where its answer counts, and fails there.
+answer is requested again or waited for where it is needed, and its error is raised there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.gpu.opening import open_driver
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What was asked for."""
+    """The requests that were started."""
 
     containers: Sequence[podman.Inspection]
     """One for each name."""
@@ -29,23 +29,23 @@ class Ahead:
 
     @property
     def container(self) -> podman.Inspection:
-        """The first."""
+        """Return the first container."""
         return self.containers[0]
 
     def driver(self) -> Driver:
-        """This host's driver; it may be starting. Raises GpusnapError where there is none."""
+        """Return this host's driver; it may still be starting. Raises GpusnapError if there is none."""
         return self.found if self.found is not None else needed_driver()
 
 
 @contextmanager
 def start_ahead(*names: str, seconds: float | None = None) -> Iterator[Ahead]:
-    """Have Podman asked for containers, and the driver start, while the block runs.
+    """Ask Podman for containers, and start the driver, while the block runs.
 
-    `seconds`: how long Podman's answer is waited for where it is needed.
+    `seconds`: how long to wait for Podman's answer when it is needed.
     """
     with ExitStack() as stack:
         asked = [stack.enter_context(podman.Inspection(name, seconds=seconds)) for name in names]
-        question_process.start()  # before there are threads
+        question_process.start()  # before any threads exist
         driver = None
         with suppress(GpusnapError):
             driver = needed_driver()

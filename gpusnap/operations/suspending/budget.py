@@ -14,9 +14,9 @@ _SPILL = "spill"
 
 
 def make_room(settings: Settings, need: int, *, leaving: str = "") -> None:
-    """See that so many bytes more fit into suspend.ram; where it says so, spill what was suspended first.
+    """Ensure that `need` more bytes fit into suspend.ram; if the settings allow it, spill others first.
 
-    `leaving`: the key of one that is resumed next, and does not count. Raises Refused.
+    `leaving`: the key of a container that is resumed next, and does not count. Raises Refused.
     """
     budget = settings.suspend.ram
     if not budget:
@@ -28,7 +28,7 @@ def make_room(settings: Settings, need: int, *, leaving: str = "") -> None:
             if used + need <= budget:
                 break
             if each.stage is Stage.SUSPENDED and held[each]:
-                # Most suspends need none.
+                # Most suspends need no room made.
                 from gpusnap.runtime_shim.snapshot.suspended_containers.spill import spill
 
                 spill(each.key, settings)

@@ -15,9 +15,10 @@ _PODMAN = "podman"
 
 @contextmanager
 def run_around_suspend(engine: str, asked: podman.Inspection) -> Iterator[None]:
-    """Run the one before; the one after only where the block fails and the container runs.
+    """Run the command before a suspend, and the one after a resume only if the block fails and it runs.
 
-    `asked`: what Podman tells of a container of its own. Raises SettingsError, ContainerError, Interrupted.
+    `asked`: Podman's description of a container of its own. Raises SettingsError, ContainerError,
+    Interrupted.
     """
     if engine != _PODMAN:
         yield
@@ -33,10 +34,10 @@ def run_around_suspend(engine: str, asked: podman.Inspection) -> Iterator[None]:
 
 
 def run_after_resume(engine: str, container_id: str, asked: podman.Inspection | None = None) -> None:
-    """Run the one after, in a container that runs again. Raises SettingsError, ContainerError.
+    """Run the command after a resume, in the resumed container. Raises SettingsError, ContainerError.
 
-    `asked`: what Podman tells of it, if it was asked by a name or an ID that means this one. A container
-    keeps its labels.
+    `asked`: Podman's description, if it was requested by a name or an ID of this container. A container keeps
+    its labels.
     """
     if engine == _PODMAN:
         found = _get_container(container_id, asked)

@@ -19,14 +19,14 @@ _MOST_NAMED = 3
 
 
 def propose(error: resuming.NoRoom, found: Suspension, driver: Driver, request: GpuMap) -> None:
-    """Add to a refusal who uses the GPUs, and the command that makes room, as far as that can be told."""
+    """Add to a refusal who uses the GPUs, and a command that frees enough memory, if known."""
     with suppress(GpusnapError):
         hint, swap = _hint(found, driver.host(), usage.map_running(driver), request)
         error.hint = hint if swap else hint + error.more
 
 
 def subtract_freed(host: Host, freed: Sequence[Mapping[str, int]]) -> Host:
-    """The host as it is with so many bytes less in use; by GPU UUID."""
+    """Return the host with so many bytes less in use; by GPU UUID."""
     gpus = tuple(
         replace(gpu, memory_used=max(0, gpu.memory_used - sum(each.get(gpu.uuid, 0) for each in freed)))
         for gpu in host.gpus
@@ -37,13 +37,13 @@ def subtract_freed(host: Host, freed: Sequence[Mapping[str, int]]) -> Host:
 def _hint(
     found: Suspension, host: Host, users: Mapping[str, Mapping[str, int]], request: GpuMap
 ) -> tuple[str, bool]:
-    """The hint, and whether it has a swap that is enough."""
+    """Return the hint, and whether it has a swap that frees enough."""
     seen = {gpu.uuid: gpu.index for gpu in host.gpus if gpu.uuid in {own.uuid for own in found.gpus}}
     there = {name: used for name, used in users.items() if any(uuid in seen for uuid in used)}
     names = sorted(there, key=lambda name: (sum(there[name].values()), name))
     if not names or not _fits(found, subtract_freed(host, [*there.values()]), request):
         return f"{FREE}: nvidia-smi lists it", False
-    # The one that has least and is enough.
+    # The container that uses least and is enough.
     enough = [name for name in names if _fits(found, subtract_freed(host, [there[name]]), request)]
     shown = [*enough[:1], *(name for name in reversed(names) if name not in enough[:1])][:_MOST_NAMED]
     who = "; ".join(

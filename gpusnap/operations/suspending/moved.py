@@ -1,4 +1,4 @@
-"""What a command has done to a container's GPU memory."""
+"""Results of commands that move a container's GPU memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OF_THE_DRIVER = ("driver checkpoint", "driver restore")
 
 @dataclass(frozen=True, slots=True)
 class MovedContainer:
-    """A container that was taken off its GPUs, or brought back."""
+    """A container that was suspended or resumed."""
 
     container: Suspension
     seconds: float
@@ -24,14 +24,14 @@ class MovedContainer:
 
     @property
     def driver_seconds(self) -> float:
-        """What of that the driver took."""
+        """Return the driver's share of the time."""
         return sum(step.seconds for step in self.steps if step.name in _OF_THE_DRIVER)
 
 
 @dataclass(frozen=True, slots=True)
 class SpilledContainer:
-    """A container that was suspended already, and whose GPU memory goes to the store."""
+    """A container that was already suspended, and whose GPU memory is moved to the store."""
 
     name: str
     size: int | None
-    """Bytes; None where that goes on in the background."""
+    """Bytes; None if that continues in the background."""

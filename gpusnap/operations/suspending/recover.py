@@ -16,7 +16,7 @@ from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resumin
 
 
 def is_awake(found: Suspension) -> bool:
-    """Whether Podman shows a suspended container as running; see `pause_again`."""
+    """Return whether Podman shows a suspended container as running; see `pause_again`."""
     if found.engine != "podman":
         return False
     with suppress(GpusnapError):
@@ -25,10 +25,10 @@ def is_awake(found: Suspension) -> bool:
 
 
 def pause_again(found: Suspension) -> bool:
-    """Have Podman show a suspended container as paused, where a killed checkpoint of it left another word.
+    """Make Podman show a suspended container as paused, if a killed checkpoint of it left another state.
 
-    Whether it did. Its runtime does nothing for it: the container is frozen. Raises GpusnapError, also where
-    such a checkpoint is under way.
+    Returns whether that was needed. Its runtime does nothing for it: the container is frozen. Raises
+    GpusnapError, also while such a checkpoint is running.
     """
     if found.engine != "podman":
         return False
@@ -40,7 +40,7 @@ def pause_again(found: Suspension) -> bool:
 
 
 def recover(found: Suspension) -> str:
-    """Finish or undo what a killed gpusnap had begun; what was done, in words. Raises GpusnapError."""
+    """Finish or undo the work of a killed gpusnap; return a sentence about it. Raises GpusnapError."""
     engine = targets.engine_of(found)
     with overrides.keep_alone(found.container):
         return resuming.recover(found.key, settings_file.load(), needed_driver(), engine)

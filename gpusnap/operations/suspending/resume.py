@@ -1,4 +1,4 @@
-"""`gpusnap resume`: puts containers back on GPUs, whatever engine runs them."""
+"""`gpusnap resume`: puts containers back on GPUs, with any engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def resume(name: str, early: Ahead, request: GpuMap = ()) -> MovedContainer:
     """Resume a suspended container by its name.
 
-    `early`: what was asked ahead, of this container first. Raises NotFound, Refused, GpusnapError.
+    `early`: the requests that were started ahead, for this container first. Raises NotFound, Refused,
+    GpusnapError.
     """
     settings = settings_file.load()
     sweep(settings.store.path)
@@ -44,7 +45,7 @@ def resume_this(
 ) -> MovedContainer:
     """Resume a container that was found. Raises Refused, GpusnapError.
 
-    `asked`: what Podman tells of it. `loading`: what was spilled of it, on its way into RAM.
+    `asked`: Podman's description of it. `loading`: the read of its spilled memory into RAM, if it has begun.
     """
     began = time.monotonic()
     engine = targets.engine_of(found)

@@ -15,18 +15,18 @@ from gpusnap.runtime_shim.snapshot.suspended_containers import spill as spilling
 
 
 def spill(name: str, asked: podman.Inspection) -> int:
-    """Move the GPU memory of a suspended container to the store; bytes. Raises NotFound, GpusnapError.
+    """Move the GPU memory of a suspended container to the store; return bytes. Raises NotFound, GpusnapError.
 
-    Podman was asked for the name.
+    `asked`: Podman's answer about the name.
     """
     found = targets.find_suspended(name, asked)
     return spilling.spill(found.key, settings_file.load())
 
 
 def spill_behind(name: str, asked: podman.Inspection) -> None:
-    """The same, by a process of its own that nobody waits for; what goes wrong stays in RAM.
+    """Do the same in a separate process, without waiting; after an error, the memory stays in RAM.
 
-    Raises NotFound, GpusnapError where it cannot be started.
+    Raises NotFound, GpusnapError if it cannot be started.
     """
     program = os.path.abspath(shutil.which(sys.argv[0]) or sys.argv[0])  # it runs in another folder
     found = targets.find_suspended(name, asked)

@@ -1,4 +1,4 @@
-"""`gpusnap suspend`: takes containers off their GPUs, whatever engine runs them."""
+"""`gpusnap suspend`: takes containers off their GPUs, with any engine."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep
 def suspend(name: str, early: Ahead) -> MovedContainer:
     """Suspend a running container by its name.
 
-    `early`: what was asked ahead, of this container first. Raises NotFound, Refused, GpusnapError.
+    `early`: the requests that were started ahead, for this container first. Raises NotFound, Refused,
+    GpusnapError.
     """
     return suspend_this(targets.find_running(name, early.container), early)
 
 
 def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") -> MovedContainer:
-    """Suspend a container that was found. `leaving`: the key of one that is resumed next.
+    """Suspend a container that was found. `leaving`: the key of a container that is resumed next.
 
-    `early`: what was asked ahead, of this container first. Raises Refused, GpusnapError.
+    `early`: the requests that were started ahead, for this container first. Raises Refused, GpusnapError.
     """
     began = time.monotonic()
     engine, container, real = target

@@ -39,10 +39,10 @@ _Used = Mapping[int, Mapping[str, int]]
 
 
 def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[MovedContainer, MovedContainer]:
-    """Suspend the one, and resume the other in its place; where that fails, the first comes back.
+    """Suspend container `out`, and resume `into` in its place; if that fails, resume `out` again.
 
-    `early`: what was asked ahead, of both in this order. Where the second would not fit even then, nothing is
-    done. Raises NotFound, Refused, GpusnapError.
+    `early`: the requests that were started ahead, for both in this order. If `into` would not fit even then,
+    nothing is done. Raises NotFound, Refused, GpusnapError.
     """
     settings, driver = settings_file.load(), early.driver()
     first, second = early.containers
@@ -60,7 +60,7 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
         loading = _begin_loading(found, settings, used)
         if loading is not None:
             stack.callback(loading.close)
-        # A signal between the two is an error as any other.
+        # A signal between the two is handled like any other error.
         stack.enter_context(make_interruptible())
         try:
             suspended = suspend_this(target, early, leaving=found.key)
@@ -76,21 +76,21 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
 
 
 def _find_suspension(container: str) -> Suspension | None:
-    """What is on file of a container by its ID; None where that cannot be read: the first error is told."""
+    """Return the record of a suspended container; None if it cannot be read: the first error is reported."""
     with suppress(GpusnapError):
         return suspensions.find_by_container(container)
     return None
 
 
 def _is_running(found: Suspension) -> bool:
-    """Whether a container is resumed, and only its own command has failed."""
+    """Return whether a container is resumed, and only its own command has failed."""
     with suppress(GpusnapError):
         return found.is_alive and suspensions.read(found.key) is None
     return False
 
 
 def _bring_back(off: Suspension, settings: Settings, driver: Driver, asked: podman.Inspection) -> str:
-    """Resume the first container again; what has become of it, in words."""
+    """Resume the first container again; return a sentence about the result."""
     try:
         resume_this(off, settings, driver, asked)
     except GpusnapError as error:
@@ -101,7 +101,7 @@ def _bring_back(off: Suspension, settings: Settings, driver: Driver, asked: podm
 
 
 def _check_order(out: str, into: str, early: Ahead) -> None:
-    """Say so where they are one container, or in the other order. Raises UsageError, ContainerError."""
+    """Check that they are two containers, in the right order. Raises UsageError, ContainerError."""
     first, second = early.containers
     if out == into:
         raise UsageError(
@@ -116,9 +116,9 @@ def _check_order(out: str, into: str, early: Ahead) -> None:
 
 
 def _begin_loading(found: Suspension, settings: Settings, used: _Used) -> MemoryLoad | None:
-    """Begin to read what was spilled of a container; None where nothing was, or RAM is too short.
+    """Begin to read the spilled memory of a container; None if it has none, or RAM is too short.
 
-    What is wrong with the store the resume says.
+    An error of the store is reported by the resume.
     """
     needed = sum(sum(of.values()) for of in used.values())
     try:

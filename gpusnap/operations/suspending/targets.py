@@ -1,7 +1,7 @@
-"""Finds the container that a NAME means, by its engine: Podman's, or else containerd's.
+"""Finds the container and the engine that a NAME means: Podman's, or else containerd's.
 
-A plain name is Podman's. If Podman knows none, it is the ID of a containerd task, in any namespace;
-NAMESPACE/ID says in which.
+A plain name is a Podman container. If Podman knows none, it is the ID of a containerd task, in any namespace;
+NAMESPACE/ID selects one.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from gpusnap.user_errors import NotFound
 
 _CONTAINERD = "containerd"
 _PODMAN = "podman"
-# Below it there is a folder for each namespace (containerd, RuncRoot of cmd/containerd-shim-runc-v2).
+# It has a folder for each namespace (containerd, RuncRoot of cmd/containerd-shim-runc-v2).
 _CONTAINERD_ROOT = "/run/containerd/runc"
 
 
 Running = tuple[Engine, containers.Container, RealRuntime]
-"""A running container: its engine, what its runtime knows of it, and that runtime."""
+"""A running container: its engine, its runtime's record of it, and that runtime."""
 
 
 def find_running(name: str, asked: podman.Inspection) -> Running:
-    """A running container by its name, of which Podman was asked.
+    """Find a running container by its name; `asked`: Podman's answer about that name.
 
     Raises NotFound, ContainerError, GpusnapError.
     """
@@ -73,9 +73,9 @@ def find_running(name: str, asked: podman.Inspection) -> Running:
 
 
 def find_suspended(name: str, asked: podman.Inspection) -> Suspension:
-    """A suspended container by its name, or the beginning of its ID; Podman was asked for that.
+    """Find a suspended container by its name or a prefix of its ID; `asked`: Podman's answer about that.
 
-    Raises NotFound, ContainerError where it is not suspended, GpusnapError.
+    Raises NotFound, ContainerError if it is not suspended, GpusnapError.
     """
     found = list(suspensions.find())
     exact = _select_called(found, name, asked)
@@ -99,15 +99,15 @@ def find_suspended(name: str, asked: podman.Inspection) -> Suspension:
 
 
 def is_suspended(name: str, asked: podman.Inspection) -> bool:
-    """Whether a suspended container has exactly that name or ID. Raises GpusnapError."""
+    """Return whether a suspended container has exactly that name or ID. Raises GpusnapError."""
     return bool(_select_called(list(suspensions.find()), name, asked))
 
 
 def _select_called(found: Sequence[Suspension], name: str, asked: podman.Inspection) -> Sequence[Suspension]:
-    """Those with exactly that name or ID; how Podman calls them now counts before what is on file."""
+    """Return those with exactly that name or ID; Podman's present names count before recorded ones."""
     of_id = [each for each in found if each.container == name]
     if any(each.engine == _PODMAN for each in of_id):
-        return of_id  # nobody gives a container such a name; a task may have the ID that is one
+        return of_id  # nobody gives a container such a name; a containerd task may have any name as its ID
     now = ""
     if any(each.engine == _PODMAN for each in found):
         with suppress(GpusnapError):
@@ -119,17 +119,17 @@ def _select_called(found: Sequence[Suspension], name: str, asked: podman.Inspect
 
 
 def _words(found: Suspension) -> tuple[str, ...]:
-    """What a suspended container may be called."""
+    """Return the names of a suspended container."""
     return found.name, found.container, f"{found.namespace}/{found.name}"
 
 
 def engine_of(found: Suspension) -> Engine:
-    """The engine of a suspended container."""
+    """Return the engine of a suspended container."""
     return engine(found.engine, found.container, found.name, found.namespace)
 
 
 def engine(kind: str, container_id: str, name: str, namespace: str) -> Engine:
-    """How an engine pauses a container, lets it go on if it is paused, and allows it its device nodes."""
+    """Return how an engine pauses and unpauses a container, and allows it its device nodes."""
     if kind == _CONTAINERD:
         return Engine(
             kind,
@@ -150,7 +150,7 @@ def engine(kind: str, container_id: str, name: str, namespace: str) -> Engine:
 
 
 def _allow(kind: str, namespace: str, container_id: str, nodes: Sequence[Node]) -> Sequence[Node]:
-    """Have its runtime allow a container its device nodes, wherever that keeps it."""
+    """Let its runtime allow a container its device nodes, in whichever folder the runtime keeps it."""
     of_task = kind == _CONTAINERD
     roots = [os.path.join(_CONTAINERD_ROOT, namespace)] if of_task else _with_podman(container_id)
     found: list[Node] = []
@@ -167,12 +167,12 @@ def _find_known(container_id: str, root: str) -> tuple[containers.Container, Rea
 
 
 def _with_podman(container_id: str) -> list[str]:
-    """Where crun or runc keep a container of Podman's."""
+    """Return the folders in which crun or runc keep a container of Podman's."""
     return [root for root, kept in _roots() if _is_file(f"{root}/{container_id}/{kept}")]
 
 
 def _roots() -> Iterator[tuple[str, str]]:
-    """Where crun and runc keep their containers for Podman, and the file that each of them has."""
+    """Yield the folders in which crun and runc keep Podman's containers, and the file that each has there."""
     private = os.environ.get("XDG_RUNTIME_DIR", "")
     for name, file in zip(locate.NAMES, locate.STATE_FILES, strict=True):
         for folder in dict.fromkeys((locate.RUN, private, f"{locate.RUN}/user/{os.geteuid()}")):
@@ -181,7 +181,7 @@ def _roots() -> Iterator[tuple[str, str]]:
 
 
 def _task(name: str) -> tuple[str, str] | None:
-    """Namespace and ID of containerd's task; None where there is none. Raises GpusnapError for several."""
+    """Return namespace and ID of containerd's task, or None. Raises GpusnapError for several."""
     wanted, slash, rest = name.partition("/")
     try:
         namespaces = [wanted] if slash else sorted(os.listdir(_CONTAINERD_ROOT))
@@ -206,7 +206,7 @@ def _task(name: str) -> tuple[str, str] | None:
 
 
 def tasks() -> Iterator[tuple[str, str, int]]:
-    """Namespace, ID and first process of containerd's tasks that run."""
+    """Yield namespace, ID and PID of the first process of containerd's running tasks."""
     for state in sorted(glob.glob(f"{_CONTAINERD_ROOT}/*/*/")):
         namespace, container_id = state.rstrip("/").split("/")[-2:]
         for file, field in (("status", "pid"), ("state.json", "init_process_pid")):

@@ -27,30 +27,30 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a container has of GPUs, and what is kept for it. Sizes are bytes."""
+    """A container's use of GPUs, and what is stored for it. Sizes are in bytes."""
 
     name: str
     container_id: str
     engine: str
     """podman, or containerd."""
     state: str
-    """running, paused, suspended; suspending, resuming and checkpointing for as long as that takes; cut off
-    where a killed checkpoint left processes that stand still, for `gpusnap recover`."""
+    """running, paused, suspended; suspending, resuming and checkpointing while that takes place; cut off if a
+    killed checkpoint left stopped processes, for `gpusnap recover`."""
     gpus: tuple[int, ...]
-    """Their numbers, as nvidia-smi has them; of a suspended one those that it was on."""
+    """Their numbers in nvidia-smi; for a suspended container, those that it was on."""
     gpu_memory: int
-    """Used now; of a suspended one what it will need."""
+    """In use now; for a suspended container, what it will need."""
     ram: int
-    """Of its GPU memory, in RAM."""
+    """The part of its GPU memory in RAM."""
     stored: int
-    """Of its GPU memory, in the store."""
+    """The part of its GPU memory in the store."""
     since: str
-    """When it was started, or suspended: UTC, as ISO 8601 has it."""
+    """When it was started or suspended: UTC, in ISO 8601."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A container as its engine has it."""
+    """A container as its engine describes it."""
 
     name: str
     container_id: str
@@ -60,10 +60,10 @@ class _Running:
 
 
 def usages() -> tuple[Usage, ...]:
-    """All of them, by name. Raises GpusnapError where there is no driver."""
+    """Return all of them, by name. Raises GpusnapError if there is no driver."""
     sweep()
     driver = needed_driver()
-    # One that has ended may be left, while somebody has its lock.
+    # A record may be left of a container that has ended, while somebody has its lock.
     asleep = [each for each in suspensions.find() if each.is_alive]
     keys = {each.container for each in asleep}
     there = list(_list_running())
@@ -77,7 +77,7 @@ def usages() -> tuple[Usage, ...]:
 
 
 def measure_kept(found: Suspension) -> tuple[int, int]:
-    """Bytes of a suspended container's GPU memory in RAM, and in the store."""
+    """Return how many bytes of a suspended container's GPU memory are in RAM, and in the store."""
     ram = stored = 0
     with suppress(OSError):
         ram = sum(tmpfs.sizes(found.key).values())
@@ -105,9 +105,9 @@ def _measure_suspended(found: Suspension) -> Usage:
 
 
 def map_running(driver: Driver) -> Mapping[str, Mapping[str, int]]:
-    """Bytes by GPU UUID that each running container uses, by its name; not of paused and suspended ones.
+    """Return bytes of GPU memory by container name and GPU UUID, for running containers only.
 
-    Raises GpusnapError.
+    Paused and suspended ones are omitted. Raises GpusnapError.
     """
     asleep = {each.container for each in suspensions.find()}
     there = [each for each in _list_running() if not each.paused and each.container_id not in asleep]
@@ -117,7 +117,7 @@ def map_running(driver: Driver) -> Mapping[str, Mapping[str, int]]:
 def _measure_used(
     driver: Driver, running: Sequence[_Running]
 ) -> Iterator[tuple[_Running, Mapping[str, int]]]:
-    """Bytes by GPU UUID of each container that uses a GPU."""
+    """Yield bytes by GPU UUID for each container that uses a GPU."""
     members = {
         each.container_id: [process.pid for process in containers.processes(each.init, each.container_id)]
         for each in running
@@ -161,7 +161,7 @@ def _state(each: _Running, under_way: Mapping[str, bool]) -> str:
 
 
 def _list_running() -> Iterator[_Running]:
-    """Podman's containers, where there is a Podman, and containerd's tasks."""
+    """Yield Podman's containers, if Podman is installed, and containerd's tasks."""
     with suppress(GpusnapError):
         for each in podman_objects.with_processes():
             yield _Running(each.name, each.id, "podman", each.paused, each.pid)
@@ -178,7 +178,7 @@ def _is_frozen(init: int, container_id: str) -> bool:
 
 
 def _read_start_time(init: int) -> str:
-    """When a process was started; empty where /proc does not say."""
+    """Return when a process was started; empty if /proc does not say."""
     found = proc.process(init)
     with suppress(OSError, ValueError, StopIteration), open("/proc/stat", encoding="ascii") as file:
         boot = int(next(line for line in file if line.startswith("btime ")).split()[1])

@@ -1,8 +1,8 @@
-"""AMD's device files that a process holds, from /proc alone: /dev/kfd, and the render nodes of its GPUs.
+"""AMD's device files that a process holds, from /proc: /dev/kfd, and the render nodes of its GPUs.
 
-A file counts by its device number, whatever its name is in the container. DRM's major is every vendor's, so a
-render node counts by the minors that the caller knows to be AMD's. PermissionRefused is raised where the
-kernel does not let us look, since "holds nothing" would then be a guess.
+A file is recognized by its device number, whatever its name is in the container. All vendors share DRM's
+major, so a render node is recognized by the minors that the caller knows to be AMD's. If the kernel denies
+access, PermissionRefused is raised, because "holds nothing" would be a guess.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DELETED = " (deleted)"
 
 
 def kfd_number(node: str = KFD) -> Number | None:
-    """KFD's device number, which the kernel gives out anew on each host; None where there is none."""
+    """Return KFD's device number, which the kernel assigns anew on each host; None if there is none."""
     major = next((major for name, major in device_files.character_drivers() if name == "kfd"), None)
     if major is not None:
         return major, 0
@@ -38,20 +38,20 @@ def kfd_number(node: str = KFD) -> Number | None:
 
 
 def list_held(pid: int, ours: Collection[Number]) -> HeldFiles:
-    """The files with one of the device numbers `ours`, by descriptor and by address. Raises GpuError."""
+    """Return files with one of the device numbers `ours`, by descriptor and by address. Raises GpuError."""
     opened = tuple(sorted((number, path) for number, path, device in _iterate_opened(pid) if device in ours))
     return HeldFiles(opened, tuple(entry for entry, device in _iterate_mapped(pid) if device in ours))
 
 
 def list_held_numbers(pid: int) -> frozenset[Number]:
-    """The numbers of all character devices that the process has open or mapped. Raises GpuError."""
+    """Return the numbers of all character devices that the process has open or mapped. Raises GpuError."""
     return frozenset(
         {device for *_, device in _iterate_opened(pid)} | {device for _, device in _iterate_mapped(pid)}
     )
 
 
 def numbers_in_dev(pid: int) -> frozenset[Number]:
-    """The device numbers that the process has in its own /dev and /dev/dri; no symbolic link is followed."""
+    """Return the device numbers in the process's own /dev and /dev/dri; no symbolic link is followed."""
     found: set[Number] = set()
     for folder in ("dev", "dev/dri"):
         place = f"/proc/{pid}/root/{folder}"
@@ -99,7 +99,7 @@ def _iterate_opened(pid: int) -> Iterator[tuple[int, str, Number]]:
 
 
 def _is_refused(error: OSError, pid: int) -> bool:
-    """Whether we may not look, as the process is gone. Raises GpuError where it is not."""
+    """Whether access is denied because the process has ended. Raises GpuError if it has not."""
     if error.errno not in (errno.EACCES, errno.EPERM):
         return False
     device_files.gone_or_raise(error, pid)
@@ -107,11 +107,11 @@ def _is_refused(error: OSError, pid: int) -> bool:
 
 
 def _iterate_mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
-    """Mappings of device files: (start, end, path) and the number."""
+    """Yield mappings of device files: (start, end, path) and the number."""
     try:
         table = [line.split(maxsplit=5) for line in deadlines.read_lines(f"/proc/{pid}/maps")]
     except TimeoutError as error:
-        raise device_files.make_unanswered(error, pid) from error
+        raise device_files.make_unanswered_error(error, pid) from error
     except OSError as error:
         device_files.gone_or_raise(error, pid)
         return
@@ -120,7 +120,7 @@ def _iterate_mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
         if len(fields) < 6 or not fields[5].startswith("/dev/"):
             continue
         start, end = (int(each, 16) for each in fields[0].split("-"))
-        # The path means nothing in our mount namespace, this link does.
+        # The path has no meaning in this mount namespace, but this link has.
         spans[f"/proc/{pid}/map_files/{start:x}-{end:x}"] = start, end, fields[5].removesuffix(_DELETED)
     for link, found in question_process.stat_files(pid, spans).items():
         if isinstance(found, OSError):

@@ -1,8 +1,8 @@
 """AMD's driver: inventory from sysfs, and the state of processes by CRIU's own plugin for AMD's GPUs.
 
-The kernel lets a process' GPU state be read and made only within a dump and a restore (kfd_ioctl.h,
-AMDKFD_IOC_CRIU_OP: of a traced process, and of the caller itself), so no other program can suspend one. What
-there is to do beside that is here: which GPUs there are, who uses them, and by which device files.
+The kernel permits a process's GPU state to be read and created only within a dump and a restore (kfd_ioctl.h,
+AMDKFD_IOC_CRIU_OP: of a traced process, and of the caller itself), so no other program can suspend one. This
+module does the rest: which GPUs there are, who uses them, and by which device files.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def is_present() -> bool:
 
 
 class Amd:
-    """`gpusnap.runtime_shim.gpu.api.driver.Driver` for AMD. Keeps nothing: each call looks anew."""
+    """`gpusnap.runtime_shim.gpu.api.driver.Driver` for AMD. It has no state: each call reads anew."""
 
     vendor = VENDOR
     plugin: Plugin | None = AMDGPU
 
     def open(self) -> None:
-        """See that the driver lists a GPU. Raises DriverMissing, NoDevice."""
+        """Check that the driver lists a GPU. Raises DriverMissing, NoDevice."""
         if device_files.kfd_number() is None:
             raise DriverMissing(
                 "AMD's compute driver is not loaded: there is no /dev/kfd",
@@ -62,12 +62,12 @@ class Amd:
             )
 
     def host(self) -> Host:
-        """The inventory, read anew at each call."""
+        """Return the inventory, read anew at each call."""
         found = tuple(each.gpu for each in topology.gpus())
         return Host(VENDOR, topology.driver_version(), "unknown", found)
 
     def state(self, pid: int) -> ProcessState | None:
-        """Running for a process that holds /dev/kfd or a render node; there is no other state to see."""
+        """Return RUNNING for a process that holds /dev/kfd or a render node; no other state can be seen."""
         if not proc.is_alive(pid):
             return None
         return ProcessState.RUNNING if self.list_handles(pid) else None
@@ -79,11 +79,11 @@ class Amd:
         )
 
     def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
-        """Bytes by PID and GPU UUID, of those that have used /dev/kfd."""
+        """Return bytes by PID and GPU UUID, for processes that have used /dev/kfd."""
         return topology.vram_used(pids, topology.gpus())
 
     def list_handles(self, pid: int) -> tuple[str, ...]:
-        """Paths of /dev/kfd and of render nodes that the process has open or mapped, sorted by path."""
+        """Return the paths of /dev/kfd and render nodes that the process has open or mapped, sorted."""
         found = self.list_held(pid)
         return tuple(sorted({path for _, path in found.descriptors} | {path for *_, path in found.mappings}))
 
@@ -92,25 +92,25 @@ class Amd:
         return bool(self.list_handles(pid))
 
     def list_held(self, pid: int) -> HeldFiles:
-        """The same files by number of the descriptor, and by address."""
+        """Return the same files by number of the descriptor, and by address."""
         return device_files.list_held(pid, _numbers())
 
     def list_visible(self, pid: int) -> tuple[str, ...]:
-        """UUIDs of the GPUs whose render node the process holds, or has in its own /dev."""
+        """Return UUIDs of the GPUs whose render node the process holds, or has in its own /dev."""
         ours = {(DRM_MAJOR, each.gpu.minor): each.gpu.uuid for each in topology.gpus()}
         there = device_files.list_held_numbers(pid) | device_files.numbers_in_dev(pid)
         return tuple(uuid for number, uuid in ours.items() if number in there)
 
     def nodes(self, pid: int | None = None) -> tuple[Node, ...]:
-        """AMD's device nodes in the /dev of a process, or this host's own; see module `nodes`."""
+        """Return AMD's device nodes in the /dev of a process, or this host's own; see `device_nodes`."""
         gpus = self.host().gpus
         found = on_host(gpus) if pid is None else in_container(pid, gpus)
-        # Of a host that has NVIDIA's GPUs too, theirs are in the list.
+        # On a host with NVIDIA's GPUs too, the list contains theirs.
         ours = (node for node in found if not node.path.startswith("/dev/nvidia"))
         return tuple(node for node in ours if node.gpu or node.path == device_files.KFD)
 
     def lock(self, pid: int, *, timeout: float) -> None:
-        """Not from outside of CRIU; raises NotSupported, as those below do."""
+        """Impossible from outside of CRIU; raises NotSupported, like the methods below."""
         _not_from_outside(pid)
 
     def checkpoint(self, pid: int) -> None:
@@ -127,7 +127,7 @@ class Amd:
 
 
 def _numbers() -> frozenset[device_files.Number]:
-    """The device numbers of AMD's nodes."""
+    """Return the device numbers of AMD's nodes."""
     kfd = device_files.kfd_number()
     renders = {(DRM_MAJOR, each.gpu.minor) for each in topology.gpus()}
     return frozenset(renders | ({kfd} if kfd is not None else set()))

@@ -10,8 +10,8 @@
     /sys/class/drm/renderD<minor>/device               the PCI device: mem_info_vram_total and …_used,
                                                        product_name
 
-(Documentation/gpu/amdgpu and drivers/gpu/drm/amd/amdkfd/kfd_topology.c of Linux.) A GPU that is cut into
-partitions (MI300X in CPX mode) is a node for each, with a render node of its own each.
+(Documentation/gpu/amdgpu and drivers/gpu/drm/amd/amdkfd/kfd_topology.c of Linux.) If a GPU is split into
+partitions (MI300X in CPX mode), each partition is a node with a render node of its own.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from gpusnap.runtime_shim.gpu.api.driver import Gpu
 SYS = "/sys"
 _MACHINE = "/etc/machine-id"
 
-# kfd_topology.h, HSA_MEM_HEAP_TYPE_FB_PUBLIC and …_PRIVATE: memory of the GPU's own.
+# kfd_topology.h, HSA_MEM_HEAP_TYPE_FB_PUBLIC and …_PRIVATE: the GPU's own memory.
 _HEAPS = (1, 2)
 _DIGITS = compile_later(r"\d{1,7}")
 _VERSION = compile_later(r"[0-9]+(?:\.[0-9]+)*")
 _MOST = 1 << 16
-"""Bytes of a file in sysfs; it gives at most a page."""
+"""Bytes of a file in sysfs, which has at most a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class AmdGpu:
     gpu: Gpu
     """`minor` is that of its render node."""
     gpu_id: int
-    """KFD's own number for it: the same until the driver is loaded anew."""
+    """KFD's own number for it: unchanged until the driver is reloaded."""
     node: int
-    """Of the topology."""
+    """The node of the topology."""
 
 
 def gpus(sys: str = "") -> tuple[AmdGpu, ...]:
-    """The GPUs in the order of the topology, which is that of ROCm's numbers; none without a KFD.
+    """Return the GPUs in the order of the topology, which is that of ROCm's numbers; none without KFD.
 
-    Processors, and nodes that this process may not see, are left out. `sys` is where sysfs is, if not at SYS.
+    Processors, and nodes that this process may not see, are omitted. `sys`: the path of sysfs, if not SYS.
     """
     sys = sys or SYS
     folder = f"{sys}/class/kfd/kfd/topology/nodes"
@@ -66,16 +66,16 @@ def gpus(sys: str = "") -> tuple[AmdGpu, ...]:
         if not gpu_id or not properties.get("simd_count") or not minor:
             continue
         unique = _find_unique_number(properties, sys, minor)
-        again = seen.get(unique, 0)  # partitions have the number of the chip that they are of
+        again = seen.get(unique, 0)  # partitions have the number of their chip
         seen[unique] = again + 1
         found.append(AmdGpu(_gpu(place, properties, _part(unique, again), len(found), sys=sys), gpu_id, node))
     return tuple(found)
 
 
 def vram_used(pids: Iterable[int], found: Iterable[AmdGpu], sys: str = "") -> dict[int, dict[str, int]]:
-    """Bytes of GPU memory by PID and UUID, of processes that have used KFD.
+    """Return bytes of GPU memory by PID and UUID, for processes that have used KFD.
 
-    KFD names a process by the PID of the host (kfd_process.c, kfd_create_process_sysfs).
+    KFD names a process by its PID on the host (kfd_process.c, kfd_create_process_sysfs).
     """
     sys = sys or SYS
     used: dict[int, dict[str, int]] = {}
@@ -92,9 +92,9 @@ def vram_used(pids: Iterable[int], found: Iterable[AmdGpu], sys: str = "") -> di
 
 
 def driver_version(sys: str = "") -> str:
-    """amdgpu's version where it has one (AMD's own packages give it one), else that of the kernel.
+    """Return amdgpu's version if it has one (in AMD's own packages), else that of the kernel.
 
-    Numbers with dots alone, so that two can be compared.
+    Only numbers with dots, so that two versions can be compared.
     """
     own = _text(f"{sys or SYS}/module/amdgpu/version").strip()
     match = _VERSION.match(own) or _VERSION.match(os.uname().release)
@@ -111,11 +111,11 @@ def _gpu(place: str, properties: Mapping[str, int], uuid: str, index: int, *, sy
         uuid=uuid,
         minor=minor,
         index=index,
-        # The marketing name alone does not tell boards with more or fewer compute units apart.
+        # The marketing name alone does not distinguish boards with more or fewer compute units.
         model=f"{name} ({properties.get('device_id', 0):04x}, {properties['simd_count']} SIMDs)",
         compute_capability=target,
         memory_total=total,
-        # Of all partitions together, where there are several.
+        # For all partitions together, if there are several.
         memory_used=min(total, _number(_text(f"{device}/mem_info_vram_used")) or 0),
         mig=False,
         compute_mode="default",
@@ -124,19 +124,19 @@ def _gpu(place: str, properties: Mapping[str, int], uuid: str, index: int, *, sy
 
 
 def _bank_bytes(place: str) -> int:
-    """Of the memory banks that are the GPU's own; an APU has none."""
+    """Return the size of the memory banks that are the GPU's own; an APU has none."""
     banks = f"{place}/mem_banks"
     each = (_properties(f"{banks}/{name}/properties") for name in _names(banks) if _DIGITS.fullmatch(name))
     return sum(bank.get("size_in_bytes", 0) for bank in each if bank.get("heap_type") in _HEAPS)
 
 
 def _target(version: int) -> str:
-    """gfx90a for 90010, as compilers write it: major, minor, and stepping in hexadecimal."""
+    """Return gfx90a for 90010, in the format of compilers: major, minor, and stepping in hexadecimal."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
 def _pci(properties: Mapping[str, int], device: str) -> str:
-    """The address: the device's own, or as KFD has it (location_id is bus, device and function)."""
+    """Return the address: the device's own, or KFD's (location_id is bus, device and function)."""
     with suppress(OSError):
         name = os.path.basename(os.readlink(device))
         if re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", name):
@@ -146,9 +146,10 @@ def _pci(properties: Mapping[str, int], device: str) -> str:
 
 
 def _find_unique_number(properties: Mapping[str, int], sys: str, minor: int) -> str:
-    """16 digits: the chip's own number, as in ROCm's names for GPUs; APUs and virtual functions lack it.
+    """Return 16 digits: the chip's own number, as in ROCm's names for GPUs.
 
-    Those get one that is theirs on this host alone, and so never look like a GPU of another host.
+    APUs and virtual functions lack it. They get one that is valid only on this host, and so never looks like
+    a GPU of another host.
     """
     if unique := properties.get("unique_id", 0):
         return f"{unique & (1 << 64) - 1:016x}"
@@ -157,7 +158,7 @@ def _find_unique_number(properties: Mapping[str, int], sys: str, minor: int) -> 
 
 
 def _part(unique: str, number: int) -> str:
-    """ROCm's name for a GPU, GPU- and 16 digits; a further partition of the same has one made from it."""
+    """Return ROCm's name for a GPU, GPU- and 16 digits; for a further partition, one derived from it."""
     if number:
         unique = hashlib.sha256(f"{unique} {number}".encode()).hexdigest()[:16]
     return f"GPU-{unique}"
@@ -184,7 +185,7 @@ def _names(folder: str) -> list[str]:
 
 
 def _text(path: str) -> str:
-    """A file of sysfs; empty where it is not there or not ours to read."""
+    """Read a file of sysfs; empty if it does not exist or is not readable."""
     try:
         with open(path, "rb") as file:
             return file.read(_MOST).decode("utf-8", "replace")

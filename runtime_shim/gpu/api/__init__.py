@@ -1,1 +1,1 @@
-"""What every GPU driver offers here, and the device files of any vendor."""
+"""The interface of every GPU driver, and the device files of all vendors."""

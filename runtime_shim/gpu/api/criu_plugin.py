@@ -1,8 +1,8 @@
-"""Drivers whose GPU state a plugin of CRIU's saves and restores: what such a plugin is called, and can.
+"""The plugins of CRIU that save and restore GPU state: their names and abilities.
 
-The plugin is a library that CRIU loads, and it does its work within CRIU's dump and restore (criu-plugin.h):
-before CRIU stops a task, once it has stopped it, for each device file that it finds, and when all is back. So
-there is nothing to lock, to carry or to fill from outside, and the GPU's memory is in CRIU's images.
+The plugin is a library that CRIU loads, and works within CRIU's dump and restore (criu-plugin.h): before CRIU
+stops a task, after it has stopped it, for each device file that it finds, and when everything is restored. So
+gpusnap has nothing to lock, to move or to fill, and the GPU's memory is in CRIU's images.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from gpusnap.oci.base.dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A plugin of CRIU's for a vendor's GPUs."""
+    """A plugin of CRIU for a vendor's GPUs."""
 
     name: str
-    """As it calls itself; CRIU writes it into inventory.img, and refuses a restore without it."""
+    """Its own name; CRIU writes it into inventory.img, and refuses a restore without it."""
     file: str
     what: str
-    """For messages."""
+    """Its description for messages."""
     remaps: bool
-    """Whether it brings a process back on other GPUs than those that it had."""
+    """Whether it can restore a process onto other GPUs."""
     into_memory: bool
-    """The GPU's memory passes through that of the process, which has to have room for it."""
+    """Whether the GPU's memory passes through that of the process, which must have room for it."""
     running: bool
-    """The processes have to run when it begins: those of a paused container cannot answer it."""
+    """Whether the processes must run when it begins: those of a paused container cannot answer it."""
     program: str = ""
-    """What it runs, and looks for on PATH."""
+    """The program that it runs, and searches on PATH."""
 
 
 CUDA = Plugin(
@@ -48,6 +48,6 @@ AMDGPU = Plugin(
     into_memory=False,
     running=False,
 )
-"""plugins/amdgpu of CRIU 3.17 and later. It copies the GPU's memory straight into images of its own."""
+"""plugins/amdgpu of CRIU 3.17 and later. It copies the GPU's memory directly into images of its own."""
 
 KNOWN = (CUDA, AMDGPU)

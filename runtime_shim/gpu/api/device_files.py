@@ -1,9 +1,9 @@
-"""Which device files of NVIDIA a process holds, and whether it has the CUDA library: from /proc alone.
+"""NVIDIA's device files that a process holds, and whether it has the CUDA library: only from /proc.
 
-No driver library is loaded and nothing is opened, so this may be asked of every process of every container. A
-node is NVIDIA's by its path (/dev/nvidia*) or, where it was renamed or lies elsewhere, by the major number of
-its device. A process that ends meanwhile holds nothing. PermissionRefused is raised where the kernel does not
-let us look, since "holds nothing" would then be a guess.
+No driver library is loaded and nothing is opened, so every process of every container can be checked. A node
+is NVIDIA's by its path (/dev/nvidia*) or, if it was renamed or is elsewhere, by the major number of its
+device. A process that ends meanwhile holds nothing. If the kernel denies access, PermissionRefused is raised,
+because "holds nothing" would be a guess.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gpusnap.runtime_shim.gpu.api.driver import HeldFiles
 from gpusnap.runtime_shim.gpu.api.errors import GpuError, PermissionRefused
 from gpusnap.runtime_shim.process import proc
 
-# "195 char  Nvidia graphics devices" (Documentation/admin-guide/devices.txt): what to go by where the kernel
-# driver is not loaded, or not visible in /proc/devices.
+# "195 char  Nvidia graphics devices" (Documentation/admin-guide/devices.txt): used if the kernel driver is
+# not loaded, or not visible in /proc/devices.
 NVIDIA_MAJOR = 195
 
 # Of that major, minors 0 to 247 are GPUs, 254 is nvidia-modeset, 255 nvidiactl (nv-chardev-numbers.h of
 # NVIDIA's open kernel modules).
 LAST_GPU_MINOR = 247
 
-# What /proc/devices calls that major: "nvidia" and "nvidiactl", "nvidia-frontend" with older drivers.
+# The names of that major in /proc/devices: "nvidia" and "nvidiactl", "nvidia-frontend" with older drivers.
 _FRONTENDS = frozenset({"nvidia", "nvidiactl", "nvidia-frontend"})
 
 _PREFIX = "/dev/nvidia"
@@ -41,16 +41,16 @@ class Node:
     """A device file of NVIDIA that a process holds."""
 
     path: str
-    """As the process' own mount namespace has it, or had it before the node was deleted."""
+    """Its path in the process's own mount namespace, also if the node was deleted."""
     major: int
-    """-1 where the kernel does not tell what a mapped node is."""
+    """-1 if the kernel does not say what a mapped node is."""
     minor: int
 
 
 def character_drivers(table: str = "/proc/devices") -> tuple[tuple[str, int], ...]:
-    """(name, major) of each driver of character devices; none where the table is masked, as in containers.
+    """Return (name, major) of each driver of character devices; none if the table is masked (containers).
 
-    Raises GpusnapError where it cannot be read: who uses a GPU would be taken for one that does not.
+    Raises GpusnapError if it cannot be read: a process that uses a GPU would seem not to.
     """
     found = []
     for line in proc.lines(table):
@@ -63,28 +63,28 @@ def character_drivers(table: str = "/proc/devices") -> tuple[tuple[str, int], ..
 
 
 def nvidia_majors(table: str = "/proc/devices") -> tuple[frozenset[int], frozenset[int]]:
-    """Majors of the GPUs' own nodes, and of all of NVIDIA's (nvidia-uvm's and nvidia-caps' are dynamic)."""
+    """Return the majors of the GPUs' own nodes, and of all of NVIDIA's (uvm and caps have dynamic ones)."""
     listed = [(name, major) for name, major in character_drivers(table) if name.startswith("nvidia")]
-    # Where the table is masked, the documented number remains.
+    # If the table is masked, the documented number remains.
     gpus = {major for name, major in listed if name in _FRONTENDS} or {NVIDIA_MAJOR}
     return frozenset(gpus), frozenset(gpus | {major for _, major in listed})
 
 
 def nodes(pid: int) -> tuple[Node, ...]:
-    """Device files of NVIDIA that the process has open (O_PATH too) or mapped, sorted by path, each once."""
+    """Return NVIDIA's device files that the process has open (O_PATH too) or mapped, sorted, each once."""
     majors = nvidia_majors()[1]
     found = {*_open_nodes(pid, majors).values(), *(node for _, node in _iterate_mapped_nodes(pid, majors))}
     return tuple(sorted(found))
 
 
 def holds(pid: int) -> bool:
-    """Whether there are any. Mappings, of which PyTorch has thousands, are looked at only if none is open."""
+    """Whether there are any. Mappings (PyTorch has thousands) are checked only if none is open."""
     majors = nvidia_majors()[1]
     return bool(_open_nodes(pid, majors)) or any(True for _ in _iterate_mapped_nodes(pid, majors))
 
 
 def list_held(pid: int) -> HeldFiles:
-    """The same with every descriptor (by number) and every mapping (by address) of such a file."""
+    """Return the same with every descriptor (by number) and every mapping (by address) of such a file."""
     majors = nvidia_majors()[1]
     opened = sorted(_open_nodes(pid, majors).items())
     mapped = _iterate_mapped_nodes(pid, majors, every=True)
@@ -95,32 +95,32 @@ def list_held(pid: int) -> HeldFiles:
 
 
 def gpu_minors(pid: int) -> tuple[int, ...]:
-    """Minors of the GPUs whose nodes the process holds, sorted; by the device, not by its node's name."""
+    """Return the minors of the GPUs whose nodes the process holds, sorted; by device, not by name."""
     frontends = nvidia_majors()[0]
     return tuple(sorted({node.minor for node in nodes(pid) if _is_gpu(node, frontends)}))
 
 
 def dev_minors(pid: int) -> tuple[int, ...]:
-    """Minors of the GPUs that have a node in the process' own /dev, sorted: what it could open, held or not.
+    """Return the minors of the GPUs that have a node in the process's own /dev, sorted: those it could open.
 
-    The container decides what lies there, so no symbolic link is followed.
+    The container decides what is there, so no symbolic link is followed.
     """
     frontends = nvidia_majors()[0]
     return tuple(sorted({node.minor for node in _dev_nodes(pid, frontends) if _is_gpu(node, frontends)}))
 
 
 def mapped_files(pid: int) -> tuple[str, ...]:
-    """Paths of the files that the process has mapped, as its own root has them, each once."""
+    """Return the paths of the files that the process has mapped, in its own root, each once."""
     return tuple(dict.fromkeys(path for _, path in _mappings(pid)))
 
 
 def maps_libcuda(pid: int) -> bool:
-    """Whether libcuda.so* is mapped: so it is in a suspended process, which holds no device file."""
+    """Whether libcuda.so* is mapped, as in a suspended process, which holds no device file."""
     return any(os.path.basename(path).startswith("libcuda.so") for path in mapped_files(pid))
 
 
 def comm(pid: int) -> str:
-    """The process' name for a message, as the kernel has it (15 bytes); "?" if it is gone."""
+    """Return the process's name for a message, from the kernel (15 bytes); "?" if it has ended."""
     try:
         with open(f"/proc/{pid}/comm", "rb") as file:
             name = file.read().rstrip(b"\n").decode("utf-8", "replace")
@@ -130,13 +130,13 @@ def comm(pid: int) -> str:
 
 
 def has_ended(pid: int, *, within: float) -> bool:
-    """Whether the process is gone, or goes within so many seconds: one that was killed needs a moment."""
+    """Whether the process has ended, or ends within `within` seconds: a killed one needs a moment."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     except OSError:
-        return not proc.is_alive(pid)  # No descriptor left, or a kernel before 5.3.
+        return not proc.is_alive(pid)  # no descriptor can be opened, or a kernel before 5.3
     try:
         return not proc.is_alive(pid) or deadlines.wait_for_end(process, within)
     finally:
@@ -144,7 +144,7 @@ def has_ended(pid: int, *, within: float) -> bool:
 
 
 def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
-    """By number of the descriptor."""
+    """Return the open nodes, by number of the descriptor."""
     folder = f"/proc/{pid}/fd"
     found: dict[int, Node] = {}
     try:
@@ -173,12 +173,12 @@ def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
 def _iterate_mapped_nodes(
     pid: int, majors: frozenset[int], *, every: bool = False
 ) -> Iterator[tuple[str, Node]]:
-    """With the address range; of several mappings of one path the first alone, unless `every` is asked."""
+    """Yield mapped nodes with address range; of several mappings of one path only the first, or `every`."""
     mapped = list(_mappings(pid))
     links: dict[str, str] = {}
     for addresses, path in mapped:
-        # The path means nothing in our mount namespace, this link does. Following it needs
-        # CAP_CHECKPOINT_RESTORE; without it, the name has to do. maps pads the addresses with zeros,
+        # The path has no meaning in this mount namespace, but this link has. Following it needs
+        # CAP_CHECKPOINT_RESTORE; without it, the name must be enough. maps pads the addresses with zeros,
         # map_files does not.
         start, end = _span(addresses)
         links.setdefault(path, f"/proc/{pid}/map_files/{start:x}-{end:x}")
@@ -224,11 +224,11 @@ def _in_dev(pid: int, majors: frozenset[int]) -> list[Node]:
 
 
 def _mappings(pid: int) -> Iterator[tuple[str, str]]:
-    """(address range, path) of each file mapping, as in /proc/PID/maps (proc_pid_maps(5))."""
+    """Yield (address range, path) of each file mapping in /proc/PID/maps (proc_pid_maps(5))."""
     try:
         lines = deadlines.read_lines(f"/proc/{pid}/maps")
     except TimeoutError as error:
-        raise make_unanswered(error, pid) from error
+        raise make_unanswered_error(error, pid) from error
     except OSError as error:
         gone_or_raise(error, pid)
         return
@@ -239,10 +239,10 @@ def _mappings(pid: int) -> Iterator[tuple[str, str]]:
 
 
 def _node(path: str, found: os.stat_result | OSError, majors: frozenset[int]) -> Node | None:
-    """The node that was found behind a magic link of /proc; None if it is no device of NVIDIA."""
+    """Return the node behind a magic link of /proc; None if it is no device of NVIDIA."""
     path = path.removesuffix(_DELETED)
     if isinstance(found, OSError):
-        # Either closed or unmapped since, or not ours to follow.
+        # Closed or unmapped since, or access is denied.
         refused = found.errno in (errno.EACCES, errno.EPERM)
         return Node(path, -1, -1) if refused and path.startswith(_PREFIX) else None
     return _as_node(path, found, majors)
@@ -261,8 +261,8 @@ def _is_gpu(node: Node, frontends: frozenset[int]) -> bool:
     return ours and 0 <= node.minor <= LAST_GPU_MINOR
 
 
-def make_unanswered(error: TimeoutError, pid: int) -> GpuError:
-    """What to say where the kernel does not tell in time what a process has mapped."""
+def make_unanswered_error(error: TimeoutError, pid: int) -> GpuError:
+    """The error if the kernel does not say in time what a process has mapped."""
     return GpuError(
         f"the files that process {pid} ({comm(pid)}) has open could not be listed: {error.filename}: "
         f"{error.strerror}",
@@ -274,8 +274,8 @@ def make_unanswered(error: TimeoutError, pid: int) -> GpuError:
 
 
 def gone_or_raise(error: OSError, pid: int) -> None:
-    """Return where the process, or the descriptor, is gone; raise for any other reason."""
-    # A process that is ending has no memory by which the kernel could allow us: EACCES, for any but root.
+    """Return if the process, or the descriptor, is gone; raise for any other reason."""
+    # An ending process has no memory by which the kernel could permit access: EACCES, except for root.
     if error.errno in (errno.ENOENT, errno.ESRCH) or not proc.is_alive(pid):
         return
     message = f"the files that process {pid} ({comm(pid)}) has open could not be listed: {reason(error)}"

@@ -1,9 +1,8 @@
-"""Device nodes of GPUs: which ones a container has, and which of this host's take their place.
+"""Device nodes of GPUs: those of a container, and those of this host that replace them.
 
-A node is recognised by its device number; what number a driver has is asked of /proc/devices, because all of
-NVIDIA's majors but one, and AMD's kfd, are given out by the kernel as modules are loaded, and differ between
-hosts. Where the kernel does not list a driver (it is masked in some containers), this host's own node says
-it.
+A node is recognized by its device number. /proc/devices says which number a driver has: the kernel assigns
+all of NVIDIA's majors but one, and AMD's kfd, when modules are loaded, and they differ between hosts. If the
+kernel does not list a driver (it is masked in some containers), this host's own node says it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gpusnap.runtime_shim.gpu.api.errors import GpuError
 _DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
 _FIRST_RENDER = 128  # drivers/gpu/drm/drm_drv.c: 64 minors for each kind of node, render nodes the third
 
-# Path below /dev, what /proc/devices calls its driver (the first that is listed counts), and its minor.
+# Path below /dev, the driver's names in /proc/devices (the first listed one counts), and its minor.
 _NVIDIA = ("nvidia", "nvidia-frontend", "nvidiactl")
 _SHARED: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("nvidiactl", _NVIDIA, 255),
@@ -39,23 +38,23 @@ _GPU = compile_later(r"nvidia(\d{1,3})")
 _DRI = compile_later(r"dri/(?:renderD|card)(\d{1,4})")
 _FOLDERS = ("", "dri", "nvidia-caps")
 _MOST = 4096
-"""Nodes that are looked at in one folder; more are no device folder of this world."""
+"""Nodes that are read from one directory; a real device directory has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A node of the container, and what is in its place after the restore."""
+    """A node of the container, and what replaces it after the restore."""
 
     old: Node
     new: tuple[Node, ...]
-    """One; two where its old name is kept beside the new one; none where it was such a second name."""
+    """One; two if its old name is kept beside the new one; none if it was such a second name."""
 
 
 def in_container(pid: int, gpus: Sequence[Gpu]) -> tuple[Node, ...]:
-    """The GPU nodes in the /dev of a process, sorted by path; the process may be suspended.
+    """Return the GPU nodes in the /dev of a process, sorted by path; the process may be suspended.
 
-    `gpus` are this host's. The container decides what lies there, so no symbolic link is followed. The node
-    of a GPU that the driver does not list is left out. Raises GpuError where /dev cannot be read.
+    `gpus`: this host's. The container decides what is there, so no symbolic link is followed. The node of a
+    GPU that the driver does not list is omitted. Raises GpuError if /dev cannot be read.
     """
     majors = _majors("/dev")
     found = []
@@ -67,7 +66,7 @@ def in_container(pid: int, gpus: Sequence[Gpu]) -> tuple[Node, ...]:
 
 
 def on_host(gpus: Sequence[Gpu]) -> tuple[Node, ...]:
-    """The nodes of this host's GPUs, sorted by path, also those that nobody has made in /dev yet."""
+    """Return the nodes of this host's GPUs, sorted by path, also those that nobody has made in /dev yet."""
     majors = _majors("/dev")
     found = []
     for path, names, minor in _SHARED:
@@ -89,12 +88,12 @@ def on_host(gpus: Sequence[Gpu]) -> tuple[Node, ...]:
 def plan_changes(
     old: Sequence[Node], here: Sequence[Node], pairs: Iterable[tuple[str, str]], *, keep_names: bool = False
 ) -> tuple[Change, ...]:
-    """What has to become of a container's nodes when its GPUs come back as the second ones of `pairs`.
+    """Return the changes of a container's nodes if its GPUs are restored as the second ones of `pairs`.
 
-    `old` are the container's, `here` this host's (`on_host`). By default it gets the nodes that this host has
-    for those GPUs; with `keep_names` each old name stays, with the new number, and the host's name is made
-    beside it where no old name is in its way. A node that stays as it is is in no change; nor is one that
-    merely trades places (GPU 0 for 1 and 1 for 0). Raises Refused where this host lacks a counterpart.
+    `old`: the container's, `here`: this host's (`on_host`). By default it gets this host's nodes of those
+    GPUs. With `keep_names`, each old name stays, with the new number, and the host's name is made beside it
+    unless it conflicts with an old name. A node that stays the same is in no change; nor is one that merely
+    swaps places (GPU 0 for 1 and 1 for 0). Raises Refused if this host lacks a counterpart.
     """
     of = dict(pairs)
     wanted = [(node, _counterpart(node, here, of)) for node in old]
@@ -109,7 +108,7 @@ def plan_changes(
     for node in old:
         if _strip_names(node) in after:
             continue
-        # A node takes the place of one of its own kind, so that its owner and mode are right.
+        # A node is replaced by one of its own kind, so that its owner and mode are right.
         choice = next((new for new in coming if _kind(new.path) == _kind(node.path)), None)
         if choice is not None:
             coming.remove(choice)
@@ -154,7 +153,7 @@ def _kind(path: str) -> str:
 def _identify(
     path: str, major: int, minor: int, majors: Mapping[str, int], gpus: Sequence[Gpu]
 ) -> Node | None:
-    """The node if it is of a GPU's driver: by its number or, where /proc/devices lacks it, by its name."""
+    """Return the node if it belongs to a GPU driver: by number, or by name if that is not listed."""
     where = f"/dev/{path}"
     frontend = _find_first(majors, _NVIDIA)
     if (major == frontend and minor <= LAST_GPU_MINOR) or _GPU.fullmatch(path):
@@ -168,14 +167,14 @@ def _identify(
 
 
 def _find_drm_gpu(minor: int, gpus: Sequence[Gpu]) -> Gpu | None:
-    """The GPU of a DRM node: by its own number, where that is a render node's, or else by PCI address."""
+    """Return the GPU of a DRM node: by its own number for a render node, else by PCI address."""
     own = next((gpu for gpu in gpus if gpu.minor == minor >= _FIRST_RENDER), None)
     owner = _pci(minor) if own is None else ""
     return own or next((gpu for gpu in gpus if owner and gpu.pci == owner), None)
 
 
 def _majors(dev: str) -> dict[str, int]:
-    """Major by the driver's name, from /proc/devices; where it is silent, from the nodes in `dev`."""
+    """Return major by the driver's name, from /proc/devices; otherwise from the nodes in `dev`."""
     majors: dict[str, int] = {}
     for path, device in _devices(dev):
         names = next((names for name, names, _ in _SHARED if name == path), None)
@@ -192,7 +191,7 @@ def _majors(dev: str) -> dict[str, int]:
 
 
 def _read_listed_majors(table: str = "/proc/devices") -> dict[str, int]:
-    return dict(reversed(character_drivers(table)))  # of one that stands there twice, the first
+    return dict(reversed(character_drivers(table)))  # if one is listed twice, the first counts
 
 
 def _find_first(majors: Mapping[str, int], names: Sequence[str]) -> int | None:
@@ -204,7 +203,7 @@ def _list_devices(dev: str) -> list[tuple[str, int]]:
 
 
 def _devices(dev: str) -> Iterator[tuple[str, int]]:
-    """(path below `dev`, device number) of each character device there, in dri and nvidia-caps too."""
+    """Yield (path below `dev`, device number) of each character device there, also in dri and nvidia-caps."""
     try:
         top = os.open(dev, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -248,7 +247,7 @@ def _in_folder(top: int, folder: str) -> Iterator[tuple[str, int]]:
 
 
 def _pci(minor: int) -> str:
-    """The PCI address of a DRM device (sysfs), as in `Gpu.pci`; empty where it is none."""
+    """Return the PCI address of a DRM device (sysfs), as in `Gpu.pci`; empty if it has none."""
     try:
         return os.path.basename(os.readlink(f"/sys/dev/char/{_DRM_MAJOR}:{minor}/device"))
     except OSError:

@@ -32,17 +32,17 @@ from gpusnap.runtime_shim.errors import GpusnapError
 
 
 class GpuError(GpusnapError):
-    """The base of all that a GPU's driver, or our way to it, may refuse.
+    """The base of all errors of a GPU's driver, or of the access to it.
 
-    `code_name` is the driver's own word for it, such as CUDA_ERROR_NOT_SUPPORTED or NVML_ERROR_TIMEOUT; empty
-    where gpusnap found it out without asking the driver. `pid` is the process concerned, if there is one.
+    `code_name` is the driver's own name for it, such as CUDA_ERROR_NOT_SUPPORTED or NVML_ERROR_TIMEOUT; empty
+    if gpusnap determined it without asking the driver. `pid` is the process concerned, if there is one.
     """
 
     because: ClassVar[str] = "the driver refused"
     """The reason, as the second half of "the GPU driver could not lock process 7 (python3): …"."""
 
     advice: ClassVar[str] = "look for NVRM and Xid lines in the kernel log (dmesg)"
-    """The hint where the caller knows no better one."""
+    """The hint if the caller has no better one."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class GpuError(GpusnapError):
 
 
 class DriverMissing(GpuError):
-    """No driver library can be loaded, it is a build-time stub, or no kernel driver stands behind it."""
+    """No driver library can be loaded, it is a build-time stub, or there is no kernel driver for it."""
 
     code = "GPS-301"
     because = "the NVIDIA driver is not installed or not loaded"
@@ -67,7 +67,7 @@ class DriverMissing(GpuError):
 
 
 class DriverTooOld(GpuError):
-    """The driver does not have what we call, the checkpoint API above all."""
+    """The driver lacks a function that gpusnap calls, usually the checkpoint API."""
 
     code = "GPS-302"
     because = "the NVIDIA driver is too old for this"
@@ -94,7 +94,7 @@ class DriverNotReady(GpuError):
 
 
 class NoDevice(GpuError):
-    """There is no GPU, or not the one that was asked for."""
+    """There is no GPU, or not the requested one."""
 
     code = "GPS-305"
     because = "the GPU was not found"
@@ -142,7 +142,7 @@ class NotInitialized(GpuError):
 
 
 class IllegalState(GpuError):
-    """The process is not in the state from which the step leads on; nothing has been changed."""
+    """The process is not in the right state for the step; nothing has been changed."""
 
     code = "GPS-311"
     because = "the process is not in the state that this step requires"
@@ -150,7 +150,7 @@ class IllegalState(GpuError):
 
 
 class LockTimeout(GpuError):
-    """The process' GPU work did not stop within the deadline; it runs on."""
+    """The process's GPU work did not stop within the deadline; it continues."""
 
     code = "GPS-312"
     because = "its GPU work did not stop in time"
@@ -166,7 +166,7 @@ class NotSupported(GpuError):
 
 
 class MpsInTheWay(NotSupported):
-    """The Multi-Process Service is at work, and processes under it cannot be suspended."""
+    """The Multi-Process Service is active, and processes under it cannot be suspended."""
 
     code = "GPS-314"
     because = "the Multi-Process Service (MPS) prevents it"

@@ -1,22 +1,22 @@
-"""A GPU map: which GPU of the checkpoint is to go to which GPU of this host, as a person writes it.
+"""A GPU map: which GPU of the checkpoint goes to which GPU of this host, in the format of the user.
 
-    0=3,1=2                 numbers as nvidia-smi shows them: on the left of the checkpoint's host
-    GPU-1f3a=GPU-77c0e2     UUIDs, whole or cut short as in CUDA_VISIBLE_DEVICES; of AMD's GPUs as in
+    0=3,1=2                 numbers as in nvidia-smi: the left ones are of the checkpoint's host
+    GPU-1f3a=GPU-77c0e2     UUIDs, whole or shortened as in CUDA_VISIBLE_DEVICES; for AMD's GPUs as in
                             ROCR_VISIBLE_DEVICES
 
-Blanks around a pair and around a GPU do not count. A text that is blank is a map that asks for nothing.
+Blanks around a pair and around a GPU are ignored. A blank text is an empty map.
 """
 
 from __future__ import annotations
 
 GpuMap = tuple[tuple[str, str], ...]
-"""Pairs of (a GPU of the checkpoint, a GPU of this host); each is a number or the begin of a UUID."""
+"""Pairs of (a GPU of the checkpoint, a GPU of this host); each is a number or the start of a UUID."""
 
 PAIRS = 64
 """More than any host has GPUs."""
 _DIGITS = 7
 _PREFIX = "GPU-"
-# A UUID as NVML writes it, without its prefix (nvmlDeviceGetUUID): x stands for a hexadecimal digit.
+# A UUID in NVML's format, without its prefix (nvmlDeviceGetUUID): x stands for a hexadecimal digit.
 _SHAPE = "xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
 _PLAIN = 16
 """The digits of AMD's, which have no dashes (rocminfo)."""
@@ -28,9 +28,9 @@ _WANTED = (
 
 
 def parse_map(text: str) -> GpuMap:
-    """The pairs in `text`, with UUIDs in lower case; ValueError says what the text must be.
+    """Return the pairs in `text`, with UUIDs in lower case; ValueError says what the text must be.
 
-    A map names no GPU twice on one side, as far as that can be told without knowing the GPUs.
+    A map names no GPU twice on one side, as far as that can be checked without knowing the GPUs.
     """
     if not text.strip():
         return ()
@@ -64,7 +64,7 @@ def _word(text: str) -> str:
 
 
 def _has_shape(digits: str, shape: str) -> bool:
-    """Whether the digits are the beginning of such a UUID."""
+    """Whether the digits are the start of such a UUID."""
     return len(digits) <= len(shape) and all(
         _matches_digit(digit, place) for digit, place in zip(digits, shape, strict=False)
     )
@@ -75,8 +75,8 @@ def _matches_digit(digit: str, place: str) -> bool:
 
 
 def is_meant(word: str, index: int, uuid: str) -> bool:
-    """Whether a word of a map means the GPU with this number and UUID."""
+    """Whether a word of a map denotes the GPU with this number and UUID."""
     if word.isdigit():
         return int(word) == index
-    # lower(): NVML writes small letters, and not every maker of UUIDs does.
+    # lower(): NVML writes lower case, but other makers of UUIDs may not.
     return uuid.lower().startswith(word.lower())

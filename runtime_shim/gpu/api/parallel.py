@@ -1,8 +1,8 @@
-"""The same step on several processes at once.
+"""Runs the same step on several processes at once.
 
-The processes of one container share its GPU work (collectives, pipes between ranks): locked one after
-another, the first would stop while the others still wait for it. And the driver takes one process' copies at
-a time per call, so two processes of 8 GiB need 2.9 s at once and 5.3 s in turn.
+The processes of one container share its GPU work (collectives, pipes between ranks): if they were locked one
+after another, the first would stop while the others still wait for it. And the driver copies one process at a
+time per call, so two processes of 8 GiB need 2.9 s at once and 5.3 s in turn.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError
 
 T = TypeVar("T")
 
-# The signals that ask us to stop.
+# The signals that ask gpusnap to stop.
 _STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-# Seconds between two looks for one of them while we wait.
+# Seconds between two checks for one of them during a wait.
 _LOOK = 0.05
 
 
-# No slots: a generic dataclass that is frozen and slotted cannot be made as Outcome[int](…), up to Python
+# No slots: a frozen and slotted generic dataclass cannot be created as Outcome[int](…), up to Python
 # 3.13.
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What became of each process: every PID is in exactly one of the two, in the order of their ends."""
+    """The result for each process: every PID is in exactly one of the two, in the order of their ends."""
 
     results: dict[int, T]
     errors: dict[int, GpusnapError]
 
     def raise_first(self) -> None:
-        """Raise the error that came first, if there is one, with the number of the others in its sentence."""
+        """Raise the error that came first, if there is one, with the number of the others in its message."""
         errors = list(self.errors.values())
         if not errors:
             return
@@ -57,14 +57,13 @@ def run_at_once(
 ) -> Outcome[T]:
     """Run `operation` on each process, each in a thread of its own, and wait for all of them.
 
-    No process is waited for before the last one was begun; `limit` allows at most so many at a time. An
-    operation's `GpusnapError` goes into the outcome, any other exception (a mistake of ours) is raised once
-    all have ended.
+    All are started before any is waited for; `limit` allows at most that many at a time. An operation's
+    `GpusnapError` goes into the outcome; any other exception (a bug) is raised once all have ended.
 
-    A call into the driver cannot be called off, and a process that is left in the middle of one cannot be
-    undone. So KeyboardInterrupt, or what a handler of SIGINT, SIGTERM or SIGHUP raises, is held back until
-    all have ended, and then raised; the outcome is lost with it, and the driver has to be asked for the
-    states. `look` is called every 50 ms in this thread meanwhile, before and after one came.
+    A call of the driver cannot be cancelled, and a process in the middle of one cannot be undone. So
+    KeyboardInterrupt, or an exception of a handler of SIGINT, SIGTERM or SIGHUP, is held back until all have
+    ended, and then raised; the outcome is lost with it, and the driver must be asked for the states.
+    Meanwhile this thread calls `look` every 50 ms, also after a signal.
     """
     crew = _Crew(operation, pids, look)
     with _hold_stops_back():
@@ -82,7 +81,7 @@ def run_at_once(
 class _Crew(Generic[T]):
     """Threads that take one PID after another until none is left.
 
-    They wait at a gate until all of them are there: an exception that breaks into the starting finds nothing
+    They wait at a gate until all of them have started. So if an exception interrupts the start, no work has
     begun.
     """
 
@@ -94,7 +93,7 @@ class _Crew(Generic[T]):
         self.errors: dict[int, GpusnapError] = {}
         self.mistakes: list[BaseException] = []
         self._operation = operation
-        # Taken from by many threads: next() of a tuple's iterator is one step under the GIL.
+        # Used by many threads: next() of a tuple's iterator is one step under the GIL.
         self._left = iter(self.pids)
         self._workers: list[_Worker] = []
         self._gate = threading.Event()
@@ -102,7 +101,7 @@ class _Crew(Generic[T]):
         self._go = False
 
     def start(self, number: int) -> None:
-        """Start so many threads, or as many as the kernel gives: with one the work gets done, only later."""
+        """Start that many threads, or as many as the kernel permits: one is enough, only slower."""
         for _ in range(number):
             worker = _Worker(self._work)
             try:
@@ -118,8 +117,8 @@ class _Crew(Generic[T]):
     def wait(self) -> None:
         """Wait until every thread has ended.
 
-        A look at a time: a stop signal that another thread of ours took is handled in this one, and only
-        when it runs Python (docs.python.org/3/library/signal.html). One that is blocked is pending.
+        In short waits: a stop signal that another thread took is handled in this one, and only when it runs
+        Python (docs.python.org/3/library/signal.html). A blocked signal stays pending.
         """
         for worker in self._workers:
             while not worker.ended:
@@ -128,7 +127,7 @@ class _Crew(Generic[T]):
                     self._look()
 
     def await_end(self) -> None:
-        """After an exception: send the threads home, or if they have begun, wait whatever else is raised."""
+        """After an exception: let the threads end, or if they have begun, wait whatever else is raised."""
         self._gate.set()
         while self._go and not all(worker.ended for worker in self._workers):
             with suppress(BaseException):
@@ -157,7 +156,7 @@ class _Crew(Generic[T]):
 
 
 class _Worker:
-    """A thread whose end can be awaited again after an exception broke into the waiting.
+    """A thread whose end can be awaited again after an exception interrupted a wait.
 
     Thread.join() cannot: up to Python 3.12 an exception inside it marks the running thread as ended
     (_wait_for_tstate_lock). The flag is set before the lock is opened, and is what counts.
@@ -174,7 +173,7 @@ class _Worker:
         self._thread.start()
 
     def wait(self, timeout: float) -> None:
-        """Wait for its end, for so many seconds."""
+        """Wait for its end, for `timeout` seconds."""
         if self._door.acquire(timeout=timeout):
             self._door.release()
 
@@ -190,8 +189,8 @@ class _Worker:
 def _hold_stops_back() -> Iterator[None]:
     """Block the stop signals in this thread and those that it starts.
 
-    The threads inherit the mask, so a signal never breaks into a system call of the driver; and none breaks
-    into the starting of threads. What is pending is delivered at the end.
+    The threads inherit the mask, so a signal never interrupts a system call of the driver, nor the start of
+    threads. Pending signals are delivered at the end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:

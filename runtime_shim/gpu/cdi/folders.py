@@ -1,4 +1,4 @@
-"""The CDI files of this host: those of its two folders, and which of them has a device."""
+"""The CDI files of this host: those of its two directories, and which of them has a device."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.gpu.cdi.spec import LARGEST, CdiError, Spec, parse
 
 FOLDERS = ("/etc/cdi", "/run/cdi")
-"""The static folder and the dynamic one, which wins; CDI calls it /var/run/cdi."""
+"""The static directory and the dynamic one, which has precedence; CDI calls it /var/run/cdi."""
 
 
 def load(
     folders: Iterable[str] = FOLDERS, *, report: Callable[[CdiError], None] | None = None
 ) -> tuple[Spec, ...]:
-    """Every spec of this host: *.json and *.yaml of each folder by name, not of folders in it.
+    """Return every spec of this host: *.json and *.yaml of each directory by name, not of subdirectories.
 
-    A device that a later folder has too is the later one's. Two files of one folder that both have it: an
-    error, and neither's. Raises CdiError at the first thing wrong; with `report`, that is told instead and
-    left out. A folder that does not exist is an empty one.
+    If a later directory has the same device, it has precedence. If two files of one directory have it, that
+    is an error, and neither counts. Raises CdiError at the first error; with `report`, the error is reported
+    instead and the file omitted. A directory that does not exist counts as empty.
     """
 
     def failed(error: CdiError) -> None:
@@ -42,9 +42,9 @@ def load(
 
 
 def read(path: str) -> Spec:
-    """The spec in one file. Raises CdiError."""
+    """Read the spec in one file. Raises CdiError."""
     try:
-        # Not to wait for the other end of a FIFO.
+        # Do not wait for the other end of a FIFO.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -56,7 +56,7 @@ def read(path: str) -> Spec:
 
 
 def _drop_repeated(folders: Iterable[str]) -> list[str]:
-    """Each folder once, where it counts most: /var/run/cdi is /run/cdi."""
+    """Return each directory once, where it has the highest precedence: /var/run/cdi is /run/cdi."""
     last = {os.path.realpath(folder): at for at, folder in enumerate(folders)}
     return sorted(last, key=last.__getitem__)
 

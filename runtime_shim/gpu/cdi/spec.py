@@ -1,9 +1,9 @@
-"""CDI, the container device interface: what a file of it says that a GPU brings into a container.
+"""CDI, the container device interface: what a file of it says that a GPU adds to a container.
 
 Format and rules are those of CDI's SPEC.md and its Go library (specs-go/config.go and version.go, pkg/cdi's
 spec.go, container-edits.go and cache.go), versions 0.3.0 to 1.1.0. As there, an unknown field makes a file
-invalid, and so does one that came with a later version than the file's own. What a spec says of paths is
-its vendor's word: whoever opens one checks it.
+invalid, and so does a field that is newer than the file's version. The paths in a spec come from its vendor:
+whoever opens one must check it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from gpusnap.runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, make_p
 _VERSIONS = ("0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0")
 LARGEST = 16 << 20
 """Bytes of a file."""
-_ITEMS = 4096  # of any one list; nvidia-ctk writes about 60 mounts and a few hundred devices at most
+_ITEMS = 4096  # in any list; nvidia-ctk writes about 60 mounts and a few hundred devices at most
 _TEXT = 128 << 10  # MAX_ARG_STRLEN of the kernel's binfmts.h: no argument or variable may be longer
 
-# Every field, and the version that it came with; a blank one was there from the start.
+# Every field, and its first version; blank means that it was always there.
 _SPEC = {"cdiVersion": "", "kind": "", "annotations": "0.6.0", "devices": "", "containerEdits": ""}
 _DEVICE = {"name": "", "annotations": "0.6.0", "containerEdits": ""}
 _EDITS = {
     **dict.fromkeys(("env", "deviceNodes", "mounts", "hooks"), ""),
-    # SPEC.md writes it both ways, and Go does not mind.
+    # SPEC.md has both spellings, and Go accepts both.
     **dict.fromkeys(("additionalGids", "additionalGIDs", "intelRdt"), "0.7.0"),
     "netDevices": "1.1.0",
 }
@@ -57,24 +57,24 @@ _UNFIT = compile_later("[\0\ud800-\udfff]")  # JSON can spell half a character
 
 
 class CdiError(GpusnapError):
-    """A CDI file cannot be read, or is not what the format says; the message names file and field."""
+    """A CDI file cannot be read, or violates the format; the message names file and field."""
 
     code = "GPS-409"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceNode:
-    """A device node of the container; what the spec leaves open is None or empty."""
+    """A device node of the container; None or empty for fields that the spec omits."""
 
     path: str
     host_path: str
-    """Where it is on the host: `path`, unless the spec says otherwise."""
+    """Its path on the host: `path`, unless the spec says otherwise."""
     type: str
     major: int | None
     minor: int | None
     file_mode: int | None
     permissions: str
-    """Of the device cgroup: of the letters r, w, m; empty: all three; none: none."""
+    """Permissions of the device cgroup: of the letters r, w, m; empty: all three; none: none."""
     uid: int | None
     gid: int | None
 
@@ -103,7 +103,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What is done to the container; intelRdt and netDevices are checked, but not kept."""
+    """The changes of the container; intelRdt and netDevices are checked, but not kept."""
 
     env: tuple[str, ...] = ()
     nodes: tuple[DeviceNode, ...] = ()
@@ -114,7 +114,7 @@ class Edits:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a container gets that asks for `vendor/class=name`."""
+    """What a container gets if it requests `vendor/class=name`."""
 
     name: str
     edits: Edits
@@ -133,7 +133,7 @@ class Spec:
 
 
 def parse(data: bytes, path: str) -> Spec:
-    """The spec in `data`: as JSON if `path` ends so, else as YAML. Raises CdiError, which names `path`."""
+    """Parse the spec in `data`: JSON if `path` ends so, else YAML. Raises CdiError, which names `path`."""
     if len(data) > LARGEST:
         raise CdiError(f"{path}: is larger than {LARGEST >> 20} MiB")
     try:
@@ -154,11 +154,11 @@ def parse(data: bytes, path: str) -> Spec:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """One object of the file: its fields that are not null, and where it is."""
+    """One object of the file: its fields that are not null, and its place."""
 
     path: str
     version: str = ""
-    """Of the whole file."""
+    """The version of the whole file."""
     place: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -177,13 +177,13 @@ class _Object:
         return _Object(self.path, self.version, place).check_fields(value, known)
 
     def check_fields(self, value: Any, known: Mapping[str, str]) -> _Object:
-        """The same with `value`'s fields, which must be among those that are `known`."""
+        """Return the same with `value`'s fields, which must all be `known`."""
         if not isinstance(value, dict):
             raise self.wrong("is not an object with fields")
         for name, each in value.items():
             if name not in known:
                 raise self.wrong(f"unknown field {make_printable(name)}")
-            if known[name] and each:  # as CDI's library has it, an empty value needs no version
+            if known[name] and each:  # as in CDI's library, an empty value needs no version
                 self.need(known[name], name)
             if name in _DROPPED and self.version == "1.1.0":
                 raise self.wrong("is no longer a field in CDI 1.1.0", name)
@@ -191,7 +191,7 @@ class _Object:
         return dataclasses.replace(self, fields=fields)
 
     def need(self, version: str, name: str, what: str = "") -> None:
-        """Refuse what came with a later version than the file's."""
+        """Refuse a field that is newer than the file's version."""
         if _VERSIONS.index(version) > _VERSIONS.index(self.version):
             raise self.wrong(
                 f"{what}was added in CDI {version}, but the file's cdiVersion is {self.version}",
@@ -251,7 +251,7 @@ def _spec(content: Any, path: str) -> Spec:
     version = content.get("cdiVersion") if isinstance(content, dict) else None
     number = version.removeprefix("v") if isinstance(version, str) else ""
     top = _Object(path, number)
-    # Before all else: what is wrong with a file of the future is its version.
+    # First of all, because the error of a newer file is its version.
     if isinstance(content, dict) and number not in _VERSIONS:
         known = f"{_VERSIONS[0]} to {_VERSIONS[-1]}"
         what = "is missing" if version is None else f"{make_printable(version)} is not a known version"
@@ -333,7 +333,7 @@ def _hook(hook: _Object) -> Hook:
 
 
 def _check_unkept(edits: _Object) -> None:
-    """intelRdt and netDevices are no GPU's: their fields are checked, and no more."""
+    """Check the fields of intelRdt and netDevices, which no GPU uses, and nothing more."""
     rdt = edits.object("intelRdt", _RDT)
     for name in ("closID", "l3CacheSchema", "memBwSchema"):
         rdt.text(name)

@@ -1,8 +1,8 @@
-"""The text of a CDI file as plain values: mappings, lists, strings, and what else JSON has.
+"""Reads the text of a CDI file as plain values: mappings, lists, strings, and the other types of JSON.
 
-YAML is read from PyYAML's events, as of YAML 1.1, and only as far as a CDI file needs it. There is no alias,
-no tag and no second document in it, and no field is there twice. How deep it nests and how much it holds has
-a bound, so a small file stays small.
+YAML is read from PyYAML's events, as of YAML 1.1, and only as far as a CDI file needs it. There may be no
+alias, no tag, no second document, and no duplicate field. Nesting and size are limited, so a small file stays
+small.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from gpusnap.oci.base.patterns import compile_later
 _DEPTH = 32
 _NODES = 500_000
 _NULL = ("", "~", "null", "Null", "NULL")
-# YAML 1.1's, as CDI's library reads it: file modes are written 0666.
+# YAML 1.1's, as CDI's library reads them: file modes are written 0666.
 _WHOLE = compile_later(r"(?P<octal>0[0-7]{1,22})|0o[0-7]{1,22}|0x[0-9A-Fa-f]{1,16}|0|[1-9][0-9]{0,19}")
 
 
 class Unquoted(str):
-    """A YAML scalar without quotes: what it stands for is up to the field."""
+    """A YAML scalar without quotes: the field decides what it means."""
 
     __slots__ = ()
 
     def parse_whole(self) -> int | None:
-        """The whole number that it may stand for; None where it is none."""
+        """Return the whole number that it may mean; None if it is none."""
         found = _WHOLE.fullmatch(self)
         return int(self, 8 if found["octal"] else 0) if found else None
 
 
 def from_yaml(text: str) -> Any:
-    """The value that a YAML text holds: mappings, lists, None, strings, and `Unquoted` ones.
+    """Return the value of a YAML text: mappings, lists, None, strings, and `Unquoted` ones.
 
-    Raises ValueError, and ImportError where PyYAML is missing.
+    Raises ValueError, and ImportError if PyYAML is missing.
     """
     import yaml
 
     try:
-        # Events, not yaml.load: that expands aliases, and a C stack under it ends where the nesting says.
+        # Events, not yaml.load, which expands aliases, and whose C stack overflows if the nesting is too
+        # deep.
         return _Document(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))).content()
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
 
 def make_printable(value: object) -> str:
-    """What stood in the file, short enough for a message."""
+    """Return the content of the file, short enough for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:76]}…"
 

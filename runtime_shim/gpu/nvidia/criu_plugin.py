@@ -1,7 +1,7 @@
-"""NVIDIA's driver where CRIU's own CUDA plugin suspends the processes, by NVIDIA's cuda-checkpoint.
+"""NVIDIA's driver if CRIU's own CUDA plugin suspends the processes, with NVIDIA's cuda-checkpoint.
 
-That program speaks to drivers from 555 on, also to those before 570 whose libcuda has no checkpoint API; then
-the state of a process cannot be read, and one that holds the device files counts as running.
+That program supports drivers since 555, also those before 570 whose libcuda has no checkpoint API. With
+these, the state of a process cannot be read, and one that holds the device files counts as running.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from gpusnap.runtime_shim.process import proc
 
 
 class NvidiaByPlugin(Nvidia):
-    """As `Nvidia`, but nothing here may suspend or resume a process."""
+    """Like `Nvidia`, but it cannot suspend or resume a process."""
 
     plugin: Plugin | None = CUDA
 
     def open(self) -> None:
-        """As ever, but a driver without the checkpoint API will do."""
+        """Like `Nvidia.open`, but a driver without the checkpoint API is enough."""
         try:
             super().open()
         except DriverTooOld:
-            self.host()  # raises where NVML does not answer either
+            self.host()  # raises if NVML does not answer either
 
     def state(self, pid: int) -> ProcessState | None:
-        """As ever; by the device files where the driver does not tell."""
+        """Like `Nvidia.state`; from the device files if the driver does not report it."""
         try:
             return super().state(pid)
         except DriverTooOld:

@@ -92,17 +92,17 @@ _CHECKPOINT: dict[str, list[type]] = {
 
 
 class Library:
-    """The loaded library. Each method is one call, from any thread; each returns the CUresult, first.
+    """The loaded library. Each method is one call, from any thread; each returns the CUresult first.
 
-    Raises DriverMissing where the library cannot be loaded or is none of CUDA's. Symbols of the checkpoint
-    API may be absent: `list_missing()` names them, and only then may their methods be called.
+    Raises DriverMissing if the library cannot be loaded or is not CUDA's. Symbols of the checkpoint API may
+    be absent: `list_missing()` names them, and their methods must not be called then.
     """
 
     def __init__(self, path: str = SONAME) -> None:
         try:
             self._library = ctypes.CDLL(path)
         except OSError as error:
-            # The loader's text says "No such file or directory", which Podman would take for its own.
+            # The loader's text contains "No such file or directory", which Podman would take for its own.
             raise DriverMissing(
                 f"the CUDA driver's library {path} could not be loaded", hint=DriverMissing.advice
             ) from error
@@ -111,7 +111,7 @@ class Library:
         self._missing = self._declare(_CHECKPOINT)
 
     def _declare(self, functions: dict[str, list[type]]) -> tuple[str, ...]:
-        """Set the types of the functions; the names of those that the library does not export."""
+        """Set the types of the functions; return the names of those that the library does not export."""
         missing = []
         for name, types in functions.items():
             try:
@@ -124,7 +124,7 @@ class Library:
         return tuple(missing)
 
     def list_missing(self) -> tuple[str, ...]:
-        """The functions of the checkpoint API that this library lacks: none since driver 570."""
+        """Return the functions of the checkpoint API that this library lacks: none since driver 570."""
         return self._missing
 
     def init(self) -> int:
@@ -137,7 +137,7 @@ class Library:
         return int(self._library.cuDriverGetVersion(ctypes.byref(version))), version.value
 
     def error_name(self, result: int) -> str:
-        """cuGetErrorName: the library's word for a CUresult, empty if it has none. Works before `init`."""
+        """cuGetErrorName: the library's name for a CUresult, empty if it has none. Works before `init`."""
         name = ctypes.c_char_p()
         self._library.cuGetErrorName(result, ctypes.byref(name))
         return name.value.decode("ascii", "replace") if name.value else ""
@@ -153,7 +153,7 @@ class Library:
         return int(self._library.cuCheckpointProcessGetRestoreThreadId(pid, ctypes.byref(tid))), tid.value
 
     def lock(self, pid: int, timeout_ms: int) -> int:
-        """cuCheckpointProcessLock; to the driver 0 means to wait for ever, so it is made 1 ms here."""
+        """cuCheckpointProcessLock; for the driver 0 means to wait forever, so it becomes 1 ms here."""
         args = LockArgs(timeout_ms=min(max(timeout_ms, 1), _UINT_MAX))
         return int(self._library.cuCheckpointProcessLock(pid, ctypes.byref(args)))
 
@@ -180,10 +180,10 @@ _GROUPS = (8, 4, 4, 4, 12)
 
 
 def uuid_bytes(text: str) -> bytes:
-    """The 16 bytes of a UUID written as NVML does: GPU-8-4-4-4-12 hex digits, of either case.
+    """Return the 16 bytes of a UUID in NVML's format: GPU-8-4-4-4-12 hex digits, in upper or lower case.
 
-    Raises InvalidRequest for any other text, a MIG instance's UUID (MIG-…) included: the driver remaps GPUs
-    only.
+    Raises InvalidRequest for any other text, including a MIG instance's UUID (MIG-…): the driver only remaps
+    GPUs.
     """
     groups = text.removeprefix("GPU-").split("-")
     digits = "".join(groups)

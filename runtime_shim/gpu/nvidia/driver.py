@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST_DRIVER = 570
-"""The first driver that exports cuCheckpointProcess*; for messages only: the symbols are asked for."""
+"""The first driver that exports cuCheckpointProcess*; only for messages: the symbols are checked."""
 
-# What the driver refuses to suspend (measured, and NVIDIA's notes on cuda-checkpoint).
+# Uses of the GPU that the driver refuses to suspend (measured, and NVIDIA's notes on cuda-checkpoint).
 _UNSUSPENDABLE = (
     "likely causes are managed memory (cudaMallocManaged) and MPS: start the program without them"
 )
@@ -59,12 +59,12 @@ _UNRESTORABLE = (
 _HOST_MEMORY = "free memory on this host, or raise the container's memory limit"
 _PAIRS = "give a pair for every GPU that the process could see, including unused ones"
 
-# What the driver may answer for a process that is being killed, and how long that may take, in seconds.
+# The driver's answers for a process that is being killed, and how long that may take, in seconds.
 # Driver 580 answers NOT_INITIALIZED for a zombie and OPERATING_SYSTEM for a PID that is not there.
 _VAGUE = (DriverFailed, InvalidRequest, NotInitialized, PermissionRefused)
 _DYING = 0.2
 
-# Seconds for an answer of NVML. Where nobody keeps the driver open it first starts every GPU of the host.
+# Seconds for an answer of NVML. If nobody keeps the driver open, it first starts every GPU of the host.
 _NVML = 300.0
 _COMPANION = Companion()
 
@@ -89,10 +89,10 @@ def is_present() -> bool:
 
 
 def _nvml(question: Callable[..., T], *arguments: object) -> T:
-    """What NVML answers, asked in a process of its own where question_process has one.
+    """Return NVML's answer, asked in a separate process if question_process has one.
 
-    There nvidia-ml-py is imported and NVML started beside what we do, and a GPU that has fallen off the bus
-    cannot keep us waiting for ever. Raises GpuError.
+    That process imports nvidia-ml-py and starts NVML at the same time as other work, and a GPU that has
+    fallen off the bus cannot make gpusnap wait forever. Raises GpuError.
     """
     if nvml.is_open():
         return question(*arguments)
@@ -116,18 +116,18 @@ class Nvidia:
         self._library: Library | None = None
 
     def open(self) -> None:
-        """Load libcuda, see that it has the checkpoint API, and initialise it (0.2 to 0.5 s), once.
+        """Load libcuda, check that it has the checkpoint API, and initialise it (0.2 to 0.5 s), once.
 
-        Raises DriverMissing, DriverTooOld, NoDevice and whatever else cuInit answers.
+        Raises DriverMissing, DriverTooOld, NoDevice and other errors of cuInit.
         """
         self._cuda()
 
     def host(self) -> Host:
-        """The inventory, read anew at each call; needs NVML, not libcuda."""
+        """Return the inventory, read anew at each call; needs NVML, not libcuda."""
         return _nvml(nvml.inventory)
 
     def state(self, pid: int) -> ProcessState | None:
-        """The state of a process; None where it has no GPU state (NOT_INITIALIZED) or is gone."""
+        """Return the state of a process; None if it has no GPU state (NOT_INITIALIZED) or has ended."""
         if not proc.is_alive(pid):
             return None
         result, state = self._cuda().state(pid)
@@ -147,9 +147,10 @@ class Nvidia:
             ) from None
 
     def restore_thread(self, pid: int) -> int:
-        """TID of the driver's thread in the process; raises NotInitialized, ProcessGone.
+        """Return the TID of the driver's thread in the process; raises NotInitialized, ProcessGone.
 
-        NotInitialized without a wait for the process' end: most processes have no GPU state.
+        NotInitialized is raised without a wait for the process's end, because most processes have no GPU
+        state.
         """
         library = self._prepare_library(pid)
         result, tid = library.restore_thread(pid)
@@ -157,11 +158,11 @@ class Nvidia:
         return tid
 
     def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
-        """Bytes by PID and GPU UUID; `nvml.memory_used` says what it cannot know."""
+        """Return bytes by PID and GPU UUID; `nvml.memory_used` says what it cannot know."""
         return _nvml(nvml.memory_used, tuple(pids))
 
     def list_handles(self, pid: int) -> tuple[str, ...]:
-        """Paths of NVIDIA's device files that the process has open or mapped, sorted by path."""
+        """Return paths of NVIDIA's device files that the process has open or mapped, sorted by path."""
         return tuple(dict.fromkeys(node.path for node in handles.nodes(pid)))
 
     def holds(self, pid: int) -> bool:
@@ -169,15 +170,14 @@ class Nvidia:
         return handles.holds(pid)
 
     def list_held(self, pid: int) -> HeldFiles:
-        """NVIDIA's device files by number of the descriptor, and by address."""
+        """Return NVIDIA's device files by number of the descriptor, and by address."""
         return handles.list_held(pid)
 
     def list_visible(self, pid: int) -> tuple[str, ...]:
-        """UUIDs of the GPUs that the process could see: it holds their nodes or has them in its /dev.
+        """Return UUIDs of the GPUs that the process could see: it holds their nodes or has them in its /dev.
 
-        The driver counts a GPU as visible once its node can be opened, so a suspended process, which holds
-        none, still sees those of its /dev. Raises NoDevice where it holds the node of a GPU that NVML does
-        not have.
+        For the driver, a GPU is visible if its node can be opened. So a suspended process, which holds none,
+        still sees those of its /dev. Raises NoDevice if it holds the node of a GPU that NVML does not list.
         """
         held = handles.gpu_minors(pid)
         in_dev = handles.dev_minors(pid)
@@ -192,19 +192,19 @@ class Nvidia:
                     hint=NoDevice.advice,
                     pid=pid,
                 )
-        # A program sees instances of a GPU that MIG has split, never the GPU itself.
+        # A program sees the instances of a GPU that MIG has split, never the GPU itself.
         seen = {minor for minor in in_dev if minor in gpus and not gpus[minor].mig}
         return tuple(gpus[minor].uuid for minor in sorted({*held, *seen}))
 
     def nodes(self, pid: int | None = None) -> tuple[Node, ...]:
-        """NVIDIA's device nodes in the /dev of a process, or this host's own; see module `nodes`."""
+        """Return NVIDIA's device nodes in the /dev of a process, or this host's own; see `device_nodes`."""
         gpus = self.host().gpus
         return on_host(gpus) if pid is None else in_container(pid, gpus)
 
     def lock(self, pid: int, *, timeout: float) -> None:
-        """Stop new GPU work and wait for what is under way, at most `timeout` seconds (1 ms at least).
+        """Stop new GPU work and wait for work in progress, at most `timeout` seconds (1 ms at least).
 
-        After LockTimeout the process runs on.
+        After LockTimeout the process continues.
         """
         library = self._prepare_library(pid)
         result = library.lock(pid, _milliseconds(timeout))
@@ -212,9 +212,9 @@ class Nvidia:
         self._check(result, pid, "lock", because={LockTimeout: late})
 
     def checkpoint(self, pid: int) -> None:
-        """Suspend the locked process. After NotSupported and IllegalState its state is what it was."""
+        """Suspend the locked process. After NotSupported and IllegalState its state is unchanged."""
         library = self._prepare_library(pid)
-        # The driver makes room for the GPU's memory inside the process, so the host is short of it here.
+        # The driver allocates the GPU's memory inside the process, so here it is the host that lacks memory.
         short: dict[type[GpuError], str] = {
             GpuOutOfMemory: "there is not enough host memory for its GPU memory"
         }
@@ -222,9 +222,9 @@ class Nvidia:
         self._check(library.checkpoint(pid), pid, "checkpoint", because=short, hints=hints)
 
     def restore(self, pid: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
-        """Resume a suspended process, which is locked then; `pairs` name every GPU it could see, or none.
+        """Resume a suspended process, which is then locked; `pairs` name every GPU it could see, or none.
 
-        A refusal leaves it suspended: it may be tried again with other pairs.
+        After a refusal it stays suspended, and can be tried again with other pairs.
         """
         from gpusnap.runtime_shim.gpu.nvidia.cuda import uuid_bytes
 
@@ -236,12 +236,12 @@ class Nvidia:
         self._check(library.restore(pid, raw), pid, "restore", hints=hints)
 
     def unlock(self, pid: int) -> None:
-        """Let the locked process run on."""
+        """Let the locked process continue."""
         library = self._prepare_library(pid)
         self._check(library.unlock(pid), pid, "unlock")
 
     def _prepare_library(self, pid: int) -> Library:
-        """The library, once it is known that there is a process to work on."""
+        """Return the library, after checking that the process exists."""
         library = self._cuda()
         if not proc.is_alive(pid):
             raise ProcessGone(f"process {pid} has exited", hint=ProcessGone.advice, pid=pid)
@@ -257,9 +257,9 @@ class Nvidia:
         hints: _Words = _NO_WORDS,
         at_once: bool = False,
     ) -> None:
-        """Raise for any result but success; ProcessGone, from the driver's error, where the process ended.
+        """Raise for any result except success; ProcessGone, from the driver's error, if the process ended.
 
-        `at_once`: where it has ended already; nobody waits to see whether it does.
+        `at_once`: only if it has ended already; do not wait to see whether it does.
         """
         if result == CUDA_SUCCESS:
             return
@@ -267,7 +267,8 @@ class Nvidia:
         error = cuda_error(
             result, f"{verb} {_name_pid(pid)}", pid=pid, name=name, because=because, hints=hints
         )
-        # The driver may notice before the kernel shows it. Its other answers are of living processes.
+        # The driver may notice the end before the kernel shows it. Its other answers are about living
+        # processes.
         patience = _DYING if isinstance(error, _VAGUE) and not at_once else 0
         if handles.has_ended(pid, within=patience):
             raise ProcessGone(
@@ -301,7 +302,7 @@ def _open_library() -> Library:
     if result != CUDA_SUCCESS:
         error = cuda_error(result, "start (cuInit)", name=library.error_name(result))
         if isinstance(error, NoDevice) and not is_present():
-            # libcuda says "no device" too where there is no kernel driver at all.
+            # libcuda also says "no device" if there is no kernel driver at all.
             raise DriverMissing(
                 "libcuda is installed, but NVIDIA's kernel driver is not loaded",
                 hint="load it (modprobe nvidia) and check that nvidia-smi lists the GPUs",
@@ -312,7 +313,7 @@ def _open_library() -> Library:
 
 
 def _version(library: Library) -> str:
-    """The driver's version for a message, or failing that the CUDA version it speaks."""
+    """Return the driver's version for a message, or else the CUDA version that it supports."""
     try:
         return nvml.driver_version()
     except GpuError:
@@ -322,9 +323,9 @@ def _version(library: Library) -> str:
 
 @contextmanager
 def _without_visible_devices() -> Iterator[None]:
-    """Without CUDA_VISIBLE_DEVICES: it is meant for programs, and an empty one makes cuInit answer NO_DEVICE.
+    """Hide CUDA_VISIBLE_DEVICES: it is meant for programs, and an empty one makes cuInit return NO_DEVICE.
 
-    It stays in the environment otherwise, since the real runtime inherits that.
+    Otherwise it stays in the environment, because the real runtime inherits that.
     """
     narrowed = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     try:
@@ -339,5 +340,5 @@ def _name_pid(pid: int) -> str:
 
 
 def _milliseconds(seconds: float) -> int:
-    """For the driver, which takes 32 bits and reads 0 as "no timeout": from 1 to some 49 days."""
+    """Convert for the driver, which takes 32 bits and treats 0 as "no timeout": from 1 to about 49 days."""
     return int(min(max(math.ceil(seconds * 1000), 1), 2**32 - 1)) if math.isfinite(seconds) else 2**32 - 1

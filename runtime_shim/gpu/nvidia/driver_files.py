@@ -1,9 +1,9 @@
-"""NVIDIA's driver as files of this host: which are its, where one of another version is, which build it is.
+"""NVIDIA's driver as files of this host: which files belong to it, and their version and build.
 
-A container's config.json mounts files of the driver of the host that it was made on: libcuda.so.560.35.03,
-firmware, nvidia-smi. On a host with another driver the same mounts need this host's files. An archive from
-elsewhere names the paths, so only what is the driver's is ever looked for, and what is found is always a
-regular file that this host's CDI specs, its loader's cache or the driver's own folders list.
+A container's config.json mounts driver files of the host that it was made on: libcuda.so.560.35.03, firmware,
+nvidia-smi. On a host with another driver, the same mounts need this host's files. An archive from elsewhere
+names the paths, so only the driver's files are searched, and every result is a regular file that this host's
+CDI specs, its loader's cache or the driver's own directories list.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpusnap.runtime_shim.gpu.cdi.spec import Spec
 
 _VERSION = r"[0-9]{3,4}(?:\.[0-9]{1,3}){1,2}"
-# What nvidia-ctk (internal/discover, pkg/nvcdi) and libnvidia-container (nvc_info.c) bring into a container.
+# The files that nvidia-ctk (internal/discover, pkg/nvcdi) and libnvidia-container (nvc_info.c) mount.
 _LIBRARY = r"""(?: lib(?: cuda | cudadebugger | nvcuvid | nvoptix | nvidia-(?!container)[\w-]+
     | (?:EGL|GLX|GLESv1_CM|GLESv2|vdpau|glxserver)_nvidia )\.so(?:\.[0-9]+){0,4}
     | nvidia_drv\.so | nvidia-drm_gbm\.so )"""
@@ -35,7 +35,7 @@ _CONFIG = r"""(?: [\w.-]*nvidia[\w.-]*\.json | nvoptix\.bin | nvidia-application
     | 10-nvidia\.conf | nvidia-drm-outputclass\.conf )"""
 _CONFIGS = r"""(?: glvnd/egl_vendor\.d | egl/egl_external_platform\.d | nvidia | X11/xorg\.conf\.d
     | vulkan/(?:icd|(?:im|ex)plicit_layer)\.d )"""
-# Where the driver has a root of its own: NVIDIA's GPU operator, Google's nodes, NixOS.
+# Where the driver may have a root of its own: NVIDIA's GPU operator, Google's nodes, NixOS.
 _ROOT = r"""(?: /run/nvidia/driver | /home/kubernetes/bin/nvidia | /run/opengl-driver
     | /nix/store/[0-9a-z]{32}-nvidia-x11-[\w.+-]+ )?"""
 _NAME = compile_later(rf"(?x) {_LIBRARY} | {_FIRMWARE} | {_PROGRAM} | {_CONFIG}", re.ASCII)
@@ -91,27 +91,27 @@ class File:
     """A regular file of this host's driver."""
 
     path: str
-    """As it is listed; may be a link to it."""
+    """The path as listed; may be a symbolic link."""
     real: str
     bits: int
     """64 or 32 for an ELF file, else 0."""
     rank: int
-    """Who lists it: 0 a CDI spec, 1 the loader's cache, 2 one of the driver's folders."""
+    """The source: 0 a CDI spec, 1 the loader's cache, 2 one of the driver's directories."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverFiles:
-    """What there is of the driver on this host."""
+    """The driver's files on this host."""
 
     version: str
     files: tuple[File, ...]
     present: frozenset[str] = frozenset()
-    """Paths that exist and are the driver's, the ones that are no regular files (/proc, sockets) too."""
+    """Paths of the driver that exist, also those that are not regular files (/proc, sockets)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MappedFile:
-    """A file that a process has mapped, as CRIU will know it again."""
+    """A file that a process has mapped, with what CRIU compares."""
 
     path: str
     size: int
@@ -121,12 +121,12 @@ class MappedFile:
 
 
 def is_driver_file(path: str) -> bool:
-    """Whether `path` is where NVIDIA's driver has one of its files, or its sockets or folders in /proc."""
+    """Whether `path` is a place of NVIDIA's driver for its files, or its sockets or directories in /proc."""
     return bool(_DRIVER.fullmatch(path)) and not {".", ".."} & {*path.split("/")}
 
 
 def replace_version(path: str, old: str, new: str) -> str:
-    """`path` with each driver version `old` in it replaced by `new`; never a part of another version."""
+    """Return `path` with each driver version `old` replaced by `new`; never a part of another version."""
     if not all(re.fullmatch(_VERSION, version) for version in (old, new)):
         return path
     return re.sub(rf"(?<![0-9])(?<![0-9]\.){re.escape(old)}(?![0-9]|\.[0-9])", new, path)
@@ -135,10 +135,10 @@ def replace_version(path: str, old: str, new: str) -> str:
 def find_files(
     specs: Iterable[Spec], version: str, *, asked: Iterable[str] = (), root: str = "/"
 ) -> DriverFiles:
-    """The driver's files here, from CDI specs, the loader's cache and the driver's folders, in that order.
+    """Return the driver's files here, from CDI specs, the loader's cache and its directories, in that order.
 
-    `version` is the driver's; `asked` are paths of which it must be known whether they exist. Everything is
-    looked up below `root`. What cannot be read is left out.
+    `version`: the driver's. `asked`: paths to check for existence. Everything is searched below `root`. What
+    cannot be read is omitted.
     """
     files = list(_iterate_regular(_iterate_mounted(specs), 0, root))
     files += _iterate_regular((path for _, path in loader_cache(_content(_LOADER_CACHE, root))), 1, root)
@@ -152,11 +152,11 @@ def find_files(
 def find_counterpart(
     source: str, old: str, new: str, known: DriverFiles, *, among: Iterable[str] = ()
 ) -> str | None:
-    """The file of this host to mount instead of `source`, one of driver version `old`; None: there is none.
+    """Return this host's file to mount for `source`, a file of driver version `old`, or None.
 
-    `source` itself where this host has it. `new` is the version of this host's driver. `among` are the
-    sources of the container's other mounts: whether /usr/lib has 64-bit files shows only beside /usr/lib64.
-    Looks at nothing but `known`.
+    `source` itself if this host has it. `new`: the version of this host's driver. `among`: the sources of the
+    container's other mounts, because only a /usr/lib64 shows whether /usr/lib has 64-bit files. Reads only
+    `known`.
     """
     wanted = replace_version(source, old, new)
     listed = any(each.path == wanted and each.rank == 0 for each in known.files)
@@ -173,11 +173,11 @@ def find_counterpart(
 
 
 def loader_cache(data: bytes) -> tuple[tuple[str, str], ...]:
-    """(name, path) of each library in /etc/ld.so.cache; () where it is of no known format.
+    """Return (name, path) of each library in /etc/ld.so.cache; () if its format is not known.
 
-    glibc, sysdeps/generic/dl-cache.h: struct cache_file_new and file_entry_new, alone or behind the old
-    cache_file; strings are counted from the beginning of cache_file_new. Entries that lead out of the file
-    are left out.
+    glibc, sysdeps/generic/dl-cache.h: struct cache_file_new and file_entry_new, alone or after the old
+    cache_file; strings are counted from the start of cache_file_new. Entries that lead out of the file are
+    omitted.
     """
     if data.startswith(b"ld.so-1.7.0") and len(data) >= 16:
         data = data[(16 + 12 * struct.unpack_from("=I", data, 12)[0] + 7) // 8 * 8 :]
@@ -185,14 +185,14 @@ def loader_cache(data: bytes) -> tuple[tuple[str, str], ...]:
         return ()
     count = min(struct.unpack_from("=I", data, 20)[0], (len(data) - 48) // 24)
     rows = (struct.unpack_from("=iII", data, 48 + 24 * each) for each in range(count))
-    texts = ((_string(data, name), _string(data, path)) for _, name, path in rows)
+    texts = ((_read_string(data, name), _read_string(data, path)) for _, name, path in rows)
     return tuple((name, path) for name, path in texts if name and path.startswith("/"))
 
 
 def build_id(path: str) -> str:
-    """The build-id of an ELF file in hex, as CRIU finds it; "" where there is none.
+    """Return the build-id of an ELF file in hex, as CRIU finds it; "" if there is none.
 
-    CRIU looks at the first MiB, and takes the first note of the type NT_GNU_BUILD_ID whatever its owner
+    CRIU reads the first MiB, and takes the first note of the type NT_GNU_BUILD_ID whatever its owner
     (criu/files-reg.c, get_build_id). Raises OSError.
     """
     with open(path, "rb") as file:
@@ -200,7 +200,7 @@ def build_id(path: str) -> str:
 
 
 def describe_mapped(path: str, file: str = "") -> MappedFile:
-    """What CRIU will hold `path` against; read from `file` where this process knows it by another name.
+    """Return what CRIU will compare for `path`; read from `file` if this process knows it by another name.
 
     Raises OSError.
     """
@@ -210,10 +210,10 @@ def describe_mapped(path: str, file: str = "") -> MappedFile:
 
 
 def explain_difference(path_here: str, size: int, build_id: str, *, mode: int | None = None) -> str:
-    """Why CRIU would not take this host's file for the one that a process had mapped; "" if it would.
+    """Say why CRIU would refuse this host's file in place of a mapped one; "" if it would not.
 
-    criu/files-reg.c, open_path and validate_file: the size always, then st_mode, and the build-id where both
-    files have one. `mode` is left out where it is not known.
+    criu/files-reg.c, open_path and validate_file: always the size, then st_mode, and the build-id if both
+    files have one. `mode` is omitted if it is not known.
     """
     try:
         here = describe_mapped(path_here)
@@ -232,11 +232,11 @@ def explain_difference(path_here: str, size: int, build_id: str, *, mode: int | 
     return ""
 
 
-# What fits
+# Which file matches
 
 
 def _get_stem(path: str) -> str:
-    """libcuda.so of libcuda.so.560.35.03; "" of what is no library."""
+    """Return libcuda.so for libcuda.so.560.35.03; "" if it is no library."""
     name = os.path.basename(path)
     at = name.find(".so")
     return name[: at + 3] if at > 0 and name[at + 3 : at + 4] in ("", ".") else ""
@@ -248,17 +248,17 @@ def _matches(file: File, wanted: str, new: str, bits: int) -> bool:
         return False
     numbered = _NUMBERED.fullmatch(os.path.basename(file.real))
     if numbered and not numbered["major"]:
-        # Not a libcuda.so.1 of a compatibility package, nor one that another driver left behind.
+        # Not a libcuda.so.1 of a compatibility package, nor one that another driver left.
         return numbered["version"] == new
     if _get_stem(name) or re.fullmatch(_PROGRAM, name, re.VERBOSE):
         return True
-    # Firmware and settings: their folder says of which version they are, or what for (icd.d).
+    # Firmware and settings: their directory says for which version, or purpose (icd.d), they are.
     folder = os.path.basename(os.path.dirname(wanted))
     return folder in (os.path.basename(os.path.dirname(path)) for path in (file.path, file.real))
 
 
 def _find_own_version(wanted: str, bits: int, known: DriverFiles) -> str | None:
-    """The one library with the same name and first number: libnvidia-egl-gbm.so.1.1.2 for ….so.1.1.1."""
+    """Return the one library of the same name and first number: libnvidia-egl-gbm.so.1.1.2 for 1.1.1."""
     own = _NUMBERED.fullmatch(os.path.basename(wanted))
     if not own or not own["major"]:
         return None
@@ -279,7 +279,7 @@ def _as_wide(file: File, bits: int) -> bool:
 
 
 def _bits(path: str, among: Iterable[str]) -> int:
-    """By the folder. A bare /usr/lib is a 32-bit one on distributions that have /usr/lib64 as well."""
+    """By the directory. A bare /usr/lib is for 32 bits on distributions that have /usr/lib64 as well."""
     if _NARROW.search(path):
         return 32
     if _WIDE.search(path):
@@ -288,7 +288,7 @@ def _bits(path: str, among: Iterable[str]) -> int:
     return 32 if any(os.path.basename(each) == name and _WIDE.search(each) for each in among) else 64
 
 
-# What there is
+# Which files exist
 
 
 def _join_root(root: str, path: str) -> str:
@@ -319,7 +319,7 @@ def _list_folder(folder: str, root: str) -> list[str]:
 
 
 def _iterate_regular(paths: Iterable[str], rank: int, root: str) -> Iterator[File]:
-    """Those of `paths` that have a driver file's name and are, or lead to, regular files with such names."""
+    """Yield those of `paths` that have a driver file's name and are, or lead to, such regular files."""
     top = os.path.realpath(root).rstrip("/")
     for path in dict.fromkeys(paths):
         if not path.startswith("/") or ".." in path.split("/") or not _NAME.fullmatch(os.path.basename(path)):
@@ -342,7 +342,7 @@ def _content(path: str, root: str) -> bytes:
         return b""
 
 
-def _string(data: bytes, at: int) -> str:
+def _read_string(data: bytes, at: int) -> str:
     end = data.find(b"\0", at, at + 4096)
     return os.fsdecode(data[at:end]) if end > at else ""
 
@@ -357,7 +357,7 @@ def _elf_bits(path: str) -> int:
 
 
 def _note(data: bytes) -> bytes:
-    """The description of the first NT_GNU_BUILD_ID note in `data`, the beginning of an ELF file; or b""."""
+    """Return the first NT_GNU_BUILD_ID note in `data`, the start of an ELF file; or b""."""
     if len(data) < 64 or data[:4] != b"\x7fELF" or data[4] not in (1, 2) or data[5] not in (1, 2):
         return b""
     order = "<" if data[5] == 1 else ">"
@@ -376,7 +376,7 @@ def _note(data: bytes) -> bytes:
 
 
 def _in_notes(data: bytes, at: int, size: int, header: str) -> bytes | None:
-    """None where no note of these is of the type; b"" where one is and cannot be taken, as in CRIU."""
+    """None if no note here has the type; b"" if one has it and cannot be used, as in CRIU."""
     end = min(at + size, len(data) - 12)
     while at <= end:
         name, length, kind = struct.unpack_from(header, data, at)

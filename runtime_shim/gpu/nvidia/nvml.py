@@ -1,8 +1,8 @@
 """The GPUs of this host and who uses their memory, from NVML (libnvidia-ml.so.1) through nvidia-ml-py.
 
-nvidia-ml-py is imported at the first call: it takes 40 ms, and most command lines never need it. Where it is
-not installed, nvml_binding makes the same calls. NVML needs no GPU context and no cuInit. It is initialised
-once and stays so until this process ends.
+nvidia-ml-py is imported at the first call: it takes 40 ms, and most command lines never need it. If it is not
+installed, nvml_ctypes makes the same calls. NVML needs no GPU context and no cuInit. It is initialised once,
+until this process ends.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gpusnap.runtime_shim.gpu.nvidia.result_codes import NVML_RESULTS, nvml_erro
 
 T = TypeVar("T")
 
-# nvmlComputeMode_t of nvml.h; 1 (exclusive thread) has not been set by a driver since CUDA 8.
+# nvmlComputeMode_t of nvml.h; no driver has set 1 (exclusive thread) since CUDA 8.
 _COMPUTE_MODES = {0: "default", 1: "exclusive-thread", 2: "prohibited", 3: "exclusive-process"}
 
-# What a GPU answers that lacks a feature, or a driver that does not know it yet (nvml.h).
+# The answers of a GPU without a feature, or of a driver that does not support it yet (nvml.h).
 _NOT_SUPPORTED = 3
 _FUNCTION_NOT_FOUND = 13
 
@@ -31,11 +31,11 @@ _ready = False
 
 
 def inventory() -> Host:
-    """Driver and GPUs, in NVML's order (that of the PCI bus).
+    """Return driver and GPUs, in NVML's order (that of the PCI bus).
 
-    A GPU that NVML lists but does not open (it fell off the bus, or this cgroup may not use it) is left out:
-    nothing can be restored onto it. Raises DriverMissing, DriverMismatch, DriverNotReady and others of
-    `GpuError`.
+    A GPU that NVML lists but cannot open (it fell off the bus, or this cgroup may not use it) is omitted,
+    because nothing can be restored onto it. Raises DriverMissing, DriverMismatch, DriverNotReady and others
+    of `GpuError`.
     """
     nvml = _nvml()
     with _convert_errors("read the driver's version"):
@@ -49,18 +49,18 @@ def inventory() -> Host:
 
 
 def driver_version() -> str:
-    """The driver's version, such as 580.159.04; raises as `inventory` does."""
+    """Return the driver's version, such as 580.159.04; raises as `inventory` does."""
     nvml = _nvml()
     with _convert_errors("read the driver's version"):
         return _text(nvml.nvmlSystemGetDriverVersion())
 
 
 def memory_used(pids: Iterable[int]) -> dict[int, dict[str, int]]:
-    """Bytes of GPU memory by PID and GPU UUID, for those of `pids` that NVML lists as compute processes.
+    """Return bytes of GPU memory by PID and GPU UUID, for the `pids` that use a GPU (NVML lists them).
 
-    NVML knows PIDs of the initial PID namespace: a caller in a nested one finds its processes missing or,
-    worse, others under the same number, so run this where the container runtime runs. Where the driver does
-    not tell the bytes (MIG, some virtual GPUs: "not available"), the process is listed with 0. A suspended
+    NVML uses PIDs of the initial PID namespace: a caller in a nested one would miss its processes or, worse,
+    find others with the same number, so run this where the container runtime runs. If the driver does not
+    report the bytes (MIG, some virtual GPUs: "not available"), the process is listed with 0. A suspended
     process is not listed.
     """
     wanted = frozenset(pids)
@@ -76,19 +76,19 @@ def memory_used(pids: Iterable[int]) -> dict[int, dict[str, int]]:
             )
         for process in processes:
             if process.pid in wanted:
-                # One process may be listed more than once: for each of its MIG instances.
+                # One process may be listed several times: for each of its MIG instances.
                 bytes_by_uuid = used.setdefault(process.pid, {})
                 bytes_by_uuid[uuid] = bytes_by_uuid.get(uuid, 0) + (process.usedGpuMemory or 0)
     return used
 
 
 def is_open() -> bool:
-    """Whether NVML was initialised in this process. A child by fork cannot use what it has open."""
+    """Whether NVML was initialised in this process. A child by fork cannot use its parent's."""
     return _ready
 
 
 def _nvml() -> Any:
-    """The binding, initialised."""
+    """Return the binding, initialised."""
     global _ready  # noqa: PLW0603 -- NVML itself is one per process, too
     nvml = binding()
     with _lock:
@@ -100,7 +100,7 @@ def _nvml() -> Any:
 
 
 def binding() -> Any:
-    """nvidia-ml-py's module, or nvml_binding, which has what of it is called here."""
+    """Return nvidia-ml-py's module, or nvml_ctypes, which has the functions that are called here."""
     try:
         import pynvml
     except ImportError:
@@ -112,7 +112,7 @@ def binding() -> Any:
 
 @contextmanager
 def _convert_errors(task: str) -> Iterator[None]:
-    """Turn NVML's exceptions into ours; `task` completes "NVML could not …"."""
+    """Convert NVML's exceptions to gpusnap's; `task` completes "NVML could not …"."""
     try:
         yield
     except binding().NVMLError as error:
@@ -134,7 +134,7 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     with _convert_errors(f"describe GPU {index}"):
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        # (current, pending); a GPU that has no MIG does not support the question.
+        # (current, pending); a GPU without MIG does not support the call.
         mig = _ask_optional(lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0)
         mode = _ask_optional(lambda: nvml.nvmlDeviceGetComputeMode(handle), 0)
         return Gpu(
@@ -152,13 +152,13 @@ def _gpu(nvml: Any, index: int, handle: Any) -> Gpu:
 
 
 def _pci(nvml: Any, handle: Any) -> str:
-    """NVML's domain has eight digits where sysfs has four."""
+    """Return the address; NVML's domain has eight digits, sysfs's four."""
     address: str = _ask_optional(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId), "")
     return address[-12:].lower()
 
 
 def _ask_optional(ask: Callable[[], T], otherwise: T) -> T:
-    """What `ask` answers, or `otherwise` where this GPU or this driver does not know the question."""
+    """Return the result of `ask`, or `otherwise` if this GPU or this driver does not support it."""
     try:
         return ask()
     except binding().NVMLError as error:

@@ -1,8 +1,8 @@
-"""The calls of NVML that gpusnap makes, for hosts without nvidia-ml-py; names, answers and errors are its.
+"""The NVML calls that gpusnap makes, for hosts without nvidia-ml-py: same names, results and errors.
 
-Debian has that package outside main only, so a host may well have the driver and lack it. Whatever calls
-NVML takes nvidia-ml-py where it is (see nvml.binding), and this otherwise; a test holds one against the
-other. Prototypes, structures and constants: nvml.h of CUDA 12.9.
+Debian has that package only outside of main, so a host may have the driver but not the package. Callers use
+nvidia-ml-py if it is installed (see nvml.binding), and otherwise this module; a test compares both.
+Prototypes, structures and constants: nvml.h of CUDA 12.9.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-# The names of NVML's own functions, and of Python's bindings to it: they are looked up by them.
+# The names of NVML's own functions, and of Python's bindings to it, by which they are found.
 
 _LIBRARY = "libnvidia-ml.so.1"
 
@@ -30,7 +30,7 @@ Handle = ctypes.c_void_p
 
 
 class NVMLError(Exception):
-    """NVML answered something else than NVML_SUCCESS: `value`, an nvmlReturn_t."""
+    """NVML's result was not NVML_SUCCESS: `value`, an nvmlReturn_t."""
 
     def __init__(self, value: int) -> None:
         super().__init__(f"NVML error {value}")
@@ -69,7 +69,7 @@ class _ProcessInfo(ctypes.Structure):
 
 
 class Process:
-    """A process on a GPU: its PID, and the bytes that it has there, None where the driver does not tell."""
+    """A process on a GPU: its PID, and its bytes there, None if the driver does not report them."""
 
     __slots__ = ("pid", "usedGpuMemory")
 
@@ -87,7 +87,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _ask(name: str, *arguments: object) -> int:
-    """What a function answers; FUNCTION_NOT_FOUND where this driver has none of that name."""
+    """Return a function's result; FUNCTION_NOT_FOUND if this driver has none of that name."""
     try:
         function = getattr(_library(), name)
     except AttributeError:
@@ -126,82 +126,82 @@ def nvmlInit() -> None:
 
 
 def nvmlSystemGetDriverVersion() -> str:
-    """Such as 580.159.04."""
+    """Return the version, such as 580.159.04."""
     return _text("nvmlSystemGetDriverVersion")
 
 
 def nvmlSystemGetCudaDriverVersion_v2() -> int:
-    """13000 of 13.0."""
+    """Return 13000 for 13.0."""
     return _number("nvmlSystemGetCudaDriverVersion_v2")
 
 
 def nvmlDeviceGetCount() -> int:
-    """How many GPUs there are."""
+    """Return the number of GPUs."""
     return _number("nvmlDeviceGetCount_v2")
 
 
 def nvmlDeviceGetHandleByIndex(index: int) -> Handle:
-    """The GPU of this number."""
+    """Return the GPU with this number."""
     handle = Handle()
     _call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
     return handle
 
 
 def nvmlDeviceGetUUID(handle: Handle) -> str:
-    """GPU-…"""
+    """Return GPU-…"""
     return _text("nvmlDeviceGetUUID", handle)
 
 
 def nvmlDeviceGetName(handle: Handle) -> str:
-    """Its model."""
+    """Return its model."""
     return _text("nvmlDeviceGetName", handle)
 
 
 def nvmlDeviceGetMinorNumber(handle: Handle) -> int:
-    """N of /dev/nvidiaN."""
+    """Return N of /dev/nvidiaN."""
     return _number("nvmlDeviceGetMinorNumber", handle)
 
 
 def nvmlDeviceGetMemoryInfo(handle: Handle) -> Memory:
-    """Its memory, in bytes."""
+    """Return its memory, in bytes."""
     memory = Memory()
     _call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
     return memory
 
 
 def nvmlDeviceGetCudaComputeCapability(handle: Handle) -> tuple[int, int]:
-    """(9, 0) of 9.0."""
+    """Return (9, 0) for 9.0."""
     return _pair("nvmlDeviceGetCudaComputeCapability", handle)
 
 
 def nvmlDeviceGetMigMode(handle: Handle) -> tuple[int, int]:
-    """Whether MIG is on now, and will be after a reset."""
+    """Return whether MIG is on now, and after a reset."""
     return _pair("nvmlDeviceGetMigMode", handle)
 
 
 def nvmlDeviceGetComputeMode(handle: Handle) -> int:
-    """nvmlComputeMode_t."""
+    """Return nvmlComputeMode_t."""
     return _number("nvmlDeviceGetComputeMode", handle)
 
 
 def nvmlDeviceGetPersistenceMode(handle: Handle) -> int:
-    """1 where the driver keeps the GPU ready while nobody uses it."""
+    """Return 1 if the driver keeps the GPU initialised while nobody uses it."""
     return _number("nvmlDeviceGetPersistenceMode", handle)
 
 
 def nvmlDeviceGetPciInfo(handle: Handle) -> PciInfo:
-    """Its address on the PCI bus."""
+    """Return its address on the PCI bus."""
     info = PciInfo()
     _call("nvmlDeviceGetPciInfo_v3", handle, ctypes.byref(info))
     return info
 
 
 def nvmlDeviceGetComputeRunningProcesses(handle: Handle) -> list[Process]:
-    """The processes that compute on it."""
+    """Return the processes that compute on it."""
     count = ctypes.c_uint(0)
     value = _ask("nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), None)
     while value == _INSUFFICIENT_SIZE:
-        # More may have come by the time of the next call.
+        # More may have started by the next call.
         count.value = count.value * 2 + 5
         rows = (_ProcessInfo * count.value)()
         value = _ask("nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), rows)

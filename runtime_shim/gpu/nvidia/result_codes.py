@@ -1,8 +1,8 @@
-"""Which exception each CUresult (CUDA's driver API) and each nvmlReturn_t (NVML) becomes.
+"""Which exception represents each CUresult (CUDA's driver API) and each nvmlReturn_t (NVML).
 
-The names are those of cuda.h (CUDA 13.0, and 13.5 through cuda-bindings) and nvml.h (through nvidia-ml-py): a
-test holds both tables against these, so none is left out. A number that is in neither table comes from a
-newer driver and becomes DriverFailed.
+The names are those of cuda.h (CUDA 13.0, and 13.5 through cuda-bindings) and nvml.h (through nvidia-ml-py). A
+test compares both tables with these, so none is missing. A number that is in neither table comes from a newer
+driver and becomes DriverFailed.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ CUDA_RESULTS: _Table = MappingProxyType(
         999: ("CUDA_ERROR_UNKNOWN", DriverFailed),
     }
 )
-"""CUresult, success left out: its name and our exception."""
+"""CUresult, without success: its name and gpusnap's exception."""
 
 NVML_RESULTS: _Table = MappingProxyType(
     {
@@ -188,7 +188,7 @@ NVML_RESULTS: _Table = MappingProxyType(
         999: ("NVML_ERROR_UNKNOWN", DriverFailed),
     }
 )
-"""nvmlReturn_t, success left out: its name and our exception."""
+"""nvmlReturn_t, without success: its name and gpusnap's exception."""
 
 
 def cuda_error(
@@ -200,11 +200,11 @@ def cuda_error(
     because: _Words = _NO_WORDS,
     hints: _Words = _NO_WORDS,
 ) -> GpuError:
-    """The exception for a CUresult other than success.
+    """Return the exception for a CUresult other than success.
 
-    `task` completes "the GPU driver could not …" and names the process; `name` is what the library itself
-    calls the number, for numbers that the table lacks; `because` and `hints` replace what the exception's
-    class says.
+    `task` completes "the GPU driver could not …" and names the process. `name`: the library's own name for
+    the number, for numbers that the table lacks. `because` and `hints` replace the texts of the exception's
+    class.
     """
     known, kind = CUDA_RESULTS.get(result, (name or "an unknown CUDA error", DriverFailed))
     why = because.get(kind, kind.because)
@@ -213,7 +213,7 @@ def cuda_error(
 
 
 def nvml_error(value: int, task: str) -> GpuError:
-    """The exception for an nvmlReturn_t other than success; `task` completes "NVML could not …"."""
+    """Return the exception for an nvmlReturn_t other than success; `task` completes "NVML could not …"."""
     known, kind = NVML_RESULTS.get(value, ("an unknown NVML error", DriverFailed))
     message = f"NVML could not {task}: {kind.because} ({known}, {value})"
     return kind(message, hint=kind.advice, code_name=known)

@@ -1,12 +1,13 @@
-"""Memory copied between a process and us, in many threads: process_vm_readv(2), process_vm_writev(2).
+"""Copies memory between a process and gpusnap in many threads: process_vm_readv(2), process_vm_writev(2).
 
-Whatever takes time here runs in the C library with the interpreter's lock dropped (ctypes does that), so
-threads of Python use every core. The threads are shared by all callers; a caller that has threads of its own
-asks for one, and the copy is made in its own.
+The slow parts run in the C library without the interpreter's lock (ctypes releases it), so Python's threads
+use every core. All callers share the threads. A caller that has threads of its own asks for one, and copies
+in its own.
 
-There is no deadline: what is copied is private anonymous memory that the driver has made while all processes
-of the container stand, so none of them can put a userfaultfd over it (ioctl_userfaultfd(2), UFFDIO_REGISTER,
-wants a process that runs). Somebody outside who was given one could; SIGKILL ends such a wait.
+There is no deadline. What is copied is private anonymous memory that the driver has made while all processes
+of the container are stopped, so none of them can register it with a userfaultfd (ioctl_userfaultfd(2),
+UFFDIO_REGISTER needs a running process). A process outside that was given one could; SIGKILL ends such a
+wait.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
 Bytes = bytes | bytearray | memoryview | mmap.mmap
-"""What has its bytes in one piece of memory."""
+"""A buffer that is contiguous in memory."""
 
 PIECE = 16 << 20
-"""Bytes that one thread copies at a time: some pieces for every core, and few system calls."""
+"""Bytes that one thread copies at a time: several pieces for every core, and few system calls."""
 HUGE = 2 << 20
 """Bytes of a huge page."""
 _VECTOR = 1024  # pieces of memory that one call may name (linux/uio.h, UIO_MAXIOV)
-_TURN = 64  # of them in one call to `touch` a page each: 128 MiB of huge pages
+_TURN = 64  # pages in one call of `touch`: 128 MiB of huge pages
 
 Job = Callable[[], None]
 
@@ -75,31 +76,32 @@ _python.PyBuffer_Release.restype = None
 
 @cache
 def cores() -> int:
-    """How many cores we may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 class _Pool:
-    """The threads that all callers share."""
+    """The threads, shared by all callers."""
 
     lock = Lock()
     threads: ThreadPoolExecutor | None = None
 
 
 def _pool() -> ThreadPoolExecutor:
-    """The threads, all of them started.
+    """Return the threads, all of them started.
 
-    A new one needs a stack, and mmap(2) of that waits for every page fault that is under way in our memory:
-    if they came one by one into work that is such faults (memory.stage), it would take three times as long.
+    A new thread needs a stack, and its mmap(2) waits for every page fault in progress in this process's
+    memory. If threads started one by one during work that consists of such faults (memory.stage), it would
+    take three times as long.
     """
-    from concurrent.futures import ThreadPoolExecutor, wait  # takes 6 ms, and who reads a word needs none
+    from concurrent.futures import ThreadPoolExecutor, wait  # takes 6 ms, and a single read needs no threads
 
     with _Pool.lock:
         if _Pool.threads is None:
             pool, together = ThreadPoolExecutor(cores(), "copies"), Barrier(cores())
             try:
                 wait([pool.submit(together.wait) for _ in range(cores())])
-            except RuntimeError as error:  # no thread more is to be had
+            except RuntimeError as error:  # no more threads can be started
                 together.abort()
                 pool.shutdown()
                 raise OSError(errno.EAGAIN, f"no thread for copies: {error}") from error
@@ -108,7 +110,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    """A child by fork has none of the threads."""
+    """Forget the threads in a child by fork, which has none of them."""
     _Pool.lock, _Pool.threads = Lock(), None
 
 
@@ -116,20 +118,20 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def read(pid: int, address: int, into: Bytes, *, threads: int = 0, piece: int = PIECE) -> None:
-    """Fill a buffer with the process' memory from `address` on.
+    """Fill a buffer with the process's memory from `address` on.
 
-    In `threads` threads, all cores' for 0, this one for 1. Raises OSError that names the process and the
-    address; ProcessLookupError where the process is gone.
+    `threads`: 0 for one per core, 1 for the calling thread. Raises OSError that names the process and the
+    address; ProcessLookupError if the process has ended.
     """
     with _memory(into, _WRITABLE) as (ours, size):
         _copy(_libc.process_vm_readv, pid, address, ours, size, threads=threads, piece=piece)
 
 
 def peek(pid: int, address: int, size: int) -> bytes:
-    """Bytes of the process' memory; fewer where it cannot be read to the end.
+    """Read bytes of the process's memory; fewer if it cannot be read to the end.
 
-    To be asked by question_process.ask, and never by way of /proc/PID/mem: who waits there for a file's page
-    keeps the mm->mmap_lock, and with it the process, until the file's server answers.
+    To be called by question_process.ask, and never with /proc/PID/mem: a reader that waits there for a file's
+    page holds the mm->mmap_lock, and blocks the process, until the file's server answers.
     """
     if not 0 < address < 1 << 63 or size <= 0:
         return b""
@@ -146,20 +148,20 @@ def peek(pid: int, address: int, size: int) -> bytes:
 
 
 def write(pid: int, address: int, data: Bytes, *, threads: int = 0, piece: int = PIECE) -> None:
-    """Copy a buffer to the process' memory at `address`, which it must be able to write; else as `read`."""
+    """Copy a buffer to the process's memory at `address`, which must be writable; otherwise as `read`."""
     with _memory(data, _SIMPLE) as (ours, size):
         _copy(_libc.process_vm_writev, pid, address, ours, size, threads=threads, piece=piece)
 
 
 def touch(pid: int, start: int, size: int, *, threads: int = 0, step: int = HUGE) -> None:
-    """Have the kernel put a page behind every `step` bytes of fresh memory, by writing a zero there.
+    """Make the kernel allocate a page for every `step` bytes of fresh memory, by writing a zero there.
 
     Only for memory that nobody has written to. Threads and errors as `read`.
     """
     first = -(-start // step) * step
     heads = [start] if first > start else []
     starts: list[Sequence[int]] = [heads] if heads else []
-    # Small pages: as many in a call as it takes, each costs little.
+    # Small pages: as many as fit into one call, because each takes little time.
     turn = _TURN if step >= HUGE else _VECTOR
     starts += [
         range(at, min(at + turn * step, start + size), step) for at in range(first, start + size, turn * step)
@@ -176,7 +178,7 @@ def _touch(pid: int, addresses: Sequence[int]) -> None:
     ours = _Iovec(ctypes.addressof(nothing), len(addresses))
     done = _libc.process_vm_writev(pid, ctypes.byref(ours), 1, theirs, count // 2, 0)
     if done != len(addresses):
-        # Where it was cut short the next byte alone says why.
+        # If the call was cut short, only the next byte says why.
         _transfer(_libc.process_vm_writev, pid, addresses[max(done, 0)], ctypes.addressof(nothing), 1)
 
 
@@ -191,7 +193,7 @@ def _copy(
 
 
 def _transfer(call: Callable[..., int], pid: int, address: int, ours: int, size: int) -> None:
-    """Copy all of it, however little a call takes."""
+    """Copy everything, however little one call copies."""
     done = 0
     while done < size:
         mine, its = _Iovec(ours + done, size - done), _Iovec(address + done, size - done)
@@ -205,9 +207,9 @@ def _transfer(call: Callable[..., int], pid: int, address: int, ours: int, size:
 
 
 def run_jobs(jobs: Sequence[Job], threads: int) -> None:
-    """Do them all in so many threads, all cores' for 0.
+    """Run all jobs in `threads` threads, one per core for 0.
 
-    After a failure none is begun, and it is raised when all have ended.
+    After a failure no more are started, and the error is raised when all have ended.
     """
     waiting = deque(jobs)
     hands = min(threads or cores(), len(jobs))
@@ -219,7 +221,7 @@ def run_jobs(jobs: Sequence[Job], threads: int) -> None:
     hired = [_pool().submit(_drain, waiting) for _ in range(hands)]
     try:
         wait(hired)
-    except BaseException:  # a signal's: the buffer must stay until nobody copies into it
+    except BaseException:  # from a signal: the buffer must exist until nobody copies into it
         waiting.clear()
         wait(hired)
         raise
@@ -242,7 +244,7 @@ def _drain(waiting: deque[Job]) -> None:
 
 @contextmanager
 def _memory(data: Bytes, how: int) -> Iterator[tuple[int, int]]:
-    """Address and size of a buffer's bytes, which stay there meanwhile. Raises BufferError if they cannot."""
+    """Yield address and size of a buffer's bytes, which are not moved meanwhile. Raises BufferError."""
     view = _View()
     _python.PyObject_GetBuffer(data, ctypes.byref(view), how)
     try:

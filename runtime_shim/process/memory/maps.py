@@ -1,8 +1,8 @@
 """The mappings of a process (proc_pid_maps(5)), and the regions among them: large ones that are new.
 
-A GPU's driver puts device memory into new private anonymous memory of the process. The kernel shows
-neighbours of one kind as a single mapping, so what was writable before is cut out of what is there now; a
-heap or a stack that grew is no region, nor are the small things that every program maps on its way.
+A GPU's driver puts device memory into new private anonymous memory of the process. The kernel shows adjacent
+mappings of one kind as a single one, so gpusnap subtracts what was writable before from what is mapped now. A
+heap or a stack that grew is not a region, nor are the small mappings that every program makes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Mapping:
     start: int
     end: int
     permissions: str
-    """As "rw-p"."""
+    """For example "rw-p"."""
     offset: int
     device: str
-    """major:minor in hexadecimal, "00:00" without a file."""
+    """major:minor in hexadecimal, "00:00" if there is no file."""
     inode: int
     name: str
-    """A path, "[heap]" and the like, or empty."""
+    """A path, a name such as "[heap]", or empty."""
 
     @property
     def size(self) -> int:
@@ -38,7 +38,7 @@ class Mapping:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is private, anonymous, and for reading and writing, with no meaning to the kernel.
+        """Whether it is private, anonymous, readable and writable, and not special to the kernel.
 
         A name that the process gave it (prctl(2), PR_SET_VMA_ANON_NAME) does not matter.
         """
@@ -56,19 +56,19 @@ class Region:
 
     @property
     def end(self) -> int:
-        """The address behind it."""
+        """The first address after it."""
         return self.start + self.size
 
 
 def mappings(pid: int) -> tuple[Mapping, ...]:
-    """What the process has mapped, by address; none for a zombie.
+    """Return the process's mappings, by address; none for a zombie.
 
-    Raises OSError where it is gone, TimeoutError where the kernel does not answer.
+    Raises OSError if it has ended, TimeoutError if the kernel does not answer.
     """
-    return tuple(map(_mapping, deadlines.read_lines(f"/proc/{pid}/maps")))
+    return tuple(map(_parse_mapping, deadlines.read_lines(f"/proc/{pid}/maps")))
 
 
-def _mapping(line: str) -> Mapping:
+def _parse_mapping(line: str) -> Mapping:
     span, permissions, offset, device, inode, *name = line.split(maxsplit=5)
     start, _, end = span.partition("-")
     return Mapping(
@@ -79,17 +79,17 @@ def _mapping(line: str) -> Mapping:
 def regions(
     before: Iterable[Mapping], after: Iterable[Mapping], *, smallest: int = SMALLEST
 ) -> tuple[Region, ...]:
-    """What is private, anonymous, writable memory in `after` and was not writable in `before`, by address.
+    """Return private, anonymous, writable memory of `after` that was not writable in `before`, by address.
 
-    Parts below `smallest` bytes are left out. Both as `mappings` gives them.
+    Parts below `smallest` bytes are omitted. Both as `mappings` returns them.
     """
     old = sorted((each.start, each.end) for each in before if "w" in each.permissions)
-    found = (part for each in after if each.is_plain for part in _rest(each.start, each.end, old))
+    found = (part for each in after if each.is_plain for part in _subtract(each.start, each.end, old))
     return tuple(Region(start, end - start) for start, end in sorted(found) if end - start >= smallest)
 
 
-def _rest(start: int, end: int, taken: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """What of a span none of the others covers; those are sorted and do not overlap one another."""
+def _subtract(start: int, end: int, taken: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a span that the others do not cover; those are sorted and do not overlap."""
     for low, high in taken:
         if high <= start or low >= end:
             continue

@@ -1,21 +1,22 @@
-"""userfaultfd(2): memory of another process that its threads wait for, until we say that it may be read.
+"""userfaultfd(2): memory of another process that its threads wait for, until gpusnap releases it.
 
-A range is registered for two kinds of faults: a page that its file does not have yet (missing), and one that
-the file has and the process has not mapped (minor). So whoever touches it waits, however much of the file is
-written by then, and whoever writes the file is seen by nobody. A range that is whole and checked is taken out
-of the registration, which wakes those that wait in it: from then on its faults are the kernel's own, huge
-pages included. UFFDIO_COPY and UFFDIO_CONTINUE would do so page by page, 4 KiB at a time.
+A range is registered for two kinds of faults: a page that its file does not have yet (missing), and a page
+that the file has but the process has not mapped (minor). So a thread that touches the range waits, however
+much of the file is written by then, and no thread sees a page that is being written. When a range is complete
+and checked, it is taken out of the registration, which wakes the threads that wait in it. From then on the
+kernel handles its faults itself, with huge pages. UFFDIO_COPY and UFFDIO_CONTINUE would do so page by page, 4
+KiB at a time.
 
 What the kernel does in other cases (fs/userfaultfd.c):
 
-- Who waits can be killed, stopped and traced: a fault of the program itself is an interruptible wait.
-- When the last descriptor is closed, all ranges lose their registration and all who wait go on, with whatever
-  the file has: bytes that are half written, and zeros. No page is made inaccessible. So the process has to be
-  ended before, or with us (PTRACE_O_EXITKILL).
-- A child by fork has the mapping without the registration; MADV_DONTFORK keeps it from having either.
-- A fault of the kernel itself, in a system call of the process, waits as well, except where the descriptor
-  was made with UFFD_USER_MODE_ONLY. One without that takes CAP_SYS_PTRACE, which a container lacks, or
-  /dev/userfaultfd (Linux 6.1), which we open for it.
+- A waiting thread can be killed, stopped and traced: a fault of the program itself is an interruptible wait.
+- When the last descriptor is closed, all ranges lose their registration and all waiting threads continue,
+  with whatever the file contains: data that is half written, and zeros. No page is made inaccessible. So the
+  process must be killed before, or together with gpusnap (PTRACE_O_EXITKILL).
+- A child by fork has the mapping without the registration; with MADV_DONTFORK it has neither.
+- A fault of the kernel itself, in a system call of the process, waits as well, unless the descriptor was made
+  with UFFD_USER_MODE_ONLY. A descriptor without that needs CAP_SYS_PTRACE, which a container lacks, or
+  /dev/userfaultfd (Linux 6.1), which gpusnap opens for it.
 """
 
 from __future__ import annotations
@@ -29,57 +30,57 @@ from contextlib import suppress
 
 DEVICE = "/dev/userfaultfd"
 FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
-"""With which a descriptor is made."""
+"""The flags of a new descriptor."""
 # linux/userfaultfd.h
 NEW = 0xAA00
-"""ioctl of the device, USERFAULTFD_IOC_NEW: a descriptor for the process that asks."""
+"""ioctl of the device, USERFAULTFD_IOC_NEW: makes a descriptor for the calling process."""
 _API, _REGISTER, _UNREGISTER, _WAKE = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0x8010AA02
 _VERSION, _EVENT_PAGEFAULT = 0xAA, 0x12
 _MISSING_SHMEM, _MINOR_SHMEM = 1 << 5, 1 << 10
 _MODE_MISSING, _MODE_MINOR = 1 << 0, 1 << 2
 _MESSAGE = struct.Struct("=B7xQQI4x")  # struct uffd_msg of a page fault: event, flags, address, thread
-_MESSAGES = 64  # that are read at a time
+_MESSAGES = 64  # read at a time
 
 
 class Userfault:
-    """A userfaultfd: of the process that made it, whoever has the descriptor. Methods raise OSError."""
+    """A userfaultfd. It belongs to the process that made it, whoever holds it. Methods raise OSError."""
 
     def __init__(self, descriptor: int) -> None:
-        """The descriptor is this object's from now on, also where this raises."""
+        """This object owns the descriptor from now on, even if this raises an exception."""
         self._descriptor = descriptor
         try:
             wanted = struct.pack("=QQQ", _VERSION, _MISSING_SHMEM | _MINOR_SHMEM, 0)
-            fcntl.ioctl(descriptor, _API, wanted)  # EINVAL where the kernel cannot do both, before 5.14
+            fcntl.ioctl(descriptor, _API, wanted)  # EINVAL if the kernel cannot do both, before 5.14
         except BaseException:
             self.close()
             raise
 
     def fileno(self) -> int:
-        """For poll(2): readable when somebody waits."""
+        """For poll(2): readable when a thread waits."""
         return self._descriptor
 
     def register(self, address: int, size: int) -> None:
-        """Have whoever touches this range wait; of file mappings of a tmpfs, and whole pages."""
+        """Make threads that touch this range wait; for file mappings of a tmpfs, and whole pages."""
         wanted = struct.pack("=QQQQ", address, size, _MODE_MISSING | _MODE_MINOR, 0)
         fcntl.ioctl(self._descriptor, _REGISTER, wanted)
 
     def release(self, address: int, size: int) -> None:
-        """Let it be read, and wake who waits in it. A part that is not registered any more is passed over.
+        """Make a range readable, and wake its waiting threads. Parts that are not registered are skipped.
 
-        Raises ProcessLookupError where the process has ended; EINVAL or ENOMEM where it has unmapped the
-        range, and ENOMEM also where the kernel lacks memory; EBADF where another thread has closed this.
+        Raises ProcessLookupError if the process has ended; EINVAL or ENOMEM if it has unmapped the range, and
+        ENOMEM also if the kernel lacks memory; EBADF if another thread has closed this.
         """
         if self._descriptor < 0:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         span = struct.pack("=QQ", address, size)
         fcntl.ioctl(self._descriptor, _UNREGISTER, span)
-        # The kernel wakes those that wait, and only then takes the range out (fs/userfaultfd.c,
-        # userfaultfd_unregister). A thread whose fault holds the lock of the mapping alone (since Linux 6.9)
-        # may begin to wait in between, and would do so for ever. None begins to after it.
+        # The kernel wakes waiting threads, and only then takes the range out (fs/userfaultfd.c,
+        # userfaultfd_unregister). A thread whose fault holds only the lock of the mapping (since Linux 6.9)
+        # may begin to wait in between, and would wait forever. After that, no thread begins to wait.
         fcntl.ioctl(self._descriptor, _WAKE, span)
 
     def faults(self) -> Iterator[int]:
-        """The addresses that threads wait for, each told once; none where nobody does. Never waits."""
+        """Yield the addresses that threads wait for, each once; none if no thread waits. Never waits."""
         while True:
             try:
                 data = os.read(self._descriptor, _MESSAGES * _MESSAGE.size)
@@ -90,15 +91,15 @@ class Userfault:
                     yield address
 
     def close(self) -> None:
-        """See above what becomes of those that wait. May be called twice."""
+        """Close it; the module says what happens to waiting threads. May be called twice."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
-            with suppress(OSError):  # it is closed all the same
+            with suppress(OSError):  # it is closed in any case
                 os.close(descriptor)
 
 
 def explain_missing() -> str:
-    """Why processes of containers have no userfaultfd that serves here; empty where they have."""
+    """Say why processes of containers have no usable userfaultfd here; empty if they have one."""
     try:
         Userfault(_open_own()).close()
     except FileNotFoundError:
@@ -111,7 +112,7 @@ def explain_missing() -> str:
 
 
 def _open_own() -> int:
-    """One of this process' own, made as a container's is."""
+    """Make one of this process's own, in the same way as a container's."""
     device = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     try:
         return int(fcntl.ioctl(device, NEW, FLAGS))

@@ -1,8 +1,9 @@
-"""What ptrace has to know of an architecture: its registers, and how a system call is made.
+"""The parts of ptrace that depend on the architecture: registers, and how a system call is made.
 
-x86-64 alone so far. Another one is another `Machine`, but look at how its kernel restarts an interrupted
-system call first: on x86-64 whoever stands at a signal sees orig_rax and -ERESTART* in rax and puts both back
-(arch/x86/kernel/signal.c, arch_do_signal_or_restart); arm64 has rewound the program counter by then.
+Only x86-64 so far. Another architecture is another `Machine`, but first check how its kernel restarts an
+interrupted system call. On x86-64, a thread that stops at a signal has orig_rax and -ERESTART* in rax, and
+both are restored (arch/x86/kernel/signal.c, arch_do_signal_or_restart); on arm64 the program counter is
+already rewound.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ _ERRORS = 4095  # include/linux/err.h, MAX_ERRNO: results from -4095 to -1 are e
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """An architecture of 64 bits. A set of registers is the bytes that PTRACE_GETREGSET gives."""
+    """A 64-bit architecture. A set of registers is the bytes that PTRACE_GETREGSET returns."""
 
     name: str
-    """As uname(2) says it."""
+    """Its name in uname(2)."""
     registers: tuple[str, ...]
     """The words of NT_PRSTATUS' register set, in order."""
     number: str
-    """The register that holds a system call's number while it is under way (and says that one is)."""
+    """The register with the number of the system call in progress (and which says that there is one)."""
     entry: str
     """The register that takes the number."""
     arguments: tuple[str, ...]
     result: str
     counter: str
-    """The program counter; after a system call it stands behind the instruction."""
+    """The program counter; after a system call it points behind the instruction."""
     instruction: bytes
     """The instruction that makes a system call."""
     calls: Mapping[str, int]
-    """Numbers of the system calls that we make, or look for."""
+    """Numbers of the system calls that gpusnap makes, or looks for."""
 
     @property
     def size(self) -> int:
@@ -46,33 +47,33 @@ class Machine:
         return 8 * len(self.registers)
 
     def value(self, registers: bytes, name: str) -> int:
-        """One register, unsigned."""
+        """Return one register, unsigned."""
         found: int = struct.unpack_from("=Q", registers, 8 * self.registers.index(name))[0]
         return found
 
     def replace_values(self, registers: bytes, values: Mapping[str, int]) -> bytes:
-        """The same registers with some of them set; a negative number becomes its two's complement."""
+        """Return the registers with some of them set; a negative number becomes its two's complement."""
         words = bytearray(registers)
         for name, value in values.items():
             struct.pack_into("=Q", words, 8 * self.registers.index(name), value & _WORD)
         return bytes(words)
 
     def call(self, registers: bytes, at: int, number: int, arguments: tuple[int, ...]) -> bytes:
-        """Registers with which the thread makes a system call, by an instruction that lies `at` an address.
+        """Return registers with which the thread makes a system call, by an instruction `at` an address.
 
-        None is under way in them, so the kernel has nothing to restart before it.
+        No call is in progress in them, so the kernel has nothing to restart before it.
         """
         values = {self.counter: at, self.number: -1, self.entry: number}
         values |= dict(zip(self.arguments, arguments + (0,) * len(self.arguments), strict=False))
         return self.replace_values(registers, values)
 
     def outcome(self, registers: bytes) -> int:
-        """The result of a system call that has just ended, or minus its errno."""
+        """Return the result of a system call that has just ended, or minus its errno."""
         value = self.value(registers, self.result)
         return value - (1 << 64) if value >= (1 << 64) - _ERRORS else value
 
     def get_call(self, registers: bytes) -> tuple[int, tuple[int, ...]]:
-        """Number and arguments of the system call that the thread enters or leaves; -1 for none."""
+        """Return number and arguments of the system call that the thread enters or leaves; -1 for none."""
         number = self.value(registers, self.number)
         return (
             number - (1 << 64) if number >> 63 else number,
@@ -126,7 +127,7 @@ _MACHINES = {machine.name: machine for machine in (X86_64,)}
 
 
 def this_machine() -> Machine:
-    """The architecture that we run on. Raises GpusnapError where it is not one of ours."""
+    """Return the architecture of this host. Raises GpusnapError if it is not supported."""
     name = os.uname().machine
     if name not in _MACHINES:
         raise GpusnapError(

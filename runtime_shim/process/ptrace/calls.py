@@ -1,8 +1,8 @@
-"""The calls of ptrace(2), and what a wait for a traced thread answers.
+"""The calls of ptrace(2), and the results of a wait for a traced thread.
 
-A tracer is one thread: the one that seized. The kernel answers any other thread of ours ESRCH. Every function
-raises OSError with the errno, the name of the request and the thread; ESRCH (ProcessLookupError) also says
-that the thread has ended or was killed. No function waits without a deadline.
+A tracer is one thread: the one that seized. For any other thread, the kernel returns ESRCH. Every function
+raises OSError with the errno, the name of the request and the thread; ESRCH (ProcessLookupError) can also
+mean that the thread has ended or was killed. No function waits without a deadline.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _NAMES = {
     _GET_RSEQ_CONFIGURATION: "GET_RSEQ_CONFIGURATION",
 }
 PATIENCE = 10.0
-"""Seconds until a thread stops that was asked to; beyond that it waits in the kernel itself."""
-# A thread that runs to its next system call is there within microseconds; sleeping would cost more.
+"""Seconds for a thread to stop; beyond that it waits in the kernel itself."""
+# A thread reaches its next system call within microseconds; sleeping would take longer.
 _SPINS, _FIRST, _LONGEST = 40, 0.00005, 0.002
 TRACESYSGOOD = 1
-"""Stops at system calls are told from SIGTRAP."""
+"""Stops at system calls can be distinguished from SIGTRAP."""
 TRACEEXEC = 1 << 4
-"""A thread stops when it has begun another program, before that program's first instruction."""
+"""A thread stops after it has begun another program, before that program's first instruction."""
 EXITKILL = 1 << 20
 """The thread's process is killed (SIGKILL) when the tracer ends while it traces the thread."""
 SUSPEND_SECCOMP = 1 << 21
-"""The thread's seccomp filters do not hold while this is set; needs CAP_SYS_ADMIN."""
+"""The thread's seccomp filters are suspended while this is set; needs CAP_SYS_ADMIN."""
 _NT_PRSTATUS = 1  # linux/elf.h
 _WALL = 0x40000000  # linux/wait.h: also for threads
 _SIGSET = 8  # bytes of the kernel's sigset_t
@@ -82,62 +82,62 @@ class Stop:
 
     @property
     def is_at_call(self) -> bool:
-        """At the entry or at the exit of a system call."""
+        """Whether it is at the entry or the exit of a system call."""
         return self.signal == signal.SIGTRAP | 0x80
 
     @property
     def is_at_exec(self) -> bool:
-        """It has begun another program, see TRACEEXEC."""
+        """Whether it has begun another program, see TRACEEXEC."""
         return self.event == _EVENT_EXEC
 
     @property
     def delivers(self) -> int:
-        """The signal that it stopped for, and gets unless its tracer takes that; 0 for another reason."""
+        """The signal that it stopped for, which it gets unless its tracer drops it; 0 for another reason."""
         return 0 if self.event or self.is_at_call else self.signal
 
     @property
     def is_by_tracer(self) -> bool:
-        """Because we asked for it, or with its process: no signal waits to be delivered."""
+        """Whether the tracer requested it, or the process stopped: no signal waits to be delivered."""
         return self.event == _EVENT_STOP
 
     @property
     def with_process(self) -> bool:
-        """As a part of its process, which a signal has stopped (ptrace(2), group-stop)."""
+        """Whether it stopped with its process, which a signal has stopped (ptrace(2), group-stop)."""
         return self.is_by_tracer and self.signal != signal.SIGTRAP
 
 
 def seize(tid: int) -> None:
-    """Become a thread's tracer; it does not stop for that."""
+    """Become a thread's tracer, without stopping it."""
     _ptrace(_SEIZE, tid)
 
 
 def interrupt(tid: int) -> None:
-    """Have a thread stop, soon."""
+    """Make a thread stop soon."""
     _ptrace(_INTERRUPT, tid)
 
 
 def go(tid: int, which: int = 0) -> None:
-    """Let a thread run on; a signal that it stopped for is delivered if it is given as `which`."""
+    """Continue a thread; a signal that it stopped for is delivered if it is given as `which`."""
     _ptrace(_CONT, tid, 0, which)
 
 
 def go_to_call(tid: int, which: int = 0) -> None:
-    """As `go`, to the next entry or exit of a system call."""
+    """Like `go`, to the next entry or exit of a system call."""
     _ptrace(_SYSCALL, tid, 0, which)
 
 
 def let_go(tid: int, which: int = 0) -> None:
-    """Be its tracer no longer: it runs on, or stops if its process stands. `which` as for `go`."""
+    """Stop tracing it: it continues, or stops if its process is stopped. `which` as for `go`."""
     _ptrace(_DETACH, tid, 0, which)
 
 
 def set_options(tid: int, options: int) -> None:
-    """Set TRACESYSGOOD, TRACEEXEC, EXITKILL, SUSPEND_SECCOMP; those left out are taken back."""
+    """Set TRACESYSGOOD, TRACEEXEC, EXITKILL, SUSPEND_SECCOMP; those not given are cleared."""
     _ptrace(_SETOPTIONS, tid, 0, options)
 
 
 def registers(tid: int) -> bytes:
-    """The general registers of a thread that stands."""
+    """Return the general registers of a stopped thread."""
     room = ctypes.create_string_buffer(_LARGEST)
     vector = _Iovec(ctypes.addressof(room), _LARGEST)
     _ptrace(_GETREGSET, tid, _NT_PRSTATUS, ctypes.addressof(vector))
@@ -145,30 +145,29 @@ def registers(tid: int) -> bytes:
 
 
 def set_registers(tid: int, values: bytes) -> None:
-    """Set them all."""
+    """Set all general registers."""
     room = ctypes.create_string_buffer(values, len(values))
     vector = _Iovec(ctypes.addressof(room), len(values))
     _ptrace(_SETREGSET, tid, _NT_PRSTATUS, ctypes.addressof(vector))
 
 
 def signal_mask(tid: int) -> int:
-    """The blocked signals of a thread that stands, the lowest bit being signal 1."""
+    """Return the blocked signals of a stopped thread, the lowest bit being signal 1."""
     room = ctypes.create_string_buffer(_SIGSET)
     _ptrace(_GETSIGMASK, tid, _SIGSET, ctypes.addressof(room))
     return int.from_bytes(room.raw, "little")
 
 
 def set_signal_mask(tid: int, mask: int) -> None:
-    """Set them; the kernel leaves out SIGKILL and SIGSTOP."""
+    """Set the blocked signals; the kernel ignores SIGKILL and SIGSTOP."""
     room = ctypes.create_string_buffer(mask.to_bytes(_SIGSET, "little"), _SIGSET)
     _ptrace(_SETSIGMASK, tid, _SIGSET, ctypes.addressof(room))
 
 
 def critical_section(tid: int) -> int:
-    """The address at which a thread that stands keeps its restartable sequence (rseq(2)), 0 for none.
+    """Return the address at which a stopped thread keeps its restartable sequence (rseq(2)), 0 for none.
 
-    There, eight bytes on, is the address of a struct rseq_cs (linux/rseq.h). A kernel before 5.13 does not
-    tell, and answers EIO.
+    Eight bytes after it is the address of a struct rseq_cs (linux/rseq.h). A kernel before 5.13 returns EIO.
     """
     found = _RseqConfiguration()
     _ptrace(_GET_RSEQ_CONFIGURATION, tid, ctypes.sizeof(found), ctypes.addressof(found))
@@ -176,7 +175,7 @@ def critical_section(tid: int) -> int:
 
 
 def wait(tid: int, *, within: float = PATIENCE) -> Stop:
-    """Wait until a traced thread stops. Raises ProcessLookupError when it ends instead, and reaps it.
+    """Wait until a traced thread stops. Raises ProcessLookupError if it ends instead, and reaps it.
 
     TimeoutError after `within` seconds: the thread waits in the kernel, and is still traced.
     """
@@ -193,7 +192,7 @@ def wait(tid: int, *, within: float = PATIENCE) -> Stop:
 
 
 def poll_stop(tid: int) -> Stop | None:
-    """Why a traced thread has stopped, None where it runs. Raises ProcessLookupError as `wait`."""
+    """Return why a traced thread has stopped, None if it runs. Raises ProcessLookupError as `wait`."""
     ended, status = os.waitpid(tid, _WALL | os.WNOHANG)
     return _stop(tid, ended, status) if ended else None
 

@@ -1,8 +1,8 @@
-"""Handles of a process made harmless where they are: descriptors that lead to /dev/null, mappings of nothing.
+"""Makes handles of a process harmless in place: descriptors lead to /dev/null, mappings to nothing.
 
 A child by fork inherits its parent's device files, open and mapped, and may never use them (the workers of
-PyTorch's DataLoader). Nobody closes them for it, and CRIU dumps no device it does not know. The numbers and
-addresses stay taken, as the program believes that they are.
+PyTorch's DataLoader). Nobody closes them for it, and CRIU does not dump devices that it does not know. The
+numbers and addresses stay in use, as the program expects.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class NeutraliseResult:
     """What was replaced in a process."""
 
     descriptors: tuple[tuple[int, str], ...]
-    """Number, and the path of what it led to."""
+    """Number, and the path of its old target."""
     mappings: tuple[Mapping, ...]
-    """As they were."""
+    """The old mappings."""
 
 
 def neutralise(
@@ -40,14 +40,14 @@ def neutralise(
     *,
     lent: Callable[[Saved], AbstractContextManager[None]],
 ) -> NeutraliseResult:
-    """Put /dev/null behind descriptors of a stopped process, and nothing behind its mappings of files.
+    """Replace descriptors of a stopped process by /dev/null, and its mappings of files by nothing.
 
-    `ranges` of (start, end), each a whole mapping. A descriptor stays open across exec, or is closed by it,
-    as before. `lent` gets a thread's own registers, for `remote_syscall.put_back`, and holds while the thread
-    makes system calls for us; whoever is killed just then leaves at most a descriptor of the null device, or
-    a page of arguments, too many. Raises Refused, before anything is replaced, where the process has no null
-    device or a mapping is not there; OSError where a descriptor is not, it cannot be traced or a call in it
-    fails.
+    `ranges` of (start, end), each a whole mapping. The close-on-exec flag of a descriptor stays as it was.
+    `lent` gets a thread's own registers, for `remote_syscall.put_back`, and is held while the thread makes
+    system calls for gpusnap. A kill at that moment leaves at most one descriptor of the null device, or one
+    page of arguments, too many. Raises Refused, before anything is replaced, if the process has no null
+    device or a mapping does not exist; OSError if a descriptor does not exist, the process cannot be traced
+    or a call in it fails.
     """
     numbers = tuple(sorted(set(fds)))
     wanted = sorted(set(ranges))
@@ -66,7 +66,7 @@ def neutralise(
 def _descriptors(remote: Remote, pid: int, closing: dict[int, bool]) -> None:
     hint = "add the device 1:3 to its container as /dev/null"
     try:
-        # Whatever lies there: O_NONBLOCK does not wait for a FIFO's other end.
+        # Whatever the path leads to: O_NONBLOCK does not wait for the other end of a FIFO.
         null = remote.openat("/dev/null", os.O_RDWR | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
     except ProcessLookupError:
         raise
@@ -84,14 +84,14 @@ def _descriptors(remote: Remote, pid: int, closing: dict[int, bool]) -> None:
 
 
 def _is_closed_by_exec(pid: int, number: int) -> bool:
-    """Whether exec closes a descriptor (proc_pid_fdinfo(5), flags). Raises OSError where it is not open."""
+    """Whether exec closes a descriptor (proc_pid_fdinfo(5), flags). Raises OSError if it is not open."""
     with open(f"/proc/{pid}/fdinfo/{number}", encoding="ascii") as file:
         flags = next(line.split()[1] for line in file if line.startswith("flags:"))
     return bool(int(flags, 8) & os.O_CLOEXEC)
 
 
 def _find_whole_mappings(pid: int, wanted: Sequence[tuple[int, int]]) -> tuple[Mapping, ...]:
-    """The mappings that take up just these ranges."""
+    """Return the mappings that consist of exactly these ranges."""
     by_range = {(each.start, each.end): each for each in mappings(pid)}
     missing = [each for each in wanted if each not in by_range]
     if missing:

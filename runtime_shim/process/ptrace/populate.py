@@ -1,16 +1,16 @@
-"""Large mappings populated for the thread that makes them, in huge pages and by many threads.
+"""Populates large mappings for the thread that makes them, in huge pages and with many threads.
 
 A GPU's driver copies device memory into one large mapping that it makes with MAP_POPULATE: the kernel then
-fills it with pages of 4 KiB in a single thread, which takes most of the driver's time. So the thread is
-traced; MAP_POPULATE is taken out of a large mmap(2) at its entry, at its exit the thread asks for huge pages
-(madvise(2)), and while it stands there the pages are touched from outside by all of our threads. On an H100's
-host of 16 cores, 12.6 GiB take 0.3 s so, instead of 4 to 5 s; the host's settings stay as they are.
+fills it with pages of 4 KiB in a single thread, which takes most of the driver's time. So gpusnap traces the
+thread. It removes MAP_POPULATE from a large mmap(2) at its entry; at its exit, the thread asks for huge pages
+(madvise(2)); and while it is stopped there, all threads of gpusnap touch the pages from outside. On an H100's
+host of 16 cores, 12.6 GiB take 0.3 s instead of 4 to 5 s. The host's settings are not changed.
 
-Where the caller has a file for it, that takes the mapping's place before the thread goes on: its pages are
-populated by us, and the driver copies into them, which leaves nothing to be copied out of the process.
+If the caller has a file for the mapping, the file replaces it before the thread continues: gpusnap populates
+its pages, and the driver copies into them, so nothing must be copied out of the process.
 
-The thread stops some 80 times during a checkpoint. Nothing that goes wrong here ends the driver's work: the
-thread then runs on untouched, without stops.
+The thread stops about 80 times during a checkpoint. No error here ends the driver's work: the thread then
+continues without stops.
 """
 
 from __future__ import annotations
@@ -30,50 +30,49 @@ from gpusnap.runtime_shim.process.ptrace.tracee import Tracee
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
 LARGE = 32 << 20
-"""Bytes; below it the driver's own way is as good."""
+"""Bytes; for smaller mappings the driver's own method is as good."""
 
 _WANTED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
 _HUGEPAGE = 14  # asm-generic/mman-common.h, MADV_HUGEPAGE
-# Below this share of a mapping, its huge pages were not to be had.
+# Below this share of a mapping, the kernel had no huge pages for it.
 _ENOUGH = 0.9
 
 
 class PopulateResult:
-    """What was done for a thread; complete once the block has ended."""
+    """The result for a thread; complete once the block has ended."""
 
     def __init__(self) -> None:
         self.tracer: Tracer | None = None
-        """Who lets the thread run, while the block does."""
+        """The tracer that lets the thread run, while the block does."""
         self.mappings = 0
-        """How many were populated."""
+        """The number of populated mappings."""
         self.size = 0
-        """Bytes of them."""
+        """Their bytes."""
         self.seconds = 0.0
-        """That it took."""
+        """The time that it took."""
         self.areas: list[Area] = []
-        """The files that stand in for mappings, each at its address."""
+        """The files that replace mappings, each at its address."""
         self.why_not = ""
-        """Why nothing was done, or not all of it; empty where all went as it should."""
+        """Why nothing, or not everything, was done; empty if all succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backing:
-    """Files to take the place of mappings."""
+    """Files that replace mappings."""
 
     area: Callable[[int, int], Area]
-    """For an address and a size in bytes; raises OSError where there shall be none."""
+    """Makes a file for an address and a size in bytes; raises OSError if there is to be none."""
     lent: Callable[[Saved], AbstractContextManager[None]]
-    """Held while the thread makes system calls for us."""
+    """Held while the thread makes system calls for gpusnap."""
 
 
 @contextmanager
 def populate_mappings(
     pid: int, tid: int, *, threads: int = 0, large: int = LARGE, backing: Backing | None = None
 ) -> Iterator[PopulateResult]:
-    """Let one thread of a stopped process run while the block does, its large mappings populated for it.
+    """Let one thread of a stopped process run while the block does, and populate its large mappings.
 
-    The pages are touched in so many threads, all cores' for 0. Raises OSError where the thread cannot be
-    traced, or does not stop at the end.
+    `threads`: 0 for one per core. Raises OSError if the thread cannot be traced, or does not stop at the end.
     """
     done = PopulateResult()
     with Tracer(pid, [tid], watch=_Watch(done, threads, large, backing)) as tracer:
@@ -85,7 +84,7 @@ def populate_mappings(
 
 
 class _Watch:
-    """`tracer.CallWatch`: the thread's system calls, whose stops are an entry and an exit in turn."""
+    """`tracer.CallWatch`: watches the thread's system calls, which stop at an entry and an exit in turn."""
 
     def __init__(self, done: PopulateResult, threads: int, large: int, backing: Backing | None) -> None:
         self.done, self.threads, self.large, self.backing = done, threads, large, backing
@@ -97,13 +96,13 @@ class _Watch:
         self.tracee, self.machine = tracee, this_machine()
 
     def note_failure(self, error: Exception) -> None:
-        """Say why no more is done."""
+        """Record why it stops watching."""
         self.done.why_not = (
             str(error) if isinstance(error, OSError | GpusnapError) else (f"{type(error).__name__}: {error}")
         )
 
     def see_call(self) -> None:
-        """The thread stands at an entry or an exit."""
+        """Handle a stop at an entry or an exit."""
         self._inside = not self._inside
         registers = self.tracee.registers()
         number, arguments = self.machine.get_call(registers)
@@ -133,7 +132,7 @@ class _Watch:
         self.done.seconds += time.monotonic() - begin
 
     def _back_with_file(self, remote: Remote, backing: Backing, address: int, size: int) -> bool:
-        """Put a file in the mapping's place; whether that could be done."""
+        """Replace the mapping by a file; return whether that succeeded."""
         try:
             area = backing.area(address, size)
         except OSError as error:
@@ -168,6 +167,6 @@ class _Watch:
 
 
 def _measure_resident(pid: int) -> int:
-    """Bytes of memory that the process has (proc_pid_statm(5))."""
+    """Return the resident memory of the process in bytes (proc_pid_statm(5))."""
     with open(f"/proc/{pid}/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE

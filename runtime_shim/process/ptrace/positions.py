@@ -1,16 +1,16 @@
-"""Where the threads of a process stand, and whether they may hold a lock of the C library there.
+"""Where the threads of a process are, and whether they may hold a lock of the C library there.
 
 The driver's thread lives in the process and uses its C library. A thread that is stopped while it holds one
 of that library's locks blocks it: fork(2) takes the locks of malloc and of stdio, malloc its arena's, dlopen
-the loader's. What can be told from outside, without an instruction being run:
+the loader's. What can be seen from outside, without running an instruction:
 
-- the system call that a thread stands in, and its program counter (proc_pid_syscall(5));
-- whose code that counter is in: the loader is a file of its own, and the functions of malloc, stdio and fork
-  are found by the names that libc exports (its dynamic symbols, read from the process' memory). The functions
-  of malloc lie together, with those that bear no name between them.
+- the system call that a thread is in, and its program counter (proc_pid_syscall(5));
+- the code that this counter is in: the loader is a file of its own, and the functions of malloc, stdio and
+  fork are found by the names that libc exports (its dynamic symbols, read from the process's memory). The
+  functions of malloc are adjacent, with functions without a name between them.
 
-A list like this is never complete: a thread within write(2) may have come from fwrite, and a library that
-dlopen initialises may do anything. So it is only ever a reason to let a thread run a little further.
+Such a list is never complete: a thread within write(2) may have come from fwrite, and a library that dlopen
+initialises may do anything. So it is only used to let a thread run a little further.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpusnap.runtime_shim.process.ptrace.arch import Machine, this_machine
 
 _LIBC = compile_later(r"/libc(\.so\.6|-2\.\d+\.so)$")
 _LOADER = compile_later(r"/ld(-linux[^/]*\.so\.\d+|-2\.\d+\.so|64\.so\.\d+)$")
-# As malloc/malloc.c of glibc defines them: the code of malloc is from the first to the last of these.
+# The names in malloc/malloc.c of glibc: the code of malloc is from the first to the last of these.
 _MALLOC = frozenset(
     (
         *("malloc", "free", "calloc", "realloc", "memalign", "aligned_alloc", "posix_memalign"),
@@ -48,8 +48,8 @@ _STDIO = compile_later(
 _CREATING = ("clone", "clone3", "fork", "vfork")
 _OF_MALLOC = ("brk", "mmap", "munmap", "mprotect", "mremap", "madvise")
 _FUTEX_FLAGS = 128 | 256  # linux/futex.h, FUTEX_PRIVATE_FLAG and FUTEX_CLOCK_REALTIME; FUTEX_WAIT is 0
-# More than any libc has: symbols, bytes of a name, program headers. The file is the container's, and may
-# claim any number of names that all are as long as its table.
+# More than any libc has: symbols, bytes of a name, program headers. The file belongs to the container, and
+# may claim any number of names that are all as long as its table.
 _SYMBOLS, _LONGEST, _HEADERS = 1 << 16, 256, 64
 # elf(5)
 _PT_DYNAMIC, _DT_STRTAB, _DT_SYMTAB, _DT_STRSZ, _STT_FUNC = 2, 5, 6, 10, 2
@@ -58,7 +58,7 @@ _PROGRAM_HEADER, _SYMBOL = struct.Struct("=IIQQQQQQ"), struct.Struct("=IBBHQQ")
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a thread stands."""
+    """Where a thread is."""
 
     tid: int
     call: int
@@ -70,16 +70,16 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The code of a process in which a thread may hold a lock; addresses, each from one up to another."""
+    """The code of a process in which a thread may hold a lock; address ranges."""
 
     libc: tuple[tuple[int, int], ...] = ()
-    """All of libc's."""
+    """All of libc's code."""
     locking: tuple[tuple[int, int], ...] = ()
-    """The loader's, and the parts of libc's that take locks."""
+    """The loader's code, and the parts of libc's that take locks."""
 
 
 def positions(pid: int) -> Iterator[Position]:
-    """Where the threads of a process stand that can be told: not those that run."""
+    """Yield the positions of the threads of a process that are not running."""
     try:
         tids = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
     except OSError:
@@ -90,7 +90,7 @@ def positions(pid: int) -> Iterator[Position]:
 
 
 def position(pid: int, tid: int) -> Position | None:
-    """Where a thread stands; None where it runs, has ended, or nobody may know."""
+    """Return where a thread is; None if it runs, has ended, or access is denied."""
     try:
         with open(f"/proc/{pid}/task/{tid}/syscall", encoding="ascii") as file:
             words = file.read().split()
@@ -103,7 +103,7 @@ def position(pid: int, tid: int) -> Position | None:
 
 
 def list_unsafe(pid: int) -> list[int]:
-    """The threads of a stopped process which stand where one may hold a lock of the C library, by TID."""
+    """Return the TIDs of threads of a stopped process that may hold a lock of the C library."""
     try:
         machine = this_machine()
     except GpusnapError:
@@ -113,7 +113,7 @@ def list_unsafe(pid: int) -> list[int]:
 
 
 def is_unsafe(each: Position, text: Text, machine: Machine) -> bool:
-    """Whether a thread that stands there may hold a lock of the C library."""
+    """Whether a thread at that position may hold a lock of the C library."""
     name = _name(machine, each.call)
     if name in _CREATING:
         return True
@@ -123,9 +123,9 @@ def is_unsafe(each: Position, text: Text, machine: Machine) -> bool:
 
 
 def list_waiting(pid: int) -> list[int]:
-    """The threads that wait for a lock or a mutex, by TID: each may hold another one.
+    """Return the TIDs of threads that wait for a lock or a mutex: each may hold another one.
 
-    glibc's locks are words of 0, 1 and 2, and who waits does so while it is 2 (sysdeps/nptl/lowlevellock.h).
+    glibc's locks are words of 0, 1 and 2, and threads wait while it is 2 (sysdeps/nptl/lowlevellock.h).
     """
     try:
         number = this_machine().calls["futex"]
@@ -139,7 +139,7 @@ def list_waiting(pid: int) -> list[int]:
 
 
 def is_within_libc(each: Position, text: Text) -> bool:
-    """Whether a thread stands in the C library or the loader, be it in a system call."""
+    """Whether a thread is in the C library or the loader, including in a system call."""
     return _is_within(each.counter, text.libc) or _is_within(each.counter, text.locking)
 
 
@@ -152,7 +152,7 @@ def _is_within(address: int, ranges: tuple[tuple[int, int], ...]) -> bool:
 
 
 def read_text(pid: int) -> Text:
-    """Find the code of a process in which locks are taken; empty for a program without glibc."""
+    """Find the code of a process that takes locks; empty for a program without glibc."""
     libc: list[tuple[int, int]] = []
     locking: list[tuple[int, int]] = []
     try:
@@ -178,15 +178,15 @@ def read_text(pid: int) -> Text:
 
 @lru_cache(maxsize=64)
 def _find_locking_code(pid: int, device: str, inode: int, base: int) -> tuple[tuple[int, int], ...]:
-    """The parts of the libc at `base` that take locks, as offsets from there."""
+    """Return the parts of the libc at `base` that take locks, as offsets from there."""
     try:
         return question_process.ask(pid, "its C library", _read_locking_code, pid, base)
-    except (OSError, struct.error, ValueError, LookupError, ArithmeticError):  # no library as glibc makes it
+    except (OSError, struct.error, ValueError, LookupError, ArithmeticError):  # not a library made by glibc
         return ()
 
 
 def _read_locking_code(pid: int, base: int) -> tuple[tuple[int, int], ...]:
-    """The same, in the process that looks: of some thousand functions a few count."""
+    """The same, run in the process that reads: of about a thousand functions, few are needed."""
     symbols = _functions(pid, base)
     found = [
         (start, start + size)
@@ -197,7 +197,7 @@ def _read_locking_code(pid: int, base: int) -> tuple[tuple[int, int], ...]:
 
 
 def _malloc(symbols: Mapping[str, tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The code of malloc: from behind the function that lies before its first one, to the end of its last."""
+    """Yield the code of malloc: from the end of the function before it to the end of its last function."""
     own = [symbols[name] for name in _MALLOC if name in symbols]
     if not own:
         return
@@ -208,9 +208,9 @@ def _malloc(symbols: Mapping[str, tuple[int, int]]) -> Iterator[tuple[int, int]]
 
 
 def _functions(pid: int, base: int) -> dict[str, tuple[int, int]]:
-    """The functions that a library exports: offset from its base and size in bytes, by name (elf(5)).
+    """Return the functions that a library exports: offset from its base and size in bytes, by name (elf(5)).
 
-    Raises struct.error, ValueError, LookupError, ArithmeticError for what is none that glibc has made.
+    Raises struct.error, ValueError, LookupError, ArithmeticError if it is not a library made by glibc.
     """
     header = copies.peek(pid, base, 64)
     if header[:5] != b"\x7fELF\x02":
@@ -225,7 +225,7 @@ def _functions(pid: int, base: int) -> dict[str, tuple[int, int]]:
         if fields[0] == _PT_DYNAMIC:
             table = copies.peek(pid, base + fields[3], min(fields[6], 1 << 16))
             dynamic = dict(struct.iter_unpack("=QQ", table[: len(table) // 16 * 16]))
-    # The loader has put addresses there. glibc's link order has the names right behind the symbols.
+    # The loader has put addresses there. In glibc's link order, the names come directly after the symbols.
     symbols, names = dynamic[_DT_SYMTAB], dynamic[_DT_STRTAB]
     if symbols < base:
         symbols, names = symbols + base, names + base

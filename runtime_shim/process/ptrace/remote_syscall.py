@@ -1,14 +1,14 @@
-"""System calls inside another process, made by one of its threads while we hold it.
+"""System calls inside another process, made by one of its threads while gpusnap holds it.
 
-The thread stands, is given other registers and led through one system call; then its own registers are put
-back, the one that says which call it was waiting in (orig_rax) included. So a thread that was interrupted in
-a restartable call (futex, nanosleep, poll, read) goes on in it, as after any signal without a handler: the
-kernel keeps what it needs for that in the thread (restart_block), where our calls do not touch it. A seccomp
-filter is suspended for our call where the kernel lets us (CAP_SYS_ADMIN); else it may refuse it, and a filter
-that kills ends the process.
+The thread is stopped, gets other registers, and makes one system call. Then its own registers are restored,
+including orig_rax, which says which call it was waiting in. So a thread that was interrupted in a restartable
+call (futex, nanosleep, poll, read) continues in it, as after any signal without a handler: the kernel keeps
+what it needs for that in the thread (restart_block), where gpusnap's calls do not touch it. A seccomp filter
+is suspended for gpusnap's call if the kernel permits it (CAP_SYS_ADMIN). Otherwise it may refuse the call,
+and a filter that kills ends the process.
 
-Between a call's begin and its end the thread has registers that are not its own. Who fears to be killed just
-then writes down `Remote.saved` before, and has it put back by `put_back`.
+Between the begin and the end of a call, the thread has registers that are not its own. A caller that may be
+killed at that moment records `Remote.saved` before, so that `put_back` can restore it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _libc.syscall.restype = ctypes.c_long
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A thread as it was before we used it."""
+    """A thread before gpusnap used it."""
 
     tid: int
     registers: bytes
@@ -55,13 +55,13 @@ class Saved:
 
 
 class Remote:
-    """A thread that makes system calls for us. Each raises OSError with the errno that it met there.
+    """A thread that makes system calls for gpusnap. Each raises OSError with the errno of the call.
 
-    ProcessLookupError (ESRCH) where the process has ended. Only for the thread that holds the tracee.
+    ProcessLookupError (ESRCH) if the process has ended. Only for the thread that holds the tracee.
     """
 
     def __init__(self, tracee: Tracee, machine: Machine | None = None) -> None:
-        """Raises GpusnapError for a program or an architecture that is none of ours."""
+        """Raises GpusnapError for a program or an architecture that is not supported."""
         self.machine = machine or this_machine()
         self._tracee = tracee
         registers = tracee.registers()
@@ -72,11 +72,11 @@ class Remote:
                 hint="checkpoint 32-bit programs without gpusnap",
             )
         self.saved = Saved(tracee.tid, registers, tracee.mask or 0)
-        """What `put_back` takes."""
+        """The argument for `put_back`."""
         self._at = _instruction(tracee.pid, self.machine, self.machine.value(registers, self.machine.counter))
 
     def call(self, name: str, *arguments: int) -> int:
-        """Make one of the machine's calls; its result. Raises GpusnapError where it came upon another one."""
+        """Make one of the machine's calls; return its result. Raises GpusnapError if another was made."""
         registers = self._tracee.registers()
         number = self.machine.calls[name]
         with self._tracee.without_seccomp():
@@ -96,10 +96,10 @@ class Remote:
         return result
 
     def _check(self, name: str, number: int) -> None:
-        """See that the thread enters the call that it was led to; any other one is not made.
+        """Check that the thread enters the intended call; any other one is not made.
 
-        Its filters may be suspended, and another thread may have put other code where our instruction was.
-        Raises GpusnapError.
+        Its filters may be suspended, and another thread may have put other code at the instruction. Raises
+        GpusnapError.
         """
         found = self._tracee.registers()
         behind = self._at + len(self.machine.instruction)
@@ -108,7 +108,7 @@ class Remote:
             number,
         ):
             return
-        # The kernel skips a call whose number the tracer makes -1 (ptrace(2), seccomp(2)).
+        # The kernel skips a call if the tracer sets its number to -1 (ptrace(2), seccomp(2)).
         self._tracee.set_registers(self.machine.replace_values(found, {self.machine.number: -1}))
         raise GpusnapError(
             f"thread {self._tracee.tid} of process {self._tracee.pid} entered another system call than "
@@ -120,7 +120,7 @@ class Remote:
     def mmap(
         self, address: int, size: int, protection: int, flags: int, fd: int = -1, offset: int = 0
     ) -> int:
-        """mmap(2); the address."""
+        """mmap(2); returns the address."""
         return self.call("mmap", address, size, protection, flags, fd, offset)
 
     def munmap(self, address: int, size: int) -> None:
@@ -132,7 +132,7 @@ class Remote:
         self.call("madvise", address, size, advice)
 
     def dup3(self, old: int, new: int, flags: int) -> None:
-        """dup3(2): `new` becomes what `old` is."""
+        """dup3(2): `new` becomes a copy of `old`."""
         self.call("dup3", old, new, flags)
 
     def close(self, fd: int) -> None:
@@ -140,16 +140,16 @@ class Remote:
         self.call("close", fd)
 
     def openat(self, path: str, flags: int) -> int:
-        """openat(2), as the process itself sees files; the descriptor."""
+        """openat(2), with the files that the process sees; returns the descriptor."""
         text = os.fsencode(path) + b"\0"
         with self._page(len(text)) as page:
             copies.write(self._tracee.pid, page, text, threads=1)
             return self.call("openat", _AT_FDCWD, page, flags, 0)
 
     def receive(self, descriptor: int) -> int:
-        """Give the process a descriptor of ours; its number there, closed by exec.
+        """Give the process a descriptor of gpusnap's; return its number there, which exec closes.
 
-        By SCM_RIGHTS (unix(7)), over a pair of sockets that the process makes and we take one of.
+        By SCM_RIGHTS (unix(7)), over a pair of sockets that the process makes, one of which gpusnap takes.
         """
         pid = self._tracee.pid
         with self._page(mmap.PAGESIZE) as page:
@@ -173,14 +173,14 @@ class Remote:
                     self.close(theirs)
         size, level, kind, number = struct.unpack_from("=Qiii", answer)
         if (size, level, kind) != (20, socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            # A security module took it out on the way (unix(7), MSG_CTRUNC).
+            # A security module removed it on the way (unix(7), MSG_CTRUNC).
             raise OSError(
                 errno.EACCES, f"process {pid} may not open gpusnap's file: {os.strerror(errno.EACCES)}"
             )
         return int(number)
 
     def userfaultfd(self) -> int:
-        """A userfaultfd of the process, see process/memory/userfault.py; the descriptor is ours alone."""
+        """Make a userfaultfd of the process (process/memory/userfault.py); only gpusnap keeps it open."""
         device = os.open(userfault.DEVICE, os.O_RDWR | os.O_CLOEXEC)
         try:
             theirs = self.receive(device)
@@ -198,10 +198,10 @@ class Remote:
                 self.close(number)
 
     def map_file(self, descriptor: int, address: int, size: int, offset: int, *, shared: bool) -> None:
-        """Map a file of ours in the place of what the process has there, for reading and writing.
+        """Map a file of gpusnap's over a mapping of the process, for reading and writing.
 
-        `address` and `offset` are multiples of a page. Where it is not `shared`, what the process writes does
-        not get into the file.
+        `address` and `offset` are multiples of a page. Unless it is `shared`, what the process writes does
+        not reach the file.
         """
         number = self.receive(descriptor)
         try:
@@ -213,7 +213,7 @@ class Remote:
 
     @contextmanager
     def _page(self, size: int) -> Iterator[int]:
-        """Some memory in the process, for arguments."""
+        """Allocate memory in the process, for arguments."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         page = self.mmap(0, size, mmap.PROT_READ | mmap.PROT_WRITE, flags)
         try:
@@ -225,7 +225,7 @@ class Remote:
 
 @contextmanager
 def enter_thread(pid: int, tid: int | None = None) -> Iterator[Remote]:
-    """Hold one thread of a process, stopped or not, and have it make system calls for us.
+    """Hold one thread of a process, stopped or not, and let it make system calls for gpusnap.
 
     The caller's thread is the tracer. A process that was stopped is so at the end, and none of its threads
     has run an instruction of its own. Without `tid` a thread is taken that sits in a system call. Raises
@@ -242,9 +242,9 @@ def enter_thread(pid: int, tid: int | None = None) -> Iterator[Remote]:
 
 
 def put_back(pid: int, saved: Saved) -> None:
-    """Give a thread of a stopped process its registers and its signals back, after its tracer was killed.
+    """Restore the registers and signals of a thread of a stopped process, after its tracer was killed.
 
-    Raises OSError, and GpusnapError where what was saved is not of this architecture.
+    Raises OSError, and GpusnapError if the saved registers are not of this architecture.
     """
     if len(saved.registers) != this_machine().size:
         raise GpusnapError(
@@ -258,7 +258,7 @@ def put_back(pid: int, saved: Saved) -> None:
 
 
 def _sort_idle_first(pid: int) -> list[int]:
-    """The threads of a process, those first that wait in the kernel: they are in the middle of nothing."""
+    """Return the threads of a process, first those that wait in the kernel: they can be interrupted."""
     waiting: dict[int, bool] = {}
     for tid in map(int, os.listdir(f"/proc/{pid}/task")):
         try:
@@ -270,16 +270,16 @@ def _sort_idle_first(pid: int) -> list[int]:
 
 
 def _in_critical_section(tracee: Tracee, machine: Machine) -> bool:
-    """Whether a thread stands within a restartable sequence (rseq(2)), which our call would cut in two.
+    """Whether a thread is within a restartable sequence (rseq(2)), which a call would cut in two.
 
-    The kernel restarts one that was interrupted by where its program counter is, and forgets it where it
-    finds another one (kernel/rseq.c, rseq_ip_fixup).
+    The kernel restarts an interrupted sequence depending on the program counter, and forgets it if the
+    counter has changed (kernel/rseq.c, rseq_ip_fixup).
     """
     try:
         registered = tracee.critical_section()
     except ProcessLookupError:
         raise
-    except OSError:  # a kernel that does not tell
+    except OSError:  # a kernel that does not report it
         return False
     pointer = _peek(tracee.pid, registered + _RSEQ_CS, 8) if registered else b""
     section = _peek(tracee.pid, int.from_bytes(pointer, "little"), _CRITICAL.size)
@@ -290,10 +290,10 @@ def _in_critical_section(tracee: Tracee, machine: Machine) -> bool:
 
 
 def _instruction(pid: int, machine: Machine, counter: int) -> int:
-    """The address of an instruction in the process that makes a system call.
+    """Return the address of an instruction in the process that makes a system call.
 
-    A thread that waits in one stands right behind it; else the vdso has some, and every C library. No more
-    than _MOST_SEARCHED is searched: a process may have as much memory with execute permission as it likes.
+    A thread that waits in one is directly behind it; otherwise the vdso has some, and every C library. At
+    most _MOST_SEARCHED bytes are searched, because a process may have any amount of executable memory.
     """
     wanted = machine.instruction
     if _peek(pid, counter - len(wanted), len(wanted)) == wanted:
@@ -311,7 +311,7 @@ def _instruction(pid: int, machine: Machine, counter: int) -> int:
 
 
 def _search(pid: int, spans: Sequence[tuple[int, int]], wanted: bytes) -> int:
-    """The first address of these bytes; -1 where they are not there."""
+    """Return the first address of these bytes; -1 if they are not found."""
     left = _MOST_SEARCHED
     for begin, end in spans:
         for start in range(begin, min(end, begin + left), _WINDOW):
@@ -323,7 +323,7 @@ def _search(pid: int, spans: Sequence[tuple[int, int]], wanted: bytes) -> int:
 
 
 def _take(pid: int, getfd: int, number: int) -> int:
-    """A descriptor of ours for what a process has by that number."""
+    """Return a descriptor of this process for one of another process."""
     process = os.pidfd_open(pid)
     try:
         ours = _libc.syscall(getfd, process, number, 0)
@@ -337,19 +337,19 @@ def _take(pid: int, getfd: int, number: int) -> int:
 
 
 def _send(pid: int, getfd: int, number: int, descriptor: int) -> None:
-    """Send a descriptor of ours into a socket that the process has by that number."""
+    """Send a descriptor of this process into a socket that the other process has by that number."""
     ours = _take(pid, getfd, number)
     try:
         end = socket.socket(fileno=ours)
-    except OSError:  # which of its descriptors this is stands in its memory, and may be any
+    except OSError:  # its number came from the process's memory, and may be any
         os.close(ours)
         raise
     with end:
-        # Not waited for, should it be full. socket.send_fds forgets the flags (Python 3.11).
+        # Do not wait if it is full. socket.send_fds ignores the flags (Python 3.11).
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", descriptor))
         end.sendmsg([b"\0"], [rights], socket.MSG_DONTWAIT)
 
 
 def _peek(pid: int, address: int, size: int) -> bytes:
-    """Bytes of the process' memory; fewer where they cannot be read. Raises Unanswered."""
+    """Read bytes of the process's memory; fewer if they cannot be read. Raises Unanswered."""
     return question_process.ask(pid, f"memory at {address:#x}", copies.peek, pid, address, size)

@@ -1,13 +1,13 @@
-"""The signal masks of threads that we hold, in a file that stays when we are killed.
+"""The signal masks of threads that gpusnap holds, in a file that remains if gpusnap is killed.
 
-A held thread has its signals blocked (tracee.py), and a tracer that is ended by SIGKILL does not put its mask
-back: the thread would get no signal for the rest of its life, not even the SIGTERM of `podman stop`. So each
-mask is written to a file before the signals are blocked, and taken out when the thread has it again.
+A held thread has its signals blocked (tracee.py), and a tracer that is killed by SIGKILL does not restore its
+mask: the thread would get no signal for the rest of its life, not even the SIGTERM of `podman stop`. So each
+mask is written to a file before the signals are blocked, and removed when the thread has it again.
 
 The file has slots of 32 bytes, none on two pages, each written by one pwrite(2), which takes a few
-microseconds. The first one names our PID namespace. It is on tmpfs: the threads end with the host. Where it
-cannot be written, because tmpfs is full, the thread is held all the same: the journal needs the same room,
-and says so.
+microseconds. The first one names gpusnap's PID namespace. The file is on tmpfs: the threads end with the
+host. If it cannot be written, because tmpfs is full, the thread is still held: the journal needs the same
+space, and reports that.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from gpusnap.runtime_shim.errors import GpusnapError, make_other_namespace_error
 # inode of the PID namespace.
 _SLOT = struct.Struct("=IIQQ8x")
 _FREE = bytes(_SLOT.size)
-# How often a slot is freed: what stays looks as if a thread were held.
+# How often gpusnap tries to free a slot: a slot that stays looks as if a thread were held.
 _TRIES = 2
-# As many slots as are read of a file.
+# The largest number of slots that are read from a file.
 _MOST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The mask of a thread as it was noted."""
+    """The recorded mask of a thread."""
 
     pid: int
     tid: int
@@ -44,11 +44,11 @@ class Mask:
     blocked: int
     """The blocked signals, the lowest bit being signal 1."""
     slot: int
-    """Where it is in the file."""
+    """The number of its slot in the file."""
 
     @property
     def is_there(self) -> bool:
-        """Whether that thread is still there, and no zombie. Raises OSError where the kernel does not say."""
+        """Whether that thread still exists, and is no zombie. Raises OSError if this is not known."""
         try:
             stat = _stat(self.pid, self.tid)
             return int(stat[19]) == self.start and stat[0] not in (b"Z", b"X")
@@ -58,15 +58,15 @@ class Mask:
 
 @dataclass
 class _File:
-    """A file of masks while it is kept."""
+    """A file of masks while it is kept open."""
 
     path: str
     descriptor: int = -1
     free: list[int] = field(default_factory=list)
     size: int = 0
-    """Slots in it."""
+    """The number of its slots."""
     ours: bool = True
-    """Whether nobody else has a slot in it."""
+    """Whether only this process has slots in it."""
 
     def open(self) -> None:
         """Open it before its first slot is written. Raises OSError."""
@@ -74,7 +74,7 @@ class _File:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(self.path, flags, 0o600)
             try:
-                # What another gpusnap left stays before ours.
+                # Slots that another gpusnap left stay before the new ones.
                 self.size = -(-os.fstat(descriptor).st_size // _SLOT.size)
                 self.ours = not self.size
                 if self.ours:
@@ -83,13 +83,13 @@ class _File:
             except BaseException:
                 os.close(descriptor)
                 raise
-            self.descriptor = descriptor  # last: no slot is written behind half a first one
+            self.descriptor = descriptor  # last, so that no slot is written after an incomplete first one
 
     def close(self) -> None:
-        """Close it, and remove it unless a thread that lives has not got its mask back. Raises OSError."""
+        """Close it, and remove it unless a living thread does not have its mask again. Raises OSError."""
         opened = self.descriptor >= 0
         if opened:
-            descriptor, self.descriptor = self.descriptor, -1  # whoever drops a note later finds none
+            descriptor, self.descriptor = self.descriptor, -1  # a note that is dropped later finds none
             with suppress(OSError):
                 os.close(descriptor)
         with suppress(FileNotFoundError):
@@ -104,7 +104,7 @@ _files: list[_File] = []
 
 @contextmanager
 def keep_masks(path: str) -> Iterator[None]:
-    """Have the masks of held threads in a file while the block runs."""
+    """Record the masks of held threads in a file while the block runs."""
     file = _File(path)
     with _lock:
         _files.append(file)
@@ -123,7 +123,7 @@ class Note:
         self._file, self._number = file, number
 
     def drop(self) -> None:
-        """The thread has its mask again, or has ended."""
+        """Free the slot: the thread has its mask again, or has ended."""
         with _lock:
             for _ in range(_TRIES):
                 with suppress(OSError):
@@ -134,7 +134,7 @@ class Note:
 
 
 def note_mask(pid: int, tid: int, blocked: int) -> Note | None:
-    """Write down the mask of a thread. None where no file is kept, or it cannot be written."""
+    """Record the mask of a thread. None if no file is kept, or it cannot be written."""
     with _lock:
         if not _files:
             return None
@@ -150,9 +150,9 @@ def note_mask(pid: int, tid: int, blocked: int) -> Note | None:
 
 
 def read(path: str) -> tuple[Mask, ...]:
-    """The masks that a killed gpusnap left in a file.
+    """Read the masks that a killed gpusnap left in a file.
 
-    Raises OSError where it cannot be read, GpusnapError where its PIDs are of another PID namespace.
+    Raises OSError if it cannot be read, GpusnapError if its PIDs are of another PID namespace.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
@@ -167,7 +167,7 @@ def read(path: str) -> tuple[Mask, ...]:
 
 
 def clear(path: str, masks: Iterable[Mask]) -> None:
-    """Take masks out of a file that `read` has read; `keep_masks` removes it. Raises OSError."""
+    """Remove masks from a file that `read` has read; `keep_masks` removes the file. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         for mask in masks:
@@ -177,22 +177,22 @@ def clear(path: str, masks: Iterable[Mask]) -> None:
 
 
 def _write(descriptor: int, number: int, slot: bytes) -> None:
-    """Write a slot. Raises OSError, also where there is room for a part of it only."""
+    """Write a slot. Raises OSError, also if there is only space for a part of it."""
     if os.pwrite(descriptor, slot, number * _SLOT.size) < _SLOT.size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _read_namespace() -> int:
-    """Our PID namespace; as proc.own_pid_namespace, which this package may not import."""
+    """Return gpusnap's PID namespace; like proc.own_pid_namespace, which this package may not import."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _start(pid: int, tid: int) -> int:
-    """When a thread began, in clock ticks after boot. Raises OSError."""
+    """Return when a thread began, in clock ticks after boot. Raises OSError."""
     return int(_stat(pid, tid)[19])
 
 
 def _stat(pid: int, tid: int) -> list[bytes]:
-    """The fields of proc_pid_stat(5) from the third one, the state, on. Raises OSError."""
+    """Return the fields of proc_pid_stat(5) from the third one, the state. Raises OSError."""
     with open(f"/proc/{pid}/task/{tid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()

@@ -1,15 +1,15 @@
-"""A thread of another process in our hands, by ptrace(2): how it is taken, watched, and let go as it was.
+"""A thread of another process that gpusnap holds by ptrace(2): how it is seized, watched and released.
 
-Nothing else seizes a thread, and nothing else lets one go.
+Nothing else seizes a thread, and nothing else releases one.
 
-While a thread is held it gets no signal, because nobody would take it on: all are blocked but those that the
-kernel raises for what the thread itself does, and its own mask is put back at the end. SIGSTOP cannot be
-blocked, so one that was still on its way makes the thread report itself; where the process stands anyway, it
-is dropped. A thread that is let go stands again if its process does (kernel/ptrace.c, __ptrace_unlink). Where
-its tracer is killed, the mask is in a file (signal_masks.py).
+While a thread is held, it gets no signal, because nobody would handle it. All signals are blocked except
+those that the kernel raises for the thread's own instructions, and its own mask is restored at the end.
+SIGSTOP cannot be blocked, so a pending one makes the thread stop; if the process is stopped in any case, it
+is dropped. A released thread stops again if its process is stopped (kernel/ptrace.c, __ptrace_unlink). If its
+tracer is killed, the mask is in a file (signal_masks.py).
 
-A thread that works on for itself, as a child of vfork(2) does, changes its mask and waits for its signals: it
-is held with `own_signals`, and gets each as it comes.
+A thread that continues its own work, such as a child of vfork(2), changes its mask and waits for its signals:
+it is held with `own_signals`, and gets each signal as it comes.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from gpusnap.runtime_shim.process.ptrace import signal_masks
 from gpusnap.runtime_shim.process.ptrace.calls import Stop
 
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""What the kernel raises for an instruction that cannot be run."""
+"""Signals that the kernel raises for an instruction that cannot be executed."""
 # The kernel itself raises these in a thread: SIGTRAP for its tracer, SIGSYS for a seccomp filter, and faults.
-# Where one is blocked it takes the process' handler away (kernel/signal.c, force_sig_info_to_task).
+# If one is blocked, the kernel removes the process's handler (kernel/signal.c, force_sig_info_to_task).
 _UNBLOCKED = (signal.SIGTRAP, signal.SIGSYS, *FAULTS)
 _NEVER_BLOCKED = (signal.SIGKILL, signal.SIGSTOP)
 _EVERY = (1 << 64) - 1 & ~sum(1 << number - 1 for number in (*_UNBLOCKED, *_NEVER_BLOCKED))
-# Seconds for a thread to stand again; reached only where somebody else sent a SIGCONT, and then there is
+# Seconds for a thread to stop again. This is reached only if somebody else sent a SIGCONT, and then there is
 # nothing to wait for.
 _SETTLING = 1.0
-# Stops that are not the one we wait for: a process that is stopped, continued, signalled. Never so many.
+# Other stops than the expected one: the process is stopped, continued, signalled. There are never so many.
 _STRAY = 64
 
 
 class Tracee:
-    """A thread that stands, seized by the thread that makes this object; no other may use it.
+    """A stopped thread, seized by the thread that creates this object; no other thread may use it.
 
     With `own_signals` its mask stays, and it gets its signals. Every method raises OSError,
-    ProcessLookupError where the thread has ended.
+    ProcessLookupError if the thread has ended.
     """
 
     def __init__(self, pid: int, tid: int, *, own_signals: bool = False) -> None:
         self.pid, self.tid = pid, tid
         self.stood = False
-        """Whether its process was stopped, as by SIGSTOP."""
+        """Whether its process was stopped, for example by SIGSTOP."""
         self.mask: int | None = None
-        """Its own signal mask, None with its own signals."""
+        """Its own signal mask; None with `own_signals`."""
         self._own_signals = own_signals
         self._tracer = threading.get_native_id()
         self._options = 0
-        self._due = 0  # the signal that it stands for and is to get, with its own signals
+        self._due = 0  # the signal that it stopped for and is to get, with its own signals
         self._late: list[int] = []
         self._note: signal_masks.Note | None = None
         ptrace.seize(tid)
         try:
-            # A thread that stands with its process reports itself at once, and an interrupt on top would stop
-            # it a second time.
+            # A thread that is stopped with its process stops for the tracer at once, and an interrupt in
+            # addition would stop it a second time.
             stop = ptrace.poll_stop(tid)
             if stop is None:
                 ptrace.interrupt(tid)
@@ -70,7 +70,7 @@ class Tracee:
             self.set_options(ptrace.TRACESYSGOOD)
             if not own_signals:
                 self._block_signals()
-        except BaseException:  # it was killed, or a signal to us cut the wait short
+        except BaseException:  # it was killed, or a signal interrupted the wait
             with suppress(OSError):
                 self.let_go()
             raise
@@ -82,20 +82,20 @@ class Tracee:
         ptrace.set_signal_mask(self.tid, _EVERY)
 
     def set_options(self, more: int) -> None:
-        """Set options of ptrace(2) besides those that are set, until it is let go."""
+        """Set more options of ptrace(2), until it is released."""
         self.check()
         ptrace.set_options(self.tid, self._options | more)
         self._options |= more
 
     @contextmanager
     def without_seccomp(self) -> Iterator[None]:
-        """Suspend its seccomp filters while the block runs, where the kernel lets us (CAP_SYS_ADMIN)."""
+        """Suspend its seccomp filters while the block runs, if the kernel permits it (CAP_SYS_ADMIN)."""
         self.check()
         try:
             ptrace.set_options(self.tid, self._options | ptrace.SUSPEND_SECCOMP)
         except ProcessLookupError:
             raise
-        except OSError:  # they hold
+        except OSError:  # they stay in force
             pass
         try:
             yield
@@ -104,12 +104,12 @@ class Tracee:
                 ptrace.set_options(self.tid, self._options)
 
     def registers(self) -> bytes:
-        """Its general registers."""
+        """Return its general registers."""
         self.check()
         return ptrace.registers(self.tid)
 
     def set_registers(self, values: bytes) -> None:
-        """Set them."""
+        """Set its general registers."""
         self.check()
         ptrace.set_registers(self.tid, values)
 
@@ -119,16 +119,16 @@ class Tracee:
         return ptrace.critical_section(self.tid)
 
     def go(self, deliver: int = 0, *, to_call: bool = False) -> None:
-        """Let it run; with `to_call`, to the next entry or exit of a system call.
+        """Continue it; with `to_call`, to the next entry or exit of a system call.
 
-        A signal that it stands for is delivered if it is given as `deliver`.
+        A signal that it stopped for is delivered if it is given as `deliver`.
         """
         self.check()
         (ptrace.go_to_call if to_call else ptrace.go)(self.tid, deliver)
         self._due = 0
 
     def to_exec(self, deadline: float) -> None:
-        """Let it run, with its own signals, until it has begun another program; none of that is run.
+        """Let it run, with its own signals, until it has begun another program, before that runs.
 
         Raises TimeoutError at `deadline`, of time.monotonic.
         """
@@ -145,14 +145,14 @@ class Tracee:
         self._wait_until(ptrace.go_to_call, lambda stop: stop.is_at_call)
 
     def to_rest(self) -> None:
-        """Bring it, wherever it is, to where signals are handled, on the way back from a system call.
+        """Bring it from anywhere to the point where signals are handled, on the way back from a system call.
 
-        No instruction of the program is run. Only there does the kernel restart an interrupted call.
+        It runs no instruction of the program. Only there the kernel restarts an interrupted call.
         """
 
         def go(tid: int) -> None:
             stands = state(self.pid, tid) == "t"
-            ptrace.interrupt(tid)  # each time: any other stop uses it up (kernel/signal.c, ptrace_stop)
+            ptrace.interrupt(tid)  # each time: another stop cancels it (kernel/signal.c, ptrace_stop)
             if stands:
                 ptrace.go(tid)
 
@@ -161,7 +161,7 @@ class Tracee:
     def bring_back(self, registers: bytes) -> None:
         """Bring it to rest with its own registers, unless it has ended.
 
-        Also where a signal to us (KeyboardInterrupt) cut a wait short: the program's life hangs on it.
+        Also after a signal (KeyboardInterrupt) has interrupted a wait, because the program depends on it.
         """
         try:
             self.to_rest()
@@ -175,17 +175,17 @@ class Tracee:
             ptrace.set_registers(self.tid, registers)
 
     def to_signal(self, number: int) -> bool:
-        """Have it stop for a signal that is pending for it and drop that; whether there was one."""
+        """Make it stop for a signal that is pending for it and drop that; return whether there was one."""
         if not _read_pending(self.pid, self.tid) >> number - 1 & 1:
             return False
         self._wait_until(ptrace.go, lambda stop: stop.signal == number and not stop.is_by_tracer)
         return True
 
     def answer(self, stop: Stop, *, to_call: bool = False) -> None:
-        """Let it run on after a stop, as `go`.
+        """Continue it after a stop, as `go`.
 
-        A SIGSTOP is delivered, since it is the process' and stops that, and so is a fault, which is the
-        thread's own. Any other signal is kept.
+        A SIGSTOP is delivered, because it stops the process, and so is a fault, which belongs to the thread.
+        Any other signal is kept.
         """
         deliver = stop.delivers if stop.delivers in (signal.SIGSTOP, *FAULTS) else 0
         if not deliver:
@@ -193,23 +193,23 @@ class Tracee:
         self.go(deliver, to_call=to_call)
 
     def keep(self, stop: Stop) -> None:
-        """Note the signal that a stop was for, if any: it is sent again when the thread is let go."""
+        """Remember the signal of a stop, if any: it is sent again when the thread is released."""
         self._due = stop.delivers if self._own_signals else 0
-        # A fault comes again, when the thread runs the instruction again.
+        # A fault occurs again when the thread repeats the instruction.
         if self._own_signals or stop.delivers in (0, signal.SIGTRAP, *FAULTS):
             return
         if not (stop.signal == signal.SIGSTOP and self.stood):
             self._late.append(stop.signal)
 
     def let_go(self) -> None:
-        """Put its mask back, be its tracer no longer, and wait until it stands if its process does.
+        """Restore its mask, stop tracing it, and wait until it is stopped if its process is.
 
-        One that has ended is waited for: until then the whole process is a zombie.
+        An ended one is reaped: until then the whole process is a zombie.
         """
         self.check()
         with suppress(ProcessLookupError, ChildProcessError):  # it has ended
             runs = state(self.pid, self.tid) in "RSD"
-            if (stop := ptrace.poll_stop(self.tid)) is not None:  # what it stands for, else it would be lost
+            if (stop := ptrace.poll_stop(self.tid)) is not None:  # its stop would be lost otherwise
                 self.keep(stop)
             if (runs and stop is None) or not self._try_detach():
                 with suppress(ProcessLookupError):
@@ -221,13 +221,13 @@ class Tracee:
             _settle(self.pid, self.tid)
 
     def forget(self) -> None:
-        """It needs its mask no more: it has it, or has ended."""
+        """Drop the recorded mask: the thread has it again, or has ended."""
         if self._note is not None:
             self._note.drop()
             self._note = None
 
     def _try_detach(self) -> bool:
-        """Whether it could be let go: one that runs, or was killed, cannot."""
+        """Return whether it could be released: one that runs, or was killed, cannot."""
         try:
             if self.mask is not None:
                 ptrace.set_signal_mask(self.tid, self.mask)
@@ -239,7 +239,7 @@ class Tracee:
         return True
 
     def check(self) -> None:
-        """See that the tracer asks: any other thread would be told that there is no such process."""
+        """Check that the tracer calls: any other thread would get the error that there is no such process."""
         if threading.get_native_id() != self._tracer:
             raise RuntimeError(f"thread {self.tid} of process {self.pid} is already traced by another thread")
 
@@ -256,9 +256,9 @@ class Tracee:
 
 @contextmanager
 def hold(pid: int, tid: int, *, own_signals: bool = False) -> Iterator[Tracee]:
-    """Seize a thread and have it stand; at the end, where it must stand again, let it go.
+    """Seize a thread and stop it; at the end release it, where it must stop again.
 
-    `own_signals` as for Tracee. Raises OSError where it cannot be traced.
+    `own_signals` as for Tracee. Raises OSError if it cannot be traced.
     """
     tracee = Tracee(pid, tid, own_signals=own_signals)
     try:
@@ -268,10 +268,10 @@ def hold(pid: int, tid: int, *, own_signals: bool = False) -> Iterator[Tracee]:
 
 
 def put_masks_back(path: str) -> int:
-    """Give threads back the masks that a killed gpusnap left in a file; how many there were.
+    """Restore the masks that a killed gpusnap left in a file; return how many there were.
 
-    A thread that has another mask by now is let alone. Raises OSError where one cannot be traced, and
-    GpusnapError as signal_masks.read; what has not been given back stays in the file then.
+    A thread that has another mask now is not changed. Raises OSError if one cannot be traced, and
+    GpusnapError as signal_masks.read; masks that were not restored stay in the file then.
     """
     done = 0
     for mask in signal_masks.read(path):
@@ -286,14 +286,14 @@ def put_masks_back(path: str) -> int:
 
 
 def _settle(pid: int, tid: int) -> None:
-    """Wait until the thread stands again: the kernel only wakes it to stop by itself."""
+    """Wait until the thread is stopped again: the kernel only wakes it, and it stops by itself."""
     deadline = time.monotonic() + _SETTLING
     while state(pid, tid) not in "TtZX" and time.monotonic() < deadline:
         time.sleep(0.0002)
 
 
 def state(pid: int, tid: int) -> str:
-    """The thread's state (proc_pid_stat(5), field 3); X where it is gone, ? where nobody can tell."""
+    """Return the thread's state (proc_pid_stat(5), field 3); X if it is gone, ? if this is not known."""
     try:
         with open(f"/proc/{pid}/task/{tid}/stat", "rb") as file:
             return file.read().rpartition(b") ")[2][:1].decode()
@@ -304,7 +304,7 @@ def state(pid: int, tid: int) -> str:
 
 
 def _read_pending(pid: int, tid: int) -> int:
-    """The signals that are pending for the thread or its process, as `ptrace.signal_mask` has them."""
+    """Return the signals pending for the thread or its process, in the format of `ptrace.signal_mask`."""
     try:
         with open(f"/proc/{pid}/task/{tid}/status", "rb") as file:
             lines = dict(line.split(b":", 1) for line in file.read().splitlines() if b":" in line)

@@ -1,14 +1,14 @@
-"""Threads of a stopped process that run while all others stand.
+"""Threads of a stopped process that run while all others are stopped.
 
-The caller is inside a call of the driver's meanwhile, so a thread of ours is their tracer (a tracee belongs
-to the thread that seized it). It polls: whatever stops one of its threads is answered within a millisecond or
-two, and nothing that happens in the container can make it wait.
+The caller is in a call of the driver meanwhile, so a thread of gpusnap is their tracer (a tracee belongs to
+the thread that seized it). It polls: a stop of one of its threads is answered within a millisecond or two,
+and nothing in the container can make it wait.
 
 Others act on the same process at the same time. A SIGSTOP from the container (cpulimit sends them all day)
-reaches a traced thread as a stop of its own: the thread goes on, the process stays stopped. A SIGCONT lets
+reaches a traced thread as a stop of its own: the thread continues, the process stays stopped. A SIGCONT lets
 every thread of the process run, and some of them need memory that the driver has taken away: the process is
-stopped again at once. A thread that gets a fault in a moment that it was lent (`run_briefly`) stands at the
-instruction, which it runs again when the process has its memory back. SIGKILL ends the tracing.
+stopped again at once. If a thread gets a fault while `run_briefly` lets it run, it stops at the instruction,
+and runs it again when the process has its memory back. SIGKILL ends the tracing.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace.positions import Position, position
 from gpusnap.runtime_shim.process.ptrace.tracee import FAULTS, Tracee, state
 
-# Seconds between two looks: short after something has happened.
+# Seconds between two polls: short after something has happened.
 _SOON, _LATEST = 0.0001, 0.002
-# Looks without a pause after which a watched thread is not about to stop again.
+# Polls without a pause, after which a watched thread is not about to stop again.
 _SPINS = 30
-# Seconds between two looks whether the process still stands.
+# Seconds between two checks that the process is still stopped.
 _GUARD = 0.005
-# Seconds that a thread may take to stop to be looked at.
+# Seconds for a thread to stop for an examination.
 _GLANCE = 0.02
-# Seconds that the tracer's thread may take to begin and to end: it waits for each of its threads.
+# Seconds for the tracer's thread to begin and to end: it waits for each of its threads.
 _ENDING = 3 * ptrace.PATIENCE
 
 
 class CallWatch(Protocol):
-    """Who looks at the system calls of the first of the threads."""
+    """An object that watches the system calls of the first thread."""
 
     def begin(self, tracee: Tracee) -> None:
         """The thread is held, and about to run. Called in the tracer's thread, as all of these."""
 
     def see_call(self) -> None:
-        """It stands at the entry or the exit of a system call. What this raises ends the watching."""
+        """It is at the entry or the exit of a system call. An exception ends the watching."""
 
     def note_failure(self, error: Exception) -> None:
-        """The watching has ended early; the thread runs on without stops."""
+        """The watching has ended early; the thread continues without stops."""
 
 
 @dataclass
 class _Errand:
-    """Threads that are to run for a moment; or one of ours that is to be looked at (0 seconds)."""
+    """A request to run threads for a moment, or to examine a traced one (0 seconds)."""
 
     tids: tuple[int, ...]
     seconds: float
@@ -66,10 +66,10 @@ class _Errand:
 
 
 class Tracer:
-    """Lets some threads of a process run, and no other, from `start` to `stop_threads`.
+    """Lets some threads of a process run, and no others, from `start` to `stop_threads`.
 
-    A context manager does both. `guard`: the process stands, and is stopped again where somebody sends it a
-    SIGCONT; else whoever stops it is let have his way, and only these threads run on. `exit_kill`: the
+    A context manager calls both. `guard`: the process is stopped, and is stopped again if somebody sends it a
+    SIGCONT; otherwise others may stop and continue it, and only these threads always run. `exit_kill`: the
     process is killed if gpusnap ends meanwhile.
     """
 
@@ -84,22 +84,22 @@ class Tracer:
     ) -> None:
         self.pid, self.tids = pid, tuple(tids)
         self.traced = {*self.tids}
-        """Of these, the ones that have not ended."""
+        """The threads of these that have not ended."""
         self.stops = 0
-        """How often one of them has stopped: a sign that they get on."""
+        """How often one of them has stopped: a sign of progress."""
         self.stopped_again = 0
-        """How often somebody else had let the process go on."""
+        """How often somebody else had continued the process."""
         self._watch, self._guard, self._exit_kill = watch, guard, exit_kill
         self._tracees: dict[int, Tracee] = {}
         self._errands: queue.SimpleQueue[_Errand] = queue.SimpleQueue()
         self._wake, self._started = threading.Event(), threading.Event()
         self._over = False
         self._process = -1
-        """A pidfd where it is guarded: another process may have its PID once it has ended."""
+        """A pidfd if it is guarded: another process may get its PID once it has ended."""
         self._refusal: OSError | GpusnapError | None = None
         self._failure: OSError | None = None
         self.lost = ""
-        """Why it lets none of them run any more, long before its end."""
+        """Why it no longer lets any of them run, before its end."""
         self._thread = threading.Thread(target=self._run, name=f"gpusnap-tracer-{pid}", daemon=True)
 
     def __enter__(self) -> Tracer:
@@ -110,14 +110,14 @@ class Tracer:
         self.stop_threads()
 
     def start(self) -> None:
-        """Have the threads run. Raises OSError where one cannot be traced; none is then."""
+        """Let the threads run. Raises OSError if one cannot be traced; none is then."""
         try:
             self._thread.start()
         except RuntimeError as error:
             raise OSError(errno.EAGAIN, str(error)) from error
         try:
             ready = self._started.wait(_ENDING)
-        except BaseException:  # a signal's: nobody would end it
+        except BaseException:  # from a signal: nobody would end it otherwise
             self.stop_threads()
             raise
         if not ready:
@@ -128,14 +128,14 @@ class Tracer:
             raise self._refusal
 
     def stop_threads(self) -> None:
-        """Have them stand again, and return when they do. Raises OSError where one does not."""
+        """Stop the threads again, and return when they are stopped. Raises OSError if one does not stop."""
         self._over = True
         self._wake.set()
         deadline = time.monotonic() + _ENDING
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:
                 self._thread.join(deadline - time.monotonic())
-            except BaseException:  # a signal's; the threads must stand all the same
+            except BaseException:  # from a signal; the threads must be stopped in any case
                 self._thread.join(max(0.0, deadline - time.monotonic()))
                 raise
         if self._thread.is_alive():
@@ -144,14 +144,14 @@ class Tracer:
             raise self._failure
 
     def run_briefly(self, tids: Iterable[int], seconds: float) -> None:
-        """Let other threads of the process run for so long, and return when they stand again.
+        """Let other threads of the process run for a time, and return when they are stopped again.
 
-        One that has ended, or cannot be traced, is left out.
+        A thread that has ended, or cannot be traced, is omitted.
         """
         self._have_done(_Errand(tuple(tids), seconds))
 
     def glance(self, tid: int) -> Position | None:
-        """Where one of the threads is that it lets run: it stops for that. None where it does not at once."""
+        """Return where a running traced thread is: it stops for that. None if it does not stop at once."""
         errand = _Errand((tid,), 0.0)
         self._have_done(errand)
         return errand.found
@@ -189,7 +189,7 @@ class Tracer:
     def _close(self) -> None:
         descriptor, self._process = self._process, -1
         if descriptor >= 0:
-            with suppress(OSError):  # it is closed all the same (close(2))
+            with suppress(OSError):  # it is closed in any case (close(2))
                 os.close(descriptor)
 
     def _take(self) -> None:
@@ -197,7 +197,7 @@ class Tracer:
             self._tracees[tid] = Tracee(self.pid, tid)
             if self._exit_kill:
                 self._tracees[tid].set_options(ptrace.EXITKILL)
-        if self._guard:  # now: no other process gets the PID of one with a traced thread
+        if self._guard:  # now: while a thread is traced, no other process gets the PID
             self._process = os.pidfd_open(self.pid)
         if self._watch is not None:
             try:
@@ -226,7 +226,7 @@ class Tracer:
                 self._wake.clear()
 
     def _answer_stops(self) -> bool:
-        """Let every thread that has stopped run on; whether there was one."""
+        """Continue every thread that has stopped; return whether there was one."""
         busy = False
         for tid in tuple(self._tracees):
             try:
@@ -241,7 +241,7 @@ class Tracer:
         return busy
 
     def _answer_calls(self) -> None:
-        """Let the thread that is watched run on as fast as it makes system calls; it stops at each twice."""
+        """Continue the watched thread as fast as it makes system calls; it stops twice at each."""
         end, quiet = time.monotonic() + _LATEST, 0
         while quiet < _SPINS and time.monotonic() < end:
             quiet = 0 if self._answer_stops() else quiet + 1
@@ -251,8 +251,8 @@ class Tracer:
             try:
                 self._watch.see_call()
             except ProcessLookupError:
-                return  # the next look says so
-            except Exception as error:  # whatever it is, the thread's own work goes on
+                return  # the next poll reports it
+            except Exception as error:  # of any kind: the thread's own work continues
                 self._drop_watch(error)
         with suppress(ProcessLookupError):
             self._tracees[tid].answer(stop, to_call=self._see_call(tid))
@@ -266,15 +266,15 @@ class Tracer:
             watch.note_failure(error)
 
     def _stop_again(self) -> None:
-        """Stop the process where somebody has let it go on."""
+        """Stop the process if somebody has continued it."""
         if any(state(self.pid, tid) in "RSD" for tid in self._list_untraced()):
             self.stopped_again += 1
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGSTOP)
 
     def _list_untraced(self) -> Iterable[int]:
-        """A thread that nobody traces: the main one, if it can be. None where all are traced."""
-        # Where the main thread has ended and others live on, it says nothing.
+        """Return a thread that is not traced: the main one, if possible. None if all are traced."""
+        # If the main thread has ended and others live, its state says nothing.
         if self.pid not in self._tracees and state(self.pid, self.pid) not in "ZX":
             return (self.pid,)
         with suppress(OSError):
@@ -282,7 +282,7 @@ class Tracer:
         return ()
 
     def _run_errand(self, errand: _Errand) -> None:
-        """Take more threads, let them run, and let them stand where they are."""
+        """Seize more threads, let them run, and stop them where they are."""
         lent: dict[int, Tracee] = {}
         try:
             if not errand.seconds:
@@ -309,14 +309,14 @@ class Tracer:
         except ProcessLookupError:
             self._forget(tid)
             return None
-        except TimeoutError:  # where it stops later, that is answered then
+        except TimeoutError:  # if it stops later, that stop is answered then
             return None
         found = position(self.pid, tid)
         self._answer(tid, stop)
         return found
 
     def _forget(self, tid: int) -> None:
-        """It has ended, and was reaped just now: nobody can wait for it again."""
+        """It has ended and was reaped just now, so nobody can wait for it again."""
         self._tracees.pop(tid).forget()
         self.traced.discard(tid)
 
@@ -333,26 +333,26 @@ class Tracer:
                     if (stop := ptrace.poll_stop(tid)) is not None and self._continue_unless_faulted(
                         tracee, stop
                     ):
-                        del runs[tid]  # it stands at the instruction, which it runs again when it goes on
+                        del runs[tid]  # it stops at the instruction, and runs it again when it continues
                 except OSError:
                     del runs[tid]
             self._wake.wait(_SOON)
         for tracee in runs.values():
             with suppress(OSError):
                 tracee.to_rest()
-                for fault in FAULTS:  # one that came just now
+                for fault in FAULTS:  # a fault that came just now
                     if tracee.to_signal(fault):
                         tracee.to_rest()
 
     def _continue_unless_faulted(self, tracee: Tracee, stop: ptrace.Stop) -> bool:
-        """Let a thread that was lent go on after a stop, unless that was for a fault."""
+        """Continue a thread of `run_briefly` after a stop, unless it stopped for a fault."""
         if stop.delivers in FAULTS:
             return True
         tracee.answer(stop)
         return False
 
     def _release(self) -> None:
-        """Bring each to rest and be its tracer no longer. Raises what the last of them raised."""
+        """Bring each thread to rest and stop tracing it. Raises the last error."""
         failure: OSError | None = None
         for tid in self.tids:
             if (tracee := self._tracees.pop(tid, None)) is None:

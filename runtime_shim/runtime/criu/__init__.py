@@ -1,1 +1,1 @@
-"""CRIU under the real runtime: what we inject into it, and what it says."""
+"""CRIU under the real runtime: how gpusnap configures it, and what it reports."""

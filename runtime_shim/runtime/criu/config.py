@@ -1,17 +1,17 @@
-"""The configuration file that we give CRIU, through the real runtime.
+"""The configuration file that gpusnap gives CRIU, through the real runtime.
 
-Which road reaches CRIU depends on the versions. crun 1.21 with CRIU 4.1 reads no /etc/criu/crun.conf and
-refuses the annotation org.criu.config; crun from 1.26 on with CRIU 4.2, and every runc, take the annotation
-or a file in /etc/criu, which then override the runtime's own requests. One road reaches all of them: the
-environment variable CRIU_CONFIG_FILE, which CRIU reads also as `criu swrk` (criu(8), CONFIGURATION FILES),
-and which crun and runc hand down. It ranks below the options that the runtime itself sets, so what a runtime
-sets goes by its command line (`--manage-cgroups-mode`, runc's `--link-remap`), and the administrator's
-/etc/criu/*.conf keep the last word.
+Which way reaches CRIU depends on the versions. crun 1.21 with CRIU 4.1 reads no /etc/criu/crun.conf and
+refuses the annotation org.criu.config. crun 1.26 and later with CRIU 4.2, and every runc, use the annotation
+or a file in /etc/criu, which then override the runtime's own requests. One way reaches all of them: the
+environment variable CRIU_CONFIG_FILE, which CRIU also reads as `criu swrk` (criu(8), CONFIGURATION FILES),
+and which crun and runc pass on. Options that the runtime itself sets override it. So such options are set on
+the runtime's command line (`--manage-cgroups-mode`, runc's `--link-remap`). The administrator's
+/etc/criu/*.conf override everything.
 
-TCP: without --tcp-established CRIU gets `tcp-close`. It then dumps open connections without their state, and
-the processes find them closed after a restore; a container that runs on keeps them. CRIU has both options for
-a dump from 3.15 on, and `skip-in-flight` from 2.4 on (criu/sk-inet.c, can_dump_inet_sk). What was dumped with
-tcp-close CRIU restores only with it (criu/image.c, check_img_inventory).
+TCP: without --tcp-established, CRIU gets `tcp-close`. It then dumps open connections without their state, and
+the processes find them closed after a restore; a container that continues to run keeps them. CRIU has both
+options for a dump since 3.15, and `skip-in-flight` since 2.4 (criu/sk-inet.c, can_dump_inet_sk). CRIU
+restores a dump that was made with tcp-close only with tcp-close (criu/image.c, check_img_inventory).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VARIABLE = scratch_files.CONFIG
 _RUNC_FILE = "/etc/criu/runc.conf"
 """Read by every runc for a container without the annotation org.criu.config (libcontainer/criu_linux.go)."""
 _CRUN_FILE = "/etc/criu/crun.conf"
-"""Read by crun, or else runc's, where libcriu has criu_set_config_file (crun, src/libcrun/criu.c)."""
+"""Read by crun, or else runc's, if libcriu has criu_set_config_file (crun, src/libcrun/criu.c)."""
 _ANNOTATION = "org.criu.config"
 _ESTABLISHED, _CLOSE = "tcp-established", "tcp-close"
 
@@ -56,11 +56,11 @@ def dump_text(
     skip_in_flight: bool = True,
     drop_connections: bool = False,
 ) -> str:
-    """The file for a dump; `mounts` are the driver's, which CRIU shall not look into.
+    """Return the file for a dump; `mounts` are the driver's, which CRIU must not examine.
 
-    `masters`: one of them is in a peer group with the host, which CRIU refuses unless told.
-    `skip_in_flight`: connections that no process has accepted yet are left out.
-    `drop_connections`: open TCP connections are dumped without their state.
+    `masters`: one of them is in a peer group with the host, which CRIU refuses without an option.
+    `skip_in_flight`: omit connections that no process has accepted yet.
+    `drop_connections`: dump open TCP connections without their state.
     """
     lines = [*_iterate_common(criu)]
     if skip_in_flight:
@@ -76,10 +76,10 @@ def dump_text(
 def restore_text(
     criu: Criu, mounts: Sequence[DriverMount], *, drop_connections: bool = False, script: str = ""
 ) -> str:
-    """The file for a restore; each of `mounts` comes from its source on this host.
+    """Return the file for a restore; each of `mounts` gets its source on this host.
 
-    `drop_connections`: the image's TCP connections come back closed. `script`: a program that CRIU runs at
-    each of its stages, before that of the settings (criu/action-scripts.c, add_script).
+    `drop_connections`: the image's TCP connections are restored as closed. `script`: a program that CRIU runs
+    at each of its stages, before that of the settings (criu/action-scripts.c, add_script).
     """
     lines = [*_iterate_common(criu)]
     if drop_connections:
@@ -90,10 +90,10 @@ def restore_text(
 
 
 def with_flags(call: Call, real: RealRuntime, criu: Criu) -> Call:
-    """The call with those of the settings that the runtime itself would override, where it takes them.
+    """Add settings to the call that the runtime itself would override, if it supports them.
 
-    What the caller's own line says of them stays. criu.options can say "tcp-established" for callers that
-    cannot, such as containerd at a restore: by the file alone it would have no effect.
+    Options in the caller's own line stay. criu.options can contain "tcp-established" for callers that cannot
+    set it, such as containerd at a restore: in the file alone it would have no effect.
     """
     table = options.table(options.CHECKPOINT if isinstance(call, CheckpointCall) else options.RESTORE)
     mode = criu.manage_cgroups
@@ -117,23 +117,23 @@ def with_flags(call: Call, real: RealRuntime, criu: Criu) -> Call:
 
 
 class Connections(enum.Enum):
-    """What becomes of open TCP connections at a dump."""
+    """What happens to open TCP connections at a dump."""
 
     KEPT = "kept"
     """They are open after a restore: --tcp-established."""
     DROPPED = "dropped"
     """They are closed after a restore: CRIU's tcp-close."""
     REFUSED = "refused"
-    """CRIU does not dump a process that has any."""
+    """CRIU refuses to dump a process that has any."""
 
 
 def connections(
     call: CheckpointCall, real: RealRuntime, criu: Criu, annotations: Mapping[str, str]
 ) -> Connections:
-    """As the settings, the caller and the administrator's files for CRIU ask for it.
+    """Determine it from the settings, the caller and the administrator's files for CRIU.
 
-    Where these ask for established ones CRIU is not told tcp-close, by which it would drop them all the same.
-    `call` is with_flags()'s.
+    If these ask for established ones, CRIU does not get tcp-close, with which it would drop them in any case.
+    `call` is the result of with_flags().
     """
     if _ANNOTATION in annotations:
         paths: tuple[str, ...] = (annotations[_ANNOTATION],)
@@ -148,7 +148,7 @@ def connections(
 
 
 def _lines(path: str) -> Sequence[str]:
-    """A file's lines; none where there is no such file."""
+    """Return a file's lines; none if there is no such file."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read().splitlines()
@@ -172,7 +172,7 @@ def _iterate_common(criu: Criu) -> Iterator[str]:
     yield f"ghost-limit {criu.ghost_limit}"
     yield f"timeout {criu.timeout}"
     if criu.manage_cgroups:
-        # An option with an optional argument: CRIU takes it only with the equals sign.
+        # An option with an optional argument: CRIU accepts it only with the equals sign.
         yield f"manage-cgroups={criu.manage_cgroups}"
     if criu.libdir:
         yield f"libdir {criu.libdir}"
@@ -182,7 +182,7 @@ def _iterate_common(criu: Criu) -> Iterator[str]:
 
 
 def _check_path(path: str) -> str:
-    """A path that CRIU's parser takes as one word."""
+    """Check that CRIU's parser reads a path as one word; return it."""
     if any(c.isspace() or c in "#\"'\\" for c in path):
         raise ImageError(
             f"the driver's mount {path!r} cannot be passed to CRIU: its path contains blanks or quotes"
@@ -196,9 +196,9 @@ def _text(lines: Sequence[str]) -> str:
 
 @contextmanager
 def config_file(text: str) -> Iterator[dict[str, str]]:
-    """The environment for the real runtime, with the file in place while the block runs.
+    """Yield the environment for the real runtime; the file exists while the block runs.
 
-    A file that the caller's CRIU_CONFIG_FILE names comes first, so that nothing of it is lost.
+    A file that the caller's CRIU_CONFIG_FILE names is included first, so that nothing of it is lost.
     """
     before = os.environ.get(VARIABLE, "")
     try:
@@ -221,5 +221,5 @@ def config_file(text: str) -> Iterator[dict[str, str]]:
     try:
         yield {**locate.environment(), VARIABLE: file.name}
     finally:
-        with contextlib.suppress(OSError):  # it is of no use any more, and the container may have ended
+        with contextlib.suppress(OSError):  # it is of no more use, and the container may have ended
             file.close()

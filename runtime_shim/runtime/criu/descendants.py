@@ -1,11 +1,11 @@
-"""All that is below this process, ended: the real runtime at a restore, and what CRIU has brought back.
+"""Kills all descendants of this process: the real runtime at a restore, and the processes that CRIU restored.
 
     gpusnap-runtime ─ runtime ─┬─ CRIU ─ its helpers
                                └─ the container's init ─ …    CRIU makes it a child of its caller
 
-To lose none of them from sight we become their subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): who loses its
-parent then becomes our child, in place of conmon's or the shim's. A restore that succeeds is not touched by
-that: the container's init goes to whoever reaps for us.
+To lose none of them, gpusnap becomes their subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): a process that loses
+its parent becomes a child of gpusnap, instead of conmon's or the shim's. This does not affect a successful
+restore: the container's init goes to the reaper of gpusnap's own parent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 
-_PATIENCE = 30.0  # seconds that killed processes may take to go
+_PATIENCE = 30.0  # seconds that killed processes may take to end
 _INTERVAL = 0.01
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def children(of: int | None = None, parents: Mapping[int, int] | None = None) -> frozenset[int]:
-    """The children of a process, of this one without a PID."""
+    """Return the children of a process, of this one without a PID."""
     wanted = os.getpid() if of is None else of
     found = proc.parents() if parents is None else parents
     return frozenset(pid for pid, parent in found.items() if parent == wanted)
@@ -39,11 +39,11 @@ def children(of: int | None = None, parents: Mapping[int, int] | None = None) ->
 def kill_all(
     *, but: Collection[int], waited: Callable[[], Collection[int]], ended: Callable[[], bool]
 ) -> None:
-    """Kill all processes below this one, and wait until they are gone.
+    """Kill all descendants of this process, and wait until they have ended.
 
-    `but` are children that are left alone, with all below them; `waited`, those for which another thread
-    waits. It goes on until `ended` says so, as that thread may be about to start one. Raises GpusnapError
-    where some do not go.
+    `but`: children that are not killed, nor their descendants. `waited`: those for which another thread
+    waits. It repeats until `ended` returns True, because that thread may be about to start one. Raises
+    GpusnapError if some do not end.
     """
     own = proc.process(os.getpid())
     owner = (os.getpid(), own.start if own is not None else 0)
@@ -51,7 +51,7 @@ def kill_all(
     with _become_subreaper():
         while (left := _list_left(but, owner)) or not ended():
             pidfd.remember((each.pid, each.start) for each in map(proc.process, left) if each is not None)
-            # The PID of one that has ended may have become somebody else's before it was remembered.
+            # The PID of an ended process may belong to another one before it was remembered.
             for pid in left & _list_left(but, owner):
                 pidfd.send(pid, signal.SIGKILL)
             for pid in left.difference(waited()):
@@ -77,7 +77,7 @@ def _become_subreaper() -> Iterator[None]:
 
 
 def _list_left(but: Collection[int], owner: tuple[int, int]) -> set[int]:
-    """All that is below this process; who had lost its parent before is known by its environment."""
+    """Return all descendants of this process; earlier orphans are found by their environment."""
     return _list_below(but) | set(scratch_files.children(owner))
 
 

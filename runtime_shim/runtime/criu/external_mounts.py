@@ -1,12 +1,12 @@
 """The driver's mounts that config.json does not list, so that neither crun nor runc declares them to CRIU.
 
 NVIDIA's legacy runtime and some hooks mount driver libraries, firmware and /proc/driver/nvidia into the
-container behind the runtime's back. CRIU refuses such a mount ("unreachable sharing", "doesn't have a proper
-root mount"; criu#2472, cuda-checkpoint#19) unless it is named as external. A tmpfs that a hook made inside
-the container, and binds of its files, CRIU dumps by itself: those stay alone.
+container without the runtime's knowledge. CRIU refuses such a mount ("unreachable sharing", "doesn't have a
+proper root mount"; criu#2472, cuda-checkpoint#19) unless it is declared as external. A tmpfs that a hook made
+inside the container, and binds of its files, are not declared: CRIU dumps them itself.
 
 A manifest from elsewhere must not bring any path of this host into a container, so both ends of such a mount
-have to be the driver's own files, or nodes of its GPUs.
+must be the driver's own files, or nodes of its GPUs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import DriverMount
 
-# A GPU's node that was bind-mounted and has moved: config.json knows it by its old name.
+# A GPU's node that was bind-mounted and has moved: config.json contains its old name.
 _NODE = compile_later(
     r"/dev/(?:nvidia(?:\d{1,3}|ctl|-uvm|-uvm-tools|-modeset)|dri/(?:renderD|card)\d{1,4}|kfd)"
 )
 
 
 def list_undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMount, ...], bool]:
-    """The driver's mounts to be declared to CRIU, and whether one is in a peer group of the host's."""
+    """Return the driver's mounts to declare to CRIU, and whether one is in a peer group of the host's."""
     known = {os.path.normpath(str(mount.get("destination", ""))) for mount in config.get("mounts") or ()}
     found: list[DriverMount] = []
     masters = False
@@ -41,7 +41,7 @@ def list_undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMoun
             init, mount.destination, _is_same_file, source, f"/proc/{init}/root{mount.destination}"
         ):
             continue
-        known.add(mount.destination)  # mounted once more on itself, it is one mount to CRIU
+        known.add(mount.destination)  # mounted on itself again, it is one mount to CRIU
         found.append(DriverMount(f"gpusnap-{len(found)}", mount.destination, source))
         masters = masters or bool(mount.tags)
     return tuple(found), masters
@@ -50,10 +50,10 @@ def list_undeclared(init: int, config: dict[str, Any]) -> tuple[tuple[DriverMoun
 def check_mounts(mounts: Sequence[DriverMount], here: Sequence[DriverMount] | None = None) -> None:
     """Refuse a manifest's mounts that are not the driver's, or whose source this host does not have.
 
-    `here` are the same with the sources that this host has for them, as snapshot/devices/remap.py chose them.
+    `here`: the same with this host's sources for them, from snapshot/devices/remap.py.
     """
     for mount, ours in zip(mounts, here or mounts, strict=True):
-        chosen = ours.source != mount.source  # then it is this host's, and not the manifest's
+        chosen = ours.source != mount.source  # then it is this host's choice, and not the manifest's
         for path in (mount.destination, mount.source, *(() if chosen else [os.path.realpath(mount.source)])):
             if not _is_ours(path):
                 raise Refused(

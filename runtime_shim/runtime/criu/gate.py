@@ -1,14 +1,14 @@
 """Two stages of a restore at which CRIU waits for gpusnap: before the first process, and after the last.
 
-CRIU runs a program at each of its stages (criu(8), --action-script), and ends the restore, with all that it
-has restored, where that program fails at one of these two (criu/cr-restore.c, restore_root_task):
+CRIU runs a program at each of its stages (criu(8), --action-script). If that program fails at one of these
+two, CRIU ends the restore and kills what it has restored (criu/cr-restore.c, restore_root_task):
 
-    pre-restore     no process is there yet
-    post-restore    all of them are, with their memory, and each waits in CRIU's own code
+    pre-restore     no process exists yet
+    post-restore    all of them exist, with their memory, and each waits in CRIU's own code
 
-The program is the launcher (runtime_shim/launcher/gate.h). It asks at a socket of ours and waits for the
-answer, so that CRIU goes on only if we say so. Where gpusnap is killed the connection ends, the program
-fails, and so does the restore. As crun and runc call it, CRIU takes the option from its configuration file
+The program is the launcher (runtime_shim/launcher/gate.h). It asks gpusnap over a socket and waits for the
+answer, so that CRIU continues only if gpusnap says so. If gpusnap is killed, the connection ends, the program
+fails, and so does the restore. When crun or runc calls CRIU, it reads the option from its configuration file
 since 3.19.
 """
 
@@ -28,27 +28,28 @@ from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.runtime_shim.runtime.criu.version import criu_version
 
 PRE_RESTORE, POST_RESTORE = "pre-restore", "post-restore"
-"""The stages, as CRIU calls them."""
+"""The names of the stages in CRIU."""
 VARIABLE = "GPUSNAP_GATE"
-"""In the environment of CRIU, and so of the launcher: the path of the socket."""
+"""The variable in the environment of CRIU, and of the launcher: the path of the socket."""
 _STAGE, _PROBE = "CRTOOLS_SCRIPT_ACTION", "probe"
 _OLDEST = (3, 19)
 _VERSION = compile_later(r"(\d{1,6})\.(\d{1,6})")
 _LINE = 128
-# Seconds for a program that is started to say its line, and for the probe, which takes some milliseconds.
+# Seconds for a program to send its line after it was started, and for the probe, which takes some
+# milliseconds.
 _PATIENCE = 10.0
 
 Busy = Callable[[], None]
-"""Tells CRIU's side that the work goes on. Raises OSError where nobody waits for it any more."""
+"""Reports to CRIU's side that the work continues. Raises OSError if nobody waits for it any more."""
 Stage = Callable[[int, Busy], None]
-"""What is to be done at a stage: it is told the PID of the restored init, 0 before. Raises GpusnapError."""
+"""The work at a stage. It gets the PID of the restored init, 0 before that. Raises GpusnapError."""
 
 
 class Gate:
     """Listens until it is closed."""
 
     def __init__(self, path: str, launcher: str, stages: Mapping[str, Stage], *, criu: str = "") -> None:
-        """`path`: of the socket, in a directory of root alone. `criu`: as for criu_version.
+        """`path`: of the socket, in a directory that only root can access. `criu`: as for criu_version.
 
         Raises OSError, and RuntimeFailed.
         """
@@ -56,7 +57,7 @@ class Gate:
         self._path, self._launcher, self._stages = path, launcher, stages
         self._probed = False
         self.error: GpusnapError | None = None
-        """Why CRIU was not let on."""
+        """The reason if CRIU was not allowed to continue."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.bind(path)
@@ -69,13 +70,13 @@ class Gate:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What CRIU's environment needs."""
+        """The variables for CRIU's environment."""
         return {VARIABLE: self._path}
 
     def works(self) -> bool:
-        """Whether this CRIU runs such programs, and the launcher, run as CRIU runs it, is one.
+        """Whether this CRIU runs such programs, and the launcher works as one.
 
-        An earlier version's launcher is none, and a file system may be mounted without the right to execute.
+        An earlier version's launcher does not, and a file system may be mounted without the right to execute.
         """
         version = _VERSION.match(criu_version(self._criu) if self._criu else criu_version())
         if version is None or (int(version[1]), int(version[2])) < _OLDEST or " " in self._launcher:
@@ -98,7 +99,7 @@ class Gate:
             return False
 
     def close(self) -> None:
-        """Listen no more; a stage that is under way is waited for. May be called twice."""
+        """Stop listening, and wait for a stage in progress. May be called twice."""
         with contextlib.suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -114,7 +115,7 @@ class Gate:
                 try:
                     self._answer(connection)
                 except OSError:
-                    continue  # it has ended, and CRIU knows
+                    continue  # it has ended, and CRIU knows that
 
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(_PATIENCE)

@@ -1,4 +1,4 @@
-"""CRIU's log (dump.log, restore.log in the work path): the one line that says why."""
+"""CRIU's log (dump.log, restore.log in the work path): finds the one line with the reason."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
 
 # "(00.012345) Error (criu/files-ext.c:98): Can't dump file 5 of that type [20000] (chr 195:0)";
-# a restored task's PID stands before it as "(00.012345)    123: Error …".
+# a restored task's PID is before it as in "(00.012345)    123: Error …".
 _ERROR = compile_later(r"^\(\d+\.\d+\)\s+(?:\d+:\s+)?Error \([^)]*\): (.*)$")
-# Said on hosts where CRIU then goes on without harm.
+# Errors on hosts where CRIU then continues without harm.
 _HARMLESS = ("Can't setup RLIMIT_NOFILE", "Can't raise limit", "Can't set file limit")
 _TAIL = 4 << 20
 
 
 def first_error(path: str) -> str:
-    """The first error of the log that matters; empty where there is no log or no error in its last 4 MiB."""
+    """Return the first error of the log that matters; empty without a log or an error in its last 4 MiB."""
     try:
         file, size = open_below(*os.path.split(path))
         with file:

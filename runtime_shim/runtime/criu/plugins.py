@@ -1,14 +1,14 @@
-"""CRIU's plugins for GPUs: the one that a dump or a restore needs is given to CRIU, and no other.
+"""CRIU's plugins for GPUs: CRIU gets the one that a dump or a restore needs, and no other.
 
-CRIU loads every *.so of one folder: libdir of its configuration, else $CRIU_LIBS_DIR, else /usr/lib/criu
-(criu/plugin.c). A plugin for GPUs that lies there and is not asked for would do its work all the same, on
-processes that the driver has suspended already, and a restore would want it back. So where the folder holds
-such a one, or lacks the one that is wanted, a folder for a moment takes its place, with links to the right
-ones. A site's other plugins stay.
+CRIU loads every *.so of one directory: libdir of its configuration, else $CRIU_LIBS_DIR, else /usr/lib/criu
+(criu/plugin.c). A plugin for GPUs in that directory would work even if it is not wanted, on processes that
+the driver has already suspended, and a restore would require it. So if the directory contains such a plugin,
+or lacks the wanted one, gpusnap uses a temporary directory instead, with links to the right ones. Other
+plugins of the site stay.
 
-Options reach a plugin by its environment alone. CRIU is a child of crun or runc, and has theirs: crun's
+Options reach a plugin only by its environment. CRIU is a child of crun or runc, and has theirs: crun's
 libcriu starts `criu swrk` by fork and exec (lib/c/criu.c), runc by os/exec without an environment of its own
-(libcontainer/criu_linux.go), so what we give the runtime arrives.
+(libcontainer/criu_linux.go). So variables that gpusnap gives the runtime reach the plugin.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ _CHECKS = {
 """criu-amdgpu-plugin(1), by the names that settings.Amd has for them."""
 _BUFFER = "KFD_MAX_BUFFER_SIZE"
 
-# What a CUDA plugin that calls the driver by itself, and needs no program, has in it (plugins/cuda of CRIU's
+# A text in CUDA plugins that call the driver themselves, and need no program (plugins/cuda of CRIU's
 # development branch).
 _DRIVER_API = b"cuCheckpointProcessLock"
-# Seconds that CRIU has for stopping the tasks beside the locks.
+# Seconds for CRIU to stop the tasks, in addition to the locks.
 _BESIDE = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """What CRIU is to be told, and the runtime's environment to have."""
+    """Options for CRIU, and environment for the runtime."""
 
     criu: Criu
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -70,10 +70,10 @@ class Injection:
 
 @contextmanager
 def inject(plugin: Plugin | None, settings: Settings, *, processes: int = 1) -> Iterator[Injection]:
-    """Have CRIU load `plugin`, or none for GPUs; what is made for that is gone after the block.
+    """Make CRIU load `plugin`, or none for GPUs; temporary files are removed after the block.
 
-    `processes` use the GPU, each of which may take nvidia.lock-timeout to be locked, one after the other.
-    Raises Refused where the plugin, or what it runs, is not on this host, and ImageError.
+    `processes` use the GPU, and each may take nvidia.lock-timeout to be locked, one after the other. Raises
+    Refused if the plugin, or a program that it runs, is not on this host; and ImageError.
     """
     found = find(plugin, settings) if plugin is not None else ""
     environment = _environment(plugin, found, settings) if plugin is not None else {}
@@ -95,9 +95,9 @@ def inject(plugin: Plugin | None, settings: Settings, *, processes: int = 1) -> 
 
 
 def _default() -> str:
-    """The folder where a CRIU looks that nobody has told another.
+    """Return the directory that CRIU uses by default.
 
-    That is a choice of whoever built it: one that has a plugin for GPUs is taken for it.
+    Its builder chose that: a directory with a plugin for GPUs counts as the one.
     """
     names = [each.file for each in KNOWN]
     having = (path for path in FOLDERS if any(os.path.exists(os.path.join(path, name)) for name in names))
@@ -105,7 +105,7 @@ def _default() -> str:
 
 
 def find(plugin: Plugin, settings: Settings) -> str:
-    """The path of a plugin's library, by the settings or where packages put it. Raises Refused."""
+    """Return the path of a plugin's library, from the settings or where packages put it. Raises Refused."""
     own = settings.nvidia.libdir if plugin is CUDA else settings.amd.libdir
     folders = [own] if own else [*filter(None, [settings.criu.libdir]), *FOLDERS]
     for folder in folders:
@@ -132,7 +132,7 @@ def _amd(amd: Amd) -> dict[str, str]:
 
 
 def _with_program(plugin: Plugin, path: str, chosen: str) -> dict[str, str]:
-    """A PATH on which CRIU's plugin finds what it runs. Podman and containerd may give hardly any."""
+    """Return a PATH on which CRIU's plugin finds its program. That of Podman and containerd may be short."""
     searched = locate.environment().get("PATH", "") or os.defpath
     places = [chosen] if chosen else [os.path.join(folder, plugin.program) for folder in _folders(searched)]
     program = next((place for place in places if os.access(place, os.X_OK)), None)
@@ -148,7 +148,7 @@ def _with_program(plugin: Plugin, path: str, chosen: str) -> dict[str, str]:
     folder = os.path.dirname(program)
     if folder in searched.split(":") and not chosen:
         return {}
-    # In front only where somebody asked for this one: crun and runc look for criu itself there, too.
+    # First only if somebody asked for this one: crun and runc look for criu itself there, too.
     return {"PATH": f"{folder}:{searched}" if chosen else f"{searched}:{folder}"}
 
 
@@ -164,7 +164,7 @@ def _calls_driver(path: str) -> bool:
 
 
 def _libraries(folder: str) -> dict[str, str]:
-    """What CRIU would load from a folder: paths by name."""
+    """Return the libraries that CRIU would load from a directory: paths by name."""
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".so"))
     except OSError:

@@ -1,4 +1,4 @@
-"""The real runtime as a child: CRIU's configuration, a log of its own, and what it said when it failed."""
+"""Runs the real runtime as a child, with CRIU's configuration and a log; explains its failure."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """A call of the real runtime that has ended."""
+    """A finished call of the real runtime."""
 
     code: int
     log: str
     err: str
 
     def explain(self, criu_log: str) -> str:
-        """Why it failed: its own words and CRIU's first error, if there are any."""
+        """Say why it failed: its own message and CRIU's first error, if there are any."""
         own = runtime_message(self.log, self.err)
         criu = first_error(criu_log)
         parts = [own, f"CRIU says: {criu} ({criu_log})" if criu else ""]
@@ -48,10 +48,10 @@ def invoke(
     started: Callable[[int], object] | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Invocation:
-    """Run the real runtime with a CRIU configuration, and with a log of its own in place of the caller's.
+    """Run the real runtime with a CRIU configuration, and with a log of its own instead of the caller's.
 
-    `capture` and `started` as in `child_process.run`; without capture, why the runtime failed is only in that
-    log. `environment` is added to the caller's own, and reaches CRIU, the runtime's child.
+    `capture` and `started` as in `child_process.run`; without capture, the reason of a failure is only in
+    that log. `environment` is added to the caller's own, and reaches CRIU, the runtime's child.
     """
     with _log_file() as (own, path):
         own_log = replace(call.globals, log=path, log_format="json")
@@ -75,7 +75,7 @@ def invoke(
 
 
 def _read(log: IO[str]) -> str:
-    """What the runtime said. Where that cannot be read, its exit code and CRIU's log have to do."""
+    """Read the runtime's log. If it cannot be read, its exit code and CRIU's log must be enough."""
     try:
         return log.read()
     except OSError as error:
@@ -85,7 +85,7 @@ def _read(log: IO[str]) -> str:
 
 @contextmanager
 def _log_file() -> Iterator[tuple[IO[str], str]]:
-    """A file for the runtime's log. One that cannot be closed or removed is no reason to fail."""
+    """Yield a file for the runtime's log. If it cannot be closed or removed, that is no reason to fail."""
     try:
         descriptor, path = tempfile.mkstemp(prefix=scratch_files.prefix("log"), dir=scratch())
     except OSError as error:
@@ -106,17 +106,17 @@ def _log_file() -> Iterator[tuple[IO[str], str]]:
 
 
 def make_quiet_command(call: CheckpointCall | RestoreCall, real: RealRuntime) -> list[str]:
-    """The real runtime with the caller's global options, but saying on stderr what it would write to its log.
+    """Return the real runtime with the caller's global options, but with stderr instead of its log.
 
-    For commands beside the one that was asked for: the log takes one line of ours, see log.py.
+    For commands other than the requested one: the log gets one line of gpusnap, see log.py.
     """
     return render_globals(replace(call.globals, log=None, log_format=None), real)
 
 
 def control(argv: Sequence[str]) -> Finished:
-    """A short command of the real runtime, such as kill or delete; its exit code is the caller's to judge.
+    """Run a short command of the real runtime, such as kill or delete; the caller judges its exit code.
 
-    With our mark, so that who puts right what a killed gpusnap left waits for it; Ctrl-C does not reach it.
+    It has gpusnap's mark, so that a recovery after a kill waits for it; Ctrl-C does not reach it.
     """
     env = {**locate.environment(), scratch_files.CONFIG: scratch_files.prefix("criu") + "none"}
     return run(argv, env=env, own_session=True)

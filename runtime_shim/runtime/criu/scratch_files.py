@@ -1,12 +1,12 @@
-"""What a process of ours leaves when it is killed: files for a moment, and a real runtime that goes on.
+"""What a killed gpusnap leaves: temporary files, and a real runtime that continues.
 
 Both carry the mark of the process that made them, its PID, start time and PID namespace: the files in their
 names, and the runtime in the environment, where CRIU_CONFIG_FILE names one of these files. CRIU writes its
 title over its environment (criu/setproctitle.c): "criu: restore --rpc -D DIR", where DIR is a directory of
-ours with the mark in its name (runtime/criu/images/overlay.py). So do the processes that CRIU makes, until
-they have their own memory back; then they are none of them. Any user can give a process such a title or
-environment, so it counts only where the process is of our own user, or in a user namespace that our user has
-made.
+gpusnap with the mark in its name (runtime/criu/images/overlay.py). The processes that CRIU makes have this
+title too, until they have their own memory back; then they no longer match. Any user can give a process such
+a title or environment, so it counts only if the process belongs to gpusnap's own user, or is in a user
+namespace that this user has made.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 
-# Seconds for what the real runtime is at: CRIU writes or reads the images at the disk's speed.
+# Seconds for the real runtime to finish: CRIU writes or reads the images at the disk's speed.
 _PATIENCE = 300.0
 # How often a removal is tried, and seconds between two tries.
 _TRIES, _PAUSE = 3, 0.05
-# As `prefix` begins a name.
+# The format of `prefix`.
 _NAME = compile_later(r"gpusnap-[a-z]+-(\d{1,10})\.(\d{1,20})\.(\d{1,10})-")
 _OWNER = 0xB704  # linux/nsfs.h, NS_GET_OWNER_UID (Linux 4.11)
 CONFIG = "CRIU_CONFIG_FILE"
@@ -37,23 +37,23 @@ CONFIG = "CRIU_CONFIG_FILE"
 
 
 def scratch() -> str:
-    """Where files of ours may lie for a moment: /run, which is never full of checkpoints."""
+    """Return the directory for temporary files: /run, which is never full of checkpoints."""
     return "/run" if os.access("/run", os.W_OK) else tempfile.gettempdir()
 
 
 def find_large() -> str:
-    """Where large files of ours may lie for a moment: on a disk."""
+    """Return the directory for large temporary files: on a disk."""
     return os.environ.get("TMPDIR") or "/var/tmp"
 
 
 def prefix(kind: str) -> str:
-    """How a file of this process in `scratch()` or `find_large()` is to be called; `kind` says what for."""
+    """Return the prefix for a file of this process in `scratch()` or `find_large()`; `kind`: its purpose."""
     own = proc.process(os.getpid())
     return f"gpusnap-{kind}-{mark_of((os.getpid(), own.start if own is not None else 0))}-"
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder with all that is in it; once more where the kernel fails for a moment."""
+    """Remove a directory with everything in it; try again if the kernel fails for a moment."""
     for _ in range(_TRIES):
         shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -63,16 +63,16 @@ def remove_folder(path: str) -> None:
 
 
 def children(owner: tuple[int, int]) -> tuple[int, ...]:
-    """The real runtime that a process of ours called, and its CRIU, by PID: those that still run.
+    """Return the running real runtime that a process of gpusnap called, and its CRIU, by PID.
 
-    `owner` is that process' PID and start time.
+    `owner`: that process's PID and start time.
     """
     mark = mark_of(owner)
     return tuple(pid for pid in proc.pids() if pid != owner[0] and _is_of_our_user(pid) and _has(pid, mark))
 
 
 def _is_of_our_user(pid: int) -> bool:
-    """Whether we, and no other user, can have made the process. Else it may also keep us waiting."""
+    """Whether only this user can have made the process. Another user's process could delay gpusnap."""
     us = os.geteuid()
     uids = next(
         (line.split()[1:] for line in proc.lines(f"{proc.PROC}/{pid}/status") if line[:4] == "Uid:"), []
@@ -96,16 +96,16 @@ def _has(pid: int, mark: str) -> bool:
     if os.path.basename(proc.environment(pid).get(CONFIG, "")).startswith(f"gpusnap-criu-{mark}-"):
         return True
     title = (proc.command(pid) or ("",))[0]
-    # The first path of all: any process may give itself a title, and one that lists many is of nobody.
+    # The first path only: any process may give itself a title, and one that lists many belongs to nobody.
     folder = f"{scratch()}/gpusnap-images-{mark}-"
     return title.startswith("criu: ") and title.startswith(folder, title.find("/"))
 
 
 def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool] = lambda: False) -> None:
-    """Wait for what a killed process of ours called, or until `enough` says so.
+    """Wait for what a killed process of gpusnap called, or until `enough` returns True.
 
-    It is not ended: a runtime that is killed half-way leaves what no command removes, and CRIU's processes
-    would stand for good. Raises GpusnapError where it takes too long.
+    It is not killed: a runtime that is killed in the middle leaves what no command removes, and CRIU's
+    processes would be stopped forever. Raises GpusnapError if it takes too long.
     """
     deadline = time.monotonic() + _PATIENCE
     while (left := children(owner)) and not enough():
@@ -121,13 +121,13 @@ def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool
 
 
 def sweep(owner: tuple[int, int]) -> None:
-    """Remove the files for a moment of a process that is no more."""
+    """Remove the temporary files of an ended process."""
     mark = f"-{mark_of(owner)}-"
     for folder, name in _list_folders():
         if not name.startswith("gpusnap-") or mark not in name:
             continue
         path = os.path.join(folder, name)
-        with contextlib.suppress(OSError):  # somebody else's, or gone by now: no harm in either
+        with contextlib.suppress(OSError):  # another user's, or already gone: both are harmless
             if os.lstat(path).st_uid != os.geteuid():
                 continue
             if os.path.isdir(path) and not os.path.islink(path):
@@ -137,36 +137,36 @@ def sweep(owner: tuple[int, int]) -> None:
 
 
 def sweep_all() -> None:
-    """The same of each process that is no more, and has left no runtime at work that may read them.
+    """The same for each ended process that has left no runtime at work that may read them.
 
-    Whoever is killed before it has noted anything of its container, or has nothing to note, as with a
-    checkpoint of a suspended one, is known by these files alone.
+    A process that was killed before it recorded its container, or that has nothing to record, as in a
+    checkpoint of a suspended container, is known only by these files.
     """
     marks = (found for _, name in _list_folders() if (found := _NAME.match(name)))
-    # /run may be shared with another PID namespace, whose processes we do not see.
+    # /run may be shared with another PID namespace, whose processes are not visible.
     space = _read_namespace()
     for owner in {(int(mark[1]), int(mark[2])) for mark in marks if int(mark[3]) == space}:
-        with contextlib.suppress(GpusnapError, OSError):  # the next time, then: the caller has done its work
+        with contextlib.suppress(GpusnapError, OSError):  # the next sweep removes them: the caller is done
             if not proc.is_same(*owner) and not children(owner):
                 sweep(owner)
 
 
 def _list_folders() -> list[tuple[str, str]]:
-    """Folders, and the names in each."""
+    """Return directories, and the names in each."""
     found: list[tuple[str, str]] = []
     for folder in dict.fromkeys((scratch(), find_large())):
-        with contextlib.suppress(OSError):  # the next time, then
+        with contextlib.suppress(OSError):  # the next sweep reads it
             found += [(folder, name) for name in os.listdir(folder)]
     return found
 
 
 def mark_of(owner: tuple[int, int]) -> str:
-    """The mark of a process of our PID namespace, by its PID and start time."""
+    """Return the mark of a process of gpusnap's PID namespace, by its PID and start time."""
     return f"{owner[0]}.{owner[1]}.{_read_namespace()}"
 
 
 def _read_namespace() -> int:
-    """Our PID namespace; 0 where the kernel does not say."""
+    """Return gpusnap's PID namespace; 0 if the kernel does not say it."""
     try:
         return proc.own_pid_namespace()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which CRIU the real runtime will start, and what that does with a socket on this kernel."""
+"""Which CRIU the real runtime will start, and how that CRIU handles a socket on this kernel."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gpusnap.runtime_shim.runtime.child_process import Child, run
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 
-# Podman's environment has a PATH, but a service's may lack the sbin folders where Debian keeps criu.
+# Podman's environment has a PATH, but a service's may lack the sbin directories where Debian keeps criu.
 _FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @functools.cache
 def criu_version(named: str = "") -> str:
-    """Its version, e.g. 4.1.1; "unknown" where it cannot be asked: the runtime will say so better.
+    """Return its version, e.g. 4.1.1; "unknown" if it cannot be asked: the runtime will report that better.
 
-    `named`: the program that the caller of the runtime has named, if the runtime takes that.
+    `named`: the program that the runtime's caller has named, if the runtime uses that.
     """
     program = shutil.which(named) if named else _program()
     if program is None:
@@ -43,10 +43,10 @@ def _program() -> str | None:
     return shutil.which("criu") or shutil.which("criu", path=_FOLDERS)
 
 
-# What it says of a socket that it cannot dump (criu/sockets.c, do_dump_opt; criu/sk-inet.c,
+# Its messages about a socket that it cannot dump (criu/sockets.c, do_dump_opt; criu/sk-inet.c,
 # can_dump_ipproto): 1:16 is SOL_SOCKET's SO_PASSCRED.
 _REFUSALS = compile_later(r"Can't get 1:16 opt|Unsupported proto ")
-# Seconds; it takes some 20 ms.
+# Seconds; it takes about 20 ms.
 _PATIENCE = 10
 
 
@@ -54,8 +54,8 @@ _PATIENCE = 10
 def refuses(family: int, kind: int, protocol: int) -> bool:
     """Whether CRIU refuses a socket of this family, type and protocol; see socket(2).
 
-    Tried on a process of ours that has one, since versions do not tell: distributions take fixes into older
-    ones. False where it cannot be tried, or fails for another reason.
+    Tested on a child process with such a socket, because versions do not show it: distributions backport
+    fixes. False if it cannot be tested, or fails for another reason.
     """
     program = _program()
     if program is None:
@@ -85,7 +85,7 @@ def refuses(family: int, kind: int, protocol: int) -> bool:
 
 @contextlib.contextmanager
 def _sleeper(descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has the descriptor and does nothing; in a session of its own, as CRIU wants it."""
+    """Yield a process that has the descriptor and does nothing; in a session of its own, as CRIU requires."""
     process = Child(
         ["sleep", str(2 * _PATIENCE)],
         stdin=subprocess.DEVNULL,
@@ -103,5 +103,5 @@ def _sleeper(descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _environment() -> dict[str, str]:
-    """Without CRIU_CONFIG_FILE, which --no-default-config does not leave out."""
+    """Return the environment without CRIU_CONFIG_FILE, which --no-default-config does not ignore."""
     return {name: value for name, value in locate.environment().items() if name != scratch_files.CONFIG}

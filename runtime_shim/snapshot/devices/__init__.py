@@ -1,1 +1,1 @@
-"""Restores on other GPUs than at the checkpoint: they are chosen, reserved and put in place."""
+"""Restores onto other GPUs than at the checkpoint: chooses them, and replaces nodes, mounts and hooks."""

@@ -1,11 +1,11 @@
 """Replaces device nodes that are mounts of their own, in the mounts of a restored container.
 
 If a container has a user namespace, or a node was given as a volume, its /dev/nvidia0 is this host's node,
-mounted on an empty file. CRIU restores such a mount from the old place, and no image can change that. So a
-thread of ours puts the node in place afterwards, while the GPU processes are stopped. The thread joins the
-container's mount namespace; the rest of this process stays where it is.
+mounted on an empty file. CRIU restores such a mount from the old path, and no image can change that. So a
+thread of gpusnap replaces the node afterwards, while the GPU processes are stopped. The thread joins the
+container's mount namespace; the other threads stay where they are.
 
-The container's files may be hostile. So gpusnap follows no link, reaches each directory from the one above
+The container's files may be malicious. So gpusnap follows no link, opens each directory from the one above
 it, and makes or removes nothing outside the container's /dev. The nodes come from this host's /dev, with the
 numbers that the caller knows.
 """
@@ -32,9 +32,9 @@ _LOOK = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
-    """(path, major, minor) of the character devices below a container's /dev that are mounts of their own.
+    """Return (path, major, minor) of the character devices below a container's /dev that are mounts.
 
-    All of them, a GPU's or not; empty where the process is gone. Raises Unanswered.
+    All of them, of a GPU or not; empty if the process is gone. Raises Unanswered.
     """
     return question_process.ask(init, "the mounts in its /dev", _mounted_nodes, init)
 
@@ -57,10 +57,10 @@ def _mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
 
 
 def device_nodes(init: int) -> tuple[tuple[str, int, int, str], ...]:
-    """("c" or "b", major, minor, path) of each device that lies in a container's /dev itself, by path.
+    """Return ("c" or "b", major, minor, path) of each device in a container's /dev itself, by path.
 
-    None where /dev is this host's own, or the process is gone; what is mounted in it is not in it. No link is
-    followed. Raises ContainerError where this host lacks memory or descriptors to look, Unanswered.
+    Empty if /dev is this host's own, or the process is gone; mounts in it are not included. No link is
+    followed. Raises ContainerError if this host lacks memory or descriptors to read it, Unanswered.
     """
     found, error = question_process.ask(init, "its /dev", _device_nodes, init)
     if error is not None and error.errno in proc.PASSING:
@@ -73,7 +73,7 @@ def device_nodes(init: int) -> tuple[tuple[str, int, int, str], ...]:
 
 
 def _device_nodes(init: int) -> tuple[list[tuple[str, int, int, str]], OSError | None]:
-    """In any order, and what kept us from more."""
+    """Return them in any order, and the error that prevented more."""
     found: list[tuple[str, int, int, str]] = []
     try:
         _add_device_nodes(init, found)
@@ -109,12 +109,12 @@ def _add_device_nodes(init: int, found: list[tuple[str, int, int, str]]) -> None
 
 
 def replace_nodes(init: int, changes: Sequence[Change]) -> None:
-    """Take each change's old node, a mount of its own, away from a container, and mount its new ones there.
+    """Unmount each change's old node, a mount of its own, in a container, and mount its new ones there.
 
-    All at once, so two may trade places. `init` is a process of the container, and nothing in it may be using
-    the GPU. A container whose /dev is this host's is left alone. Raises ContainerError; the container may
-    then lack nodes. There is no deadline: CRIU restores no file system in user space, so what is mounted here
-    has just been made by the runtime, from mounts that the caller chose.
+    All at once, so two may be swapped. `init`: a process of the container, in which nothing may use the GPU.
+    A container whose /dev is this host's is not changed. Raises ContainerError; the container may then lack
+    nodes. There is no deadline: CRIU restores no file system in user space, so the mounts here were just made
+    by the runtime, from mounts that the caller chose.
     """
     if not changes:
         return
@@ -137,7 +137,7 @@ def replace_nodes(init: int, changes: Sequence[Change]) -> None:
 
 
 def _replace(dev: int, changes: Sequence[Change], trees: Mapping[Node, int]) -> None:
-    """In the container's mounts. First everything is looked at, and only then changed."""
+    """Replace them in the container's mounts. First everything is checked, and only then changed."""
     with ExitStack() as stack:
         folders: dict[str, int] = {}
 
@@ -165,7 +165,7 @@ def _replace(dev: int, changes: Sequence[Change], trees: Mapping[Node, int]) -> 
 
 
 def _folder(stack: ExitStack, dev: int, path: str) -> int:
-    """A folder below /dev, of the same file system: what is mounted there is not the container's alone."""
+    """Open a directory below /dev, on the same file system: a mount there is not only the container's."""
     inner = dev
     for part in path.split("/") if path else ():
         inner = _open(stack, part, _FOLDER, inner)
@@ -175,16 +175,17 @@ def _folder(stack: ExitStack, dev: int, path: str) -> int:
 
 
 def _check_mounted(folder: int, name: str, path: str) -> None:
-    """See that a mount of a device is there."""
+    """Check that a mount of a device is there."""
     info = _look("stat", path, lambda: os.stat(name, dir_fd=folder, follow_symlinks=False))
     if not stat.S_ISCHR(info.st_mode) or info.st_dev == os.fstat(folder).st_dev:
         raise _make_strange_error(path, "is not a device mounted there")
 
 
 def _make(folder: int, name: str, path: str) -> None:
-    """An empty file to mount on, of the folder's owner.
+    """Make an empty file to mount on, owned by the directory's owner.
 
-    Made in its name: root of this host may have none in the container's file system (user_namespaces(7)).
+    Made as that user: root of this host may have no access to the container's file system
+    (user_namespaces(7)).
     """
     owner = os.fstat(folder)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -194,7 +195,7 @@ def _make(folder: int, name: str, path: str) -> None:
 
 @contextmanager
 def _open_empty(folder: int, name: str, path: str) -> Iterator[int]:
-    """The empty file that a mount was on; anything else there is not ours."""
+    """Open the empty file under a mount; anything else there does not belong to gpusnap."""
     file = _look("open", path, lambda: os.open(name, _LOOK, dir_fd=folder))
     try:
         info = os.fstat(file)
@@ -214,7 +215,7 @@ def _mount(tree: int, folder: int, name: str, path: str) -> None:
 
 
 def _clone(stack: ExitStack, node: Node) -> int:
-    """A mount of this host's node that is nowhere yet."""
+    """Return a mount of this host's node that is not mounted anywhere yet."""
     tree = mount_namespace.open_tree(node.path)
     stack.callback(os.close, tree)
     info = os.fstat(tree)
@@ -230,7 +231,7 @@ def _open(stack: ExitStack, path: str, flags: int, above: int | None = None) -> 
 
 
 def _look(call: str, path: str, work: Callable[[], _T]) -> _T:
-    """What a call on a name in a folder gives; its error names the whole path."""
+    """Return the result of a call on a name in a directory; its error names the whole path."""
     try:
         return work()
     except OSError as error:

@@ -16,15 +16,15 @@ from gpusnap.runtime_shim.snapshot.devices import remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin
 
 GPU_MAP = "GPUSNAP_GPU_MAP"
-"""The caller's environment reaches a restore (conmon hands Podman's down), though not a checkpoint."""
-# Of NVIDIA's container toolkit, by its present and its former name.
+"""A variable of the caller's environment, which reaches a restore (conmon passes it on), no checkpoint."""
+# Of NVIDIA's container toolkit, by its current and its former name.
 _HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit")
 # Annotations that containerd's CRI plugin and CRI-O (pkg/annotations) give every container.
 _OF_KUBERNETES = (cri_layout.OF_CRI, "io.kubernetes.cri-o.ContainerType")
 
 
 def driver_for(record: manifest.Manifest, driver: Driver | None) -> Driver | None:
-    """The driver for the checkpoint's GPUs; None where it has none, or had no use for them. May refuse."""
+    """Return the driver for the checkpoint's GPUs; None if it has none, or did not use them. May refuse."""
     if not record.processes and (driver is None or driver.vendor != record.host.vendor):
         return None
     if driver is None or driver.vendor != record.host.vendor:
@@ -39,9 +39,9 @@ def driver_for(record: manifest.Manifest, driver: Driver | None) -> Driver | Non
 
 
 def list_given(driver: Driver, config: dict[str, Any]) -> Collection[str] | None:
-    """UUIDs of the GPUs that a pod's container gets, whose configuration is made anew from the pod's own.
+    """Return UUIDs of the GPUs of a pod's container, whose configuration is made anew from the pod's own.
 
-    None where the configuration is the old container's, or leaves its GPUs to a hook of NVIDIA's runtime.
+    None if the configuration is the old container's, or leaves its GPUs to a hook of NVIDIA's runtime.
     """
     if containers.bundle_annotations(config).keys().isdisjoint(_OF_KUBERNETES):
         return None
@@ -51,7 +51,7 @@ def list_given(driver: Driver, config: dict[str, Any]) -> Collection[str] | None
 
 
 def _is_given_by_hook(config: dict[str, Any]) -> bool:
-    """Whether NVIDIA's own runtime has been at the configuration, whose hook gives GPUs as it starts."""
+    """Whether NVIDIA's own runtime has changed the configuration, whose hook gives GPUs at the start."""
     hooks = config.get("hooks") if isinstance(config.get("hooks"), dict) else {}
     entries = [each for name in ("prestart", "createRuntime") for each in (hooks or {}).get(name) or ()]
     paths = [str(each.get("path", "")) for each in entries if isinstance(each, dict)]
@@ -67,12 +67,11 @@ def choose(
     *,
     given: Collection[str] | None = None,
 ) -> Plan:
-    """The plan for a checkpoint on this host: by the caller's `request`, or by that of the settings.
+    """Make the plan for a checkpoint on this host: by the caller's `request`, or by that of the settings.
 
-    What the settings or the container's annotation say of GPUs that the checkpoint does not have is passed
-    over: they speak for more than this one checkpoint. With `given`, they do not count: those were chosen for
-    this one. Raises Refused where the checkpoint's GPUs must stay
-    as they are, and cannot.
+    Parts of the settings or the container's annotation for GPUs that the checkpoint does not have are
+    ignored, because these apply to more than this checkpoint. With `given`, they do not apply: those GPUs
+    were chosen for this one. Raises Refused if the checkpoint's GPUs must stay as they are, and cannot.
     """
     request = criu_plugin.make_same_gpu_map(record, host, request) or request
     return plan_assignment(
@@ -87,7 +86,7 @@ def choose(
 
 
 def gpu_request(option: str | None) -> GpuMap:
-    """The caller's own choice of GPUs: --gpu-map, or $GPUSNAP_GPU_MAP, which Podman hands through.
+    """Return the caller's own choice of GPUs: --gpu-map, or $GPUSNAP_GPU_MAP, which Podman passes on.
 
     Raises UsageError.
     """

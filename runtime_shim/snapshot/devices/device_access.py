@@ -2,11 +2,11 @@
 
 The kernel runs the programs of a cgroup when a process opens a device node (Linux,
 Documentation/admin-guide/cgroup-v2.rst, Device controller), but not while the process has it open. So a
-container can lose its GPUs while its processes work on. `podman update` gives crun rules that forbid all
-devices, in place of those from --device, and keeps them in config.json; a daemon-reload of systemd takes the
-nodes away, too. A GPU's driver opens the nodes again when it restores GPU state, and then fails. So gpusnap
-checks the rules before it takes GPU state, and before it gives it back after a while. In between, Podman
-holds the container's lock.
+container can lose its GPUs while its processes continue to use them. `podman update` gives crun rules that
+forbid all devices, instead of those from --device, and keeps them in config.json; a daemon-reload of systemd
+removes the nodes, too. A GPU's driver opens the nodes again when it restores GPU state, and then fails. So
+gpusnap checks the rules before it takes GPU state, and before it restores it after a while. In between,
+Podman holds the container's lock.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from gpusnap.runtime_shim.runtime.identify import RealRuntime
 
 Update = Callable[[Sequence[Node]], Sequence[Node]]
-"""Has a container's runtime allow it what its configuration gives it, and says which nodes: see `update`."""
+"""Makes a container's runtime allow what its configuration gives it; returns which nodes: see `update`."""
 
 _SECONDS = 30.0  # for the runtime
 
 
 def check(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> None:
-    """See that the container of a process, which is not frozen, may open these nodes of its /dev.
+    """Check that the container of a process, which is not frozen, may open these nodes of its /dev.
 
-    Of those that its configuration gives it, and those that it has open. What it has lost is given back, and
-    said. Raises Refused where that cannot be done.
+    These are the nodes that its configuration gives it, and those that it has open. Nodes that it has lost
+    are allowed again, and reported. Raises Refused if that is impossible.
     """
     lost, why = _give_back(pid, container, nodes, allow)
     if lost:
@@ -51,12 +51,12 @@ def check(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> Non
 
 
 def update(real: RealRuntime, container: containers.Container, nodes: Sequence[Node]) -> Sequence[Node]:
-    """Have a container's runtime allow it again what its config.json does; which of these nodes that are.
+    """Make a container's runtime allow again what its config.json allows; return which of `nodes` it is.
 
-    Nothing is done where it gives it none of them: they are in its /dev, and never were its own. The limits
-    of its other resources stay. Raises GpusnapError.
+    If it gives none of them, nothing is done: they are in its /dev, but were never its own. The limits of its
+    other resources stay. Raises GpusnapError.
     """
-    import json  # hardly anybody needs these
+    import json  # rarely needed
     import tempfile
 
     from gpusnap.runtime_shim.runtime import bundle
@@ -82,7 +82,7 @@ def update(real: RealRuntime, container: containers.Container, nodes: Sequence[N
 
 
 def _give_back(pid: int, container: str, nodes: Sequence[Node], allow: Update) -> tuple[Sequence[Node], str]:
-    """Have the nodes back that were lost: which still are, and why."""
+    """Allow lost nodes again; return those that are still lost, and why."""
     denied, why = _list_denied(pid, nodes), ""
     if not denied:
         return (), ""
@@ -91,7 +91,7 @@ def _give_back(pid: int, container: str, nodes: Sequence[Node], allow: Update) -
         lost = allow(denied)
     except (GpusnapError, OSError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)
-    # NVIDIA's hook gives nodes without a word in config.json: whoever has one open was allowed it.
+    # NVIDIA's hook gives nodes that config.json does not list: a process that has one open was allowed it.
     others = [node for node in denied if node not in lost]
     still = [*_list_denied(pid, lost), *_open(pid, others)]
     if lost and not still:
@@ -108,12 +108,12 @@ def _paths(nodes: Sequence[Node]) -> str:
 
 
 def _list_denied(pid: int, nodes: Sequence[Node]) -> Sequence[Node]:
-    """Those that a process in the cgroup of `pid` may not open; none where that cannot be told."""
+    """Return those that a process in the cgroup of `pid` may not open; none if this cannot be determined."""
     group, own = containers.cgroup_folder(pid), containers.cgroup_folder(os.getpid())
     if group is None or own is None or group == own or not nodes:
         return ()
     with suppress(GpusnapError, OSError):
-        if not cgroup_freezer.is_standing(group):  # whoever enters one that is frozen stands as well
+        if not cgroup_freezer.is_standing(group):  # a process that enters a frozen one is frozen as well
             by_path = {f"/proc/{pid}/root{node.path}": node for node in nodes}
             denied = question_process.ask(pid, "its device nodes", _ask, group, own, [*by_path])
             return [by_path[path] for path in denied]
@@ -121,7 +121,7 @@ def _list_denied(pid: int, nodes: Sequence[Node]) -> Sequence[Node]:
 
 
 def _open(pid: int, nodes: Sequence[Node]) -> Sequence[Node]:
-    """Those that a process in the cgroup of `pid` has open."""
+    """Return those that a process in the cgroup of `pid` has open."""
     group, held = containers.cgroup_folder(pid), set[str]()
     if group is not None and nodes:
         with suppress(GpusnapError):
@@ -131,7 +131,7 @@ def _open(pid: int, nodes: Sequence[Node]) -> Sequence[Node]:
 
 
 def _ask(group: str, own: str, paths: Sequence[str]) -> list[str]:
-    """In a child: which of these nodes a process of that cgroup may not open, without opening any."""
+    """Return, in a child, which of these nodes a process of that cgroup may not open, without opening any."""
     there = [path for path in paths if exists(path)]
     _enter(group)
     try:

@@ -1,15 +1,15 @@
-"""NVIDIA's createContainer hooks, run again after a restore onto other driver libraries.
+"""Runs NVIDIA's createContainer hooks again after a restore onto other driver libraries.
 
 Neither crun nor runc runs createContainer hooks when it restores. Two of NVIDIA's depend on the libraries:
 `create-symlinks` makes links beside them and `update-ldcache` runs ldconfig for them. The hooks find the
 container's root by its bundle (config.json, root.path), and expect its mounts below that path, as they are
 before the runtime enters the root (nvidia-container-toolkit, internal/oci/state.go). On the host nothing is
-mounted there, and ldconfig would find empty files in the place of the libraries. So a thread of ours takes a
-copy of the container's mounts, and shows it at the root's path in a mount namespace for the hooks alone.
+mounted there, and ldconfig would find empty files instead of the libraries. So a thread of gpusnap copies the
+container's mounts, and shows them at the root's path in a mount namespace that only the hooks see.
 
-The configuration may come with an archive from elsewhere. Of a hook it says only which of the two is wanted
-and with which paths inside the container: the program is this host's, and what those two hooks do not take
-is not given to them. No hook fails a restore: what went wrong is a note.
+The configuration may come with an archive from elsewhere. It only determines which of the two hooks is wanted
+and with which paths inside the container. The program is this host's, and other arguments are not passed on.
+No hook fails a restore: errors are notes.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ PLACES = (
     "/opt/nvidia/toolkit",
     "/run/current-system/sw/bin",
 )
-"""Where NVIDIA's packages, its GPU operator and NixOS put the programs."""
+"""Where NVIDIA's packages, its GPU operator and NixOS install the programs."""
 
-# A program of NVIDIA's with the words that come before the hook's name.
+# A program of NVIDIA with the words before the hook's name.
 _PROGRAMS = {"nvidia-cdi-hook": (), "nvidia-ctk": ("hook",)}
 _TIMEOUT, _LONGEST = 10, 60
 _SAID = 400
 _MANY = 1024
-# They tell the program how much to say; any other might tell it what to load or to run.
+# Options for the verbosity of the program; others might tell it what to load or to run.
 _ENVIRONMENT = compile_later(r"NVIDIA_(?:CTK_DEBUG|CDI_DEBUG|CDI_QUIET)=(?:true|false|[01])")
-# No blank, and nothing that ld.so.conf(5) reads otherwise.
+# No blank, and nothing with a special meaning in ld.so.conf(5).
 _PATH = compile_later(r"[\w./+:@,-]{1,1024}", re.ASCII)
 
 
@@ -62,7 +62,7 @@ _PATH = compile_later(r"[\w./+:@,-]{1,1024}", re.ASCII)
 class _Hook:
     name: str
     program: str
-    """By which it was called: nvidia-cdi-hook or nvidia-ctk."""
+    """The program's name in the configuration: nvidia-cdi-hook or nvidia-ctk."""
     words: tuple[str, ...]
     environment: dict[str, str]
     timeout: float
@@ -83,14 +83,14 @@ def rerun(
 ) -> None:
     """Run those of the createContainer hooks of `config` again whose names are in `allowed` and in HOOKS.
 
-    `container` has been restored. `places` are the folders that are searched for NVIDIA's programs, which
-    must belong to root or to `owner`; `show` makes the mounts of a process visible at a path, for the thread
-    that calls it. Raises nothing: whatever went wrong is said by log.note.
+    `container` has been restored. `places`: the directories that are searched for NVIDIA's programs, which
+    must belong to root or to `owner`. `show` makes the mounts of a process visible at a path, for the thread
+    that calls it. Raises nothing: log.note reports errors.
     """
     wanted = [*_hooks(config, allowed)]
     if not wanted:
         return
-    # A thread of its own, because `show` changes the namespace of the thread.
+    # In a thread of its own, because `show` changes the namespace of the thread.
     thread = threading.Thread(
         target=_run_all, args=(config, container, wanted, places, owner, show), name="hooks"
     )
@@ -135,7 +135,7 @@ def _root(config: dict[str, Any], bundle: str) -> str:
 
 
 def _hooks(config: dict[str, Any], allowed: Sequence[str]) -> Iterator[_Hook]:
-    """The hooks to run, in order; one that is wanted but not as NVIDIA's take it is a note."""
+    """Yield the hooks to run, in order; a wanted one with unsupported options is a note."""
     stages = config.get("hooks")
     entries = stages.get("createContainer") if isinstance(stages, dict) else None
     for entry in (entries if isinstance(entries, list) else [])[:_MANY]:
@@ -148,7 +148,7 @@ def _hooks(config: dict[str, Any], allowed: Sequence[str]) -> Iterator[_Hook]:
 
 
 def _hook(entry: Any, allowed: Sequence[str]) -> _Hook | None:
-    """A hook of the configuration; None for one that is not wanted again."""
+    """Parse a hook of the configuration; None for one that is not wanted again."""
     path = entry.get("path") if isinstance(entry, dict) else None
     words = entry.get("args") if isinstance(entry, dict) else None
     if not isinstance(path, str) or not isinstance(words, list):
@@ -171,7 +171,7 @@ def _hook(entry: Any, allowed: Sequence[str]) -> _Hook | None:
 
 
 def _check_options(name: str, words: Sequence[str]) -> Iterator[str]:
-    """The options of a hook, as its manual has them. Raises _Unfit for any other word."""
+    """Yield the options of a hook, as in its manual. Raises _Unfit for any other word."""
     option = "--link" if name == "create-symlinks" else "--folder"
     left = list(words)
     if len(left) > _MANY:
@@ -188,7 +188,7 @@ def _check_options(name: str, words: Sequence[str]) -> Iterator[str]:
 
 
 def _is_inside(path: str) -> bool:
-    """An absolute path without a way up; what a link points to may have one."""
+    """Whether it is an absolute path without "..", which the target of a link may contain."""
     return path.startswith("/") and _PATH.fullmatch(path) is not None and ".." not in path.split("/")
 
 
@@ -199,14 +199,14 @@ def _environment(entries: Any) -> dict[str, str]:
 
 
 def _seconds(timeout: Any) -> float:
-    """The hook's own timeout, within bounds: it comes with the archive too."""
+    """Return the hook's own timeout, within limits, because it comes with the archive too."""
     if isinstance(timeout, int) and not isinstance(timeout, bool) and timeout > 0:
         return float(min(timeout, _LONGEST))
     return _TIMEOUT
 
 
 def _find(program: str, places: Sequence[str], owner: int) -> tuple[str, tuple[str, ...]]:
-    """NVIDIA's program on this host with the words before the hook's name; the other one will do as well."""
+    """Return NVIDIA's program on this host with the words before the hook's name; or the other program."""
     distrusted = ""
     for name in sorted(_PROGRAMS, key=lambda each: each != program):
         for place in places:
@@ -221,9 +221,10 @@ def _find(program: str, places: Sequence[str], owner: int) -> tuple[str, tuple[s
 
 
 def _is_trusted(path: str, owner: int) -> bool:
-    """Whether nobody but root and `owner` can change a program, or put another in its place.
+    """Whether only root and `owner` can change a program, or replace it by another.
 
-    `path` has no symbolic links. In a folder with the sticky bit others cannot move what is not theirs.
+    `path` has no symbolic links. In a directory with the sticky bit, others cannot move files that are not
+    theirs.
     """
     try:
         if not os.access(path, os.X_OK) or not stat.S_ISREG(os.lstat(path).st_mode):
@@ -242,7 +243,7 @@ def _is_trusted(path: str, owner: int) -> bool:
 
 
 def _run(hook: _Hook, container: Container, found: tuple[str, tuple[str, ...]]) -> None:
-    """Run a hook to its end. Raises _Unfit where it cannot be started; a failure is a note."""
+    """Run a hook to its end. Raises _Unfit if it cannot be started; a failure is a note."""
     path, before = found
     state = {
         "ociVersion": "1.0.2",
@@ -287,6 +288,6 @@ def _run(hook: _Hook, container: Container, found: tuple[str, tuple[str, ...]]) 
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a hook and what it started; its session is its own."""
+    """Kill a hook and what it started, which is in a session of its own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

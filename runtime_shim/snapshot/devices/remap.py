@@ -1,7 +1,8 @@
-"""Plans the changes with which a container can run on the GPUs of a plan.
+"""Plans the changes that let a container run on the GPUs of a plan.
 
     manifest + plan + this host ─→ device nodes ─→ config.json, CRIU's image of /dev, bind-mounted nodes
-                                └→ sources of mounts: the driver's files and the GPUs' own folders in /proc
+                                └→ sources of mounts: the driver's files and the GPUs' own directories in
+                                /proc
 
 Everything here is decided before the runtime is called, from the manifest and from this host. The checkpoint
 itself is never changed. The archive may come from anywhere, but it cannot name a device: a node always
@@ -39,7 +40,7 @@ _SEEN = 8
 
 @dataclass(frozen=True, slots=True)
 class Remap:
-    """All that a restore changes; empty where the container comes back as it was."""
+    """All changes of a restore; empty if nothing changes."""
 
     pairs: tuple[tuple[str, str], ...]
     """(old UUID, new UUID) of every GPU."""
@@ -49,15 +50,15 @@ class Remap:
     expected: tuple[Node, ...]
     """The GPU nodes that the container is to have."""
     moved_libraries: bool
-    """A file of the driver comes from another path than at the checkpoint."""
+    """Whether a file of the driver has another path than at the checkpoint."""
 
     @property
     def identity(self) -> bool:
-        """Whether every GPU is the one that it was."""
+        """Whether every GPU stays the same."""
         return all(old == new for old, new in self.pairs)
 
     def list_pairs(self, uuids: Iterable[str]) -> tuple[tuple[str, str], ...]:
-        """The pairs for a process that could see these GPUs; none where nothing has moved."""
+        """Return the pairs for a process that could see these GPUs; none if nothing has changed."""
         new = dict(self.pairs)
         return () if self.identity else tuple((uuid, new[uuid]) for uuid in uuids)
 
@@ -72,9 +73,9 @@ def make(
     known: Callable[[], DriverFiles],
     keep_names: bool,
 ) -> Remap:
-    """What a restore of `record` with these pairs changes; `config` is the bundle's, as it came.
+    """Return the changes for a restore of `record` with these pairs; `config`: the bundle's, unchanged.
 
-    `known` tells this host's driver files; it is asked only where one is not where it was. Raises Refused.
+    `known` returns this host's driver files; it is called only if one is not at its old path. Raises Refused.
     """
     if any(old != new for old, new in pairs) and not record.nodes:
         raise Refused(
@@ -110,7 +111,7 @@ def make(
 
 @dataclass(slots=True)
 class _HostPaths:
-    """Where this host has what a mount shows: a GPU's node, its folder in /proc, or a file of the driver."""
+    """This host's paths for the sources of mounts: a GPU's node, its directory in /proc, or a driver file."""
 
     record: Manifest
     host: Host
@@ -120,10 +121,10 @@ class _HostPaths:
     among: Sequence[str]
     """The sources of all bind mounts in config.json."""
     libraries: bool = False
-    """A file of this host's stands in for one that is not here."""
+    """Whether a file of this host replaces one that is missing here."""
 
     def source(self, path: str) -> str:
-        """This host's path for the source of a mount; the same where it is no GPU's and no driver's."""
+        """Return this host's path for the source of a mount; unchanged if it is no GPU's and no driver's."""
         gpu = self._gpu(path)
         if gpu is not None:
             return next(
@@ -139,7 +140,7 @@ class _HostPaths:
         return there or path
 
     def _gpu(self, path: str) -> str | None:
-        """UUID of the GPU here which takes the place of the one that had this node on the old host."""
+        """Return the UUID of the GPU here that replaces the one with this node on the old host."""
         of = dict(self.pairs)
         for gpu in self.record.gpus:
             if path == f"/dev/nvidia{gpu.minor}":
@@ -156,10 +157,10 @@ class _HostPaths:
 
 
 def _mounted_nodes(old: Sequence[Node], found: Sequence[Change], here: Sequence[Node]) -> dict[str, str]:
-    """This host's node by where the container has one, should it be a mount there.
+    """Return this host's node by the path of the container's, in case that is a mount there.
 
-    One that is to be changed has its new numbers at once, and `settle` moves it; one that stays is that of
-    its name, though another GPU of the container's may be behind it now.
+    A node that changes has its new numbers at once, and `settle` moves it. One that stays is that of its
+    name, though it may belong to another GPU of the container now.
     """
     of = {(node.major, node.minor): node.path for node in here}
     after = {node.path: node for node in old} | {
@@ -169,7 +170,7 @@ def _mounted_nodes(old: Sequence[Node], found: Sequence[Change], here: Sequence[
 
 
 def _refuse_strange_mounts(sources: Iterable[str], strange: Sequence[Node]) -> None:
-    """Refuse a mount of a GPU that the plan does not give the container."""
+    """Refuse a mount of a GPU that the plan does not give to the container."""
     numbers = {(node.major, node.minor): node for node in strange}
     for source in sources:
         try:
@@ -190,17 +191,17 @@ def _is_like(one: str, other: str) -> bool:
 
 
 def _list_nodes_after(old: Sequence[Node], found: Sequence[Change]) -> tuple[Node, ...]:
-    """The nodes that the container has once the changes are made, sorted; without their GPUs."""
+    """Return the container's nodes after the changes, sorted; without their GPUs."""
     gone = {change.old.path for change in found}
     stay = [Node(node.path, node.major, node.minor) for node in old if node.path not in gone]
     return tuple(sorted({*stay, *(node for change in found for node in change.new)}))
 
 
 def _refuse_other_builds(record: Manifest, sources: Mapping[str, str]) -> None:
-    """Refuse where a process has code of the driver loaded that this host has in another build.
+    """Refuse if a process has loaded code of the driver that this host has in another build.
 
-    CRIU compares a file that was mapped by size, mode and build ID (criu/files-reg.c, validate_file), and it
-    would be found out only in the middle of the restore. `sources` are this host's, by destination.
+    CRIU compares a mapped file by size, mode and build ID (criu/files-reg.c, validate_file), which would fail
+    only in the middle of the restore. `sources`: this host's, by destination.
     """
     at = {os.path.normpath(destination): source for destination, source in sources.items()}
     for library in record.libraries:
@@ -219,9 +220,9 @@ def _refuse_other_builds(record: Manifest, sources: Mapping[str, str]) -> None:
 
 
 def image(record: Manifest, image_path: str, found: Remap, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """CRIU's images that the restore reads in another form, by name. Raises ImageError.
+    """Return CRIU's images that are replaced for the restore, by name. Raises ImageError.
 
-    `config` is the bundle's as it came: its devices are what /dev may hold beside a GPU's nodes.
+    `config`: the bundle's, unchanged: its devices are those that /dev may contain beside a GPU's nodes.
     """
     if not record.dev:
         return {}
@@ -240,7 +241,7 @@ def image(record: Manifest, image_path: str, found: Remap, config: Mapping[str, 
 
 
 def iterate_given(config: Mapping[str, Any]) -> Iterator[dev.Device]:
-    """The devices that config.json gives the container."""
+    """Yield the devices that config.json gives the container."""
     for entry in bundle.devices(config):
         path, major, minor = entry.get("path"), entry.get("major"), entry.get("minor")
         if isinstance(path, str) and isinstance(major, int) and isinstance(minor, int):
@@ -248,10 +249,10 @@ def iterate_given(config: Mapping[str, Any]) -> Iterator[dev.Device]:
 
 
 def settle(init: int, found: Remap, driver: Driver) -> None:
-    """Finish in the restored container what no image says: nodes that are bind mounts. And look.
+    """Change in the restored container what no image contains: nodes that are bind mounts. Then check.
 
-    To be called while the GPU processes stand still. Raises GpusnapError where the container's GPU nodes are
-    not what the plan says.
+    To be called while the GPU processes are stopped. Raises GpusnapError if the container's GPU nodes are not
+    those of the plan.
     """
     mounted = {path for path, _, _ in bind_mounted_nodes.mounted_nodes(init)}
     bind_mounted_nodes.replace_nodes(
@@ -269,7 +270,7 @@ def settle(init: int, found: Remap, driver: Driver) -> None:
 
 
 def _has_hosts_dev(init: int) -> bool:
-    """Whether the container was given this host's /dev as it is, and so has all of its nodes."""
+    """Whether the container was given this host's /dev itself, and so has all of its nodes."""
     with contextlib.suppress(OSError):
         place = f"/proc/{init}/root/dev"
         found = question_process.stat_files(init, [place])[place]

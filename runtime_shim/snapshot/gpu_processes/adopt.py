@@ -1,4 +1,4 @@
-"""A checkpoint of a suspended container: takes over the memory that the driver gave at the suspend."""
+"""Checkpoints a suspended container: uses the memory that the driver delivered at the suspend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 
 
 def adopt(job: Job, asleep: Suspension) -> None:
-    """Have what a suspend took of the container, in place of taking it now.
+    """Use what a suspend took from the container, instead of taking it now.
 
     Raises Refused, GpusnapError.
     """
@@ -42,6 +42,6 @@ def adopt(job: Job, asleep: Suspension) -> None:
     job.transaction.undo("pausing the container again", job.paused.freeze)
     with job.transaction.step("adopt"):
         job.pages.adopt(entry)
-        # An earlier checkpoint by CRIU leaves them a pending SIGSTOP, which is taken back before the dump;
-        # a frozen process cannot be traced for that.
+        # They have a pending SIGSTOP after an earlier checkpoint by CRIU, and it is removed before the dump.
+        # A frozen process cannot be traced for that.
         job.paused.hold(pids, timeout=job.settings.nvidia.lock_timeout)

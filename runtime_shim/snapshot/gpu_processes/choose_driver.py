@@ -15,11 +15,11 @@ _PLUGIN = "criu-plugin"
 
 
 def choose_driver(driver: Driver, container: containers.Container, settings: Settings) -> Driver:
-    """The driver for a container, with the way to suspend that the settings ask for.
+    """Return the driver for a container, with the method to suspend that the settings ask for.
 
-    `driver` is this host's first. On a host with GPUs of two vendors it is that of those whose device files
-    the container's processes hold, or else that has some in its /dev. Raises Refused where processes hold
-    both: a checkpoint has one vendor's GPUs.
+    `driver` is this host's first one. On a host with GPUs of two vendors, it is the one whose device files
+    the container's processes hold, or else one that has device files in the container's /dev. Raises Refused
+    if processes hold files of both: a checkpoint contains GPUs of one vendor.
     """
     every = find_drivers()
     if len(every) > 1 and container.pid and any(each.vendor == driver.vendor for each in every):

@@ -1,8 +1,8 @@
 """Checkpoints and restores whose GPU state a CRIU plugin saves, without the steps of the driver.
 
-AMD's plugin always does this; NVIDIA's does if the setting nvidia.driver says so. Then there is nothing to
-lock, move or fill, because CRIU calls the plugin, and the GPUs' memory is in CRIU's images. A restore uses
-the method of its checkpoint, whatever this host's settings say, because no other can restore it.
+AMD's plugin always does this; NVIDIA's does if the setting nvidia.driver says so. gpusnap then locks, moves
+and fills nothing, because CRIU calls the plugin, and the GPUs' memory is in CRIU's images. A restore uses the
+method of its checkpoint, whatever this host's settings say, because no other method can restore it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu import plugins
 from gpusnap.runtime_shim.settings import Memory, Settings
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import idle_holders
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_idle_holders
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 
 
 def of_record(record: Manifest, found: Driver | None) -> Driver | None:
-    """The driver that brings a checkpoint's GPUs back in the way that they were suspended; None without one.
+    """Return the driver that restores a checkpoint with the method of its suspend; None if it has no GPUs.
 
-    `found` is this host's first.
+    `found` is this host's first driver.
     """
     if found is not None and found.vendor == record.host.vendor and _name(found.plugin) == record.plugin:
         return found
@@ -42,7 +42,7 @@ def _name(plugin: Plugin | None) -> str:
 
 
 def pages(image_path: str, container: containers.Container, settings: Settings) -> Pages:
-    """The way of the memory: it is in CRIU's images, and with these in a store, if that is asked for."""
+    """The pages for this case: in CRIU's images, and with these in a store if the settings ask for that."""
     memory: Memory = settings.memory
     if memory.pages == StoreDestination.kind:
         store = settings.store
@@ -56,7 +56,7 @@ def pages(image_path: str, container: containers.Container, settings: Settings) 
 def refuse_impossible(
     driver: Driver, container: containers.Container, processes: Collection[proc.Process], settings: Settings
 ) -> None:
-    """Refuse, while nothing has been changed, what CRIU's plugin could not do; nothing without one."""
+    """Refuse, before anything is changed, what CRIU's plugin cannot do; without a plugin, do nothing."""
     if (plugin := driver.plugin) is None:
         return
     if holders(driver, [process.pid for process in processes]):
@@ -70,13 +70,13 @@ def refuse_impossible(
 
 
 def refuse_inherited(driver: Driver, processes: Collection[proc.Process]) -> None:
-    """Refuse where processes hold GPU files without GPU state; nothing without a plugin.
+    """Refuse if processes hold GPU files without GPU state; without a plugin, do nothing.
 
-    To be called when none is just starting: it looks the same (`preflight.leftover` waits for that).
+    Call it when no process is just starting to use a GPU: that looks the same (`preflight.leftover` waits).
     """
     if (plugin := driver.plugin) is None:
         return
-    for process, files in idle_holders(driver, processes).items():
+    for process, files in find_idle_holders(driver, processes).items():
         raise Refused(
             f"process {process.pid} ({process.comm}) has {files[0]} open but no GPU state of its own; "
             f"{plugin.what} leaves that file to CRIU, which cannot dump it",
@@ -86,9 +86,9 @@ def refuse_inherited(driver: Driver, processes: Collection[proc.Process]) -> Non
 
 
 def make_same_gpu_map(record: Manifest, host: Host, request: GpuMap) -> GpuMap:
-    """The GPU map that a plugin which cannot change GPUs needs: each stays. Empty where anything goes.
+    """Return the GPU map for a plugin that cannot change GPUs: each GPU stays. Empty for other plugins.
 
-    Raises Refused where this host lacks one of them, or the request asks for another.
+    Raises Refused if this host lacks one of them, or if the request asks for another one.
     """
     plugin = next((each for each in KNOWN if each.name == record.plugin), None)
     if plugin is None or plugin.remaps:
@@ -110,10 +110,10 @@ def make_same_gpu_map(record: Manifest, host: Host, request: GpuMap) -> GpuMap:
 
 
 def check_came_back(driver: Driver, processes: Iterable[proc.Process]) -> None:
-    """See that the restored processes have their GPU state again. Raises GpusnapError.
+    """Check that the restored processes have their GPU state again. Raises GpusnapError.
 
-    Where a plugin carried it, CRIU has seen to that, and the processes run on since: one may have ended, or
-    be done with its GPU, but none may be left suspended.
+    If a plugin restored it, CRIU has already checked that, and the processes run. One may have ended, or have
+    closed its GPU, but none may still be suspended.
     """
     for process in processes:
         state = driver.state(process.pid) if proc.is_running(process.pid) else None

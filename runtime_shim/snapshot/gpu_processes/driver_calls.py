@@ -1,16 +1,16 @@
 """Calls of the GPU driver on a process: all of them go through `call`.
 
-NVIDIA's driver does the work in a thread of its own within the process, its restore thread. So a call on a
-process that is stopped needs that thread let run, and no other: the process' own threads may need memory that
-the driver has taken away. What was measured on an H100 (driver 580.159.04, PyTorch, ten tries):
+NVIDIA's driver does the work in a thread of its own within the process, its restore thread. For a call on a
+stopped process, that thread must run, and no other: the threads of the program may need memory that the
+driver has taken away. Measured on an H100 (driver 580.159.04, PyTorch, ten tries):
 
-- The restore thread alone answers for the state, checkpoints and restores. Asked of a process of which no
-  thread may run, the driver waits for ever; that thread's number it tells at once.
-- To lock, that thread alone is not enough: the driver waits, beyond its own timeout. With the driver's second
-  thread (cuda-EvtHandlr) a process that had nothing under way was locked in 1.4 ms.
-- Where the process was stopped within a call of CUDA's, that call has to end first. Then the whole process is
-  let run until the driver has answered: locked 0.5 to 1.9 ms after the SIGCONT, and standing again 1.0 to
-  3.0 ms after it.
+- The restore thread alone is enough to report the state, to checkpoint and to restore. If no thread of the
+  process may run, the driver waits forever. It returns the number of that thread without waiting.
+- To lock, that thread alone is not enough: the driver waits longer than its own timeout. With the driver's
+  second thread (cuda-EvtHandlr), an idle process was locked in 1.4 ms.
+- If the process was stopped within a call of CUDA, that call must end first. Then the whole process runs
+  until the driver has answered. It was locked 0.5 to 1.9 ms after the SIGCONT, and stopped again 1.0 to 3.0
+  ms after it.
 
 If its threads make no progress, others may run until they do (driver_watch.py). If nothing helps before the
 deadline, the call fails. A process that is being locked, unlocked or checkpointed then runs as a whole, so
@@ -48,27 +48,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Seconds for an answer while the driver's threads alone run: it takes 1.4 ms, or does not come.
+# Seconds for an answer while only the driver's threads run: it takes 1.4 ms, or never comes.
 _BRIEFLY = 0.2
-# Seconds beyond the driver's own deadline, which it keeps for a process that runs.
+# Seconds added to the driver's own deadline, which it keeps if the process runs.
 _MARGIN = 5.0
-# Seconds that a killed process may take to be gone.
+# Seconds that a killed process may take to end.
 _DYING = 0.2
-# Seconds that all of a call may take. A whole GPU takes a driver one or two minutes (docs/benchmarks.md); a
-# thread that spins in a damaged process never ends.
+# Seconds for a whole call. A driver takes one or two minutes for a whole GPU (docs/benchmarks.md); a thread
+# that spins in a damaged process never ends.
 _LONGEST = 900.0
 # Seconds for the state of a process.
 _SHORT = 30.0
-# Seconds for a process to stand that is to stand.
+# Seconds to stop a process.
 _STOPPING = 10.0
-# Seconds until a process has answered that is let run as a whole.
+# Seconds for an answer while the whole process runs.
 _ALL_RUN = 10.0
-# Seconds between two looks at the driver's threads; until one that somebody has stopped is let run.
+# Seconds between two checks of the driver's threads; and until a thread that somebody has stopped is resumed.
 _LOOK, _STANDING = 0.005, 0.02
 
 
 class _Answer(Generic[T]):
-    """A call in a thread of its own: into the driver, which cannot be called off."""
+    """A call of the driver in a thread of its own, because it cannot be cancelled."""
 
     def __init__(self, operation: Callable[[], T]) -> None:
         self._operation = operation
@@ -78,11 +78,11 @@ class _Answer(Generic[T]):
         self.error: BaseException | None = None
 
     @property
-    def has_come(self) -> bool:
+    def has_answered(self) -> bool:
         return self._done.is_set()
 
     def begin(self) -> None:
-        """Make the call, unless it has been begun."""
+        """Start the call, unless it was started before."""
         if self._begun:
             return
         try:
@@ -123,42 +123,43 @@ def call(
     waits: Callable[[], bool] = bool,
     may_lack: bool = False,
 ) -> T:
-    """Make the `operation` of the driver's on a process, whether that runs or stands; what it gives.
+    """Make a call of the driver (`operation`) on a process, running or stopped; return its result.
 
-    A process that stands does so afterwards. One that is stopped meanwhile, by whomever, gets its answer all
-    the same. With `thread` it has to stand: it is stopped, and kept so, and that lets the driver's thread
-    (PID, TID) run. `may_run`: where no answer comes, all of it may run for a while, so that the call ends.
-    `waits`: whether the thread waits for memory that is sure to come; that time does not count. `may_lack`:
-    the process may be one without GPU state, and NotInitialized is an answer like any other.
+    A stopped process is stopped afterwards. If somebody stops the process meanwhile, the call still gets its
+    answer. With `thread`, the process is stopped and kept so, and `thread(PID, TID)` lets the driver's thread
+    run. `may_run`: if no answer comes, the whole process may run for a while, so that the call ends. `waits`:
+    whether the thread waits for memory that is sure to come; that time does not count. `may_lack`: the
+    process may have no GPU state, and NotInitialized is a valid answer.
 
-    Raises what the operation raises, ProcessGone where the process ends, DriverNotReady where no answer comes
-    (`within` seconds, or some without any progress), PermissionRefused where the thread cannot be traced.
+    Raises what the operation raises; ProcessGone if the process ends; DriverNotReady if no answer comes
+    within `within` seconds, or earlier if there is no progress; PermissionRefused if the thread cannot be
+    traced.
     """
-    with _in_its_hands(pid, may_lack=may_lack):
+    with _detect_exit(pid, may_lack=may_lack):
         tid = driver.restore_thread(pid)
         answer = _Answer(operation)
         if thread is not None:
             stop([pid], timeout=_STOPPING)
         elif not proc.is_thread_stopped(pid, tid) and _wait_while_running(answer, pid, tid, within):
             return answer.value()
-        # Without `thread` it may be somebody else's stop: whoever made it may end it.
+        # Without `thread`, it may be somebody else's stop, and whoever made it may end it.
         lets_run = thread(pid, tid) if thread is not None else run_several(pid, [tid], guard=False)
         why = _run_threads(answer, pid, [tid], lets_run, within, waits)
-        if answer.has_come:
+        if answer.has_answered:
             return answer.value()
         if may_run:
             _run_all(answer, pid, stands=True, within=_ALL_RUN)
-        raise _no_answer(pid, why)
+        raise _make_no_answer_error(pid, why)
 
 
 def call_or_run(driver: Driver, pid: int, operation: Callable[[], object], *, timeout: float) -> bool:
-    """As `call`, for locks and unlocks; whether all of a process that stands had to run for it.
+    """Like `call`, for locks and unlocks; return whether the whole of a stopped process had to run.
 
-    First both of the driver's threads alone run; where no answer comes, or that something is under way, the
-    whole process does until there is one, `timeout` seconds at most. A process that stands does so
+    At first only the driver's two threads run. If no answer comes, or the answer is that work is in progress,
+    the whole process runs until there is one, for at most `timeout` seconds. A stopped process is stopped
     afterwards.
     """
-    with _in_its_hands(pid):
+    with _detect_exit(pid):
         tid = driver.restore_thread(pid)
         answer = _Answer(operation)
         if not proc.is_thread_stopped(pid, tid) and _wait_while_running(answer, pid, tid, timeout + _MARGIN):
@@ -168,20 +169,20 @@ def call_or_run(driver: Driver, pid: int, operation: Callable[[], object], *, ti
         tids = [tid, *(each for each in second_threads(pid) if each != tid)]
         lets_run = run_several(pid, tids, guard=False)
         why = _run_threads(answer, pid, tids, lets_run, _BRIEFLY if stood else timeout + _MARGIN)
-        if answer.has_come and not (stood and isinstance(answer.error, LockTimeout)):
+        if answer.has_answered and not (stood and isinstance(answer.error, LockTimeout)):
             answer.value()
             return False
-        if answer.has_come:
+        if answer.has_answered:
             answer = _Answer(operation)
         _run_all(answer, pid, stands=stood, within=timeout + _MARGIN, stopping=timeout)
-        if not answer.has_come:
-            raise _no_answer(pid, why)
+        if not answer.has_answered:
+            raise _make_no_answer_error(pid, why)
         answer.value()
         return True
 
 
 def state(driver: Driver, pid: int) -> ProcessState | None:
-    """The state of a process, as `Driver.state`: None where it has no GPU state or is gone."""
+    """Return the state of a process, as `Driver.state`; None if it has no GPU state or has ended."""
     try:
         return call(driver, pid, lambda: driver.state(pid), within=_SHORT, may_lack=True)
     except (NotInitialized, ProcessGone):
@@ -189,14 +190,14 @@ def state(driver: Driver, pid: int) -> ProcessState | None:
 
 
 def lock(driver: Driver, pid: int, *, timeout: float) -> bool:
-    """Lock a process; whether all of one that stands had to run for it."""
+    """Lock a process; return whether the whole of a stopped process had to run."""
     return call_or_run(driver, pid, lambda: driver.lock(pid, timeout=timeout), timeout=timeout)
 
 
 def checkpoint(
     driver: Driver, pid: int, thread: Callable[[int, int], AbstractContextManager[Tracer]] = run_only
 ) -> None:
-    """Have the driver take the GPU state of a locked process."""
+    """Make the driver take the GPU state of a locked process."""
     call(driver, pid, lambda: driver.checkpoint(pid), thread=thread, may_run=True)
 
 
@@ -207,17 +208,17 @@ def restore(
     *,
     waits: Callable[[], bool] | None = None,
 ) -> None:
-    """Have the driver put it back; `pairs` as for `Driver.restore`.
+    """Make the driver restore the GPU state; `pairs` as for `Driver.restore`.
 
-    With `waits`, as for `call`, its memory still comes: the process ends with gpusnap, as it would go on with
-    memory that is not there.
+    With `waits`, as for `call`, memory of the process is still loading. The process then ends with gpusnap,
+    because it must not continue with missing memory.
     """
     thread = partial(run_only, exit_kill=waits is not None)
     call(driver, pid, lambda: driver.restore(pid, pairs), thread=thread, waits=waits or bool)
 
 
 def unlock(driver: Driver, pid: int) -> None:
-    """Unlock a process. One that a killed gpusnap was about to unlock may be so by itself in between."""
+    """Unlock a process. After a killed gpusnap, it may also become unlocked by itself meanwhile."""
     try:
         call_or_run(driver, pid, lambda: driver.unlock(pid), timeout=_ALL_RUN)
     except IllegalState:
@@ -226,8 +227,8 @@ def unlock(driver: Driver, pid: int) -> None:
 
 
 def let_finish(driver: Driver, pid: int, *, within: float, quiet: float) -> None:
-    """Let the driver's thread of a process that stands end what it is at, as `gpu_state.let_finish`."""
-    with _in_its_hands(pid):
+    """Let the driver's thread of a stopped process finish its work, as `gpu_state.let_finish`."""
+    with _detect_exit(pid):
         tid = driver.restore_thread(pid)
         deadline = time.monotonic() + within
         with run_only(pid, tid):
@@ -240,7 +241,7 @@ def let_finish(driver: Driver, pid: int, *, within: float, quiet: float) -> None
 
 
 def _wait_while_running(answer: _Answer[T], pid: int, tid: int, within: float) -> bool:
-    """Begin, and wait for the answer of a process that runs; whether it came before somebody stopped it."""
+    """Start the call on a running process and wait; return whether it answered before somebody stopped it."""
     answer.begin()
     deadline, since = time.monotonic() + within, 0.0
     while not answer.wait(_LOOK):
@@ -252,7 +253,7 @@ def _wait_while_running(answer: _Answer[T], pid: int, tid: int, within: float) -
         elif now - since > _STANDING:
             return False
         if now > deadline:
-            raise _no_answer(pid, f"no response within {within:g} s")
+            raise _make_no_answer_error(pid, f"no response within {within:g} s")
     return True
 
 
@@ -264,7 +265,7 @@ def _run_threads(
     within: float,
     waits: Callable[[], bool] = bool,
 ) -> str:
-    """Let the driver's threads run until the answer comes; where it does not, what they wait for."""
+    """Let the driver's threads run until the answer comes; if none comes, return what they wait for."""
     with lets_run as tracer:
         answer.begin()
         watch, deadline = Watch(pid, tids, tracer), time.monotonic() + within
@@ -287,7 +288,7 @@ def _run_threads(
 def _run_all(
     answer: _Answer[T], pid: int, *, stands: bool, within: float, stopping: float = _ALL_RUN
 ) -> None:
-    """Let the whole process run until the answer comes, if it comes; it is stopped again if it stood."""
+    """Let the whole process run until the answer comes, within the time; stop it again if it was stopped."""
     if not stands:
         answer.wait(within)
         return
@@ -300,10 +301,10 @@ def _run_all(
 
 
 @contextlib.contextmanager
-def _in_its_hands(pid: int, *, may_lack: bool = False) -> Iterator[None]:
-    """Raise ProcessGone where the process ends in the block: the driver's answer is not clear then.
+def _detect_exit(pid: int, *, may_lack: bool = False) -> Iterator[None]:
+    """Raise ProcessGone if the process ends within the block, because the driver's own error is unclear then.
 
-    With `may_lack` one without GPU state is waited for only where it is about to end.
+    With `may_lack`, a process without GPU state is waited for only if it is about to end.
     """
     try:
         yield
@@ -314,7 +315,7 @@ def _in_its_hands(pid: int, *, may_lack: bool = False) -> Iterator[None]:
         raise
 
 
-def _no_answer(pid: int, why: str) -> DriverNotReady:
+def _make_no_answer_error(pid: int, why: str) -> DriverNotReady:
     return DriverNotReady(
         f"the GPU driver does not respond for process {pid} ({proc.comm(pid)}): {why}",
         hint="try again; if the error persists, check with nvidia-smi that the driver works, and look "

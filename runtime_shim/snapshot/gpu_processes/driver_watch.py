@@ -4,11 +4,14 @@ The driver works in a thread of the process, its restore thread, which uses the 
 another thread was stopped while it held one of that library's locks (fork takes those of malloc and stdio),
 the restore thread is blocked. So gpusnap watches it. While it waits in a futex without progress, gpusnap lets
 the other threads run, one at a time and for a moment each: first the one that the lock names as its owner,
-then those within the C library, then all others. If that does not help, several run at once. The restore
-thread has also been seen to yield (sched_yield) for minutes, on two H100s, in processes that had been locked
-and unlocked several times before. It then waits for another thread, first of all the driver's second one. If
-a thread accesses memory that the driver has taken away, it stops at that instruction, and runs it again when
-the memory is back.
+then those within the C library, then all others. If that does not help, several run at once.
+
+The restore thread can also yield (sched_yield) for minutes. This was seen on two H100s, in processes that had
+been locked and unlocked several times before. It then waits for another thread, usually the driver's second
+one, which gpusnap tries first.
+
+If a thread accesses memory that the driver has taken away, it stops at that instruction, and runs it again
+when the memory is back.
 """
 
 from __future__ import annotations
@@ -28,55 +31,55 @@ if TYPE_CHECKING:
     from gpusnap.runtime_shim.process.ptrace.positions import Position
     from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
-# As NVIDIA's driver names its second thread; the first one it tells by number.
+# The name of the second thread of NVIDIA's driver. The driver reports the first one by its number.
 _HANDLER = "cuda-EvtHandlr"
-# Seconds without any progress until a call has failed: in a futex, while it yields, and in anything else. A
-# driver that works for a GPU sleeps in its own calls of the kernel, for minutes where the GPU is large, and
+# Seconds without any progress until a call has failed: in a futex, while it yields, and in anything else.
+# While a driver works for a GPU, it sleeps in its own system calls, for minutes if the GPU is large, and it
 # yields while the GPU copies.
 _STUCK, _YIELDING, _ASLEEP = 10.0, 180.0, 600.0
-# Seconds until a thread that waits for a lock is helped, and again.
+# Seconds until a thread that waits for a lock is helped: the first time, and again.
 _WAITING, _WAITING_AGAIN = 0.1, 0.002
-# The same of one that yields, since that may be for the GPU; and the rounds in which the driver's second
-# thread alone is let run for it.
+# The same for a thread that yields, because it may yield for the GPU; and the rounds in which only the
+# driver's second thread runs for it.
 _YIELDS, _YIELDS_AGAIN, _ROUNDS_OF_HANDLER = 0.2, 0.02, 6
-# Seconds of a call until a thread that only runs is looked at, which stops it for a moment; and between two.
+# Seconds of a call until a running thread is examined, which stops it for a moment; and between two of these.
 _RUNS_LONG, _GLANCES = 0.3, 0.05
-# Seconds that another thread is let run, and at most.
+# Seconds that another thread runs: at first, and at most.
 _MOMENT, _LONGEST_MOMENT = 0.002, 0.1
 
-# What was out of the ordinary, from any thread, until it is taken.
+# Unusual events, from any thread, until `take_notes`.
 _notes: collections.deque[str] = collections.deque(maxlen=256)
 
 
 def add_note(text: str) -> None:
-    """Keep something for `take_notes`."""
+    """Record an unusual event for `take_notes`."""
     _notes.append(text)
 
 
 def take_notes() -> list[str]:
-    """What was out of the ordinary in the calls since this was asked last, for the steps of a transaction."""
+    """Return and clear the unusual events of the calls so far, for the steps of a transaction."""
     found = list(_notes)
     _notes.clear()
     return found
 
 
 def second_threads(pid: int) -> list[int]:
-    """The driver's second thread."""
+    """Return the TIDs of the driver's second thread: none or one."""
     return [tid for tid in proc.threads(pid) if proc.thread_name(pid, tid) == _HANDLER]
 
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """What a thread of the driver's waits for."""
+    """What a thread of the driver waits for."""
 
     futex: int
-    """The address of a lock; 0 where it yields until something has happened."""
+    """The address of a lock; 0 if the thread yields until something happens."""
     arguments: tuple[int, ...] = ()
-    """The registers with which it yields: the same in one loop."""
+    """The registers while it yields: the same within one loop."""
 
 
 class Watch:
-    """Whether the driver's threads get on; where they do not, the others are let run."""
+    """Checks whether the driver's threads make progress, and lets other threads run if they do not."""
 
     def __init__(self, pid: int, threads: Iterable[int], tracer: Tracer) -> None:
         self._pid, self._threads, self._tracer = pid, tuple(threads), tracer
@@ -90,11 +93,11 @@ class Watch:
         self._at_glance: Position | None = None
 
     def begin_again(self) -> None:
-        """Something has happened that cannot be seen in the threads."""
+        """Start the time anew: there was progress that the threads do not show."""
         self._seen = None
 
     def look(self) -> str:
-        """Look once, and help if need be; what it waits for where all has been in vain, else empty."""
+        """Check once, and help if necessary; if nothing helped, return what the thread waits for, else ""."""
         now = time.monotonic()
         wait = self._wait(now)
         seen: object = wait
@@ -116,7 +119,7 @@ class Watch:
         return ""
 
     def tell(self) -> None:
-        """Keep for `take_notes` that threads were let run, which they should not have to be."""
+        """Record for `take_notes` that other threads had to run."""
         if self._helped:
             names = ", ".join(proc.thread_name(self._pid, tid) or str(tid) for tid in self._last[:3])
             _notes.append(
@@ -125,7 +128,7 @@ class Watch:
             )
 
     def _wait(self, now: float) -> _Wait | None:
-        """What a thread of the driver's waits for; None where none does as far as can be told."""
+        """What a thread of the driver waits for; None if it does not wait, as far as gpusnap can tell."""
         from gpusnap.runtime_shim.process.ptrace.arch import this_machine
         from gpusnap.runtime_shim.process.ptrace.positions import position
 
@@ -141,7 +144,7 @@ class Watch:
         return None
 
     def _glance(self, tid: int, now: float) -> Position | None:
-        """Where a thread is that runs all the time, as the last look at it found, which is not long ago."""
+        """The position of a thread that runs all the time, as of the last examination, a short time ago."""
         if now - self._begin < _RUNS_LONG:
             return None
         if now - self._glanced > _GLANCES:
@@ -149,7 +152,7 @@ class Watch:
         return self._at_glance
 
     def _help(self, wait: _Wait) -> None:
-        """Let one more thread run for a moment, or after a round of that all that may be of help, at once."""
+        """Let one more thread run for a moment; after each was tried, all that may help, at once."""
         if not self._waiting:
             self._waiting = self._candidates(wait)
         if self._waiting:
@@ -158,9 +161,9 @@ class Watch:
             self._helped += 1
 
     def _candidates(self, wait: _Wait) -> list[list[int]]:
-        """The threads of the next moments: each alone, the likeliest first; then together.
+        """The threads to run next: each alone, the likeliest first; then several together.
 
-        Who waits for a lock gets it only if it runs when that is let go of.
+        A thread that waits for a lock gets it only if it runs when the lock is released.
         """
         from gpusnap.runtime_shim.process.ptrace import positions
 
@@ -191,7 +194,7 @@ class Watch:
         return alone + together if self._round == first else [*together, *alone]
 
     def _describe(self, what: str) -> str:
-        """Where the driver's thread and those that may block it stand."""
+        """Describe where the driver's thread is, and the threads that may block it."""
         from gpusnap.runtime_shim.process.ptrace import positions
 
         unsafe = [tid for tid in positions.list_unsafe(self._pid) if tid not in self._threads]
@@ -202,9 +205,9 @@ class Watch:
 
 
 def _owner(pid: int, futex: int) -> int:
-    """The owner that a lock names, if it is a mutex of glibc's: behind the lock and a count (struct_mutex.h).
+    """Return the owner of a mutex of glibc, which stands after the lock and a count (struct_mutex.h).
 
-    A TID in the process' own namespace; any number where it is another kind of lock.
+    A TID in the process's own namespace; any number if it is another kind of lock.
     """
     data = question_process.ask(pid, f"its lock at {futex:#x}", copies.peek, pid, futex + 8, 4)
     return int.from_bytes(data, sys.byteorder, signed=True) if len(data) == 4 else 0

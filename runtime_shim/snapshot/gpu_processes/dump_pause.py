@@ -1,12 +1,14 @@
-"""Pauses a running container for CRIU's dump alone, when no process waits in vfork(2).
+"""Pauses a running container only for CRIU's dump, at a moment when no process waits in vfork(2).
 
-The runtimes have CRIU freeze the container's cgroup and seize its processes. If a process waits for its child
+The runtimes make CRIU freeze the container's cgroup and seize its processes. If a process waits for its child
 to begin a program, the dump fails after CRIU's timeout (stopping/vfork.py). A shell that starts programs all
-day is in that state for some percent of the time. So the runtime itself pauses the container before the dump,
-since it names that group to CRIU. If a process waits, the container continues for a moment, and is paused
-again. If all processes are already stopped, the container is left alone.
+day is in that state for a few percent of the time. So gpusnap makes the runtime pause the container before
+the dump; it must be the runtime, because it also tells CRIU the cgroup. If a process waits, the container
+continues for a moment and is paused again. If all processes are already stopped, gpusnap does not pause the
+container.
 
-A killed gpusnap leaves it paused: the journal says so (<container>.paused), and `recover` lets it go on.
+If gpusnap is killed, the container stays paused. The journal records this (<container>.paused), and `recover`
+resumes the container.
 """
 
 from __future__ import annotations
@@ -25,48 +27,48 @@ from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping import vfork
 from gpusnap.runtime_shim.transaction import stop_if_asked
 
-# Seconds that it goes on where a process waits; longer each time, and no two the same, since what starts
-# programs may do it at regular intervals.
+# Seconds that the container continues if a process waits. They increase each time, and are random, because a
+# program that starts others may do so at regular intervals.
 _FIRST, _LONGEST = 0.001, 0.05
 
 
 class DumpPause:
-    """The pause of one container; nothing where it cannot be paused by a cgroup (version 2) of its own."""
+    """The pause of one container; does nothing if no cgroup of its own (version 2) can pause it."""
 
     def __init__(self, container: containers.Container, command: Sequence[str]) -> None:
-        """`command` is the real runtime with its global options."""
+        """`command`: the real runtime with its global options."""
         self._container, self._command = container, command
         self._groups = containers.list_freezable(container)
         self._group: str | None = None
         self._noted = False
 
     def is_wanted(self) -> bool:
-        """Whether it is of use: some process may run, and nobody else has paused the container."""
+        """Whether a pause is useful: a process may run, and nobody else has paused the container."""
         if not self._groups or any(map(cgroup_freezer.is_frozen, self._groups)):
             return False
         return not all(map(proc.is_still, cgroup_freezer.members(self._groups[0])))
 
     def begin(self, *, timeout: float) -> None:
-        """Pause it; within so many seconds no process waits. May be called again after `let_go_on`.
+        """Pause it at a moment when no process waits in vfork. May be called again after `let_go_on`.
 
-        Raises GpusnapError where some process waits all the time, Interrupted where a signal came; the
-        container goes on.
+        Raises GpusnapError if a process waits throughout the `timeout` seconds, Interrupted after a signal.
+        The container then continues.
         """
         self._note()
         try:
             if self._try_pause():
                 self._wait(timeout)
             else:
-                self.let_go_on()  # as CRIU finds it, then
+                self.let_go_on()  # CRIU then takes the container as it is
             stop_if_asked()
         except BaseException:
             self.let_go_on()
             raise
 
     def _try_pause(self) -> bool:
-        """Have the runtime pause it: whether that has been done, by a group that is known."""
+        """Make the runtime pause the container; return whether it did, with a cgroup that is known."""
         done = control([*self._command, "pause", self._container.id])
-        # Also where it failed: runc leaves a group frozen of which a process does not freeze in time.
+        # Also after a failure: if a process does not freeze in time, runc leaves the cgroup frozen.
         self._group = next(filter(cgroup_freezer.is_frozen, self._groups), None)
         if done.code == 0 and self._group is None:
             control([*self._command, "resume", self._container.id])
@@ -89,7 +91,7 @@ class DumpPause:
             cgroup_freezer.freeze(self._group)
 
     def let_go_on(self) -> None:
-        """Let it go on. May be called again, and without `begin`."""
+        """Resume the container. May be called again, and without `begin`."""
         if self._group is not None:
             cgroup_freezer.thaw(self._group)
             self._group = None
@@ -106,16 +108,16 @@ class DumpPause:
 
 
 def put_right(entry: journal.Entry) -> journal.Entry:
-    """Let a container go on that a killed gpusnap had paused for its dump; the entry without that pause.
+    """Resume a container that a killed gpusnap had paused for its dump; return the entry without that pause.
 
     Raises GpusnapError.
     """
     pause = entry.paused
     if pause is None or pause.init is None:
         return entry
-    if proc.is_same(*pause.init):  # else it has ended, and what has its name and its cgroup now is another
+    if proc.is_same(*pause.init):  # otherwise it has ended, and its name and cgroup may belong to another
         for group in filter(cgroup_freezer.is_frozen, pause.groups):
             cgroup_freezer.thaw(group)
-    # From now on a pause is somebody else's.
+    # From now on, a pause belongs to somebody else.
     journal.drop(entry.key, journal.PAUSED)
     return replace(entry, paused=None)

@@ -1,7 +1,7 @@
 """The GPU state of a container's processes: suspended together, resumed together.
 
-`resume` goes by the state that the driver reports and not by what we believe we did, so it is right after a
-failure at any point, and may be called twice.
+`resume` uses the state that the driver reports, not what gpusnap did before. So it is right after a failure
+at any point, and may be called twice.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from gpusnap.runtime_shim.stopping.stop import go_on, settle, stop
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 
-# A restore can fail for a passing reason, such as another process that just has the memory; giving up would
-# leave the work suspended, so it is tried a few times.
+# A restore can fail for a temporary reason, for example if another process uses the memory at that moment.
+# Giving up would leave the container suspended, so it is tried several times.
 _ATTEMPTS = 4
-# How often a driver is asked that does not know a process any more, and seconds in between.
+# How often gpusnap asks a driver that no longer knows a process, and the seconds in between.
 _ASKED, _BETWEEN = 4, 0.4
 _PAUSE = 0.5
-# Seconds until a process that is stopped counts as one that stays so.
+# Seconds until a stopped process counts as permanently stopped.
 _STOPPED = 1.0
-# Seconds for a process to stand that somebody has let go on without its GPU state.
+# Seconds to stop a process that somebody continued without its GPU state.
 _STOPPING = 10.0
-# Seconds for what the driver had begun when its caller was killed: a large process takes it up to a minute.
+# Seconds for a driver's call whose caller was killed: a large process takes up to a minute.
 _UNDER_WAY = 300.0
 
 
@@ -46,26 +46,26 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was known of a GPU process before it was suspended and let go of its GPUs."""
+    """A GPU process as it was before its suspend."""
 
     process: proc.Process
     inner_pid: int
-    """Its PID as the container's init sees it."""
+    """Its PID in the namespace of the container's init."""
     gpus: tuple[tuple[str, int], ...]
     """(UUID, bytes used) of every GPU that it could see."""
 
     @property
     def used(self) -> int:
-        """Bytes of GPU memory, over all GPUs."""
+        """Bytes of GPU memory, on all GPUs together."""
         return sum(used for _, used in self.gpus)
 
 
 def users(
     driver: Driver, processes: Iterable[proc.Process], held: Collection[int] = ()
 ) -> dict[proc.Process, ProcessState]:
-    """The processes that have GPU state, with it.
+    """Return the processes that have GPU state, with that state.
 
-    Raises Refused for one that is stopped, unless it is among those PIDs that we ourselves have `held`.
+    Raises Refused for a stopped process, unless gpusnap stopped it (`held`).
     """
     by_pid = {process.pid: process for process in processes}
     found = {}
@@ -76,12 +76,12 @@ def users(
     return found
 
 
-def idle_holders(
+def find_idle_holders(
     driver: Driver, processes: Iterable[proc.Process], held: Collection[int] = ()
 ) -> dict[proc.Process, tuple[str, ...]]:
-    """The processes that have a GPU's device files open or mapped, but no GPU state; with those files.
+    """Return the processes that have a GPU's device files open or mapped, but no GPU state; with those files.
 
-    Raises Refused for one that is stopped, as `users`.
+    Raises Refused for a stopped process, as `users`.
     """
     found = {}
     for process in processes:
@@ -92,8 +92,8 @@ def idle_holders(
 
 
 def _state(driver: Driver, process: proc.Process, held: Collection[int]) -> ProcessState | None:
-    """Its GPU state. One that somebody else has stopped for good cannot be checkpointed as it is."""
-    # CRIU's plugin that needs no answer of the processes does not mind.
+    """Return its GPU state. Raises Refused if somebody else has stopped it: it cannot be checkpointed so."""
+    # It does not matter for a plugin of CRIU that needs no answer from the processes.
     asks = driver.plugin is None or driver.plugin.running
     if asks and process.pid not in held and not _is_running(process.pid):
         raise Refused(
@@ -108,7 +108,7 @@ def _state(driver: Driver, process: proc.Process, held: Collection[int]) -> Proc
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process runs, at least now and then: cpulimit stops and continues one all the time."""
+    """Whether a process runs at least at times: cpulimit stops and continues a process all the time."""
     deadline = time.monotonic() + _STOPPED
     while proc.is_stopped(pid):
         if time.monotonic() > deadline:
@@ -120,10 +120,10 @@ def _is_running(pid: int) -> bool:
 def record(
     driver: Driver, host: Host, fresh: Sequence[proc.Process], inner: Mapping[int, int]
 ) -> list[Record]:
-    """What the manifest says of processes that still run on their GPUs; `inner` as `container.inner_pids`.
+    """Return the manifest's records of processes that still use GPUs; `inner` as `container.inner_pids`.
 
-    Where the driver does not tell a process' share (NVML in some virtual machines), the GPU's whole use
-    stands in for it: an upper bound, as pre-flight needs it.
+    If the driver does not report a process's share (NVML in some virtual machines), the record has the whole
+    use of the GPU instead: an upper bound, as pre-flight needs.
     """
     used = driver.memory_used([process.pid for process in fresh])
     whole = {gpu.uuid: gpu.memory_used for gpu in host.gpus}
@@ -147,16 +147,16 @@ def suspend(
     standing: Callable[[], object] = tuple,
     held: Collection[int] = (),
 ) -> None:
-    """Have locked processes stand still, and the driver take their GPU state, all at once.
+    """Stop locked processes, and make the driver take their GPU state, all at the same time.
 
-    `timeout` in seconds is for standing still; `standing` is called in between. Those in `held` stood before,
-    and stand after a failure, too. Raises GpusnapError; `resume` puts right whatever was done.
+    `timeout`: seconds for the stop. `standing` is called after the stop. Processes in `held` were stopped
+    before, and are stopped after a failure, too. Raises GpusnapError; `resume` undoes whatever was done.
     """
     try:
         stop(pids, timeout=timeout)
         settle(pids)
     except GpusnapError:
-        # Half stopped they would keep the driver waiting, and nothing has been taken from them.
+        # Partly stopped, they would keep the driver waiting. Nothing has been taken from them yet.
         go_on(pid for pid in pids if pid not in held)
         raise
     standing()
@@ -176,22 +176,22 @@ def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> N
         driver_calls.checkpoint(driver, pid, lent)
     except PermissionRefused:
         if pid not in held:
-            go_on([pid])  # its driver's thread cannot be had, and an undo could not have it either
+            go_on([pid])  # its driver's thread cannot be traced, nor could an undo trace it
         raise
 
 
 def let_finish(driver: Driver, pid: int, *, within: float = _UNDER_WAY, quiet: float = 1.0) -> None:
-    """Let the driver's thread of a process that stands end what it was at when its caller was killed.
+    """Let the driver's thread of a stopped process finish a call whose caller was killed.
 
-    The driver says nothing of a call that is under way, so the thread counts as done when it has slept for
-    `quiet` seconds without running at all; seconds, as `within`, after which it is left as it is. It may wait
-    for a lock that another thread was stopped with.
+    The driver does not report a call in progress. So the thread counts as done when it has slept for `quiet`
+    seconds without running at all. After `within` seconds gpusnap stops waiting: the thread may wait for a
+    lock that another, stopped thread holds.
     """
     driver_calls.let_finish(driver, pid, within=within, quiet=quiet)
 
 
 def is_suspended(driver: Driver, pid: int) -> bool:
-    """Whether the driver has taken the GPU state of a process that stands."""
+    """Whether the driver has taken the GPU state of a stopped process."""
     return driver_calls.state(driver, pid) is ProcessState.CHECKPOINTED
 
 
@@ -204,13 +204,13 @@ def resume(
     right: Callable[[int], object] = int,
     let_go: Callable[[int], object] | None = None,
 ) -> None:
-    """Restore every suspended process, let it go on, and unlock it; all at once, those that died left out.
+    """Restore every suspended process, let it continue, and unlock it; all at once, without ended ones.
 
-    `pairs` of (old UUID, new UUID), by PID, for those that come back on other GPUs. `right` is called with
-    the PID after the driver's restore of each, and what it raises keeps that one from going on. With `let_go`
-    those that stand are unlocked and stand on: it is called with the PID in place of a SIGCONT. Raises a
-    GpusnapError after everything that could be resumed has been; a process that the driver could not restore
-    stays stopped, since its threads would miss what the driver took from them.
+    `pairs`: (old UUID, new UUID) by PID, for processes that move to other GPUs. `right` is called with the
+    PID after the driver's restore of each process; if it raises an exception, the process does not continue.
+    With `let_go`, stopped processes are unlocked and stay stopped: it is called with the PID instead of a
+    SIGCONT. Raises a GpusnapError after everything that could be resumed has been. A process that the driver
+    could not restore stays stopped, because its threads would miss what the driver took from them.
     """
     alive = [pid for pid in pids if proc.is_running(pid)]
     waiting, failure = alive, None
@@ -221,14 +221,15 @@ def resume(
         ready = [pid for pid in waiting if pid not in lacking]
         bring_back = partial(_bring_back, driver, pages, pairs, right, let_go)
         outcome = run_at_once(bring_back, ready, look=pages.look)
-        # One that ended meanwhile has nothing to get back.
+        # There is nothing to restore for a process that has ended meanwhile.
         errors = {
             pid: error for pid, error in (*lacking.items(), *outcome.errors.items()) if proc.is_running(pid)
         }
         waiting, failure = list(errors), _catch_error(Outcome(outcome.results, errors).raise_first)
         if not lacking and all(isinstance(error, ImageError) for error in errors.values()):
-            break  # memory that was found wrong stays so
-    # One that has gone on may have been stopped again by somebody else: its state says whether it is locked.
+            break  # wrong memory does not become right
+    # A process that continued may have been stopped again by somebody else. Its state shows whether it is
+    # locked.
     gone_on = [pid for pid in alive if (let_go is None and pid not in waiting) or not proc.is_still(pid)]
     locked = _select_in_state(driver, gone_on, ProcessState.LOCKED)
     failure = (
@@ -247,18 +248,18 @@ def _bring_back(
     let_go: Callable[[int], object] | None,
     pid: int,
 ) -> None:
-    """Restore one process if it is suspended, and let it go on."""
+    """Restore one process if it is suspended, and let it continue."""
     if not proc.is_still(pid):
-        # Somebody has let it go on, or the kernel has not stopped it again yet since CRIU let it go.
+        # Somebody has continued it, or the kernel has not yet stopped it again after CRIU released it.
         if _read_state_again(driver, pid) is not ProcessState.CHECKPOINTED:
             if let_go is None:
-                go_on([pid])  # a stop of ours may be under way
+                go_on([pid])  # gpusnap may be about to stop it
             return
         stop([pid], timeout=_STOPPING)
     state = _read_state_again(driver, pid)
     if state is None:
         if not proc.is_running(pid):
-            return  # it has ended, and has not gone on
+            return  # it has ended, and has not continued
         raise NotInitialized(
             f"the GPU driver does not know process {pid} ({proc.comm(pid)}), whose GPU state it had saved",
             hint="check with nvidia-smi that the driver works",
@@ -285,9 +286,9 @@ def _bring_back(
 
 
 def _read_state_again(driver: Driver, pid: int) -> ProcessState | None:
-    """The state of a process that had one; None where it has ended, or the driver says so again and again.
+    """Read the state of a process that had one; None if it has ended, or if the driver repeatedly says so.
 
-    A driver that lacks memory or descriptors for a moment does not find the process in /proc.
+    A driver that is short of memory or descriptors for a moment does not find the process in /proc.
     """
     for attempt in range(_ASKED):
         if attempt:
@@ -299,7 +300,7 @@ def _read_state_again(driver: Driver, pid: int) -> ProcessState | None:
 
 
 def _select_in_state(driver: Driver, pids: Iterable[int], wanted: ProcessState) -> list[int]:
-    """Those in a state, and those whose state cannot be read: the step on them will say why."""
+    """Return those in a state, and those whose state cannot be read: the next step on them reports why."""
 
     def there(pid: int) -> bool:
         try:

@@ -9,12 +9,12 @@ parent that has been suspended once is dead in any case, because the driver open
 parent.
 
 A process counts as such a child only if everything that it holds came from an ancestor with GPU state: each
-descriptor is the same open file as one of the ancestor's (kcmp(2), KCMP_FILE), each mapping lies where the
-ancestor has the same one. What a process opened by itself is its own business: it may be starting CUDA, or
-watching the GPU. And no table may be shared: where a child has its memory or its descriptors in common with
-another process (CLONE_VM, CLONE_FILES; in the middle of vfork or posix_spawn), what is replaced in the one is
-gone in the other, which may be the GPU process itself. Seen on an H200 with driver 580: each worker had 31
-descriptors and 30 mappings, all so inherited and all close-on-exec, also after the parent had freed its
+descriptor is the same open file as one of the ancestor's (kcmp(2), KCMP_FILE), and each mapping is at the
+same place as in the ancestor. gpusnap does not touch what a process opened by itself: it may be starting
+CUDA, or watching the GPU. No table may be shared: if a child shares its memory or its descriptors with
+another process (CLONE_VM, CLONE_FILES; in the middle of vfork or posix_spawn), a replacement in one is also
+in the other, which may be the GPU process itself. Seen on an H200 with driver 580: each worker had 31
+descriptors and 30 mappings, all of them inherited and close-on-exec, even after the parent had freed its
 memory and its streams.
 """
 
@@ -35,7 +35,7 @@ from gpusnap.runtime_shim.process.kcmp import EQUAL, FILE, FILES, VM, compare
 from gpusnap.runtime_shim.process.ptrace.neutralise import NeutraliseResult, neutralise
 from gpusnap.runtime_shim.records.manifest import NeutralisedProcess
 from gpusnap.runtime_shim.runtime import container as containers
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import idle_holders, users
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_idle_holders, users
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
@@ -51,12 +51,13 @@ class ClearedProcess:
 def find_strangers(
     driver: Driver, processes: Collection[proc.Process], held: Collection[int] = ()
 ) -> dict[proc.Process, tuple[str, ...]]:
-    """Those that hold GPU files without GPU state, and not by inheritance alone; with the files of their own.
+    """Return processes that hold GPU files without GPU state and not only by inheritance, with their files.
 
-    `processes` are all of the container's. Of one that shares its memory or its descriptors with another of
-    them, every file counts as its own. Raises Refused for one that is stopped, but not by us (`held`).
+    `processes`: all processes of the container. If one shares its memory or its descriptors with another of
+    them, every file counts as its own. Raises Refused for a stopped process, unless gpusnap stopped it
+    (`held`).
     """
-    idle = idle_holders(driver, processes, held)
+    idle = find_idle_holders(driver, processes, held)
     if not idle:
         return {}
     gpu = users(driver, (process for process in processes if process not in idle), held)
@@ -75,13 +76,13 @@ def clear(
     timeout: float,
     held: Collection[int] = (),
 ) -> tuple[ClearedProcess, ...]:
-    """Replace what processes inherited from those in `gpu`, which stand still and have their files open yet.
+    """Replace what processes inherited from those in `gpu`, which are stopped and have their files open.
 
-    `processes` gives the container's, each time anew: a child may have children of its own until it stands.
-    What others hold is left alone. `timeout` in seconds is for standing still. The journal of the container,
-    by its `key`, says which processes are stopped, and keeps the registers of a thread that is lent to us.
-    Those in `held` stand already, and stand on. Raises GpusnapError; what has been replaced by then stays so,
-    and all others go on.
+    `processes` returns the container's processes, anew at each call: a child may fork until it is stopped.
+    Files that others hold are not touched. `timeout`: seconds for the stop. The journal of the container, by
+    its `key`, records which processes are stopped, and keeps the registers of a thread that gpusnap uses.
+    Processes in `held` are already stopped, and stay so. Raises GpusnapError; what was replaced before stays
+    replaced, and all other processes continue.
     """
     source = _Source(driver, gpu)
     found: dict[int, proc.Process] = {}
@@ -99,7 +100,7 @@ def clear(
                 stack.callback(go_on, [pid])
             stop(fresh, timeout=timeout)
             found |= fresh
-        # Until it stood, one may have opened something by itself, or have got a child that shares its tables.
+        # Before it stopped, it may have opened something by itself, or got a child that shares its tables.
         heirs = [pid for pid in found if proc.is_running(pid) and not source.list_own(pid, everyone)]
         outcome = run_at_once(partial(_clear, driver, key), heirs)
         outcome.raise_first()
@@ -107,7 +108,7 @@ def clear(
 
 
 def say(cleared: Iterable[ClearedProcess]) -> None:
-    """Tell stderr whose files were replaced."""
+    """Print on stderr whose files were replaced."""
     pids = [each.process.pid for each in cleared]
     if pids:
         one = len(pids) == 1
@@ -123,7 +124,7 @@ def say(cleared: Iterable[ClearedProcess]) -> None:
 
 
 def records(cleared: Iterable[ClearedProcess], init: int) -> tuple[NeutralisedProcess, ...]:
-    """What the manifest says of those that are still there."""
+    """Return the manifest's records of the processes that still exist."""
     there = [each for each in cleared if proc.is_same(each.process.pid, each.process.start)]
     inner = containers.inner_pids(init, [each.process for each in there])
     return tuple(
@@ -139,7 +140,7 @@ def records(cleared: Iterable[ClearedProcess], init: int) -> tuple[NeutralisedPr
 
 
 def _clear(driver: Driver, key: str, pid: int) -> NeutraliseResult | None:
-    """One process that stands; None where it has ended. The calling thread is the tracer."""
+    """Clear one stopped process; None if it has ended. The calling thread is the tracer."""
     held = driver.list_held(pid)
     numbers = [number for number, _ in held.descriptors]
     ranges = [(start, end) for start, end, _ in held.mappings]
@@ -157,7 +158,7 @@ def _clear(driver: Driver, key: str, pid: int) -> NeutraliseResult | None:
 
 
 class _Source:
-    """The files of the processes with GPU state, to compare others' with."""
+    """The files of the processes with GPU state, to compare those of others with."""
 
     def __init__(self, driver: Driver, gpu: Collection[int]) -> None:
         self._driver, self._gpu = driver, frozenset(gpu)
@@ -166,14 +167,14 @@ class _Source:
     def find_heirs(
         self, processes: Iterable[proc.Process], everyone: Collection[int], held: Collection[int]
     ) -> dict[int, proc.Process]:
-        """Those that hold GPU files by inheritance alone, by PID. Raises Refused as `find_strangers`."""
-        idle = idle_holders(self._driver, processes, held)
+        """Return holders of GPU files only by inheritance, by PID. Raises Refused as `find_strangers`."""
+        idle = find_idle_holders(self._driver, processes, held)
         return {process.pid: process for process in idle if not self.list_own(process.pid, everyone)}
 
     def list_own(self, pid: int, everyone: Collection[int]) -> tuple[str, ...]:
-        """Paths of the files that a process holds and did not inherit, each once.
+        """Return the paths of the files that a process holds and did not inherit, each once.
 
-        All of its files, where it shares its memory or its descriptors with one of `everyone`.
+        If it shares its memory or its descriptors with one of `everyone`, these are all of its files.
         """
         held = self._driver.list_held(pid)
         if any(_shares_memory_or_files(pid, each) for each in {*everyone, *self._gpu} - {pid}):
@@ -190,7 +191,7 @@ class _Source:
         return tuple(dict.fromkeys(files))
 
     def _is_shared(self, ancestor: int, pid: int, number: int) -> bool:
-        """Whether a descriptor is an open file of the ancestor; there it mostly has the same number."""
+        """Whether a descriptor is an open file of the ancestor, where it usually has the same number."""
         theirs = sorted(self._list_held(ancestor).descriptors, key=lambda each: each[0] != number)
         return any(_is_same_file(ancestor, each, pid, number) for each, _ in theirs)
 
@@ -208,14 +209,14 @@ def _list_ancestors(pid: int) -> list[int]:
 
 
 def _is_same_file(pid: int, number: int, other: int, other_number: int) -> bool:
-    """Whether two descriptors share an open file description; not so where the kernel does not tell."""
+    """Whether two descriptors share an open file description; False if the kernel does not say it."""
     return compare(pid, other, FILE, number, other_number) == EQUAL
 
 
 def _shares_memory_or_files(pid: int, other: int) -> bool:
-    """Whether two processes have their memory or their descriptors in common; so where nobody can tell.
+    """Whether two processes share their memory or their descriptors; True if this cannot be determined.
 
-    One that has ended has neither.
+    A process that has ended has neither.
     """
     for kind in (VM, FILES):
         found = compare(pid, other, kind)

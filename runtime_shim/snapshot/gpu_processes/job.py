@@ -38,7 +38,7 @@ from gpusnap.runtime_shim.transaction import Transaction, name_recover
 
 @dataclass(slots=True)
 class Job:
-    """One checkpoint under way."""
+    """One checkpoint in progress."""
 
     call: CheckpointCall
     real: RealRuntime
@@ -48,36 +48,36 @@ class Job:
     transaction: Transaction
     pages: Pages
     records: dict[int, Record] = field(default_factory=dict)
-    """By PID, of every process that has been, or is being, suspended."""
+    """By PID, for every process that has been suspended, or is being suspended."""
     cleared: tuple[inherited_handles.ClearedProcess, ...] = ()
-    """Processes that held GPU files which they had inherited."""
+    """Processes whose inherited GPU files were replaced."""
     mounts: tuple[manifest.DriverMount, ...] = ()
     masters: bool = False
     volumes: tuple[Volume, ...] = ()
-    """Those of its pod, whose open files are taken along."""
+    """The volumes of its pod, whose open files go into the checkpoint."""
     nodes: tuple[Node, ...] = ()
     """The GPUs' device nodes in its /dev."""
     host: Host | None = None
     init: proc.Process | None = None
-    """The container's init, as it was at first."""
+    """The container's init at the beginning."""
     record: manifest.Manifest | None = None
-    """As of the last dump: afterwards the container, and its PID namespace, may be gone."""
+    """As of the last dump. Afterwards the container, and its PID namespace, may be gone."""
     suspended: bool = False
-    """Whether processes may stand, or wait for their memory."""
+    """Whether processes may be stopped, or may wait for their memory."""
     paused: paused_container.PausedContainer | None = None
-    """Where somebody has paused the container."""
+    """The pause, if somebody has paused the container."""
     stuck: GpusnapError | None = None
-    """What kept us from ending our own pause."""
+    """The error that prevented the end of gpusnap's own pause."""
     guard: Guard | None = None
-    """Who keeps the suspended processes stopped."""
+    """Keeps the suspended processes stopped."""
     dumping: int | None = None
-    """When CRIU began to write (st_mtime_ns); an earlier checkpoint in the same place is no more since."""
+    """When CRIU began to write (st_mtime_ns). After that, an earlier checkpoint in the same place is lost."""
     earlier: image.EarlierImages = field(default_factory=dict)
-    """That one's images."""
+    """The images of that earlier checkpoint."""
     asleep: Suspension | None = None
-    """Where the container is suspended, and stays so: its GPU state is where the journal says."""
+    """Set if the container is suspended, and stays so: its GPU state is where the journal says."""
     on_disk: bool = True
-    """Whether it is written to a disk; what is only suspended stays in RAM."""
+    """Whether it is written to a disk; a suspended container only goes to RAM."""
 
     @property
     def image_path(self) -> str:
@@ -85,7 +85,7 @@ class Job:
 
     @property
     def held(self) -> Collection[int]:
-        """The processes of a paused container that stand because we stopped them."""
+        """The processes of a paused container that gpusnap stopped."""
         return self.paused.held if self.paused is not None else ()
 
     def processes(self) -> tuple[proc.Process, ...]:
@@ -93,9 +93,9 @@ class Job:
 
 
 def thaw(job: Job) -> None:
-    """Hold a paused container's processes still, and thaw it: a frozen one does not answer the driver."""
+    """Stop the processes of a paused container, and thaw it, because frozen ones do not answer the driver."""
     if job.driver.plugin is not None:
-        return  # it is CRIU's to thaw, if it has to be
+        return  # CRIU thaws it if necessary
     if job.paused is None:
         job.paused = paused_container.find(job.container, job.real.kind)
         if job.paused is None:
@@ -107,7 +107,7 @@ def thaw(job: Job) -> None:
 
 
 def _freeze(job: Job) -> None:
-    """Pause again what `thaw` has thawed."""
+    """Freeze again what `thaw` has thawed."""
     if job.paused is not None:
         with job.transaction.step("freeze"):
             job.paused.freeze()
@@ -115,9 +115,9 @@ def _freeze(job: Job) -> None:
 
 @contextmanager
 def pause_for_dump(job: Job) -> Iterator[None]:
-    """Pause the container while the block dumps it, at a moment at which CRIU can; one that is paused again.
+    """Pause the container while the block dumps it, at a moment when CRIU can dump it; or freeze it again.
 
-    Not where CRIU has a plugin's work done: that asks processes which run.
+    Not with a plugin of CRIU, because the plugin needs running processes.
     """
     if job.driver.plugin is None:
         drop_stops(job.records)
@@ -133,13 +133,13 @@ def pause_for_dump(job: Job) -> Iterator[None]:
         if pause.is_wanted():
             with job.transaction.step("pause container"):
                 _begin_pause(job, pause)
-        _leave_alone(job)  # nobody in the container can let one go on any more
+        _leave_alone(job)  # no process in the container can continue another one any more
         yield
     finally:
         try:
             pause.let_go_on()
         except (GpusnapError, OSError) as error:
-            # Not raised: the dump may be done, and then there is no way back.
+            # Not raised: the dump may be done, and then it cannot be undone.
             job.stuck = GpusnapError(
                 f"container {job.container.id} is still paused: {error}",
                 hint=f"gpusnap recover {job.container.id}",
@@ -149,14 +149,14 @@ def pause_for_dump(job: Job) -> Iterator[None]:
 
 
 def _begin_pause(job: Job, pause: DumpPause) -> None:
-    """Pause the container at a moment at which every suspended process stands."""
+    """Pause the container at a moment when every suspended process is stopped."""
     timeout = job.settings.nvidia.lock_timeout
     deadline = time.monotonic() + timeout
     pause.begin(timeout=timeout)
     while not all(
         proc.is_still(pid) and not proc.stop_pending(pid) for pid in job.records if proc.is_running(pid)
     ):
-        # One was let go on at the last moment, and is frozen as it runs, or was sent another SIGSTOP.
+        # Somebody continued one at the last moment, and it is frozen while it runs or has another SIGSTOP.
         pause.let_go_on()
         check_all_suspended(job)
         drop_stops(job.records)
@@ -173,7 +173,7 @@ def _begin_pause(job: Job, pause: DumpPause) -> None:
 def suspend_all(job: Job) -> None:
     """Lock and checkpoint every GPU process; those that begin to use a GPU meanwhile in another round."""
     if job.driver.plugin is not None:
-        _suspend_these(job, newcomers(job))  # CRIU asks its plugin for whatever comes after
+        _suspend_these(job, newcomers(job))  # CRIU asks its plugin about processes that come later
         return
     if not job.suspended:
         job.suspended = True
@@ -194,7 +194,7 @@ def suspend_all(job: Job) -> None:
 
 
 def _watch_over(job: Job) -> None:
-    """Have the suspended processes kept stopped, whoever sends them a SIGCONT."""
+    """Keep the suspended processes stopped, whoever sends them a SIGCONT."""
     _leave_alone(job)
     job.guard = Guard(job.records)
 
@@ -212,16 +212,16 @@ def _undo_suspend(job: Job) -> None:
 
 
 def resume_all(job: Job) -> None:
-    """Have the GPU processes run again; a paused container is thawed for that, and to be frozen after it."""
+    """Let the GPU processes run again; a paused container is thawed for that, and must be frozen later."""
     if job.stuck is not None:
-        raise job.stuck  # no driver is asked of a frozen process
+        raise job.stuck  # the driver cannot work on a frozen process
     if job.driver.plugin is not None:
         return
     if job.paused is not None:
         thaw(job)
     let_go = job.paused.let_go if job.paused is not None else None
     _leave_alone(job)
-    # Those alone that were stopped: after a lock that failed all of them run, and shall.
+    # Only those that were stopped. After a failed lock, all of them run, and must continue to run.
     job.guard = Guard([pid for pid in job.records if proc.is_still(pid)])
     try:
         resume(job.driver, list(job.records), job.pages, right=partial(_check_process, job), let_go=let_go)
@@ -231,16 +231,16 @@ def resume_all(job: Job) -> None:
 
 
 def _check_process(job: Job, pid: int) -> None:
-    """Before a process goes on: its memory is its own, and it is kept stopped no longer."""
+    """Check, before a process continues, that its memory is its own, and no longer keep it stopped."""
     transfer.replace_staged_memory(job.container.key, pid)
     if job.guard is not None:
         job.guard.release(pid)
 
 
 def newcomers(job: Job) -> list[proc.Process]:
-    """The GPU processes that have not been suspended.
+    """Return the GPU processes that have not been suspended.
 
-    Raises Refused for one that a dump would leave out: `podman exec` may start it at any moment.
+    Raises Refused for a process that a dump would omit: `podman exec` may start one at any moment.
     """
     members = job.processes()
     found = list(users(job.driver, [each for each in members if each.pid not in job.records], job.held))
@@ -250,12 +250,12 @@ def newcomers(job: Job) -> list[proc.Process]:
 
 
 def check_all_suspended(job: Job) -> None:
-    """Have every GPU process stand, and none be gone: it must not get into the manifest.
+    """Check that every GPU process is stopped, and that none has ended, because the manifest lists them.
 
-    Whom somebody else has let go on is stopped again. Raises GpusnapError.
+    A process that somebody else continued is stopped again. Raises GpusnapError.
     """
     if job.asleep is not None:
-        return  # in a frozen cgroup, and nobody of them runs
+        return  # in a frozen cgroup, so none of them runs
     if job.driver.plugin is not None:  # they run, and may end, until CRIU stops them
         job.records = {pid: item for pid, item in job.records.items() if proc.is_running(pid)}
         return
@@ -270,7 +270,7 @@ def check_all_suspended(job: Job) -> None:
 
 
 def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
-    """Suspend these processes, all at once."""
+    """Suspend these processes, all at the same time."""
     assert job.host is not None
     inner = containers.inner_pids(job.container.pid, fresh)
     records = {r.process.pid: r for r in record(job.driver, job.host, fresh, inner)}
@@ -279,18 +279,18 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
     plugin = job.driver.plugin
     with ExitStack() as room:
         if plugin is None:
-            # Two who look at once would both find room that is there once.
+            # Two that check at the same time would both count the same free memory.
             claimed = room.enter_context(claim())
             others = claimed.reserved.get(RAM, 0)
             space.check_memory(used, job.container.pid, job.settings.memory, reserved=others)
-            claimed.take({RAM: sum(used.values())})
+            claimed.record({RAM: sum(used.values())})
         elif plugin.into_memory:
             space.check_memory(used, job.container.pid)
         _take_off(job, records, all_bytes)
 
 
 def _take_off(job: Job, records: Mapping[int, Record], all_bytes: int) -> None:
-    """Have the driver take the GPU state of these; `all_bytes` of GPU memory, with what it took before."""
+    """Make the driver take the GPU state of these. `all_bytes`: of GPU memory, with what it took before."""
     if job.on_disk:
         space.check_disk(
             job.image_path,
@@ -301,7 +301,7 @@ def _take_off(job: Job, records: Mapping[int, Record], all_bytes: int) -> None:
         )
     job.records |= records
     if job.driver.plugin is not None:
-        return  # CRIU will have it done
+        return  # CRIU calls its plugin for this
     job.pages.note(list(job.records))
     timeout = job.settings.nvidia.lock_timeout
     if job.paused is not None:
@@ -329,10 +329,10 @@ def _make_room(job: Job, need: int) -> None:
 
 
 def _stop_processes(job: Job, timeout: float) -> None:
-    """The GPU processes stand, and nothing has been taken from them yet.
+    """Stop the GPU processes; nothing has been taken from them yet.
 
-    They may have begun to share memory since they were looked at first. And what their children inherited is
-    taken from these while both can still be compared.
+    They may have begun to share memory since the first check. What their children inherited is replaced now,
+    while both can still be compared.
     """
     assert job.host is not None
     members = [item.process for item in job.records.values()]
@@ -343,7 +343,7 @@ def _stop_processes(job: Job, timeout: float) -> None:
 
 
 def resume_processes(job: Job) -> GpusnapError | None:
-    """What kept processes from running on; a container that was paused is so again."""
+    """Return the error that keeps processes from continuing; a container that was paused is so again."""
     try:
         failure = _catch_error(partial(resume_all, job))
     finally:
@@ -356,6 +356,6 @@ def _catch_error(action: Callable[[], object]) -> GpusnapError | None:
         action()
     except GpusnapError as error:
         return error
-    except Exception as error:  # of whatever kind: what follows has to be done all the same
+    except Exception as error:  # any kind: the following steps must be done in any case
         return make_unforeseen(error)
     return None

@@ -1,24 +1,26 @@
 """Locks the GPU processes of a container together.
 
-The driver locks a process when the GPU work in progress is done, and lets it begin no other. Ranks wait for
-each other on the GPU: an NCCL collective ends on one GPU when all others have begun it. So if a rank is
-locked before it begins one, the ranks that have begun it can never be locked (seen on two H100s with a
-training loop that is idle most of the time: one lock of both for 10 s failed). Therefore, with more than one
-process:
+When the driver locks a process, it waits for the GPU work in progress and lets the process begin no more.
+Ranks wait for each other on the GPU: an NCCL collective ends on one GPU when all others have begun it. So if
+a rank is locked before it begins a collective, the ranks that have begun it can never be locked. (On two
+H100s, with a training loop that is idle most of the time, one attempt to lock both for 10 s failed.)
+Therefore, with more than one process:
 
-- All are locked at once, each by a thread of its own. Where some are locked and others are not, the locked
-  ones are unlocked, all of them, run for a moment, and are locked again. The driver is still asked to lock
-  the others: if what they wait for is begun now, they are locked. They begin nothing more meanwhile.
-- The moment is as short as it can be: one that runs for longer begins the next collective too, and waits for
-  those that are locked by then. Where it was too short and the same ones are still waited for, the next one
-  is twice as long. Where others are waited for now, the ranks are nearly level, and it is a quarter as long.
-- Each call of the driver's lock has a deadline, after which its process is asked anew. Without it, two
-  processes would never be locked of which each has begun what the other has yet to begin: where none is
+- One thread per process asks the driver to lock it, all at the same time. If some processes are locked and
+  others are not, all locked ones are unlocked, run for a moment, and are locked again. Meanwhile the driver
+  is still asked to lock the others: if what they wait for now begins, they are locked. They begin nothing
+  more.
+- The moment is as short as possible. A rank that runs longer begins the next collective too, and then waits
+  for the ranks that are locked by then. If the moment was too short and the same ranks still wait, the next
+  one is twice as long. If other ranks wait now, the ranks are nearly level, and the next one is a quarter as
+  long.
+- Each call of the driver's lock has a deadline. After it, the process is locked anew. Without a deadline, two
+  processes that have each begun what the other has not yet begun would never be locked. If no process is
   locked, they run for a while.
-- A locked process cannot tell whether another waits for it or has a long kernel, for which it has to wait
-  longer. So one time of eight it waits for a third of the time since the start (0.1 s at least), a call takes
-  as long as the time since the start (0.5 s at least), and in the last 40 % of the time nobody is unlocked.
-  So with 10 s processes are locked, one or more of which have kernels of up to 3.8 s, one after another.
+- gpusnap cannot tell whether a process that is not locked waits for a locked one, or runs a long kernel for
+  some time. So one time in eight, the locked ones wait for a third of the time since the start (at least 0.1
+  s). A call takes as long as the time since the start (at least 0.5 s). In the last 40 % of the time, none is
+  unlocked. So a timeout of 10 s is enough for processes whose kernels take up to 3.8 s, one after another.
 
 A single process waits for no other, and gets one call with all the time.
 """
@@ -39,17 +41,17 @@ from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
 from gpusnap.runtime_shim.transaction import is_asked_to_stop, stop_if_asked
 
-# Seconds that the locked ones wait for the others, after the last change; at times, at least so many, and a
-# share of the time since the start.
+# Seconds that locked processes wait for the others after the last change: usually; one time in _OFTEN at
+# least _PATIENTLY, and this share of the time since the start.
 _BRIEFLY = 0.005
 _PATIENTLY, _SHARE, _OFTEN = 0.1, 1 / 3, 8
-# Seconds of one call of the driver's at least; and else the time since the start.
+# A call of the driver takes as many seconds as have passed since the start, and at least these.
 _CALL = 0.5
-# Seconds that those that were locked run at first, where that was too short, and at most.
+# Seconds that processes run after they were locked: the first time, if that was too short, and at most.
 _LEAST, _MOST = 0.0005, 0.2
-# The share of the time after which nobody is unlocked any more before the deadline.
+# After this share of the time, no process is unlocked before the deadline.
 _LAST = 0.6
-# Seconds between two looks for a signal that asks us to stop.
+# Seconds between two checks for a signal that asks gpusnap to stop.
 _LOOK = 0.05
 
 
@@ -61,13 +63,15 @@ def lock(
     held: Collection[int] = (),
     tell: Callable[[str], object] | None = None,
 ) -> tuple[int, ...]:
-    """Lock processes, all at once; those of them in `held` stand and are to stand afterwards, too.
+    """Lock all of these processes at once. Those in `held` are stopped, and are stopped again afterwards.
 
-    Of these the driver's threads alone are let run. Where one was stopped within a call of CUDA, that call
-    has to end before the driver can lock it: then the whole process runs until it is locked. Where it waits
-    for others, all of `held` run until all are locked. Returns the PIDs of those that ran. `tell` is given a
-    sentence where more than one try was needed. Raises LockTimeout after `timeout` seconds, and what else
-    the driver answers, with nothing locked; Interrupted where a signal asks us to stop.
+    Of the stopped processes, only the driver's threads run at first. If a process was stopped within a call
+    of CUDA, that call must end before the driver can lock it; then the whole process runs until it is locked.
+    If it waits for other processes, all of `held` run until all are locked. Returns the PIDs of the processes
+    that ran. `tell` gets a sentence if more than one try was needed.
+
+    Raises LockTimeout after `timeout` seconds, and other errors of the driver, with no process locked;
+    Interrupted if a signal asks gpusnap to stop.
     """
     pids = tuple(dict.fromkeys(pids))
     stand = [pid for pid in pids if pid in held]
@@ -94,9 +98,9 @@ def lock(
 
 
 def _lock_each(driver: Driver, pids: Sequence[int], *, timeout: float) -> tuple[int, ...] | None:
-    """Lock processes of which some stand and none waits for another; the PIDs of those that had to run.
+    """Lock processes, some of them stopped, that do not wait for each other; return the PIDs that had to run.
 
-    None, and nothing is locked, where one was not within so many seconds.
+    None, with no process locked, if one was not locked within `timeout` seconds.
     """
 
     outcome = run_at_once(partial(driver_calls.lock, driver, timeout=timeout), pids)
@@ -111,7 +115,7 @@ def _lock_each(driver: Driver, pids: Sequence[int], *, timeout: float) -> tuple[
 
 
 class _Together:
-    """Running processes, each with a thread that has the driver lock it; unlocked together, see above."""
+    """Running processes, each with a thread that locks it; they are unlocked together (see the module)."""
 
     def __init__(
         self,
@@ -123,33 +127,33 @@ class _Together:
         begin: float | None = None,
         tries: int = 0,
     ) -> None:
-        """`begin`: when the `timeout` seconds began; `tries` before that."""
+        """`begin`: when the `timeout` seconds began. `tries`: tries before that."""
         self._driver, self._pids, self._timeout, self._tell = driver, pids, timeout, tell
         self._begin = time.monotonic() if begin is None else begin
         self._deadline = self._begin + timeout
         self._tries = dict.fromkeys(pids, tries)
         self._asked = threading.Event()
-        """Set when a signal asks us to stop."""
+        """Set when a signal asks gpusnap to stop."""
         self._changed = threading.Condition()
         self._locked: set[int] = set()
         self._away = set(pids)
-        """Those that the driver is not asked to lock at the moment."""
+        """The processes that the driver is not asked to lock at the moment."""
         self._unlocking: set[int] = set()
         self._round = 0
-        """Goes up when those that are locked are to be unlocked."""
+        """Increases when the locked processes are to be unlocked."""
         self._moved = 0.0
-        """When the last one was locked, or asked for."""
+        """When the last process was locked, or the driver was asked to lock it."""
         self._hold = _PATIENTLY
         self._run = 0.0
         self._again_at = 0.0
         self._stuck: frozenset[int] = frozenset()
-        """Those that were not locked when the others were unlocked."""
+        """The processes that were not locked when the others were unlocked."""
         self._whole = self._failed = False
         self._late: int | None = None
-        """The process that was the last not to be locked in time."""
+        """The last process that was not locked in time."""
 
     def lock(self) -> None:
-        """Lock them all. Raises LockTimeout, or what else the driver answers, with none of them locked."""
+        """Lock all of them. Raises LockTimeout or other errors of the driver, with none of them locked."""
         outcome = run_at_once(self._lock_one, self._pids, look=self._look)
         outcome.raise_first()
         stop_if_asked()
@@ -175,7 +179,7 @@ class _Together:
             raise
 
     def _try_one(self, pid: int) -> None:
-        """Lock it, and unlock it again where others do not come to be locked."""
+        """Lock one process, and unlock it again if others cannot be locked."""
         with self._changed:
             self._away.discard(pid)
             self._moved = now = time.monotonic()
@@ -192,7 +196,7 @@ class _Together:
             self._run_together(pid)
 
     def _run_alone(self, pid: int) -> None:
-        """It was not locked in time. It runs for a while if nobody is locked: each may wait for the other."""
+        """After a lock that timed out: run for a while if none is locked, as each may wait for the other."""
         with self._changed:
             self._away.add(pid)
             until = time.monotonic() + random.uniform(_LEAST, _MOST)
@@ -203,7 +207,7 @@ class _Together:
                 self._changed.wait(min(left, _LOOK))
 
     def _run_together(self, pid: int) -> None:
-        """It is unlocked. It runs for a moment, which begins when all of them are unlocked."""
+        """After an unlock: run for a moment, which begins when all of them are unlocked."""
         with self._changed:
             self._unlocking.discard(pid)
             if not self._unlocking:
@@ -216,21 +220,21 @@ class _Together:
                 self._changed.wait(min(left, _LOOK))
 
     def _call(self, now: float) -> float:
-        """Seconds for a call of the driver's."""
+        """The seconds for a call of the driver."""
         wanted = max(_CALL, now - self._begin)
         return self._deadline - now if self._is_last(now + wanted) else wanted
 
     def _is_last(self, moment: float) -> bool:
-        """Whether nobody is to be unlocked any more at that moment."""
+        """Whether it is too late at that moment to unlock any process."""
         return moment - self._begin >= _LAST * self._timeout
 
     def _may_try_again(self) -> bool:
-        """Whether they are to be tried further."""
+        """Whether to try again."""
         ended = self._whole or self._failed or self._asked.is_set()
         return not (ended or time.monotonic() >= self._deadline)
 
     def _wait_for_others(self, pid: int) -> bool:
-        """Wait, with this one locked, for the others; whether they are locked as well."""
+        """With this process locked, wait for the others; return whether all are locked."""
         with self._changed:
             self._locked.add(pid)
             self._moved = time.monotonic()
@@ -250,7 +254,7 @@ class _Together:
             return self._whole
 
     def _begin_round(self, now: float) -> None:
-        """Have all that are locked unlocked."""
+        """Make all locked processes be unlocked."""
         self._round += 1
         stuck = frozenset(self._pids) - self._locked
         self._run = min(max(2 * self._run, _LEAST), _MOST) if stuck == self._stuck else self._run / 4

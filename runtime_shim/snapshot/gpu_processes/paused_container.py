@@ -1,21 +1,26 @@
 """Does GPU work in a paused container: the container is thawed meanwhile, but its programs do not run.
 
-containerd pauses a task before it has it checkpointed and resumes it afterwards; so does CRI's
-CheckpointContainer, and a user may. A frozen process cannot answer the GPU's driver. So
+containerd pauses a task before it checkpoints it, and resumes it afterwards. CRI's CheckpointContainer does
+the same, and a user may do it too. A frozen process cannot answer the GPU's driver. So:
 
-    hold      while all is frozen each process that runs gets a SIGSTOP, then the cgroup is thawed
-    …         for the driver's calls its own threads alone are let run, see driver_calls.py
-    freeze    the cgroup is frozen, then each of those processes gets a SIGCONT
+    hold      while everything is frozen, send a SIGSTOP to each process that runs, then thaw the cgroup
+    …         during the driver's calls, only the driver's own threads run (driver_calls.py)
+    freeze    freeze the cgroup, then send a SIGCONT to each of those processes
 
-and neither way a process runs a single instruction of its own, but for threads that stand within the C
-library, which leave it one by one (stopping/stop.py, settle). A SIGSTOP that was sent to a frozen process is
-taken when it is thawed, before it returns to user space, and by one thread for all; a SIGCONT leads a stopped
-process of a frozen cgroup into the freezer (Linux, kernel/signal.c: get_signal looks for a stop and for the
-freezer before anything else, and do_freezer_trap sleeps with signals pending). A process that was stopped
-before stays so. The one exception are children between vfork(2) and their program: before anything else is
-done they run up to its first instruction, since their parents cannot be stopped until then
-(stopping/vfork.py). What a killed gpusnap leaves is in the journal, as <container>.paused: the cgroup, which
-processes were stopped by us, and whether it was we who thawed.
+A process does not run a single instruction of its own in either step. The exception are threads that are
+within the C library: they leave it one by one (`settle` in stopping/stop.py).
+
+This works because of the order in the kernel (Linux, kernel/signal.c). get_signal checks for a stop and for
+the freezer before anything else, and do_freezer_trap sleeps even if signals are pending. So when a frozen
+process is thawed, it takes a pending SIGSTOP before it returns to user space, and one thread takes it for
+all. A SIGCONT moves a stopped process of a frozen cgroup into the freezer. A process that was stopped before
+stays stopped.
+
+Children between vfork(2) and their program are another exception: their parents cannot be stopped until the
+program begins. So they first run up to its first instruction (stopping/vfork.py).
+
+The journal records the pause as <container>.paused, for the case that gpusnap is killed: the cgroup, which
+processes gpusnap stopped, and whether gpusnap thawed the cgroup.
 
 Only for version 2 of cgroups: see container.has_own_v1_freezer.
 """
@@ -34,11 +39,11 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
 from gpusnap.runtime_shim.stopping import vfork
-from gpusnap.runtime_shim.stopping.stop import go_on, settle, stand
+from gpusnap.runtime_shim.stopping.stop import go_on, settle, wait_until_stopped
 
 
 class PausedContainer:
-    """A container in a frozen cgroup, and which of its processes we have stopped."""
+    """A container in a frozen cgroup, and the processes of it that gpusnap has stopped."""
 
     def __init__(
         self,
@@ -48,9 +53,9 @@ class PausedContainer:
         *,
         runtime: str = "",
     ) -> None:
-        """`container` is its key, `group` the folder of the cgroup; `stopped` by us, PID to start time.
+        """`container`: its key. `group`: the cgroup's directory. `stopped`: by gpusnap, PID to start time.
 
-        `runtime` is the kind of the real one, for `reopen`.
+        `runtime`: the kind of the real runtime, for `reopen`.
         """
         self._container, self._group, self._runtime = container, group, runtime
         self._stopped = dict(stopped)
@@ -60,13 +65,14 @@ class PausedContainer:
 
     @property
     def held(self) -> Collection[int]:
-        """The PIDs of those that we have stopped."""
+        """The PIDs of the processes that gpusnap has stopped."""
         return self._stopped.keys()
 
     def hold(self, holders: Iterable[int] = (), *, timeout: float) -> None:
-        """Stop all that would run, and thaw. `holders` stand when this returns: the driver is asked of them.
+        """Stop all running processes, and thaw the cgroup. May be called again.
 
-        Seconds of `timeout` for that. May be called again. Raises GpusnapError; `freeze` puts that right.
+        When this returns, the processes `holders` are stopped, so that the driver can be asked about them.
+        That takes at most `timeout` seconds. Raises GpusnapError; the caller then calls `freeze`.
         """
         if not self._thawed:
             seen: set[int] = set()
@@ -81,35 +87,35 @@ class PausedContainer:
             self._note(thawed=True)
             self._thawed = True
             cgroup_freezer.thaw(self._group)
-            # These would not stand, and CRIU not come by them.
+            # These would not stop, and CRIU could not get past them.
             try:
                 vfork.finish(self._stopped, timeout=timeout)
             except GpusnapError:
-                if not self._away:  # else what matters is that GPU state comes back
+                if not self._away:  # otherwise it is more important that the GPU state comes back
                     raise
         ours = [pid for pid in holders if pid in self._stopped]
-        stand(ours, timeout=timeout)
+        wait_until_stopped(ours, timeout=timeout)
         if not self._away:
-            # They were paused anywhere; the driver has taken nothing yet that their threads could miss.
+            # They may have been paused anywhere. The driver has not taken memory yet that their threads need.
             settle(ours)
 
     def keep(self, pids: Iterable[int]) -> None:
-        """The driver has, or is about to take, the GPU state of these: they stay stopped when frozen."""
+        """The driver has taken the GPU state of these processes, or will: they stay stopped when frozen."""
         self._away.update(pids)
 
     def let_go(self, pid: int) -> None:
-        """That one has its GPU state again: it may go on as soon as the container is resumed."""
+        """That process has its GPU state again: it may continue as soon as the container is resumed."""
         self._away.discard(pid)
         if pid not in self._stopped:
-            go_on([pid])  # outside the frozen cgroup, so that it ran all the time
+            go_on([pid])  # outside the frozen cgroup, so it was running all the time
 
     def freeze(self) -> None:
-        """Pause the container again, and have all go on with that whom only we keep. May be called again."""
+        """Pause it again, and resume the processes that only gpusnap stops. May be called again."""
         if cgroup_freezer.is_gone(self._group):
             self.forget()  # it has ended
             return
         cgroup_freezer.freeze(self._group)
-        # From now on whoever paused it may resume it, and shall not find it frozen by us later.
+        # From now on, whoever paused the container may resume it. It must not be frozen by gpusnap later.
         self._note(thawed=False)
         cgroup_freezer.settle(self._group)
         self._thawed = False
@@ -122,12 +128,12 @@ class PausedContainer:
             self.forget()
 
     def check_nobody_waits(self) -> None:
-        """See that CRIU comes by all processes, for once that they are frozen. Raises GpusnapError."""
+        """Check, once they are frozen, that CRIU can stop all processes. Raises GpusnapError."""
         for each in vfork.iterate_waiting(cgroup_freezer.members(self._group)):
             raise vfork.make_for_good_error(each)
 
     def forget(self) -> None:
-        """Nothing is left to be put right."""
+        """Remove the journal's record of the pause: nothing is left to undo."""
         journal.drop(self._container, journal.PAUSED)
 
     def _note(self, *, thawed: bool) -> None:
@@ -137,21 +143,22 @@ class PausedContainer:
 
 
 def find(container: containers.Container, runtime: str = "") -> PausedContainer | None:
-    """The pause that a container is in; None where it is not frozen, or not by a cgroup of its own.
+    """Return the pause of a container; None if it is not frozen, or not by a cgroup of its own.
 
-    `runtime`: the kind of the real one.
+    `runtime`: the kind of the real runtime.
     """
     group = containers.find_freezer(container)
     return PausedContainer(container.key, group, runtime=runtime) if group is not None else None
 
 
 def reopen(entry: Entry, pids: Iterable[int]) -> PausedContainer | None:
-    """The pause in which to put right what a killed gpusnap left; None where the container is to run.
+    """Return the pause for the recovery after a killed gpusnap; None if the container is to run.
 
-    `pids` are those of its processes that are there. What was frozen is, and what we had thawed: whoever
-    paused it has not resumed it since, as runc refuses to resume what is thawed. crun does not, so that under
-    it nobody can tell; it runs then, since a container that an engine takes for a running one must not be
-    frozen. If somebody has resumed it, what we stopped beside `pids` goes on here.
+    `pids`: those of its processes that still exist. A container that was frozen is still frozen. If gpusnap
+    had thawed it under runc, nobody has resumed it since: runc refuses to resume a thawed container. crun
+    does not refuse, so under crun nobody can know. The container then runs, because a container that its
+    engine considers running must not be frozen. If somebody has resumed it, this continues the processes that
+    gpusnap stopped and that are not in `pids`.
     """
     alive = {each.pid: each.start for each in map(proc.process, pids) if each is not None}
     pause = entry.paused

@@ -9,7 +9,7 @@ A file without a name (memfd_create(2)) that both have mapped:
     64 + n   one byte for each chunk: 1 when a thread waits for it, written by the runtime
     64 + 2n  JSON: `Facts`
 
-Whatever changes is a single byte, so that nobody reads half of a number.
+Every value that changes is a single byte, so a reader never gets half of a number.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from gpusnap.oci.chunks.table import Table
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 
 VARIABLE = "GPUSNAP_LOADING"
-"""In the environment of a restore's runtime: the path of a `Board`."""
+"""The variable that gives a restore's runtime the path of a `Board`."""
 NAME = "gpusnap-loading"
-"""Of the file, as /proc/PID/fd has it behind "memfd:"."""
+"""The name of the file, as /proc/PID/fd shows it after "memfd:"."""
 _STATE, _RESTORED, _HEAD = 0, 1, 64
 _COUNT = struct.Struct("<8xQ")
 _LARGEST = 1 << 20  # bytes of JSON
@@ -40,7 +40,7 @@ _SET = b"\1"
 
 
 class State(enum.IntEnum):
-    """How far a load process is."""
+    """The state of a load process."""
 
     AT_WORK = 0
     DONE = 1
@@ -49,18 +49,18 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What does not change while the loading goes on."""
+    """The part that does not change during the loading."""
 
     owner: tuple[int, int]
     """The PID of the load process, and its start time."""
     identity: str
-    """`digest_contents` of what it loads."""
+    """`digest_contents` of the files and regions that it loads."""
     has_files: bool
     """Whether it loads CRIU's images."""
     has_regions: bool
     """Whether it loads the GPUs' memory."""
     descriptors: tuple[int, ...]
-    """The load process' descriptors: of the files, then of the regions."""
+    """The load process's descriptors: first of the files, then of the regions."""
 
 
 def digest_contents(files: Sequence[FileRecord], regions: Sequence[tuple[int, RegionRecord]]) -> str:
@@ -68,7 +68,7 @@ def digest_contents(files: Sequence[FileRecord], regions: Sequence[tuple[int, Re
     found = hashlib.sha256()
 
     def add(name: str, table: Table) -> None:
-        # By any of these digests the bytes may have been checked.
+        # The bytes may be checked against any of these digests.
         chunks = "".join(f"{c.offset}:{c.size}:{c.plain}:{c.blake3};" for c in table.chunks)
         found.update(f"{name}\0{table.size}\0{chunks}\n".encode())
 
@@ -80,21 +80,21 @@ def digest_contents(files: Sequence[FileRecord], regions: Sequence[tuple[int, Re
 
 
 def list_regions(record: Manifest) -> tuple[tuple[int, RegionRecord], ...]:
-    """The GPUs' memory of a checkpoint, with the PIDs of its processes in the container."""
+    """Return the regions of a checkpoint's GPU memory, with the PIDs of their processes in the container."""
     return tuple((each.pid, region) for each in record.processes for region in each.regions)
 
 
 def number_chunks(tables: Sequence[Table]) -> dict[tuple[int, int], int]:
-    """The number of each chunk on a board, by the place of its table and its offset there."""
+    """Number each chunk on a board, by the index of its table and its offset there."""
     places = ((at, chunk.offset) for at, table in enumerate(tables) for chunk in table.chunks)
     return {place: number for number, place in enumerate(places)}
 
 
 class Board:
-    """The shared memory, mapped. To be closed."""
+    """The shared memory, mapped. Close it."""
 
     def __init__(self, descriptor: int) -> None:
-        """`descriptor` belongs to the board from now on, also if this fails. Raises OSError, ValueError."""
+        """The board owns `descriptor` from now on, even if this fails. Raises OSError, ValueError."""
         self.descriptor = descriptor
         try:
             size = os.fstat(descriptor).st_size
@@ -109,7 +109,7 @@ class Board:
 
     @classmethod
     def create(cls, chunks: int, facts: Facts) -> Board:
-        """A new one. Raises OSError."""
+        """Create a board. Raises OSError."""
         text = json.dumps(asdict(facts)).encode("ascii")
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
@@ -122,14 +122,14 @@ class Board:
 
     @classmethod
     def open(cls, path: str) -> Board:
-        """The one that another process has. Raises OSError, ValueError."""
+        """Open the board of another process. Raises OSError, ValueError."""
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):
             raise ValueError(f"{path} is not a board")
         return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
 
     @property
     def path(self) -> str:
-        """Where others open it."""
+        """The path with which others open it."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def read_facts(self) -> Facts:
@@ -145,35 +145,35 @@ class Board:
         )
 
     def read_state(self) -> State:
-        """How far the load process is. Raises ValueError."""
+        """Return the state of the load process. Raises ValueError."""
         return State(self._memory[_STATE])
 
     def write_state(self, state: State) -> None:
-        """By the load process."""
+        """Set the state; called by the load process."""
         self._memory[_STATE] = state
 
     def are_processes_restored(self) -> bool:
-        """Whether the runtime has the container's processes, and needs no part of this host for that."""
+        """Whether the runtime has restored the container's processes, and needs no more cores for that."""
         return bool(self._memory[_RESTORED])
 
     def note_restored_processes(self) -> None:
-        """By the runtime."""
+        """Set that the processes are restored; called by the runtime."""
         self._memory[_RESTORED] = 1
 
     def note_loaded(self, number: int) -> None:
-        """By the load process: a chunk is whole and right."""
+        """Set that a chunk is complete and right; called by the load process."""
         self._memory[_HEAD + number] = 1
 
     def read_loaded(self) -> bytes:
-        """A byte for each chunk, 1 where it is loaded."""
+        """Return a byte for each chunk: 1 if it is loaded."""
         return self._memory[_HEAD : _HEAD + self.chunks]
 
     def ask_for(self, number: int) -> None:
-        """By the runtime: a thread waits for a chunk."""
+        """Ask for a chunk that a thread waits for; called by the runtime."""
         self._memory[_HEAD + self.chunks + number] = 1
 
     def take_wanted(self) -> Iterator[int]:
-        """The chunks that were asked for since the last call."""
+        """Yield the chunks that were asked for since the last call."""
         begin, end = _HEAD + self.chunks, _HEAD + 2 * self.chunks
         at = begin
         while (at := self._memory.find(_SET, at, end)) >= 0:
@@ -182,7 +182,7 @@ class Board:
             at += 1
 
     def close(self) -> None:
-        """Whoever else has it open can still read it. May be called twice."""
+        """Unmap the board. Others that have it open can still read it. May be called twice."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             self._memory.close()

@@ -1,18 +1,19 @@
 """Lets a process touch regions before they are filled: a thread that is too early waits for the page.
 
-The files of a stage are mapped into the process and registered with its userfaultfd, and workers fill the
-files in address order (prefetch.py). When a piece is complete and its digest is right, it is released: from
-then on the process reads it like any memory. A thread that touches a piece before waits in the kernel;
-gpusnap gets the address, and reads that piece next. So the driver's restore and the filling take as long as
-the slower of the two.
+gpusnap maps files in RAM (process/memory/tmpfs.py) into the process and registers them with a userfaultfd of
+the process. Workers fill the files in address order (prefetch.py). When a piece is complete and its digest is
+right, it is released: from then on the process reads it like any memory. A thread that touches a piece
+earlier waits in the kernel; gpusnap gets the address, and reads that piece next. So the driver's restore and
+the filling together take as long as the slower of the two.
 
-Nobody may read what is not released, so a process ends before its userfaultfd does: where a piece turns out
-wrong, or no longer comes, the processes are killed; and where gpusnap is killed, the kernel does so, by the
-driver's thread that we trace (process/ptrace/tracer.py, exit_kill). The journal says until the end that
-memory was coming, and then `gpusnap recover` takes the container away, whatever the driver says of it.
+No thread may read a piece before its release. So a process must end before its userfaultfd is closed. If a
+piece is wrong, or does not arrive, gpusnap kills the processes. If gpusnap is killed, the kernel kills them,
+because gpusnap traces the driver's thread with exit_kill (process/ptrace/tracer.py). Until the end, the
+journal says that memory is still loading. `gpusnap recover` then removes the container, whatever the driver
+reports about it.
 
-    worker ── ready ──> piece ── release ──> the process goes on
-    driver's thread ── page fault ──> our thread ── hurry ──> worker
+    worker ── mark_ready ──> piece ── release ──> the process continues
+    driver's thread ── page fault ──> gpusnap's thread ── hurry ──> worker
 
 A wait has no deadline of its own. The filling has one: `patience` seconds without a piece.
 """
@@ -40,21 +41,21 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.process.memory.userfault import Userfault
 
 PAGE = 4096
-# Bytes of zeros that are populated at a time.
+# Bytes of zeros that are populated at once.
 _ZEROS = 64 << 20
-# How often a range is released whose process unmaps parts of it at the same time.
+# How often gpusnap tries to release a range if its process unmaps parts of it at the same time.
 _TRIES = 5
-# Seconds between two looks whether the filling gets on.
+# Seconds between two checks of the progress of the filling.
 _LOOK = 0.02
-# Seconds without a piece, and bytes per second that a piece of any size may take.
+# Seconds without a piece until the filling fails, and bytes per second that are added for a large piece.
 _PATIENCE, _SLOWEST = 300.0, 64 << 10
 
 
 def has_whole_pages(tables: Sequence[Table]) -> bool:
-    """Whether every chunk consists of whole pages: no other one can be released alone.
+    """Whether every chunk consists of whole pages, so that it can be released alone.
 
-    The last page of a region may be a part: NVIDIA's driver maps what it needs, to the byte, and the rest of
-    that page is nobody's.
+    The last page of a region may be partly used: NVIDIA's driver maps what it needs, to the byte, and the
+    rest of that page belongs to nobody.
     """
     return all(
         c.offset % PAGE == 0 and (c.size % PAGE == 0 or c.offset + c.size == table.size)
@@ -65,40 +66,40 @@ def has_whole_pages(tables: Sequence[Table]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WaitTotals:
-    """What a restore had to wait for, for its timing."""
+    """How long a restore waited for memory, for its timing."""
 
     faults: int
-    """How often a thread touched what was not there."""
+    """How often a thread touched memory that was not loaded."""
     complete: float
-    """Seconds from the first process that had its memory mapped until all of it was there; 0 before."""
+    """Seconds from the first process with mapped memory until all memory was loaded; 0 if it was before."""
     early: bool = False
-    """Whether a process had its memory mapped before all of it was there."""
+    """Whether memory of a process was mapped before all of it was loaded."""
 
 
 @dataclass(slots=True)
 class _Region:
-    """A region in pieces, and how far it is."""
+    """A region in pieces, and their state."""
 
     area: Area
     starts: list[int]
-    """Offset of each piece."""
+    """The offset of each piece."""
     sizes: list[int]
     ready: bytearray
-    """By piece, whether it is whole and right."""
+    """For each piece, whether it is complete and right."""
     missing: int
-    """Pieces that are not ready."""
+    """The number of pieces that are not ready."""
     due: set[int] = field(default_factory=set)
-    """Pieces that are ready, and that the kernel could not release."""
+    """Pieces that are ready, but that the kernel could not release."""
     pid: int = 0
     userfault: Userfault | None = None
-    """Of the process that has it mapped."""
+    """That of the process that has mapped the region."""
 
-    def piece(self, offset: int) -> int:
-        """The piece that holds an offset."""
+    def find_piece(self, offset: int) -> int:
+        """Return the piece that contains an offset."""
         return bisect_right(self.starts, offset) - 1
 
-    def with_due(self, piece: int) -> tuple[int, int]:
-        """The piece, and the due ones right before and behind it: the first and the last."""
+    def extend_to_due(self, piece: int) -> tuple[int, int]:
+        """Return the first and the last of the piece and the due pieces directly before and after it."""
         first = last = piece
         while first - 1 in self.due:
             first -= 1
@@ -106,8 +107,8 @@ class _Region:
             last += 1
         return first, last
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Offset and size of each run of ready pieces."""
+    def iterate_ready_runs(self) -> Iterator[tuple[int, int]]:
+        """Yield offset and size of each run of ready pieces."""
         begin = -1
         for piece, ready in enumerate(self.ready):
             if ready and begin < 0:
@@ -121,27 +122,27 @@ class _Region:
 
 @dataclass(slots=True)
 class _Mapped:
-    """A process that has its regions mapped."""
+    """A process that has mapped its regions."""
 
     userfault: Userfault
     regions: list[int]
-    """By place in the list of all."""
+    """Indexes into the list of all regions."""
     waits: set[tuple[int, int]] = field(default_factory=set)
-    """Region and piece that a thread of it has touched too early."""
+    """Region and piece for each access that came too early."""
 
 
 class DemandPaging:
-    """Regions on their way into processes. To be closed; then no thread waits for a page of them.
+    """Regions that are loaded into processes. Close it; after that, no thread waits for a page of them.
 
-    `ready` and `waits` are for any thread.
+    `mark_ready` and `waits_so_far` can be used from any thread.
     """
 
     def __init__(self, areas: Sequence[Area], tables: Sequence[Table]) -> None:
-        self._regions = [_region(area, table) for area, table in zip(areas, tables, strict=True)]
+        self._regions = [_make_region(area, table) for area, table in zip(areas, tables, strict=True)]
         self._zeros = deque(
             (at, offset)
             for at, table in enumerate(tables)
-            for offset, _ in _in_slices(table.gaps())
+            for offset, _ in _iterate_slices(table.gaps())
         )  # fmt: skip
         self._lock = threading.Lock()
         self._mapped: dict[int, _Mapped] = {}
@@ -160,28 +161,28 @@ class DemandPaging:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it is there and may be read."""
+        """Whether all memory is loaded and may be read."""
         return self._over.is_set() and self._error is None
 
     @property
     def waits_so_far(self) -> WaitTotals:
-        """What was waited for so far."""
+        """The waits so far."""
         early, complete = self._begun > 0, self._complete - self._begun
-        # It may have been whole before a process had it.
+        # All of it may have been loaded before the first process mapped it.
         return WaitTotals(self._faults, max(0.0, complete) if early and self._complete else 0.0, early)
 
     def populate_zeros(self) -> None:
-        """Have pages of zeros where no chunk is, in a thread of ours: the driver would find them one by one.
+        """Populate zeros where there is no chunk, in a thread: the driver would take a fault for each page.
 
-        Raises GpusnapError where there is no thread.
+        Raises GpusnapError if no thread can be started.
         """
         if self._zeros:
             self._start(self._fill_zeros, "gpusnap-zeros")
 
-    def ready(self, at: int, offset: int) -> None:
-        """The piece of a region that begins at an offset is whole and right."""
+    def mark_ready(self, at: int, offset: int) -> None:
+        """Mark the piece of a region that begins at an offset as complete and right."""
         region = self._regions[at]
-        piece = region.piece(offset)
+        piece = region.find_piece(offset)
         with self._lock:
             region.ready[piece] = 1
             region.missing -= 1
@@ -196,11 +197,12 @@ class DemandPaging:
                 self._over.set()
 
     def attach(self, found: Mapping[int, tuple[Userfault, Sequence[int]]]) -> None:
-        """Processes have the files of these regions mapped, and have not touched them yet: let them.
+        """Register the regions of processes that have mapped their files, and have not touched them yet.
 
-        By PID; the userfaultfds are closed with this from now on. Where the filling has ended by an error,
-        they are ended at once: the driver would wait in them for what no longer comes. Raises OSError where
-        the kernel does not take one: no thread waits then, and all has to be there before one may run.
+        `found`: by PID, the userfaultfd and the indexes of the regions. This object closes the userfaultfds
+        from now on. If the filling has already failed, the processes are killed at once, because the driver
+        would wait in them forever. Raises OSError if the kernel refuses a range: no thread waits then, and
+        all memory must be loaded before a process may run.
         """
         with self._lock:
             for pid, (userfault, regions) in found.items():
@@ -208,7 +210,7 @@ class DemandPaging:
         for userfault, regions in found.values():
             for at in regions:
                 area = self._regions[at].area
-                userfault.register(area.address, _to_page(area.size))
+                userfault.register(area.address, _round_to_pages(area.size))
         pidfd.remember((each.pid, each.start) for each in map(proc.process, found) if each is not None)
         with self._lock:
             if self._error is not None:
@@ -219,15 +221,15 @@ class DemandPaging:
                 for at in regions:
                     region = self._regions[at]
                     region.pid, region.userfault = pid, userfault
-                    for offset, size in region.runs():
+                    for offset, size in region.iterate_ready_runs():
                         self._release(region, offset, size)
 
     def is_attached(self, pids: Iterable[int]) -> bool:
-        """Whether each of these processes waits for what is not there, unless it has ended."""
+        """Whether each of these processes waits for missing memory, unless it has ended."""
         return all(pid in self._mapped or not proc.is_running(pid) for pid in pids)
 
     def detach(self) -> None:
-        """After `attach` has failed: let go of what it had taken. Nobody has touched anything."""
+        """After `attach` has failed, release what it registered. No process has touched the memory."""
         with self._lock:
             for region in self._regions:
                 region.pid, region.userfault = 0, None
@@ -236,30 +238,31 @@ class DemandPaging:
             self._mapped.clear()
 
     def serve(self, hurry: Callable[[int, int], None], check: Callable[[], None]) -> None:
-        """Answer those that wait, in a thread of ours, until all is there.
+        """Answer waiting threads, in a thread of gpusnap, until all memory is loaded.
 
-        `hurry` is called with the place of a region and an offset that somebody waits for; what `check`
-        raises ends the filling, and the processes. Raises GpusnapError where there is no thread.
+        `hurry` is called with the index of a region and an offset that a thread waits for. If `check` raises
+        an exception, that ends the filling and the processes. Raises GpusnapError if no thread can be
+        started.
         """
         self._start(lambda: self._serve(hurry, check), "gpusnap-faults")
 
     def is_waiting(self, pid: int) -> bool:
-        """Whether a thread of that process waits for a page that still comes."""
+        """Whether a thread of that process waits for a page that is still loading."""
         mapped = self._mapped.get(pid)
         return mapped is not None and bool(mapped.waits) and not self._over.is_set()
 
     def wait(self) -> None:
-        """Return when all of it is there. Raises what ended the filling."""
+        """Return when all memory is loaded. Raises the error that ended the filling."""
         self._over.wait()
         self.check()
 
     def check(self) -> None:
-        """Raise what ended the filling, if something did."""
+        """Raise the error that ended the filling, if there is one."""
         if self._error is not None:
             raise self._error
 
     def fail(self, error: BaseException) -> None:
-        """It does not come: the processes that might wait for it, or read it, are ended."""
+        """End the filling with an error, and kill the processes that may wait for the memory or read it."""
         with self._lock:
             if self._over.is_set():
                 return
@@ -268,11 +271,11 @@ class DemandPaging:
             self._over.set()
 
     def stop(self) -> None:
-        """Nobody waits for it any more."""
+        """End the filling, because nobody needs the memory any more."""
         self.fail(ImageError("the restore ended before all GPU memory was read", hint="restore it again"))
 
     def close(self) -> None:
-        """End the processes that miss some of it, and let go of the others. After the last `ready`."""
+        """Kill the processes that miss memory, and release the others. Call it after all `mark_ready`."""
         self.stop()
         for thread in self._threads:
             thread.join()
@@ -287,21 +290,22 @@ class DemandPaging:
         self._threads.append(thread)
 
     def _kill(self) -> None:
-        """From here on no thread of them runs an instruction of its own (signal(7)): none reads a page."""
+        """Kill all processes. Their threads then run no instruction and read no page (signal(7))."""
         for pid in self._mapped:
             with contextlib.suppress(OSError):
                 pidfd.send(pid, signal.SIGKILL)
 
     def _release_piece(self, at: int, piece: int) -> None:
-        """Release a piece that is ready, and those beside it that the kernel could not release.
+        """Release a ready piece, and the pieces beside it that the kernel could not release before.
 
-        One that is released within a range that is not takes two mappings more, and a process may have so
-        many (vm.max_map_count): where zeros and chunks alternate, the zeros are there first. Then it is due
-        with its neighbours, or with all of the region, which takes no mapping more.
+        A piece that is released in the middle of a registered range takes two more mappings, and the number
+        of mappings of a process is limited (vm.max_map_count). If zeros and chunks alternate, the zeros come
+        first. If the kernel refuses, the piece is due: it is released with its neighbours, or with the whole
+        region, which takes no further mapping.
         """
         region = self._regions[at]
         with self._lock:
-            first, last = region.with_due(piece)
+            first, last = region.extend_to_due(piece)
         while True:
             offset, failed = region.starts[first], None
             try:
@@ -310,9 +314,9 @@ class DemandPaging:
                 failed = error
             with self._lock:
                 if region.userfault is None:
-                    return  # nobody waits any more, see `detach`
+                    return  # no thread waits any more, see `detach`
                 if failed is None:
-                    self._released(at, first, last)
+                    self._forget_waits(at, first, last)
                 elif failed.errno != errno.ENOMEM or last - first == len(region.starts) - 1:
                     raise failed
                 else:
@@ -321,15 +325,15 @@ class DemandPaging:
                     return
             first, last = 0, len(region.starts) - 1
 
-    def _released(self, at: int, first: int, last: int) -> None:
+    def _forget_waits(self, at: int, first: int, last: int) -> None:
         self._regions[at].due.difference_update(range(first, last + 1))
         waits = self._mapped[self._regions[at].pid].waits
         waits -= {each for each in waits if each[0] == at and first <= each[1] <= last}
 
     def _release(self, region: _Region, offset: int, size: int) -> None:
-        """Raises OSError; ENOMEM where it takes more mappings than the process may have."""
+        """Release a range. Raises OSError; ENOMEM if the process would have too many mappings."""
         userfault, begin = region.userfault, region.area.address + offset
-        end = begin + _to_page(size)
+        end = begin + _round_to_pages(size)
         if userfault is None:  # see `detach`
             return
         parts = [(begin, end)]
@@ -345,9 +349,9 @@ class DemandPaging:
                     raise
                 if error.errno == errno.ENOMEM and size < region.area.size and proc.is_running(region.pid):
                     raise
-            # The driver unmaps what it has read, and something else may have these addresses by now, of which
-            # the kernel takes none. The rest is to be released all the same.
-            parts = _still_mapped(region, begin, end)
+            # The driver unmaps what it has read, and other memory may have these addresses now. The kernel
+            # then releases no part of the range. Release the parts that are still mapped.
+            parts = _list_mapped(region, begin, end)
 
     def _fill_zeros(self) -> None:
         while not self._over.is_set():
@@ -357,9 +361,9 @@ class DemandPaging:
                 at, offset = self._zeros.popleft()
             region = self._regions[at]
             try:
-                # Without memory for them whoever touches them would be ended by SIGBUS.
-                region.area.populate(offset, region.sizes[region.piece(offset)])
-                self.ready(at, offset)
+                # If the host has no memory for them, SIGBUS would kill a process that touches them.
+                region.area.populate(offset, region.sizes[region.find_piece(offset)])
+                self.mark_ready(at, offset)
             except BaseException as error:
                 self.fail(error)
 
@@ -374,10 +378,10 @@ class DemandPaging:
                     if events & select.POLLIN:
                         self._answer(by_number[number], hurry)
                     else:
-                        poll.unregister(number)  # it can tell nothing any more
+                        poll.unregister(number)  # nothing more will come from it
                 check()
                 if time.monotonic() - self._moved > self._patience:
-                    raise _too_slow(self._patience)
+                    raise _make_timeout_error(self._patience)
             except BaseException as error:
                 self.fail(error)
 
@@ -387,15 +391,15 @@ class DemandPaging:
                 region = self._regions[at]
                 offset = address - region.area.address
                 if 0 <= offset < region.area.size:
-                    self._early(mapped, at, region.piece(offset), hurry)
+                    self._handle_early(mapped, at, region.find_piece(offset), hurry)
 
-    def _early(self, mapped: _Mapped, at: int, piece: int, hurry: Callable[[int, int], None]) -> None:
+    def _handle_early(self, mapped: _Mapped, at: int, piece: int, hurry: Callable[[int, int], None]) -> None:
         region = self._regions[at]
         zeros = at, region.starts[piece]
         with self._lock:
             self._faults += 1
             if region.ready[piece] and piece not in region.due:
-                return  # it is released by now, or about to be
+                return  # it is released, or will be in a moment
             mapped.waits.add((at, piece))
             if zeros in self._zeros:
                 self._zeros.remove(zeros)
@@ -406,26 +410,26 @@ class DemandPaging:
         hurry(at, region.starts[piece])
 
 
-def _to_page(size: int) -> int:
-    """Bytes of whole pages: of what the end of a region is in."""
+def _round_to_pages(size: int) -> int:
+    """Return the size in bytes, rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
-def _region(area: Area, table: Table) -> _Region:
+def _make_region(area: Area, table: Table) -> _Region:
     chunks = [(chunk.offset, chunk.size) for chunk in table.chunks]
-    pieces = sorted([*chunks, *_in_slices(table.gaps())])
+    pieces = sorted([*chunks, *_iterate_slices(table.gaps())])
     starts, sizes = [start for start, _ in pieces], [size for _, size in pieces]
     return _Region(area, starts, sizes, bytearray(len(pieces)), len(pieces))
 
 
-def _in_slices(gaps: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _iterate_slices(gaps: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     for offset, size in gaps:
         for at in range(offset, offset + size, _ZEROS):
             yield at, min(_ZEROS, offset + size - at)
 
 
-def _still_mapped(region: _Region, start: int, end: int) -> list[tuple[int, int]]:
-    """Where from `start` to `end` the process still has the file, neighbours together."""
+def _list_mapped(region: _Region, start: int, end: int) -> list[tuple[int, int]]:
+    """Return the ranges from `start` to `end` in which the process still maps the file; neighbours joined."""
     try:
         found = maps.mappings(region.pid)
     except OSError:
@@ -440,7 +444,7 @@ def _still_mapped(region: _Region, start: int, end: int) -> list[tuple[int, int]
     return ranges
 
 
-def _too_slow(seconds: float) -> GpusnapError:
+def _make_timeout_error(seconds: float) -> GpusnapError:
     return ImageError(
         f"the GPU memory of the checkpoint does not arrive: no chunk of it in {seconds:.0f} s",
         hint="check that its disk or registry responds, then restore again",

@@ -1,8 +1,8 @@
-"""The runtime's side of a load process: takes its files, waits for missing chunks, and handles its end.
+"""The runtime's side of a load process: opens its files, waits for missing chunks, and handles its end.
 
 See load_process.py. The runtime opens all files before it depends on them, and gives them names among those
 of its container. A chunk counts as loaded when the load process has set its byte on the board, which it does
-after the digest was found right. What is missing when the load process ends is loaded here.
+after it found the digest right. When the load process ends, the runtime loads the missing chunks itself.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_ope
 from gpusnap.runtime_shim.snapshot.loading.source import ImageRebuild
 from gpusnap.runtime_shim.snapshot.memory import transfer
 
-# Seconds without a chunk until the runtime loads the rest itself, and bytes per second that the next one may
-# take beyond that.
+# Seconds without a chunk until the runtime loads the rest itself, and bytes per second that are added for the
+# next chunk.
 _STUCK, _SLOWEST = 10.0, 4 << 20
-# Seconds for a load process that is killed to end.
+# Seconds for a killed load process to end.
 _ENDING = 10.0
-# Seconds between two looks: while CRIU works, and when somebody waits.
+# Seconds between two checks: while CRIU works, and when a process waits.
 _LOOK, _LOOK_CLOSELY = 0.01, 0.001
-# What says that a load process' files cannot be used.
+# Errors that mean that a load process's files cannot be used.
 _UNUSABLE = (OSError, ValueError, KeyError, TypeError, GpusnapError)
 _LOADED, _NOT_LOADED = b"\1", b"\0"
 
 
 class JoinedProcess:
-    """A load process, and its files among the container's. To be closed."""
+    """A load process, and its files under names of the container. Close it."""
 
     def __init__(
         self,
@@ -63,16 +63,16 @@ class JoinedProcess:
         regions: Sequence[tuple[int, RegionRecord]],
         stage: Stage,
     ) -> None:
-        """`stage`: for names among the container's."""
+        """`stage`: for the names of the container."""
         self.board, self._owner, self._stage = board, owner, stage
         self.files, self.regions = tuple(files), tuple(regions)
         self.paths: dict[str, str] = {}
-        """Where each file is, by its name."""
+        """The path of each file, by its name."""
         self.areas: list[Area] = []
-        """Of the regions; whoever takes them closes them."""
+        """The files of the regions; whoever takes them closes them."""
         tables = [*(file.table for file in files), *(region.table for _, region in regions)]
         self.of_files = sum(len(file.table.chunks) for file in files)
-        """Chunks of files, which come first."""
+        """The number of chunks of files, which come first."""
         largest = max((chunk.stored for table in tables for chunk in table.chunks), default=0)
         self._patience = _STUCK + largest / _SLOWEST
         self._seen, self._since = b"", time.monotonic()
@@ -96,7 +96,7 @@ class JoinedProcess:
                 shape = (stat.S_IFMT(status.st_mode), status.st_dev, status.st_size)
                 if shape != (stat.S_IFREG, device, address % copies.HUGE + size):
                     raise ValueError(f"descriptor {number} is of another file")
-                names.append(self._stage.take(found, name))
+                names.append(self._stage.name_unnamed(found, name))
             finally:
                 os.close(found)
         if not proc.is_same(pid, start):  # another process may have had that PID
@@ -106,12 +106,12 @@ class JoinedProcess:
             self.areas.append(Area(path, region.start, region.table.size))
 
     def drop_areas(self) -> None:
-        """Let go of the regions, which nobody has taken."""
+        """Close the regions if nobody has taken them."""
         for area in self.areas:
             area.close()
 
     def remove_files(self) -> None:
-        """Remove CRIU's images, which nobody uses: they take RAM."""
+        """Remove CRIU's images, which nobody uses, because they take RAM."""
         for path in self.paths.values():
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -121,7 +121,7 @@ class JoinedProcess:
         return self.board.read_loaded().find(_NOT_LOADED, 0, self.of_files) < 0
 
     def is_at_work(self) -> bool:
-        """Whether more may come."""
+        """Whether the load process may still load something."""
         with self._lock:
             loaded = self.board.read_loaded()
             if loaded != self._seen:
@@ -134,9 +134,9 @@ class JoinedProcess:
             return False
 
     def kill(self) -> None:
-        """End the load process, unless it is done: nothing writes to the files afterwards.
+        """Kill the load process, unless it is done. After that nothing writes to the files.
 
-        Raises GpusnapError where it does not end.
+        Raises GpusnapError if it does not end.
         """
         with contextlib.suppress(ValueError):
             if self.board.read_state() is State.DONE:
@@ -144,13 +144,13 @@ class JoinedProcess:
         kill_process(*self._owner)
 
     def close(self) -> None:
-        """Let go of the board, and of the names."""
+        """Close the board, and remove the names."""
         self.board.close()
         transfer.free(self._stage)
 
 
 def kill_process(pid: int, start: int) -> None:
-    """Kill the process that began at `start`, and wait for its end. Raises GpusnapError."""
+    """Kill the process that began at `start`, and wait until it has ended. Raises GpusnapError."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -158,7 +158,7 @@ def kill_process(pid: int, start: int) -> None:
     except OSError as error:
         raise GpusnapError(f"the load process {pid} cannot be ended: {error.strerror}") from error
     try:
-        # After pidfd_open: the descriptor is of no other process. Its first thread may be a zombie while
+        # After pidfd_open, so the descriptor is that of this process. Its first thread may be a zombie while
         # others are still in the kernel.
         if not proc.exists(pid, start):
             return
@@ -178,9 +178,9 @@ def kill_process(pid: int, start: int) -> None:
 def join(
     record: Manifest, key: str, settings: Memory, environ: Mapping[str, str] = os.environ
 ) -> JoinedProcess | None:
-    """The load process of this restore, for the container of a key; None where there is none.
+    """Join the load process of this restore, for the container with this key; None if there is none.
 
-    One whose files cannot be used is ended.
+    If its files cannot be used, the load process is killed.
     """
     path = environ.get(VARIABLE)
     if not path or settings.ceiling:
@@ -197,7 +197,7 @@ def join(
         if facts.identity != digest_contents(files, regions):
             raise ValueError("it loads another checkpoint")
         owner = facts.owner
-        if not may_open(OF_A_FILE * len(regions)):  # the limit is ours, not that of the load process
+        if not may_open(OF_A_FILE * len(regions)):  # the limit is that of this process
             raise ValueError("its files are more than this process may open")
         joined = JoinedProcess(board, owner, files, regions, stage)
         try:
@@ -217,23 +217,23 @@ def join(
         except Interrupted:
             raise
         except GpusnapError:
-            pass  # its files only take RAM
+            pass  # its files only use RAM
     return None
 
 
 class JoinedImages:
-    """CRIU's images of a load process: used as an `ImageRebuild`. To be closed."""
+    """CRIU's images from a load process; has the interface of `ImageRebuild`. Close it."""
 
     def __init__(self, joined: JoinedProcess, rebuild: Callable[[], ImageRebuild]) -> None:
-        """`rebuild`: begins them anew, should nothing come of the load process."""
+        """`rebuild`: builds the images here, if the load process fails."""
         self._joined, self._rebuild = joined, rebuild
         self._own: ImageRebuild | None = None
         self.paths: Mapping[str, str] = {}
         """As ImageRebuild.paths."""
 
     @property
-    def taken(self) -> bool:
-        """Whether they are the load process', after `result`."""
+    def are_from_load_process(self) -> bool:
+        """after `wait`: whether the images are those of the load process."""
         return self._own is None
 
     @property
@@ -243,8 +243,8 @@ class JoinedImages:
             return self._own.has_started_all
         return self._joined.has_files() or not self._joined.is_at_work()
 
-    def result(self) -> None:
-        """Return when the images are there, and checked. Raises ImageError, GpusnapError."""
+    def wait(self) -> None:
+        """Return when the images are complete and checked. Raises ImageError, GpusnapError."""
         joined = self._joined
         while not joined.has_files() and joined.is_at_work():
             time.sleep(_LOOK_CLOSELY)
@@ -255,7 +255,7 @@ class JoinedImages:
             return
         joined.remove_files()
         self._own = self._rebuild()
-        self._own.result()
+        self._own.wait()
         self.paths = self._own.paths
 
     def close(self) -> None:
@@ -265,9 +265,9 @@ class JoinedImages:
 
 
 class JoinedMemory:
-    """The GPUs' memory from a load process: a `Reader` whose workers are elsewhere, at first. To be closed.
+    """The GPUs' memory from a load process: a `Reader` whose workers are elsewhere at first. Close it.
 
-    `wait`, `check`, `hurry` and `close` are as those of gpusnap.oci.chunks.reader.Reader.
+    `wait`, `check`, `hurry` and `close` are as in gpusnap.oci.chunks.reader.Reader.
     """
 
     def __init__(
@@ -277,9 +277,9 @@ class JoinedMemory:
         progress: Callable[[int, int], None],
         read: Callable[[Sequence[Table], Callable[[int, Chunk], None]], Reader],
     ) -> None:
-        """`on_placed` and `progress` as for Reader. `read`: read chunks into the same regions, here.
+        """`on_placed`, `progress`: as for Reader. `read`: reads chunks into the same regions in this process.
 
-        Raises GpusnapError where no thread can be started.
+        Raises GpusnapError if no thread can be started.
         """
         self._joined, self._placed, self._progress, self._read = joined, on_placed, progress, read
         self._tables = [region.table for _, region in joined.regions]
@@ -289,9 +289,9 @@ class JoinedMemory:
         self._bytes = 0
         self._missing = set(range(len(self._chunks)))
         self._next = 0
-        """All chunks before it are loaded."""
+        """All chunks before this number are loaded."""
         self._wanted: list[tuple[int, int]] = []
-        """What somebody waited for: each is told once, and the load process may end before it sees that."""
+        """Chunks that a thread waited for: each is asked for once, and the load process may end before it."""
         self._own: Reader | None = None
         self._error: BaseException | None = None
         self._closing, self._ended = threading.Event(), threading.Event()
@@ -301,7 +301,7 @@ class JoinedMemory:
         threads.start(self._thread)
 
     def look_closely(self) -> None:
-        """The processes are there, and wait."""
+        """Check more often: the processes are restored, and wait."""
         self._joined.board.note_restored_processes()
         self._look = _LOOK_CLOSELY
 
@@ -323,7 +323,7 @@ class JoinedMemory:
             raise self._error
 
     def wait(self) -> None:
-        """As Reader.wait; the loading has its own deadlines."""
+        """As Reader.wait. The loading has its own deadlines."""
         self._ended.wait()
         self.check()
 
@@ -337,7 +337,7 @@ class JoinedMemory:
             self._own.close()
 
     def _follow(self) -> None:
-        """In a thread of ours: pass on what is loaded."""
+        """Report loaded chunks; runs in a thread."""
         try:
             while self._missing and not self._closing.wait(self._look):
                 if not self._joined.is_at_work():
@@ -355,7 +355,7 @@ class JoinedMemory:
             self._ended.set()
 
     def _take_loaded(self) -> None:
-        """Note which chunks were loaded since the last call."""
+        """Report the chunks that were loaded since the last call."""
         loaded = self._joined.board.read_loaded()[self._joined.of_files :]
         at = loaded.find(_LOADED, self._next)
         while at >= 0:
@@ -373,7 +373,7 @@ class JoinedMemory:
         self._progress(self._bytes, self._whole)
 
     def _load_here(self) -> None:
-        """Read what is missing in this process. The load process has ended."""
+        """Read the missing chunks in this process, after the load process has ended."""
         rest: list[list[Chunk]] = [[] for _ in self._tables]
         for number in sorted(self._missing):
             at, chunk = self._chunks[number]

@@ -1,20 +1,20 @@
 """A process that loads the memory of a checkpoint while Podman, the runtime and CRIU make the container.
 
-`gpusnap restore` knows the manifest a second before gpusnap-runtime does. It has a process forked that reads,
-decompresses and checks all chunks meanwhile, CRIU's images first, with an interpreter of its own: threads of
-the command or of the runtime would hold that up.
+`gpusnap restore` knows the manifest a second before gpusnap-runtime does. Meanwhile the load process reads,
+decompresses and checks all chunks, CRIU's images first. It has an interpreter of its own, because threads
+would slow down the command or the runtime.
 
     gpusnap restore      `LoadProcess` (start.py) ──> load process: files without a name on the tmpfs of
                            │                          process/memory/tmpfs.py, and a Board (board.py)
-                           │  GPUSNAP_LOADING=/proc/PID/fd/N, as Podman and conmon pass it on
+                           │  GPUSNAP_LOADING=/proc/PID/fd/N, which Podman and conmon pass on
     gpusnap-runtime      `join.py`: opens the files, and gives them names in the container's directory
 
-Files have no names before they are the runtime's, so a killed load process leaves nothing, nor does one whose
-runtime never comes. Nobody depends on the load process: if it has ended, has failed or is stuck, the runtime
-ends it, loads the rest itself, and reports what is wrong with a chunk. It ends with the command.
+The files have no names until the runtime takes them. So a killed load process leaves nothing, nor does one
+whose runtime never starts. Nothing depends on the load process: if it has ended, has failed or is stuck, the
+runtime kills it, loads the rest itself, and reports what is wrong with a chunk. It ends with the command.
 
-Until all is loaded it claims the RAM for that (records/reservations.py), as checkpoints and other restores
-do. Where there is too little beside their claims, nothing is loaded ahead. A claim ends with its process.
+Until everything is loaded, it claims the RAM for that (records/reservations.py), as checkpoints and other
+restores do. If too little RAM is free beside their claims, it loads nothing. A claim ends with its process.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records.reservations import RAM, claim
 
-# Seconds between two looks at what the runtime waits for.
+# Seconds between two checks of what the runtime waits for.
 _LOOK = 0.002
-# Blobs that are read at once until the processes are there. CRIU opens hundreds of files, and where these
-# come from the same disk each waits behind what the disk was asked for before: 45 ms with 12 blobs of 4 MiB.
+# Blobs that are read at once until the processes are restored. CRIU opens hundreds of files. If these come
+# from the same disk, each open waits behind the reads of the blobs: 45 ms with 12 blobs of 4 MiB.
 _READS = 2
-# Workers at work until then: a half of the cores is left to Podman, the runtime and CRIU.
+# Workers until then: the other half of the cores is for Podman, the runtime and CRIU.
 _PART_AT_FIRST = 2
-# Seconds to wait for others that claim memory: the runtime does not wait for the load process for long.
+# Seconds to wait for others that claim memory: the runtime does not wait long for the load process.
 _PATIENCE = 2.0
 
 
 class _MeteredBlobs:
-    """Blobs whose reading is measured."""
+    """Blobs with a meter for their reading."""
 
     def __init__(self, blobs: Blobs, meter: ReadMeter) -> None:
         self._blobs, self._meter = blobs, meter
@@ -72,7 +72,7 @@ class _MeteredBlobs:
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
         """As Blobs.open_blob."""
         file = self._blobs.open_blob(digest, size)
-        self._meter.opened(file, size or 0)
+        self._meter.note_opened(file, size or 0)
         return file
 
     def check_blob(self, wanted: Descriptor) -> None:
@@ -81,7 +81,7 @@ class _MeteredBlobs:
 
 
 class Loader:
-    """Files and regions on their way into files without a name, in threads of this process. To be closed."""
+    """Loads files and regions into files without a name, in threads of this process. Close it."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class Loader:
         store: str = "",
         claimed: contextlib.ExitStack | None = None,
     ) -> None:
-        """`store`: where to note what its disk delivers. `claimed`: RAM, until all is loaded.
+        """`store`: where to record the speed of its disk. `claimed`: the claim of RAM, until all is loaded.
 
-        Raises OSError, GpusnapError, OciError, and RuntimeError where no thread can be started.
+        Raises OSError, GpusnapError, OciError, and RuntimeError if no thread can be started.
         """
         self._store = store
         tables = [*(file.table for file in files), *(region.table for _, region in regions)]
@@ -125,7 +125,7 @@ class Loader:
         blobs: Blobs,
         settings: Memory,
     ) -> None:
-        """`tables`: of the files, then of the regions."""
+        """`tables`: first of the files, then of the regions."""
         self._numbers = number_chunks(tables)
         own = proc.process(os.getpid())
         owner = os.getpid(), own.start if own is not None else 0
@@ -166,10 +166,10 @@ class Loader:
         thread.start()
         self._thread = thread
         self.path = board.path
-        """Where the runtime opens the board."""
+        """The path with which the runtime opens the board."""
 
     def close(self) -> None:
-        """End it, wherever it is, and let go of the files."""
+        """Stop the loading at any point, and close the files."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -184,7 +184,7 @@ class Loader:
             self._stage.remove()
 
     def _watch(self) -> None:
-        """Do what the runtime asks for, and report the end."""
+        """Read the chunks that the runtime asks for, and report the end."""
         board = self._board
         assert board is not None
         restored = False
@@ -201,12 +201,12 @@ class Loader:
                 for one in self._readings:
                     one.check()
                 if all(one.is_complete for one in self._readings):
-                    self._claimed.close()  # from now on it is no free RAM
+                    self._claimed.close()  # the RAM is in use now, and no longer counts as free
                     board.write_state(State.DONE)
                     if self._store and (rate := self._meter.rate) is not None:
                         read_rate.remember(self._store, rate)
                     return
-        except Exception:  # the runtime comes upon it as well, and reports it
+        except Exception:  # the runtime gets the same error, and reports it
             for one in self._readings:
                 one.close()
             self._claimed.close()
@@ -214,22 +214,22 @@ class Loader:
 
 
 _loaders: list[Loader] = []
-"""What this process has begun; it goes on until the process ends."""
+"""The loaders that this process has started; they work until the process ends."""
 
 
 def load(record: Manifest, path: str, settings: Memory) -> str:
-    """Begin to load the memory of a checkpoint from the layout at `path`; where the board is.
+    """Start to load the memory of a checkpoint from the layout at `path`; return the path of the board.
 
-    "" where there is nothing to load, or no RAM for it. Raises as `Loader`.
+    "" if there is nothing to load, or no RAM for it. Raises as `Loader`.
     """
     with contextlib.ExitStack() as claimed:
         room = claimed.enter_context(claim(patience=_PATIENCE))
         files, regions = choose_contents(record, settings, reserved=room.reserved.get(RAM, 0))
         if not files and not regions:
             return ""
-        # CRIU makes as much again of its images.
+        # CRIU needs the same amount again for the memory of the processes.
         size = 2 * sum(each.table.size for each in files) + sum(each.table.size for _, each in regions)
-        room.take({RAM: size})
+        room.record({RAM: size})
         loading = Loader(files, regions, Layout(path), settings, path, claimed.pop_all())
     _loaders.append(loading)
     return loading.path
@@ -238,11 +238,11 @@ def load(record: Manifest, path: str, settings: Memory) -> str:
 def choose_contents(
     record: Manifest, settings: Memory, *, reserved: int = 0
 ) -> tuple[tuple[FileRecord, ...], tuple[tuple[int, RegionRecord], ...]]:
-    """CRIU's images, and the GPUs' memory with its processes' PIDs, that a restore has in RAM.
+    """Choose what to load into RAM: CRIU's images, and the GPUs' memory with the PIDs of its processes.
 
-    `reserved`: bytes that others are about to take.
+    `reserved`: bytes that others have claimed.
     """
-    if settings.ceiling:  # it is the runtime's
+    if settings.ceiling:  # the ceiling is for the runtime
         return (), ()
     fits = space.has_memory_for_images(record, settings, reserved=reserved)
     files = record.files if fits and may_open(OF_A_FILE * len(record.files)) else ()
@@ -250,6 +250,6 @@ def choose_contents(
     try:
         if regions:
             space.check_memory_to_restore(record, settings, reserved=reserved)
-    except Refused:  # which the runtime reports
+    except Refused:  # the runtime reports it
         return (), ()
     return files, regions if can_be_staged(regions, settings, more=len(files)) else ()

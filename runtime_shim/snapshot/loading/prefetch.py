@@ -1,4 +1,4 @@
-"""Reads the GPU memory of a checkpoint while CRIU restores the processes, and gives it to them.
+"""Reads the GPU memory of a checkpoint while CRIU restores the processes, and delivers it to them.
 
     chunks, read, decompressed, checked ─→ files of a stage ───────────┐
     the real runtime, CRIU ──────────────→ the processes, stopped ─────┴→ mapped into them ─→ driver restore
@@ -9,8 +9,8 @@ checked while the driver works.
 
 In both cases no process continues before all digests are checked.
 
-If there is no memory for a second copy of the regions (memory.ceiling), the chunks are read into a few slots
-and copied into the processes one after the other."""
+If there is no memory for a second copy of the regions (memory.ceiling), the chunks are read into a few
+buffers and copied into the processes one after the other."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.transaction import is_asked_to_stop
 
 _SWITCH = 0.0005  # seconds
-# Blobs that are read at once while CRIU works. It opens hundreds of files, and where these come from the same
-# disk each waits behind what the disk was asked for before: 45 ms with 12 blobs of 4 MiB, 5 s in all.
+# Blobs that are read at once while CRIU works. CRIU opens hundreds of files. If these come from the same
+# disk, each open waits behind the reads of the blobs: 45 ms with 12 blobs of 4 MiB, 5 s in all.
 _READS = 2
-# Workers at work until the processes are there: so many, or one of so many where that is less. With all of
-# them the runtime's own thread hardly ever got the interpreter, nor CRIU the memory. On 16 cores the plan
-# took 0.32 s beside 12 workers and 0.11 s beside 4, and all of a restore 4.8 and 3.9 s; on 32 cores it took
+# Workers until the processes are restored: at most this number, and at most one in so many. With all of them,
+# the runtime's own thread rarely got the interpreter, and CRIU rarely the memory. On 16 cores the plan took
+# 0.32 s beside 12 workers and 0.11 s beside 4, and a whole restore 4.8 and 3.9 s; on 32 cores the plan took
 # 0.23 s beside 8 of 24.
 _AT_FIRST, _PART_AT_FIRST = 4, 2
-# What is staged goes when the restore fails, so that nobody is sent to look for it.
+# The files in RAM are removed when the restore fails, so the hint must not point to them.
 _CHANGED = "run gpusnap verify to check the checkpoint for damage, and restore another one if it is damaged"
 
 
 def can_be_staged(regions: Sequence[tuple[int, RegionRecord]], settings: Memory, *, more: int = 0) -> bool:
-    """Whether regions may have a file each, with so many more files: the ceiling and this host allow it."""
+    """Whether each region may have a file in RAM, beside `more` files: the ceiling and this host allow it."""
     working = max((c.stored for _, r in regions for c in r.table.chunks), default=0)
     working *= transfer.count_reading_threads(settings)
     if not mount_namespace.is_lasting() or not may_open(OF_A_FILE * (len(regions) + more)):
@@ -72,15 +72,15 @@ def can_be_staged(regions: Sequence[tuple[int, RegionRecord]], settings: Memory,
 
 @dataclass(frozen=True, slots=True)
 class _NullTarget:
-    """A region whose process has ended: gpusnap.oci.chunks.buffers' Target."""
+    """A region whose process has ended; a gpusnap.oci.chunks.buffers.Target."""
 
     size: int
 
     def view(self, offset: int, size: int) -> None:
-        """It is no memory of ours."""
+        """None: it is not in memory of gpusnap."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Nobody reads it."""
+        """Discard the data."""
 
 
 class Prefetch:
@@ -97,11 +97,11 @@ class Prefetch:
         joined: JoinedProcess | None = None,
         meter: ReadMeter | None = None,
     ) -> None:
-        """`key`: of the container that it becomes. `blobs`: the chunks, if not in the image directory.
-        `after`: what CRIU waits for, which is read first. `joined`: a load process that has begun already.
-        `meter`: of the disk that `blobs` are on.
+        """`key`: of the container that is restored. `blobs`: the chunks, if not in the image directory.
+        `after`: the reading that CRIU waits for, which comes first. `joined`: a load process that has
+        started. `meter`: that of the disk of `blobs`.
 
-        Raises ImageError where the manifest's tables or the layout cannot be right.
+        Raises ImageError if the manifest's tables or the layout are invalid.
         """
         self._path = os.path.join(image_path, FOLDER)
         self._key = key
@@ -112,22 +112,22 @@ class Prefetch:
         self._meter = meter
         self._loaded: JoinedMemory | None = None
         self._areas = joined.areas if joined is not None and joined.regions else self._stage_regions(settings)
-        self._paging = self._demand_paging() if settings.demand_paging else None
+        self._paging = self._make_demand_paging() if settings.demand_paging else None
         self._reads = threading.Semaphore(_READS)
         self._workers = transfer.count_reading_threads(settings)
         self._turns = threading.Semaphore(max(1, min(_AT_FIRST, self._workers // _PART_AT_FIRST)))
         self._checking: threading.Thread | None = None
         self._wrong: ImageError | None = None
-        # The workers hold the interpreter for moments only, but by default who waits for it waits 5 ms.
+        # The workers hold the interpreter only for moments, but by default another thread waits 5 ms for it.
         sys.setswitchinterval(_SWITCH)
         self._reading: Reader | JoinedMemory
         try:
             if joined is not None and joined.regions:
                 read = partial(self._read, verify_later=False)
-                self._reading = self._loaded = JoinedMemory(joined, self._placed, reporter.move, read)
+                self._reading = self._loaded = JoinedMemory(joined, self._mark_placed, reporter.move, read)
             else:
                 tables = [region.table for _, region in self._regions]
-                placed = self._placed if self._paging is not None else None
+                placed = self._mark_placed if self._paging is not None else None
                 self._reading = self._read(tables, placed, verify_later=self._paging is None, after=after)
         except BaseException:
             self._drop()
@@ -173,28 +173,28 @@ class Prefetch:
 
     @property
     def is_loading(self) -> bool:
-        """Whether memory may still be missing in a process, which waits where it touches it."""
+        """Whether memory may still be missing in a process. A thread that touches it waits."""
         return self._paging is not None and not self._paging.is_complete
 
     @property
     def waits_so_far(self) -> WaitTotals:
-        """What the processes waited for."""
+        """How long the processes waited for memory so far."""
         return self._paging.waits_so_far if self._paging is not None else WaitTotals(0, 0.0)
 
     def close(self) -> None:
-        """End the reading, and let go of what is staged. May be called twice."""
+        """End the reading, and close the files in RAM. May be called twice."""
         self._reading.close()
         if self._checking is not None:
             self._checking.join()
         self._drop()
 
     def deliver(self, by_inner: Mapping[int, int]) -> None:
-        """Have every region in its process; `by_inner` has this host's PID by the container's.
+        """Deliver every region to its process. `by_inner`: this host's PID, by the container's.
 
-        They may not go on before `wait_checked`. Those that are not in `by_inner` have ended. Memory that
-        they touch may still be loading: see `is_loading`.
+        The processes must not continue before `wait_checked`. Those that are not in `by_inner` have ended.
+        Memory that they touch may still be loading: see `is_loading`.
 
-        Raises ImageError, and GpusnapError where a process cannot have it.
+        Raises ImageError, and GpusnapError if a process cannot get its memory.
         """
         for each in (self._reads, self._turns):
             each.release(self._workers)  # CRIU is done
@@ -227,16 +227,16 @@ class Prefetch:
             self._checking = checking
 
     def _deliver_early(self, paging: DemandPaging, found: Mapping[int, Sequence[int]]) -> None:
-        """Map what is there and what is not; where a process cannot wait for it, wait here."""
+        """Map the files, complete or not; if a process cannot wait for missing memory, wait here."""
         userfaults: dict[int, Userfault] = {}
 
         def mapped(pid: int, remote: Remote) -> None:
             for at in found[pid]:
                 area = self._areas[at]
-                # Locked memory (mlockall(2), MCL_FUTURE) has pages of its own from the mapping on, with what
-                # is in the file so far, and nobody waits for those: EINVAL, and it is copied later.
+                # Locked memory (mlockall(2), MCL_FUTURE) gets pages as soon as it is mapped, with what the
+                # file contains so far, and no thread waits for these: EINVAL, and it is copied later.
                 remote.madvise(area.address, area.size, mmap.MADV_DONTNEED)
-                # A child would have the memory without the waiting.
+                # A child would have the memory without the userfaultfd.
                 remote.madvise(area.address, area.size, mmap.MADV_DONTFORK)
             with contextlib.suppress(OSError, GpusnapError):
                 userfaults[pid] = Userfault(remote.userfaultfd())
@@ -258,16 +258,16 @@ class Prefetch:
         paging.serve(self._reading.hurry, self._reading.check)
 
     def _wait_for_all(self) -> None:
-        """Return when all of it is in the stage, zeros included. Raises ImageError."""
+        """Return when all memory is in the files, zeros included. Raises ImageError."""
         with transfer.as_image_error(self._path):
             self._reading.wait()
             for (_, region), area in zip(self._regions, self._areas, strict=True):
                 if any(size >= copies.HUGE for _, size in region.table.gaps()):
-                    # The driver would find these zeros page by page, and without memory end by SIGBUS.
+                    # The driver would take a fault for each page of zeros, and without memory get SIGBUS.
                     area.populate()
 
     def wait_checked(self) -> None:
-        """Return when all of it is there and known to be right. From any thread. Raises ImageError."""
+        """Return when all memory is loaded and its digests are right. From any thread. Raises ImageError."""
         if self._paging is not None:
             with transfer.as_image_error(self._path):
                 self._paging.wait()
@@ -277,11 +277,11 @@ class Prefetch:
             raise self._wrong
 
     def is_waiting(self, pid: int) -> bool:
-        """Whether a thread of that process waits for memory that is on its way."""
+        """Whether a thread of that process waits for memory that is still loading."""
         return self._paging is not None and self._paging.is_waiting(pid)
 
     def stop(self) -> None:
-        """End what waits for memory, and the processes with it, that the restore can be undone."""
+        """End what waits for memory, with the processes, so that the restore can be undone."""
         if self._paging is not None:
             self._paging.stop()
 
@@ -289,24 +289,25 @@ class Prefetch:
         try:
             assert isinstance(self._reading, Reader)
             with transfer.as_image_error(self._path):
-                # The driver copies in a single thread, and all cores' hashing would take its memory from it.
+                # The driver copies in a single thread. Hashing on all cores would take memory bandwidth from
+                # it.
                 self._reading.verify(threads=max(1, copies.cores() * 3 // 8))
         except ImageError as error:
             self._wrong = error
 
-    def _placed(self, at: int, chunk: Chunk) -> None:
+    def _mark_placed(self, at: int, chunk: Chunk) -> None:
         if self._paging is not None:
-            self._paging.ready(at, chunk.offset)
+            self._paging.mark_ready(at, chunk.offset)
 
-    def _demand_paging(self) -> DemandPaging | None:
-        """None where the driver cannot wait for what is missing."""
+    def _make_demand_paging(self) -> DemandPaging | None:
+        """None if the driver cannot wait for missing memory."""
         tables = [region.table for _, region in self._regions]
         if not self._areas or not has_whole_pages(tables) or userfault.explain_missing():
             return None
         return DemandPaging(self._areas, tables)
 
     def _stage_regions(self, settings: Memory) -> list[Area]:
-        """A file for each region; none where the ceiling or this host does not allow it."""
+        """Make a file in RAM for each region; none if the ceiling or this host does not allow it."""
         if not can_be_staged(self._regions, settings):
             return []
         areas: list[Area] = []
@@ -328,7 +329,7 @@ class Prefetch:
 
 
 class PrefetchedPages(Pages):
-    """The memory of a restore for the driver: in the processes, or still loading."""
+    """The memory of a restore, for the driver: in the processes, or still loading."""
 
     def __init__(self, prefetch: Prefetch | None) -> None:
         super().__init__()
@@ -341,7 +342,7 @@ class PrefetchedPages(Pages):
         return self._prefetch is not None and self._prefetch.is_loading
 
     def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
-        """Where the driver has failed while memory was on its way, it tries again with all of it there."""
+        """If the driver failed while memory was loading, wait until all of it is loaded, for another try."""
         if self._asked and self._prefetch is not None:
             self._prefetch.wait_checked()
         self._asked = True
@@ -352,6 +353,6 @@ class PrefetchedPages(Pages):
         return self._prefetch is not None and self._prefetch.is_waiting(pid)
 
     def look(self) -> None:
-        """The driver cannot be called off, but its process can be ended while that misses memory."""
+        """If the restore is to stop, kill a process that misses memory: the call cannot be cancelled."""
         if self._prefetch is not None and self._prefetch.is_loading and is_asked_to_stop():
             self._prefetch.stop()

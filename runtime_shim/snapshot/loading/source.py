@@ -1,13 +1,13 @@
 """The chunks of a checkpoint that are in a store, or in a registry to which it was pushed.
 
-Everything that the store has is first linked into a staging directory, so that nothing can remove it while
-the restore runs. If the caller names the artifact of the checkpoint in the store, as `gpusnap restore` does,
-the artifact is held instead: some thousand links take 0.1 s to make, and as long to remove. For the rest,
-gpusnap asks a registry whether it has them before anything is started. Then each thread that needs a chunk
-fetches it, while CRIU restores the container.
+gpusnap first links everything that the store has into a staging directory, so that nothing can remove it
+while the restore runs. If the caller names the artifact of the checkpoint in the store, as `gpusnap restore`
+does, gpusnap holds the artifact instead: to make some thousand links takes 0.1 s, and to remove them as long.
+For the rest, it asks a registry whether it has them before anything is started. Then each thread that needs a
+chunk fetches it, while CRIU restores the container.
 
 Only this host (the settings, or the caller's environment) chooses the store and the registry, never the
-checkpoint. So an archive from elsewhere cannot make gpusnap contact anybody, or send anybody its credentials.
+checkpoint. So an archive from elsewhere cannot make gpusnap contact a host or send it credentials.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ if TYPE_CHECKING:
     from gpusnap.oci.registry.repository import Repository
 
 STORE, PULL_FROM = "GPUSNAP_STORE", "GPUSNAP_PULL_FROM"
-"""The caller's environment, which reaches a restore, before store.path and store.pull-from; several
-repositories with spaces between."""
+"""Variables of the caller's environment, which reaches a restore. They override store.path and
+store.pull-from; several repositories are separated by spaces."""
 ARTIFACT = "GPUSNAP_ARTIFACT"
-"""There as well: the digest of the manifest, in that store, of the checkpoint as an artifact."""
-# Connections that ask and fetch at once: what bounds them is the network, not this host's cores.
+"""Another variable: the digest of the manifest of the checkpoint as an artifact, in that store."""
+# Connections that ask and fetch at once: the network limits them, not the cores of this host.
 _CONNECTIONS = 16
 
 
 class BlobSource:
-    """`gpusnap.oci.layout.blobs.Blobs` for one restore. A context manager; ended by `finish`, or given up."""
+    """`gpusnap.oci.layout.blobs.Blobs` for one restore. A context manager; `finish` commits new blobs."""
 
     def __init__(
         self, record: Manifest, images: str, store: str, pull_from: Sequence[str], artifact: str = ""
     ) -> None:
-        """Have what the store has, and know where the rest is.
+        """Link the chunks that the store has, and find out where the others are.
 
-        `images`: the image directory, in which `gpusnap pull -o` may have put the chunks all the same.
-        `artifact`: the digest of the checkpoint in that store; "" where that is not known.
-        Raises Refused, which names a chunk that is nowhere, and ImageError.
+        `images`: the image directory; `gpusnap pull -o` may have put the chunks there.
+        `artifact`: the digest of the checkpoint in that store; "" if it is not known.
+        Raises Refused, which names a chunk that cannot be found, and ImageError.
         """
         self._record = record
-        self._beside = Layout(os.path.join(images, FOLDER))
+        self._image_layout = Layout(os.path.join(images, FOLDER))
         self._store = Store(os.path.realpath(store))
         self._staging: Staging | None = None
         self._held = contextlib.ExitStack()
@@ -78,16 +78,16 @@ class BlobSource:
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._guard = threading.Lock()
         self.fetched = 0
-        """Bytes."""
+        """Bytes that were fetched from a registry."""
         self.meter = ReadMeter(drop=space.would_evict(record.tables))
-        """Of the store's disk, for whoever reads the blobs."""
+        """The meter of the store's disk, for those that read the blobs."""
         every = descriptors(record.tables)
-        wanted = self._beside.list_missing(every)
-        self._there = {each.digest for each in every} - {each.digest for each in wanted}
+        wanted = self._image_layout.list_missing(every)
+        self._in_image = {each.digest for each in every} - {each.digest for each in wanted}
         try:
-            missing = self._taken(wanted) if wanted and not self._hold(artifact, wanted) else []
+            missing = self._link_available(wanted) if wanted and not self._hold(artifact, wanted) else []
             if missing:
-                self._found(missing, pull_from)
+                self._find_in_registries(missing, pull_from)
         except BaseException:
             self.close()
             raise
@@ -100,7 +100,7 @@ class BlobSource:
         settings: settings_file.Store,
         environ: Mapping[str, str] = os.environ,
     ) -> BlobSource:
-        """As the caller's environment says, or else the settings."""
+        """Make one from the caller's environment, or else from the settings."""
         pull_from = environ.get(PULL_FROM, "").split() or settings.pull_from
         artifact = environ.get(ARTIFACT, "") if environ.get(STORE) else ""
         return cls(record, images, environ.get(STORE) or settings.path, pull_from, artifact)
@@ -114,21 +114,21 @@ class BlobSource:
     @property
     def folders(self) -> tuple[str, ...]:
         """The layouts that the chunks are read from."""
-        beside = (self._beside.path,) if self._there else ()
+        beside = (self._image_layout.path,) if self._in_image else ()
         staged = () if self._staging is None else (self._staging.layout.path,)
         return (*beside, *staged, self._store.layout.path)
 
     @property
     def scratch(self) -> str | None:
-        """A folder for files, on the store's disk; None where the store cannot be written to."""
+        """A directory for files, on the store's disk; None if the store cannot be written to."""
         return None if self._staging is None else self._staging.path
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
-        """A chunk's blob, fetched first where it has to be. Raises BlobError, RegistryError, DiskError."""
-        if digest in self._there:
-            return self._beside.open_blob(digest, size)
+        """Open a chunk's blob; fetch it first if necessary. Raises BlobError, RegistryError, DiskError."""
+        if digest in self._in_image:
+            return self._image_layout.open_blob(digest, size)
         if self._staging is None:
-            return self._metered(self._store.layout.open_blob(digest, size), size)
+            return self._meter_reads(self._store.layout.open_blob(digest, size), size)
         repository = self._remote.get(digest)
         if repository is not None and size is not None:
             with self._guard:
@@ -136,20 +136,20 @@ class BlobSource:
             with lock:
                 if not self._staging.layout.has_blob(digest, size):
                     self._fetch(repository, self._staging.layout, digest, size)
-        return self._metered(self._staging.layout.open_blob(digest, size), size)
+        return self._meter_reads(self._staging.layout.open_blob(digest, size), size)
 
     def check_blob(self, wanted: Descriptor) -> None:
         """As Layout.check_blob. Raises BlobError."""
         FirstOf([Layout(path) for path in self.folders]).check_blob(wanted)
 
     def finish(self) -> None:
-        """Have the store keep what was fetched, if it has all of it then, as a checkpoint here would have.
+        """Make the store keep what was fetched, like a checkpoint of this host, if it is complete then.
 
-        It also keeps what its disk has delivered. Raises ImageError; the container runs all the same.
+        Also record the speed of the store's disk. Raises ImageError; the container runs in either case.
         """
         if (rate := self.meter.rate) is not None:
             read_rate.remember(self._store.path, rate)
-        if self._staging is not None and self.fetched and not self._there:
+        if self._staging is not None and self.fetched and not self._in_image:
             with transfer.as_image_error(self._store.path):
                 self._staging.commit(
                     write_artifact(self._staging.layout, self._record), foreign=self._record.tables
@@ -157,22 +157,22 @@ class BlobSource:
         self.close()
 
     def close(self) -> None:
-        """Let go of the staging folder, and of registries. May be called twice."""
+        """Close the staging directory and the registries. May be called twice."""
         self._connected.close()
         self._held.close()
         if self._staging is not None:
             staging, self._staging = self._staging, None
-            with contextlib.suppress(OciError, OSError):  # a leftover is gc's
+            with contextlib.suppress(OciError, OSError):  # gc removes a leftover
                 staging.close()
 
-    def _metered(self, file: io.FileIO, size: int | None) -> io.FileIO:
-        self.meter.opened(file, size or 0)
+    def _meter_reads(self, file: io.FileIO, size: int | None) -> io.FileIO:
+        self.meter.note_opened(file, size or 0)
         return file
 
     def _hold(self, artifact: str, wanted: Sequence[Descriptor]) -> bool:
-        """Keep an artifact of the store, with all its chunks, from gc; whether it has those that are wanted.
+        """Hold an artifact of the store against gc; return whether it has all wanted chunks.
 
-        Should it be that of another checkpoint, a gc may take a chunk meanwhile, and the restore fails.
+        If it is the artifact of another checkpoint, gc may remove a chunk meanwhile, and the restore fails.
         """
         if artifact:
             with contextlib.suppress(OciError):
@@ -182,50 +182,52 @@ class BlobSource:
         self._held.close()
         return False
 
-    def _taken(self, wanted: Sequence[Descriptor]) -> list[Descriptor]:
+    def _link_available(self, wanted: Sequence[Descriptor]) -> list[Descriptor]:
         """Link what the store has, and return the rest."""
         try:
             staging = self._staging = self._store.create().stage()
-        except DiskError:  # one that is mounted read-only can be read all the same
+        except DiskError:  # a store that is mounted read-only can still be read
             missing = self._store.layout.list_missing(wanted)
             if missing:
-                raise self._nowhere(missing, ["the store cannot be written to"]) from None
+                raise self._make_missing_error(missing, ["the store cannot be written to"]) from None
             return []
         except OciError as error:
             raise ImageError(
                 f"the store {self._store.path} cannot be used: {error}", code=error.code
             ) from error
         with transfer.as_image_error(self._store.path):
-            return [each for each in staging.take_all(wanted) if not self._left_behind(each, staging)]
+            return [each for each in staging.take_all(wanted) if not self._link_from_staging(each, staging)]
 
-    def _left_behind(self, wanted: Descriptor, staging: Staging) -> bool:
-        """Link a blob from a staging whose owner died before the store named it (the host crashed, say)."""
+    def _link_from_staging(self, wanted: Descriptor, staging: Staging) -> bool:
+        """Link a blob from a staging directory whose owner died before its commit, for example in a crash."""
         folder = os.path.dirname(staging.path)
         for name in os.listdir(folder):
             layout = Layout(os.path.join(folder, name))
             with contextlib.suppress(BlobError, LayoutError):
                 if layout.has_blob(wanted.digest, wanted.size):
-                    layout.check_blob(wanted)  # it may not have come to disk whole
+                    layout.check_blob(wanted)  # it may not be on disk completely
                     staging.layout.link_blob(wanted.digest, wanted.size, layout)
                     return True
         return False
 
-    def _found(self, missing: Sequence[Descriptor], pull_from: Sequence[str]) -> None:
-        """Ask the registries for what the store lacks. Raises Refused."""
+    def _find_in_registries(self, missing: Sequence[Descriptor], pull_from: Sequence[str]) -> None:
+        """Ask the registries for the chunks that the store lacks. Raises Refused."""
         said = []
         for text in pull_from:
             if not missing:
                 return
             try:
-                missing = self._asked(text, missing)
+                missing = self._ask_registry(text, missing)
             except OciError as error:
                 said.append(str(error))
         if missing:
-            raise self._nowhere(missing, said or [f"{name} does not have it either" for name in pull_from])
+            raise self._make_missing_error(
+                missing, said or [f"{name} does not have it either" for name in pull_from]
+            )
 
-    def _asked(self, text: str, missing: Sequence[Descriptor]) -> list[Descriptor]:
-        """Ask one; what it lacks as well. Raises RegistryError."""
-        repository = _repository(text)
+    def _ask_registry(self, text: str, missing: Sequence[Descriptor]) -> list[Descriptor]:
+        """Ask one registry; return what it does not have either. Raises RegistryError."""
+        repository = _open_repository(text)
         self._connected.callback(repository.close)
         lacking: list[Descriptor] = []
 
@@ -241,13 +243,13 @@ class BlobSource:
 
     def _fetch(self, repository: Repository, layout: Layout, digest: str, size: int) -> None:
         repository.fetch_blob(Descriptor("application/octet-stream", digest, size), layout)
-        # On its way to disk now, so that the end need not wait for all of them.
+        # Sync it now, so that the end of the restore need not wait for all of them.
         with layout.open_blob(digest, size) as file:
             os.fsync(file.fileno())
         with self._guard:
             self.fetched += size
 
-    def _nowhere(self, missing: Sequence[Descriptor], said: Sequence[str]) -> Refused:
+    def _make_missing_error(self, missing: Sequence[Descriptor], said: Sequence[str]) -> Refused:
         size = human(sum(each.size for each in missing))
         others = f" and {len(missing) - 1} others ({size} together)" if len(missing) > 1 else ""
         why = f": {'; '.join(said)}" if said else ""
@@ -260,19 +262,19 @@ class BlobSource:
         )
 
 
-def _repository(text: str) -> Repository:
-    """That of a line of store.pull-from. Raises RegistryError."""
+def _open_repository(text: str) -> Repository:
+    """Return the repository of a line of store.pull-from. Raises RegistryError."""
     from gpusnap.oci.layout.reference import parse_plain
     from gpusnap.oci.registry import find as registries
 
     reference, plain_http = parse_plain(text)
     limits = settings_file.load().registry.limits
-    # Without mirrors: which of them has a checkpoint is known by its tag.
+    # Without mirrors: a tag says which mirror has a checkpoint, and there is no tag here.
     return registries.repository(reference, plain_http=plain_http, mirrors=False, limits=limits)
 
 
 class ImageRebuild:
-    """CRIU's images that are in chunks, on their way into files: begun when this is made. To be closed."""
+    """Builds CRIU's images from chunks; starts when it is created. Close it."""
 
     def __init__(
         self,
@@ -284,23 +286,23 @@ class ImageRebuild:
         ceiling: int,
         stage: Stage | None = None,
     ) -> None:
-        """`folder`: for the files. `stage`: for them in RAM, if there is room.
+        """`folder`: for the files. `stage`: for the files in RAM, if there is room.
 
-        A file on a disk is written by one thread at a time (its inode is locked), memory by all of them, and
-        nothing of it is to stay. Where others take the RAM meanwhile, `result` begins anew on the disk.
-        Raises ImageError.
+        A file on a disk is written by one thread at a time (its inode is locked), memory by all threads, and
+        the images need not stay. If others take the RAM meanwhile, `wait` begins anew on the disk. Raises
+        ImageError.
         """
         self._folder, self._files, self._blobs = folder, files, blobs
         self._threads, self._ceiling = threads or copies.cores(), ceiling
         self._stage = stage
         self._in_ram = may_open(OF_A_FILE * len(files))
-        """Whether that is to be tried."""
+        """Whether to try RAM first."""
         self._areas: dict[int, Area] = {}
         self._opened = contextlib.ExitStack()
         self.paths: dict[str, str] = {}
-        """Where each file is, by its name."""
+        """The path of each file, by its name."""
         try:
-            with self._explained():
+            with self._as_image_error():
                 self._reading = self._begin()
         except BaseException:
             self._drop()
@@ -317,12 +319,12 @@ class ImageRebuild:
             self._blobs,
             threads=self._threads,
             ceiling=self._ceiling,
-            targets=[self._target(at, each) for at, each in enumerate(self._files)],
+            targets=[self._make_target(at, each) for at, each in enumerate(self._files)],
             prepare=partial(transfer.populate, self._areas),
         )
 
-    def _target(self, at: int, record: FileRecord) -> Target:
-        """A file in RAM, or one in the folder. Raises OSError."""
+    def _make_target(self, at: int, record: FileRecord) -> Target:
+        """Make a file in RAM, or in the directory. Raises OSError."""
         if self._stage is not None and self._in_ram:
             try:
                 area = self._areas[at] = self._stage.area(f"images-{record.name}", 0, record.table.size)
@@ -335,19 +337,19 @@ class ImageRebuild:
         os.ftruncate(file.fileno(), record.table.size)
         return File(file.fileno(), record.table.size)
 
-    def result(self) -> None:
-        """Return when they are there, and checked. Raises ImageError."""
-        with self._explained():
+    def wait(self) -> None:
+        """Return when the images are complete and checked. Raises ImageError."""
+        with self._as_image_error():
             try:
                 self._reading.wait()
             except OSError as error:
                 if not transfer.is_full(error):
                     raise
-                self._on_disk()
+                self._restart_on_disk()
                 self._reading.wait()
 
-    def _on_disk(self) -> None:
-        """Begin anew in the folder, with the RAM free for the GPUs' memory."""
+    def _restart_on_disk(self) -> None:
+        """Begin anew in the directory, so that the GPUs' memory can have the RAM."""
         self._reading.close()
         self._opened.close()
         for name in os.listdir(self._folder):
@@ -359,7 +361,7 @@ class ImageRebuild:
         self._reading = self._begin()
 
     def close(self) -> None:
-        """End it, wherever it is, and have nothing of it in RAM. May be called twice."""
+        """Stop at any point, and free the RAM. May be called twice."""
         self._reading.close()
         self._drop()
 
@@ -371,7 +373,7 @@ class ImageRebuild:
             transfer.free(self._stage)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _as_image_error(self) -> Iterator[None]:
         try:
             yield
         except OciError as error:
@@ -385,8 +387,8 @@ class ImageRebuild:
 
 
 def rebuild(files: Sequence[FileRecord], blobs: Blobs, folder: str, *, threads: int, ceiling: int) -> None:
-    """Write CRIU's images that are in chunks into a folder, checked. Raises ImageError."""
+    """Write CRIU's images from chunks into a directory, and check them. Raises ImageError."""
     with contextlib.closing(
         ImageRebuild(files, blobs, folder, threads=threads, ceiling=ceiling)
     ) as rebuilding:
-        rebuilding.result()
+        rebuilding.wait()

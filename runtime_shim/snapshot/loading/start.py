@@ -1,6 +1,6 @@
 """Starts a process that loads the memory of a checkpoint for `gpusnap restore`; see load_process.py.
 
-What the load process needs is imported there.
+The load process itself imports the modules that it needs.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.loading.board import VARIABLE
 
-# Seconds for the load process to begin, and to end once it is killed: a disk that hangs may keep it.
+# Seconds for the load process to start, and to end after it is killed: a disk that hangs may delay it.
 _START, _ENDING = 5.0, 10.0
 
 _process = Companion(here=False)
 
 
 def prepare() -> None:
-    """Have the process there, with its modules imported, before it is known what to load.
+    """Start the process, with its modules imported, before it is known what to load.
 
-    Raises GpusnapError where it cannot be.
+    Raises GpusnapError if this fails.
     """
     _process.ask(_import_modules, within=_START)
 
 
 class LoadProcess:
-    """A load process, or none where it cannot be. A context manager: it ends with the block."""
+    """A load process, or none if there cannot be one. A context manager: it ends with the block."""
 
     def __init__(self, record: Manifest | None, layout: str, settings: Memory) -> None:
-        """Begin to load a checkpoint from the layout at a path, without waiting for that."""
+        """Start to load a checkpoint from the layout at a path, and do not wait for that."""
         self._path = ""
         self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
@@ -44,7 +44,7 @@ class LoadProcess:
             return
         work = partial(self._begin, record, os.path.abspath(layout), settings)
         thread = threading.Thread(target=work, name="gpusnap-load-process", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread can be started, and this only saves time
+        with contextlib.suppress(RuntimeError):  # no thread can be started; loading only saves time
             thread.start()
             self._thread = thread
 
@@ -55,7 +55,7 @@ class LoadProcess:
         self.end()
 
     def environment(self) -> Mapping[str, str]:
-        """What the restore's runtime needs to find it; empty where nothing is loaded."""
+        """The environment with which the restore's runtime finds it; empty if nothing is loaded."""
         if self._thread is not None:
             self._thread.join(_START)
             if self._thread.is_alive():
@@ -63,7 +63,7 @@ class LoadProcess:
         return {VARIABLE: self._path} if self._path and not self._given_up.is_set() else {}
 
     def end(self) -> None:
-        """Kill it, and unmount the tmpfs of its files where nothing else uses that."""
+        """Kill it, and unmount the tmpfs of its files if nothing else uses that."""
         if self._thread is None:
             return
         self._given_up.set()
@@ -74,7 +74,7 @@ class LoadProcess:
             from gpusnap.runtime_shim.process.memory import tmpfs
 
             with contextlib.suppress(OSError):
-                tmpfs.tidy()
+                tmpfs.unmount_if_empty()
 
     def _begin(self, record: Manifest, layout: str, settings: Memory) -> None:
         with contextlib.suppress(OSError, GpusnapError, OciError, RuntimeError):
@@ -85,12 +85,12 @@ class LoadProcess:
 
 
 def _import_modules() -> None:
-    """In the load process."""
+    """Import the modules; runs in the load process."""
     from gpusnap.runtime_shim.snapshot.loading import load_process  # noqa: F401
 
 
 def _load(record: Manifest, layout: str, settings: Memory) -> str:
-    """In the load process."""
+    """Load; runs in the load process."""
     from gpusnap.runtime_shim.snapshot.loading import load_process
 
     return load_process.load(record, layout, settings)

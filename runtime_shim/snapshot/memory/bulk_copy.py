@@ -1,26 +1,25 @@
-"""Large private memory of restored processes, written by gpusnap in many threads while CRIU waits.
+"""Writes large private memory of restored processes in many threads, while CRIU waits.
 
 CRIU fills the memory of a process in one thread. So gpusnap removes the pages of large private mappings
 (runtime/criu/images/vmas.py) from the pagemaps that CRIU reads. CRIU restores these mappings empty, and
 gpusnap writes the pages with process_vm_writev(2), from the same pages file:
 
-    plan           for each process with a large pages file, a second pagemap without those pages, and a
-                   second, small pages file of what is left, both in the directory that CRIU reads (`view`);
-                   CRIU's own names still lead to the images as they were dumped
-    pre-restore    CRIU waits. The second pagemaps take the places of the first ones; each names its own pages
-                   file, so no pagemap is read with the pages of another
-    CRIU           restores all processes, and has none of them run
-    post-restore   CRIU waits. Threads write what was taken out, and only then CRIU goes on
+    plan           for each process with a large pages file, write a second pagemap without those pages, and a
+                   second, small pages file with the other pages. Both are in the directory that CRIU reads
+                   (`view`); CRIU's own names still lead to the images as they were dumped
+    pre-restore    CRIU waits. The second pagemaps replace the first ones; each names its own pages file, so
+    no pagemap is read with the pages of another CRIU           restores all processes, and lets none of them
+    run post-restore   CRIU waits. Threads write the removed pages, and only then CRIU continues
 
-A CRIU that does not ask at pre-restore restores everything itself, from the images as they were dumped. One
-that has asked there asks at post-restore, too, and ends all processes where the answer is no, or gpusnap is
-no more (runtime/criu/gate.py). So no process ever runs without its memory, whether it was stopped at the
-checkpoint or not, and whoever sends it SIGCONT.
+A CRIU that does not ask at pre-restore restores everything itself, from the images as they were dumped. A
+CRIU that has asked there also asks at post-restore, and kills all processes if the answer is no or gpusnap
+has ended (runtime/criu/gate.py). So no process ever runs without its memory, whether or not it was stopped at
+the checkpoint, and even if somebody sends it SIGCONT.
 
 The pages are charged to the control group of the process that gets them, as if it had touched them itself
-(mm/memcontrol.c, get_mem_cgroup_from_mm), within its limit: where that is exceeded the kernel ends a process
-of the container, or the write fails with ENOMEM. The NUMA nodes that the container may use (cpuset.mems) the
-kernel would look for in our threads instead, so nothing is taken out where the container has such a limit.
+(mm/memcontrol.c, get_mem_cgroup_from_mm), within its limit. If that is exceeded, the kernel kills a process
+of the container, or the write fails with ENOMEM. The kernel would use the allowed NUMA nodes (cpuset.mems) of
+gpusnap's threads, not those of the container. So gpusnap removes nothing if the container has such a limit.
 """
 
 from __future__ import annotations
@@ -47,40 +46,40 @@ from gpusnap.runtime_shim.runtime.criu.gate import POST_RESTORE, PRE_RESTORE, Bu
 from gpusnap.runtime_shim.runtime.criu.images import messages, pagemap, vmas
 
 SMALLEST = 1 << 20
-"""Bytes of a mapping of which pages are taken out."""
+"""Bytes of a mapping from which pages are removed."""
 _SMALLEST_PIECE = 256 << 10
 SMALLEST_FILE = 16 << 20
-"""Bytes of a pages file that this is worth the while for."""
-# Bytes of the second pages files, which are in RAM (/run), all together; and the part of what is free there.
+"""Bytes of a pages file for which this is worth the effort."""
+# Bytes of all second pages files together, which are in RAM (/run); and at most a quarter of the space there.
 _MOST_KEPT, _PART_OF_FREE = 256 << 20, 4
-# Bytes of a pagemap: to read one costs 1 s for each 10 MiB.
+# Bytes of a pagemap: reading one takes 1 s per 10 MiB.
 _LARGEST_PAGEMAP = 1 << 20
 _LARGEST_MM = 4 << 20
 _PIECE = 8 << 20
-# Seconds that CRIU waits for a plan; it takes some 10 ms for each 100 MiB that is kept.
+# Seconds that CRIU waits for a plan, which takes about 10 ms per 100 MiB of the second pages files.
 _PATIENCE = 30.0
 _PAGE = 4096
 _NUMBERS = 1 << 32
 _SOCKET, _NEXT = "gate", ".next"
-# Options of CRIU's by which it reads or changes images in other ways.
+# Options with which CRIU reads or changes images differently.
 _OTHER_WAYS = ("lazy-pages", "auto-dedup", "stream")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPages:
-    """What is to be written into one process."""
+    """The pages to write into one process."""
 
     pid: int
-    """Within the container."""
+    """The PID within the container."""
     path: str
-    """The pages file of all."""
+    """The pages file as it was dumped."""
     pieces: Sequence[tuple[int, int, int]]
-    """Address, offset in that file, and size."""
+    """Address, offset in that file, and size of each piece."""
 
 
 @dataclass(slots=True)
 class CopyTotals:
-    """What was done, for the restore's timing."""
+    """Totals for the restore's timing."""
 
     bytes: int = 0
     processes: int = 0
@@ -91,16 +90,16 @@ class CopyTotals:
 class _Plan:
     taken: list[ProcessPages] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    """Of pagemaps that have a second one."""
+    """The pagemaps that have a second one."""
 
 
 class BulkCopy:
-    """Private memory of one restore. To be closed before its view of the images is removed."""
+    """The copy of private memory of one restore. Close it before its view of the images is removed."""
 
     def __init__(self, view: str, launcher: str, *, threads: int, criu: str = "") -> None:
-        """`view`: the directory that CRIU is to read, of root alone. `threads`: 0 for one for each core.
+        """`view`: the directory for CRIU, which only root can access. `threads`: 0 for one per core.
 
-        Raises OSError and GpusnapError; CRIU restores everything then.
+        Raises OSError and GpusnapError; CRIU then restores everything.
         """
         self._view, self._launcher = view, launcher
         self._threads = threads
@@ -117,18 +116,18 @@ class BulkCopy:
             raise
 
     def offer(self) -> tuple[str, Mapping[str, str]]:
-        """The program that CRIU is to run at its stages, and its environment; "" and none without any."""
+        """The program that CRIU is to run at its stages, and its environment; "" and {} if there is none."""
         if not self._works.result():
             return "", {}
         return self._launcher, self._gate.environment
 
     @property
     def error(self) -> GpusnapError | None:
-        """Why CRIU was not let on."""
+        """The reason if CRIU was not allowed to continue."""
         return self._gate.error
 
     def check(self) -> None:
-        """See that memory which was taken out is there again, when CRIU has ended well. Raises ImageError."""
+        """Check, after CRIU has succeeded, that removed memory has been written. Raises ImageError."""
         if self._switched and not self._copied:
             raise ImageError(
                 "CRIU went on before gpusnap had written the memory of the processes",
@@ -137,16 +136,16 @@ class BulkCopy:
             )
 
     def close(self) -> None:
-        """End it. May be called twice."""
+        """Stop it. May be called twice."""
         self._pool.shutdown(cancel_futures=True)
         self._gate.close()
 
     def _switch(self, _: int, _busy: Busy) -> None:
-        """CRIU reads no pagemap before this, and the second ones after it."""
+        """Replace the pagemaps. CRIU reads no pagemap before this, and the second ones after it."""
         try:
             plan = self._plan.result(_PATIENCE)
         except TimeoutError:
-            return  # a disk that hangs: CRIU shall wait for it, and reads the first ones
+            return  # the disk hangs; CRIU will wait for it, and reads the first pagemaps
         for name in plan.names:
             self._switched = True
             path = os.path.join(self._view, name)
@@ -163,7 +162,7 @@ class BulkCopy:
         try:
             write_all(init, taken, busy, threads=self._threads)
         except OSError as error:
-            raise _failed(error) from error
+            raise _make_write_error(error) from error
         self._copied = True
         size = sum(piece[2] for each in taken for piece in each.pieces)
         self.totals = CopyTotals(size, len(taken), round(time.monotonic() - begun, 6))
@@ -172,13 +171,13 @@ class BulkCopy:
 def begin(
     view: str, config: Mapping[str, Any], options: Sequence[str], *, threads: int, criu: str = ""
 ) -> BulkCopy | None:
-    """Plan what CRIU need not restore of the images in a view; None where it shall restore everything.
+    """Plan what CRIU need not restore of the images in a view; None if CRIU is to restore everything.
 
-    `config`: the container's config.json; `options`: those of CRIU that the settings name.
+    `config`: the container's config.json. `options`: CRIU's options in the settings.
     `criu`: the program, if the runtime's caller has named one.
     """
     launcher = locate.launcher()
-    if not launcher or os.uname().machine != "x86_64" or _is_bound(config):
+    if not launcher or os.uname().machine != "x86_64" or _has_numa_limit(config):
         return None
     if any(option.split("#", 1)[0].strip().removeprefix("--") in _OTHER_WAYS for option in options):
         return None
@@ -187,8 +186,8 @@ def begin(
     return None
 
 
-def _is_bound(config: Mapping[str, Any]) -> bool:
-    """Whether the container may use some NUMA nodes only (runtime-spec, config-linux.md, CPU)."""
+def _has_numa_limit(config: Mapping[str, Any]) -> bool:
+    """Whether the container may only use some NUMA nodes (runtime-spec, config-linux.md, CPU)."""
     found: Any = config
     for name in ("linux", "resources", "cpu", "mems"):
         found = found.get(name) if isinstance(found, dict) else None
@@ -196,9 +195,9 @@ def _is_bound(config: Mapping[str, Any]) -> bool:
 
 
 def make_plan(view: str) -> _Plan:
-    """Write second pagemaps and pages files into a view, and say what they lack.
+    """Write second pagemaps and pages files into a view, and return what they lack.
 
-    What is wrong with an image, or cannot be read here, CRIU is to say: it then reads the first ones.
+    If an image is damaged or cannot be read here, CRIU reports it: it then reads the first pagemaps.
     """
     plan = _Plan()
     try:
@@ -213,10 +212,10 @@ def _make_plan(view: str, plan: _Plan) -> None:
     sizes = {name: os.stat(os.path.join(view, name)).st_size for name in names if name.startswith("pages-")}
     if "parent" in names or not any(size >= SMALLEST_FILE for size in sizes.values()):
         return
-    files = {name: _number(view, name) for name in sorted(names) if name.startswith("pagemap-")}
+    files = {name: _read_number(view, name) for name in sorted(names) if name.startswith("pagemap-")}
     numbers = list(files.values())
-    free = max(*numbers, *(_number_in(name) for name in sizes)) + 1
-    family = _family(view)
+    free = max(*numbers, *(_parse_number(name) for name in sizes)) + 1
+    family = _read_relatives(view)
     known: dict[int, Any] = {}
     room = os.statvfs(view)
     left = min(_MOST_KEPT, room.f_bavail * room.f_frsize // _PART_OF_FREE)
@@ -226,12 +225,12 @@ def _make_plan(view: str, plan: _Plan) -> None:
         pages = f"pages-{number}.img"
         if number is None or numbers.count(number) != 1 or sizes.get(pages, 0) < SMALLEST_FILE:
             continue
-        own = _mm(view, pid, known)
-        relatives = [_mm(view, each, known) for each in family[pid] if f"mm-{each}.img" in names]
+        own = _read_mm(view, pid, known)
+        relatives = [_read_mm(view, each, known) for each in family[pid] if f"mm-{each}.img" in names]
         if own is None or None in relatives or free >= _NUMBERS:
             continue
         spans = vmas.plain(own, relatives, smallest=SMALLEST)
-        with _source(view, name, "pagemap", _LARGEST_PAGEMAP) as source:
+        with _open_image(view, name, "pagemap", _LARGEST_PAGEMAP) as source:
             if source is None or not spans:
                 continue
             found = pagemap.split(source, spans, number=free, smallest=_SMALLEST_PIECE)
@@ -241,7 +240,7 @@ def _make_plan(view: str, plan: _Plan) -> None:
         if kept > left or kept > sum(size for _, _, size in found.taken):
             continue
         left -= kept
-        _write_kept(view, pages, f"pages-{free}.img", found.kept)
+        _write_second_pages(view, pages, f"pages-{free}.img", found.kept)
         free += 1
         with open(os.path.join(view, name + _NEXT), "xb") as file:
             file.write(found.image)
@@ -249,22 +248,22 @@ def _make_plan(view: str, plan: _Plan) -> None:
         plan.taken.append(ProcessPages(pid, os.path.realpath(os.path.join(view, pages)), found.taken))
 
 
-def _number_in(name: str) -> int:
+def _parse_number(name: str) -> int:
     digits = name.removeprefix("pages-").removesuffix(".img")
     return int(digits) if digits.isascii() and digits.isdigit() else 0
 
 
-def _number(view: str, name: str) -> int:
+def _read_number(view: str, name: str) -> int:
     kind = messages.kind_of(name)
-    with _source(view, name, kind or "pagemap", None) as source:
+    with _open_image(view, name, kind or "pagemap", None) as source:
         assert source is not None
         return pagemap.read_number(source)
 
 
-def _family(view: str) -> dict[int, list[int]]:
-    """By the PID of each process in pstree.img, its parent and its children."""
+def _read_relatives(view: str) -> dict[int, list[int]]:
+    """Return the parent and the children of each process in pstree.img, by its PID."""
     parents: dict[int, int] = {}
-    with _source(view, "pstree.img", "pstree", None) as source:
+    with _open_image(view, "pstree.img", "pstree", None) as source:
         while source is not None and source.count_left:
             message = messages.decode(source.message(), "pstree")
             if message is None or message.pid in parents:
@@ -278,18 +277,18 @@ def _family(view: str) -> dict[int, list[int]]:
     return found
 
 
-def _mm(view: str, pid: int, known: dict[int, Any]) -> Any:
-    """The mm_entry of a process; None where it cannot be decoded."""
+def _read_mm(view: str, pid: int, known: dict[int, Any]) -> Any:
+    """Return the mm_entry of a process; None if it cannot be decoded."""
     if pid not in known:
-        with _source(view, f"mm-{pid}.img", "mm", _LARGEST_MM) as source:
+        with _open_image(view, f"mm-{pid}.img", "mm", _LARGEST_MM) as source:
             known[pid] = messages.decode(source.message(), "mm") if source is not None else None
     return known[pid]
 
 
 @contextlib.contextmanager
-def _source(view: str, name: str, kind: str, largest: int | None) -> Iterator[messages.Source | None]:
-    """An image, behind its magic numbers; None for one that is too large."""
-    with open(_open(os.path.join(view, name)), "rb") as file:
+def _open_image(view: str, name: str, kind: str, largest: int | None) -> Iterator[messages.Source | None]:
+    """Open an image, and skip its magic numbers; None if it is too large."""
+    with open(_open_file(os.path.join(view, name)), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if largest is not None and size > largest:
             yield None
@@ -299,8 +298,8 @@ def _source(view: str, name: str, kind: str, largest: int | None) -> Iterator[me
         yield source
 
 
-def _open(path: str) -> int:
-    """A regular file, through the links of a view. Raises OSError."""
+def _open_file(path: str) -> int:
+    """Open a regular file, through the links of a view. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -308,10 +307,10 @@ def _open(path: str) -> int:
     return descriptor
 
 
-def _write_kept(view: str, pages: str, name: str, kept: Sequence[tuple[int, int]]) -> None:
-    """Write the second pages file: parts of the first one, one behind the other. Raises OSError."""
+def _write_second_pages(view: str, pages: str, name: str, kept: Sequence[tuple[int, int]]) -> None:
+    """Write the second pages file: parts of the first one, one after the other. Raises OSError."""
     with (
-        open(_open(os.path.join(view, pages)), "rb", buffering=0) as source,
+        open(_open_file(os.path.join(view, pages)), "rb", buffering=0) as source,
         open(os.path.join(view, name), "xb", buffering=0) as target,
     ):
         for offset, size in kept:
@@ -324,9 +323,9 @@ def _write_kept(view: str, pages: str, name: str, kept: Sequence[tuple[int, int]
 
 
 def write_all(init: int, taken: Sequence[ProcessPages], busy: Busy, *, threads: int) -> None:
-    """Write what was taken out into the processes that CRIU has restored and that do not run yet.
+    """Write the removed pages into the processes, which CRIU has restored and which do not run yet.
 
-    `init`: the restored init, by its PID here. Raises OSError and ImageError.
+    `init`: this host's PID of the restored init. Raises OSError and ImageError.
     """
     there = find_restored_processes(init)
     with contextlib.ExitStack() as opened:
@@ -342,7 +341,7 @@ def write_all(init: int, taken: Sequence[ProcessPages], busy: Busy, *, threads: 
                 )
             chosen.append(process)
             _check_mapped(process.pid, each)
-            view = _mapped(each.path, opened)
+            view = _map_file(each.path, opened)
             for address, offset, size in each.pieces:
                 if offset + size > len(view):
                     raise ImageError(f"{each.path} changed during the restore", code="GPS-523")
@@ -361,8 +360,8 @@ def _write(pid: int, address: int, part: memoryview, busy: Busy) -> None:
     busy()
 
 
-def _mapped(path: str, opened: contextlib.ExitStack) -> memoryview:
-    descriptor = _open(path)
+def _map_file(path: str, opened: contextlib.ExitStack) -> memoryview:
+    descriptor = _open_file(path)
     try:
         mapped = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
     finally:
@@ -372,7 +371,7 @@ def _mapped(path: str, opened: contextlib.ExitStack) -> memoryview:
 
 
 def find_restored_processes(init: int) -> Mapping[int, proc.Process]:
-    """The restored init and what descends from it, by the PIDs that they have in the container."""
+    """Return the restored init and its descendants, by their PIDs in the container."""
     first = proc.process(init)
     if first is None:
         raise ProcessLookupError(errno.ESRCH, f"process {init} has ended")
@@ -396,7 +395,7 @@ def find_restored_processes(init: int) -> Mapping[int, proc.Process]:
 
 
 def _check_mapped(pid: int, taken: ProcessPages) -> None:
-    """See that a process has private anonymous memory where something is to be written. Raises ImageError."""
+    """Check that a process has private anonymous memory where pages will be written. Raises ImageError."""
     there = maps.mappings(pid)
     at = 0
     for address, _, size in taken.pieces:
@@ -409,7 +408,7 @@ def _check_mapped(pid: int, taken: ProcessPages) -> None:
             raise ImageError(f"process {taken.pid} has other memory at {address:#x}", code="GPS-523")
 
 
-def _failed(error: OSError) -> GpusnapError:
+def _make_write_error(error: OSError) -> GpusnapError:
     hints = {
         errno.ENOMEM: "there is not enough memory: look at the container's memory limit, and at the host's",
         errno.ESRCH: "the kernel may have ended it: look at the container's memory limit (dmesg)",

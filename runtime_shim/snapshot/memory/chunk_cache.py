@@ -1,32 +1,35 @@
 """Keeps the chunks of a container's last checkpoint on this host, so the next one need not write them.
 
-The image directory is its caller's: containerd deletes it once it is packed, Podman before a restore, and
-the next checkpoint may go into the same one. So the blobs get second names here:
+The image directory belongs to the caller: containerd deletes it after packing it, Podman before a restore,
+and the next checkpoint may be written to the same one. So gpusnap makes hard links of the blobs here:
 
     /var/lib/gpusnap/kept/         memory.keep-folder, 0700: process memory is in it
-        <container>/               0700; held (flock) by whoever links from it or changes it
+        <container>/               0700; locked (flock) by whoever links from it or changes it
             kept.json              {"version": 1, "bundle": path}: written first, removed last
             known.json             which chunk is in which blob (gpusnap.oci.chunks.index): written last,
                                    removed first
-            oci-layout             it is an image layout, but one without an index: nothing to restore from
+            oci-layout             makes it an image layout, but without an index: it cannot be restored
             blobs/sha256/<digest>  hard links of the image's blobs; no byte is written for them
 
 The rules:
 
-- What is kept is the last checkpoint after which the container ran on: after the others none follows. It
-  takes no room beside the image, and as much as the chunks once that has been deleted.
-- Links only. Where none can be made (another file system), or where the disk gets tight, nothing is kept and
-  a note says why.
-- It saves work and is needed for nothing. Whatever is wrong with it (removed at any moment, cut off, changed,
-  somebody else's) is a miss, and no error of a checkpoint. A lock that is not had at once is a miss too.
-- A blob is linked into a checkpoint without being read. It is the right one because it is the file that it
-  was when it was made durable: gpusnap.oci.chunks.index compares inode, size and time of change.
-- A writer that is killed leaves what was kept before, and blobs that nothing names: the next `keep` or `drop`
-  of that container removes them. One that removes and is killed leaves kept.json, so that it is found again.
-- What is kept of a container whose bundle is gone is removed when the next checkpoint of any container ends,
-  and all of it where memory.keep is false. A checkpoint that lacks room has the oldest removed first.
-- Only these names are ever removed, and only from a folder with kept.json or the container's own: whatever
-  else memory.keep-folder holds stays.
+- Only the last checkpoint that left the container running is kept: after any other, no checkpoint follows.
+  It takes no space while the image exists, and the size of the chunks after the image was deleted.
+- Only hard links are made. If they are impossible (another file system), or if the disk is nearly full,
+  nothing is kept, and a note says why.
+- The cache only saves work. If anything is wrong with it (removed at any moment, truncated, changed, owned by
+  another user), it is a miss, and the checkpoint does not fail. A lock that cannot be taken at once is also
+  a miss.
+- A blob is linked into a checkpoint without being read. It is the right one, because it is the same file as
+  when it was synced: gpusnap.oci.chunks.index compares inode, size and time of change.
+- A killed writer leaves what was kept before, and blobs that no file names: the next `keep` or `drop` of that
+  container removes them. If it is killed while it removes, kept.json still exists, so the rest is found
+  again.
+- Chunks of a container whose bundle no longer exists are removed when the next checkpoint of any container
+  ends. If memory.keep is false, all chunks are removed then. A checkpoint that lacks space removes the oldest
+  first.
+- Only these names are ever removed, and only from a directory with kept.json or from the container's own.
+  Other files in memory.keep-folder stay.
 """
 
 from __future__ import annotations
@@ -63,29 +66,30 @@ _LARGEST_RECORD = 16 << 10
 _ID = compile_later(r"[A-Za-z0-9][\w.+-]{0,250}", re.ASCII)
 _UNFINISHED = re.escape(UNFINISHED) + "[0-9a-f]{16}"
 _CUT_OFF, _BLOB = compile_later(_UNFINISHED), compile_later("[0-9a-f]{64}|" + _UNFINISHED)
-# This part of a file system stays free, or else room for another checkpoint of that size.
+# This fraction (1/20) of a file system stays free, or space for another checkpoint of that size if it is
+# more.
 _FREE = 20
 _THREADS = 8
 
 
 class _NotCached(Exception):
-    """Why nothing is kept, in words."""
+    """Nothing is kept; the message says why."""
 
 
-# What is wrong with one that is only looked at, or removed: it is passed over.
+# Errors of a cache that is only read or removed: it is skipped.
 _PASSED = (OSError, _NotCached)
 
 
 class ChunkCache:
-    """What is kept of one container, as `open` finds it; nobody else changes it until `close`.
+    """The kept chunks of one container, from `open`; nobody else changes them until `close`.
 
-    None of its methods raises anything: a checkpoint does not fail for want of it.
+    None of its methods raises an exception, because no checkpoint fails for lack of it.
     """
 
     def __init__(self, settings: Memory, container: str, bundle: str) -> None:
         self._settings = settings
         self._container, self._bundle = container, os.path.abspath(bundle)
-        self._folder = _place(settings)
+        self._folder = _resolve_folder(settings)
         self._path = os.path.join(self._folder, container)
         self._lock: int | None = None
         self.known: Known | None = None
@@ -93,11 +97,11 @@ class ChunkCache:
 
     @classmethod
     def open(cls, settings: Memory, container: str, bundle: str) -> ChunkCache:
-        """What is kept of that container. `bundle`: its folder, there for as long as the container is."""
+        """Open the chunks of a container. `bundle`: its directory, which exists as long as it does."""
         kept = cls(settings, container, bundle)
         with contextlib.suppress(*_PASSED):
-            kept._lock = _locked(kept._folder, container)
-            if settings.keep and _bundle_of(kept._path) == kept._bundle:
+            kept._lock = _open_locked(kept._folder, container)
+            if settings.keep and _read_bundle(kept._path) == kept._bundle:
                 known = Known(os.path.join(kept._path, _INDEX))
                 kept.known = known if len(known) else None
         return kept
@@ -109,10 +113,10 @@ class ChunkCache:
         self.close()
 
     def keep(self, layout: Layout, tables: Sequence[Table]) -> None:
-        """Keep the chunks of a checkpoint, in place of what was kept. Its layout is durable by now.
+        """Keep the chunks of a checkpoint instead of the previous ones. Its layout must be synced to disk.
 
-        Where that cannot be, nothing is kept any more, and a note says why. What is kept of containers that
-        are gone is removed.
+        If this is impossible, nothing is kept any more, and a note says why. Removes the kept chunks of
+        containers that no longer exist.
         """
         blobs = {chunk.blob: chunk.stored for table in tables for chunk in table.chunks}
         if not self._settings.keep or not blobs:
@@ -120,7 +124,7 @@ class ChunkCache:
             return
         try:
             self._replace(layout, tables, blobs)
-            tidy(self._settings)
+            remove_stale(self._settings)
             return
         except (OciError, _NotCached) as error:
             why = str(error)
@@ -135,16 +139,16 @@ class ChunkCache:
         )
 
     def drop(self) -> None:
-        """Keep nothing of this container any more, nor of those that are gone."""
+        """Remove the kept chunks of this container, and of containers that no longer exist."""
         self.known = None
         with contextlib.suppress(*_PASSED):
             if self._lock is None:
-                self._lock = _locked(self._folder, self._container)
+                self._lock = _open_locked(self._folder, self._container)
             _empty(self._path)
-        tidy(self._settings)
+        remove_stale(self._settings)
 
     def close(self) -> None:
-        """Let others have it. May be called twice."""
+        """Release the lock. May be called twice."""
         if self._lock is not None:
             lock, self._lock = self._lock, None
             unlock(lock)
@@ -152,10 +156,10 @@ class ChunkCache:
     def _replace(self, layout: Layout, tables: Sequence[Table], blobs: Mapping[str, int]) -> None:
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         if os.stat(self._folder).st_dev != os.stat(layout.path).st_dev:
-            raise _elsewhere(self._folder, layout.path)
+            raise _make_elsewhere_error(self._folder, layout.path)
         _check_room(self._folder, sum(blobs.values()))
-        lock = self._made()
-        if _bundle_of(self._path) != self._bundle:
+        lock = self._open_or_create()
+        if _read_bundle(self._path) != self._bundle:
             replace(_RECORD, json.dumps({"version": 1, "bundle": self._bundle}).encode(), lock)
         own = Layout(self._path).create()
         _link(blobs, layout.path, self._path)
@@ -166,8 +170,8 @@ class ChunkCache:
         _remove(_BLOB, self._path, *_BLOBS, but={get_hex(blob) for blob in blobs})
         _remove(_CUT_OFF, self._path)
 
-    def _made(self) -> int:
-        """The container's folder, locked, made anew where somebody removed it meanwhile."""
+    def _open_or_create(self) -> int:
+        """Return the locked directory of the container; create it again if somebody removed it meanwhile."""
         _check_name(self._container, self._folder)
         if self._lock is not None and not is_still_there(self._lock, self._path):
             lock, self._lock = self._lock, None
@@ -175,36 +179,36 @@ class ChunkCache:
         if self._lock is None:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._path, 0o700)
-            self._lock = _locked(self._folder, self._container)
+            self._lock = _open_locked(self._folder, self._container)
         return self._lock
 
 
-def tidy(settings: Memory) -> None:
-    """Remove what is kept of containers that are gone; of all where the settings keep nothing."""
+def remove_stale(settings: Memory) -> None:
+    """Remove the chunks of containers that no longer exist; of all if the settings keep nothing."""
 
     def spent(path: str) -> bool:
-        bundle = _bundle_of(path)
+        bundle = _read_bundle(path)
         return bundle is not None and not (settings.keep and os.path.isdir(bundle))
 
-    folder = _place(settings)
-    for name in _names(folder):
+    folder = _resolve_folder(settings)
+    for name in _list_names(folder):
         path = os.path.join(folder, name)
         with contextlib.suppress(*_PASSED):
-            # Looked at first without the lock, which would be in the way of who uses it.
+            # First check without the lock, which would block its user.
             if spent(path):
-                with _held(folder, name):
+                with _hold_lock(folder, name):
                     if spent(path):
                         _empty(path)
 
 
 def make_room(settings: Memory, place: str, need: int, *, container: str) -> None:
-    """Remove what is kept until `need` bytes are free in the folder `place`, where that container is written.
+    """Remove kept chunks until `need` bytes are free in the directory `place`, where `container` is written.
 
-    The oldest chunks go first, and those of that container last, before `ChunkCache.open`. Nothing is removed
-    if `place` is on another file system, nor what another gpusnap uses just now. The caller checks whether
-    there is room afterwards.
+    The oldest chunks go first, and those of `container` last. Call it before `ChunkCache.open`. Nothing is
+    removed if `place` is on another file system, or if another gpusnap uses it at the moment. The caller
+    checks afterwards whether there is enough space.
     """
-    folder = _place(settings)
+    folder = _resolve_folder(settings)
 
     def turn(name: str) -> tuple[bool, int]:
         return name == container, _last_kept(os.path.join(folder, name))
@@ -212,21 +216,21 @@ def make_room(settings: Memory, place: str, need: int, *, container: str) -> Non
     with contextlib.suppress(OSError):
         if os.stat(folder).st_dev != os.stat(place).st_dev:
             return
-        for name in sorted(_names(folder), key=turn):
-            if _free(place) >= need:
+        for name in sorted(_list_names(folder), key=turn):
+            if _count_free(place) >= need:
                 return
             path = os.path.join(folder, name)
-            with contextlib.suppress(*_PASSED), _held(folder, name):
-                if _bundle_of(path) is not None:
+            with contextlib.suppress(*_PASSED), _hold_lock(folder, name):
+                if _read_bundle(path) is not None:
                     _empty(path)
 
 
-def _place(settings: Memory) -> str:
-    """Without links, which gpusnap.oci.base.files does not follow."""
+def _resolve_folder(settings: Memory) -> str:
+    """The directory for kept chunks, without symbolic links, which gpusnap.oci.base.files does not follow."""
     return os.path.realpath(settings.keep_folder)
 
 
-def _names(folder: str) -> list[str]:
+def _list_names(folder: str) -> list[str]:
     try:
         return [name for name in os.listdir(folder) if _ID.fullmatch(name)]
     except OSError:
@@ -234,15 +238,15 @@ def _names(folder: str) -> list[str]:
 
 
 def _last_kept(path: str) -> int:
-    """When (st_mtime_ns); 0 where it is of no use to anybody."""
+    """When chunks were last kept (st_mtime_ns); 0 if the chunks are of no use."""
     try:
         return os.lstat(os.path.join(path, _INDEX)).st_mtime_ns
     except OSError:
         return 0
 
 
-def _locked(folder: str, name: str) -> int:
-    """A container's folder, locked. Raises OSError, and _NotCached where it may not be used."""
+def _open_locked(folder: str, name: str) -> int:
+    """Lock and return the directory of a container. Raises OSError, and _NotCached if it must not be used."""
     _check_name(name, folder)
     path = os.path.join(folder, name)
     lock = open_folder(folder, name)
@@ -264,16 +268,16 @@ def _check_name(name: str, folder: str) -> None:
 
 
 @contextmanager
-def _held(folder: str, name: str) -> Iterator[None]:
-    lock = _locked(folder, name)
+def _hold_lock(folder: str, name: str) -> Iterator[None]:
+    lock = _open_locked(folder, name)
     try:
         yield
     finally:
         unlock(lock)
 
 
-def _bundle_of(path: str) -> str | None:
-    """The bundle of the container whose chunks are kept there; None where kept.json does not say."""
+def _read_bundle(path: str) -> str | None:
+    """Return the bundle of the container whose chunks are kept there; None if kept.json does not say it."""
     try:
         folder = open_folder(path)
         try:
@@ -290,26 +294,26 @@ def _bundle_of(path: str) -> str | None:
 
 
 def _check_room(folder: str, size: int) -> None:
-    """Raise _NotCached where the disk gets tight: what is kept takes room from whatever comes next."""
+    """Raise _NotCached if the disk is nearly full: kept chunks take space from whatever is written next."""
     found = os.statvfs(folder)
     wanted = max(size, found.f_blocks * found.f_frsize // _FREE)
-    if _free(folder) < wanted:
+    if _count_free(folder) < wanted:
         raise _NotCached(
-            f"{folder} has only {human(_free(folder))} free, but {human(wanted)} must remain free"
+            f"{folder} has only {human(_count_free(folder))} free, but {human(wanted)} must remain free"
         )
 
 
-def _free(path: str) -> int:
+def _count_free(path: str) -> int:
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
 
-def _elsewhere(folder: str, image: str) -> _NotCached:
+def _make_elsewhere_error(folder: str, image: str) -> _NotCached:
     return _NotCached(f"{folder} is on another file system than {image}, so hard links are not possible")
 
 
 def _link(blobs: Mapping[str, int], image: str, path: str) -> None:
-    """Give blobs of an image their second names, in place of files that are not the same ones."""
+    """Make hard links of blobs of an image, and replace files that are not the same ones."""
     origin = open_folder(image, *_BLOBS)
     try:
         folder = open_folder(path, *_BLOBS)
@@ -320,7 +324,7 @@ def _link(blobs: Mapping[str, int], image: str, path: str) -> None:
             os.close(folder)
     except OSError as error:
         if error.errno == errno.EXDEV:
-            raise _elsewhere(path, image) from error
+            raise _make_elsewhere_error(path, image) from error
         raise
     finally:
         os.close(origin)
@@ -330,7 +334,7 @@ def _link_one(name: str, size: int, origin: int, folder: int) -> None:
     found = os.stat(name, dir_fd=origin, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode) or found.st_size != size:
         raise _NotCached(f"the blob {name} has changed since it was written")
-    # One of the same size may have been damaged since it was kept, and so been written anew: it is replaced.
+    # A blob of the same size may have been damaged after it was kept, and then written anew: replace it.
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(found, os.stat(name, dir_fd=folder, follow_symlinks=False)):
             return
@@ -340,7 +344,7 @@ def _link_one(name: str, size: int, origin: int, folder: int) -> None:
 
 
 def _empty(path: str) -> None:
-    """Remove what is kept in a folder whose lock is held, and the folder where nothing else is in it."""
+    """Remove the kept chunks in a locked directory, and the directory if it contains nothing else."""
     _unlink(os.path.join(path, _INDEX))
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         _remove(_BLOB, path, *_BLOBS)
@@ -355,7 +359,7 @@ def _empty(path: str) -> None:
 
 
 def _remove(names: re.Pattern[str], *path: str, but: Collection[str] = ()) -> None:
-    """Remove files of such names from a folder, but some; in threads, as each gigabyte takes 0.2 s."""
+    """Remove files with such names, except some; in threads, because each gigabyte takes 0.2 s."""
 
     def remove(name: str) -> None:
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):

@@ -1,4 +1,4 @@
-"""The OCI layout that has a checkpoint's GPU memory as chunks: checked, made durable, removed."""
+"""The OCI layout that contains a checkpoint's GPU memory as chunks: check, sync, remove."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.snapshot.memory.transfer import as_image_error
 
 
 def check(blobs: Blobs, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
-    """Read every blob and compare it with its digest; `commit` makes those of a layout durable.
+    """Read every blob and compare it with its digest. `commit` then syncs the blobs of a layout.
 
     `where`: for the message. Raises ImageError.
     """
@@ -30,31 +30,31 @@ def check(blobs: Blobs, tables: Sequence[Table], *, where: str, threads: int = 0
 
 
 def write_again(layout: Layout, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
-    """As `check`, for what a process wrote that is no more: what was read is written anew, for `commit`.
+    """Like `check`, for the blobs of a process that has ended; write each blob anew, for `commit`.
 
-    An fsync of what is there proves nothing: one may have failed, and the next would not
-    (gpusnap.oci.layout.unsynced).
+    An fsync of the old files proves nothing: an earlier one may have failed, and the next one would not
+    report that (gpusnap.oci.layout.unsynced).
     """
     with as_image_error(where):
         run_for_each(descriptors(tables), layout.write_again, threads=threads or copies.cores())
 
 
 def commit(layout: Layout, tables: Sequence[Table], *, sync: bool = True) -> None:
-    """Make a layout durable, if so wished, and one that anybody can read. Raises ImageError."""
+    """Sync a layout, if `sync` is set, and make it readable for everybody. Raises ImageError."""
     with as_image_error(layout.path):
-        # What each chunk is of, the manifest beside the layout says.
+        # The manifest beside the layout says what each chunk contains.
         chunks = artifact.chunk_layers(("", table) for table in tables)
         root = artifact.write(layout.create(), artifact.Artifact(chunks=chunks))
         if sync:
             layout.commit(Index((root,)))
         else:
             layout.write_index(Index((root,)))
-        # Podman packs the whole folder, and an earlier checkpoint may have been in the same place.
+        # Podman packs the whole directory, and an earlier checkpoint may have been in the same place.
         layout.prune({found.digest for found, _ in walk(root, layout.read_blob)})
 
 
 def remove(image_path: str) -> None:
-    """Remove the layout of a checkpoint that came to nothing. Raises ImageError."""
+    """Remove the layout of a failed checkpoint. Raises ImageError."""
     folder = os.path.join(image_path, FOLDER)
     try:
         shutil.rmtree(os.path.join(folder, "blobs"))

@@ -25,7 +25,7 @@ from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table, descriptors
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.oci.store.read_rate import remembered
+from gpusnap.oci.store.read_rate import recall
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import Refused
@@ -37,62 +37,62 @@ from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.chunk_cache import ChunkCache
 
 _PAGES = compile_later(r"pages-[0-9]{1,10}\.img", re.ASCII)
-# Smaller ones are no worse off in an archive.
+# Smaller ones may as well stay in the archive.
 _LEAST = 1 << 20
-# A process' pages change here and there, and in larger chunks few would be as they were.
+# A process changes pages in many places; few larger chunks would be unchanged.
 _IMAGE_CHUNK = 1 << 20
 
 
 class Destination(Protocol):
-    """The seam between the chunks of a checkpoint and where they are kept."""
+    """The interface between the chunks of a checkpoint and the place where they are kept."""
 
     kind: str
-    """What the manifest calls it."""
+    """Its name in the manifest."""
     place: str
-    """A folder of the file system that they come to lie on."""
+    """A directory on the file system of the chunks."""
     speed: ReadSpeed | None
-    """How fast a restore will read them; None where nobody knows."""
+    """How fast a restore will read them; None if this is not known."""
 
     @property
     def layout(self) -> Layout:
-        """To write them to, and to read those of this checkpoint from."""
+        """The layout to which they are written, and from which this checkpoint's are read."""
 
     def begin(self) -> None:
-        """Be ready for them. Raises Refused."""
+        """Prepare for the chunks. Raises Refused."""
 
     def mark_needed(self) -> None:
-        """From now on a process may depend on what is here, and the journal says so."""
+        """From now on, a process may depend on the chunks, and the journal says so."""
 
     def open_known(self) -> AbstractContextManager[Known | None]:
-        """The chunks of earlier checkpoints that can be linked, for the while of the block."""
+        """Open the chunks of earlier checkpoints, which can be linked during the block."""
 
     def write_images(self) -> tuple[FileRecord, ...]:
-        """After the dump: CRIU's images of memory, if they go into chunks as well. They stay in place."""
+        """After the dump: write CRIU's images of memory, if they go into chunks. The images stay in place."""
 
     def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
-        """Make the chunks durable. Raises ImageError. `kept`: another checkpoint is likely to come."""
+        """Sync the chunks. Raises ImageError. `kept`: another checkpoint is likely to follow."""
 
     def name(self, record: Manifest) -> None:
-        """Have it on file which chunks belong together, before the manifest says so. Raises ImageError."""
+        """Record which chunks belong together, before the manifest says so. Raises ImageError."""
 
     def close(self, record: Manifest | None) -> None:
-        """The manifest is on disk: what it says to be in chunks need not be anywhere else.
+        """The manifest is on disk: remove other copies of what it lists as chunks.
 
-        None where it is another one, which says nothing of images.
+        None if the manifest on disk is another one, which does not list images.
         """
 
     def discard(self, *, earlier: bool) -> None:
-        """Remove what was written, for a checkpoint that came to nothing. Raises ImageError.
+        """Remove what was written for a failed checkpoint. Raises ImageError.
 
-        `earlier`: there is an earlier checkpoint in the image's directory, which may consist of the same.
+        `earlier`: the image's directory contains an earlier checkpoint, which may use the same files.
         """
 
 
 class ImageDestination:
-    """The folder gpusnap/ of the image's directory."""
+    """The directory gpusnap/ in the image's directory."""
 
     kind = "chunks"
-    speed: ReadSpeed | None = None  # most go into an archive, and from there to wherever
+    speed: ReadSpeed | None = None  # most go into an archive, and from there anywhere
 
     def __init__(self, image_path: str, container: str, settings: Memory, bundle: str = "") -> None:
         self._image = image_path
@@ -101,35 +101,35 @@ class ImageDestination:
         self.layout = Layout(os.path.join(image_path, FOLDER), lasting=settings.sync)
 
     def begin(self) -> None:
-        """The folder is made with the first chunk."""
+        """Do nothing: the directory is made with the first chunk."""
 
     def mark_needed(self) -> None:
-        """Nobody else removes anything here."""
+        """Do nothing: nobody else removes anything here."""
 
     @contextlib.contextmanager
     def open_known(self) -> Iterator[Known | None]:
-        """Those that were kept of the container's last checkpoint."""
-        with self._kept() as kept:
+        """Open the chunks that were kept of the container's last checkpoint."""
+        with self._open_cache() as kept:
             yield kept.known
 
     def write_images(self) -> tuple[FileRecord, ...]:
-        """They stay images."""
+        """Return nothing: they stay images."""
         return ()
 
     def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
-        """And make it a layout that anybody can read."""
+        """Also make it a layout that everybody can read."""
         chunk_layout.commit(self.layout, tables, sync=self._settings.sync)
-        with self._kept() as keeping:
+        with self._open_cache() as keeping:
             if kept and self._settings.sync:
                 keeping.keep(self.layout, tables)
             else:
                 keeping.drop()
 
     def name(self, record: Manifest) -> None:
-        """The layout has its index by now."""
+        """Do nothing: the layout already has its index."""
 
     def close(self, record: Manifest | None) -> None:
-        """Nothing is anywhere else."""
+        """Do nothing: there are no other copies."""
 
     def discard(self, *, earlier: bool) -> None:
         """Remove the layout."""
@@ -137,12 +137,12 @@ class ImageDestination:
         if not earlier:
             chunk_layout.remove(self._image)
 
-    def _kept(self) -> ChunkCache:
+    def _open_cache(self) -> ChunkCache:
         return ChunkCache.open(self._settings, self._container, self._bundle)
 
 
 class StoreDestination:
-    """A staging folder of a store."""
+    """A staging directory of a store."""
 
     kind = "store"
 
@@ -156,17 +156,17 @@ class StoreDestination:
         why: str = "",
         read_rate: int = 0,
     ) -> None:
-        """`path` is the store's. `why`: for whom nobody may remove it, in place of a checkpoint.
+        """`path`: of the store. `why`: for whom nobody may remove the directory, if not for a checkpoint.
 
         `read_rate`: as store.read-rate.
         """
-        # The layout follows no links, but an operator may have put the store elsewhere.
+        # The layout follows no symbolic links, but an operator may have moved the store.
         self.place = os.path.realpath(path)
         self._store = Store(self.place)
         self._staging: Staging | None = None
         self._needed = False
         self._image, self._container, self._settings = image_path, container, settings
-        rate = read_rate or remembered(self.place)
+        rate = read_rate or recall(self.place)
         self.speed = ReadSpeed(rate, transfer.count_reading_threads(settings)) if rate is not None else None
         self._why = why or (
             f"the checkpoint of container {container}; gpusnap recover repairs it; if that does not find "
@@ -175,11 +175,11 @@ class StoreDestination:
 
     @property
     def layout(self) -> Layout:
-        """That of the staging folder; to be asked for after `begin` only."""
-        return self._staged().layout
+        """The layout of the staging directory; only after `begin`."""
+        return self._require_staging().layout
 
     def begin(self) -> None:
-        """A new one. Raises Refused where the store cannot be used."""
+        """Create a staging directory. Raises Refused if the store cannot be used."""
         try:
             self._staging = self._store.create().stage()
         except OciError as error:
@@ -191,12 +191,12 @@ class StoreDestination:
     def reopen(
         cls, path: str, image_path: str, container: str, settings: Memory, tables: Sequence[Table]
     ) -> StoreDestination:
-        """One that a killed gpusnap left, with these chunks; `path` is its layout's. Raises ImageError."""
+        """Open the one of a killed gpusnap, with these chunks. `path`: of its layout. Raises ImageError."""
         destination = cls(os.path.dirname(os.path.dirname(path)), image_path, container, settings)
         with transfer.as_image_error(path):
             try:
                 staging = destination._store.adopt(path)
-            except NotThere:  # it had named them, and was killed after that
+            except NotThere:  # it had been committed before the kill
                 staging = destination._store.create().stage()
             destination._staging = staging
             destination.mark_needed()
@@ -206,19 +206,19 @@ class StoreDestination:
         return destination
 
     def mark_needed(self) -> None:
-        """No gc may take it, though we should be killed. Raises ImageError."""
+        """Mark it so that gc does not remove it even if gpusnap is killed. Raises ImageError."""
         if not self._needed:
             with transfer.as_image_error(self.place):
-                self._staged().mark_precious(self._why)
+                self._require_staging().mark_precious(self._why)
             self._needed = True
 
     @contextlib.contextmanager
     def open_known(self) -> Iterator[Known | None]:
-        """All that the store has."""
+        """Open all chunks of the store."""
         yield self._store.open_known_chunks()
 
     def write_images(self) -> tuple[FileRecord, ...]:
-        """Their chunks; an image that cannot be had in chunks stays one."""
+        """Write their chunks; an image that cannot be cut into chunks stays an image."""
         found = []
         with contextlib.ExitStack() as opened, contextlib.suppress(OSError, ValueError, OciError):
             names, sources = [], []
@@ -244,28 +244,28 @@ class StoreDestination:
         return tuple(found)
 
     def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
-        """Durable whatever memory.sync says, since later checkpoints build on it, and not named yet."""
+        """Sync whatever memory.sync says, because later checkpoints build on it. It is not named yet."""
         with transfer.as_image_error(self.layout.path):
             self.layout.sync()
 
     def name(self, record: Manifest) -> None:
-        """As an artifact: the manifest is its config."""
+        """Name it as an artifact: the manifest is its config."""
         with transfer.as_image_error(self.place):
-            self._staged().commit(write_artifact(self.layout, record), tables=record.tables)
+            self._require_staging().commit(write_artifact(self.layout, record), tables=record.tables)
 
     def close(self, record: Manifest | None) -> None:
         """Remove the images that are in chunks, and the layout of an earlier checkpoint in the same place."""
         chunk_layout.remove(self._image)
         for each in record.files if record is not None else ():
-            with contextlib.suppress(OSError):  # it only takes room
+            with contextlib.suppress(OSError):  # it only uses space
                 os.unlink(os.path.join(self._image, each.name))
         self._end()
 
     def discard(self, *, earlier: bool) -> None:
-        """Remove the staging folder."""
+        """Remove the staging directory."""
         self._end()
 
-    def _staged(self) -> Staging:
+    def _require_staging(self) -> Staging:
         assert self._staging is not None
         return self._staging
 
@@ -278,13 +278,13 @@ class StoreDestination:
 
 
 def label_tables(record: Manifest) -> list[tuple[str, Table]]:
-    """The tables of a manifest, each with what it is of: PID and address, or the name of an image."""
+    """Return the tables of a manifest, each with its label: PID and address, or the name of an image."""
     regions = [(f"{p.pid}:{r.start:x}", r.table) for p in record.processes for r in p.regions]
     return regions + [(each.name, each.table) for each in record.files]
 
 
 def write_artifact(layout: Layout, record: Manifest) -> Descriptor:
-    """Write an artifact of a manifest and its chunks, which are there. Raises as Layout.add_blob does."""
+    """Write an artifact of a manifest and its chunks, which exist already. Raises as Layout.add_blob does."""
     config = layout.add_blob(encode(record), media_type=artifact.CONFIG)
     chunks = artifact.chunk_layers(label_tables(record))
     return artifact.write(
@@ -293,7 +293,7 @@ def write_artifact(layout: Layout, record: Manifest) -> Descriptor:
 
 
 def make_annotations(record: Manifest) -> dict[str, str]:
-    """What an artifact says of its manifest, for those who look at nothing else."""
+    """The annotations with which an artifact describes its manifest to programs that read nothing else."""
     models = sorted({gpu.model for gpu in record.gpus})
     found = {
         "org.opencontainers.image.created": record.created,
@@ -313,16 +313,16 @@ def make_annotations(record: Manifest) -> dict[str, str]:
 
 
 def is_in_image(layout: str, image_path: str) -> bool:
-    """Whether a layout is that of the image's directory."""
+    """Whether a layout is the one in the image's directory."""
     return layout == os.path.join(image_path, FOLDER)
 
 
 def reopen_destination(
     layout: str, image_path: str, container: str, settings: Memory, tables: Sequence[Table] = ()
 ) -> Destination:
-    """Where a checkpoint that was cut off had its chunks, which those of `tables` shall be in again.
+    """Reopen the destination of an interrupted checkpoint, which must contain the chunks of `tables`.
 
-    `layout`: as the journal has it. Raises ImageError.
+    `layout`: from the journal. Raises ImageError.
     """
     if is_in_image(layout, image_path):
         return ImageDestination(image_path, container, settings)

@@ -22,74 +22,74 @@ class Pages:
     """
 
     name = "criu"
-    """What the manifest calls it."""
+    """Its name in the manifest."""
 
     def __init__(self, image_path: str = "", container: str = "", threads: int = 0) -> None:
-        """`container`: its key. `threads` that populate a large mapping, all cores' for 0."""
+        """`container`: its key. `threads`: to populate a large mapping; 0 for all cores."""
         self.place = image_path
-        """The folder that it goes to in the end."""
+        """The directory for the memory at the end."""
         self.written = ChunkTotals()
-        """What was written beside CRIU's images."""
+        """The memory that was written beside CRIU's images."""
         self._container, self._threads = container, threads
 
     def prepare(self) -> None:
-        """A checkpoint begins, and nothing has been changed yet. Raises Refused."""
+        """Begin a checkpoint, before anything is changed. Raises Refused."""
 
     def thread(self, pid: int, tid: int) -> AbstractContextManager[PopulateResult]:
-        """Let the driver's thread run while the block has the driver checkpoint the process, which stands."""
+        """Let the driver's thread run while the block makes the driver checkpoint the stopped process."""
         return run_populating(pid, tid, threads=self._threads)
 
     def take(self, pids: Sequence[int]) -> None:
-        """Carry the suspended processes' GPU memory away, before CRIU dumps them."""
+        """Take the suspended processes' GPU memory out of them, before CRIU dumps them."""
 
     def ready(self) -> None:
-        """A dump comes next that leaves nothing of the processes: write what a restore needs."""
+        """Write what a restore needs: the next dump ends the processes."""
 
     def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
-        """Put it back before the driver restores them, after a dump or a failure; what kept some from it."""
+        """Map it back before the driver restores them, after a dump or a failure; errors by PID."""
         return {}
 
     def note(self, pids: Sequence[int]) -> None:
-        """Have it in the journal where their memory is; of those that were not taken yet, that they are.
+        """Record in the journal where their memory is, or that it was not taken yet.
 
-        Without any they all run again, and nobody may touch their memory; where it was never taken out of
-        them, what is on file stays, by which a whole dump is completed if they end.
+        Without PIDs, all of them run again, and nobody may touch their memory. If it was never taken out of
+        them, the record stays as it is: it can complete a whole dump if they end.
         """
         if pids:
             journal.write(self._container, self.place, dict.fromkeys(pids, ()))
 
     @property
     def is_loading(self) -> bool:
-        """Whether memory still comes while the driver restores: a process ends with gpusnap then."""
+        """Whether memory is still loading while the driver restores. A process then ends with gpusnap."""
         return False
 
     def is_waiting(self, pid: int) -> bool:
-        """Whether a thread of the process waits for memory that still comes, and will."""
+        """Whether a thread of the process waits for memory that is still loading and will arrive."""
         return False
 
     def look(self) -> None:
-        """Called again and again while the driver restores: end that if somebody has asked us to stop."""
+        """Called repeatedly while the driver restores: end the restore if a signal asks for that."""
 
     def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
-        """By PID, the memory that is not in CRIU's images, for the manifest; None before it is known."""
+        """Return the memory outside of CRIU's images, by PID, for the manifest; None before it is known."""
         return {}
 
     def commit(self, *, kept: bool) -> tuple[FileRecord, ...]:
-        """After the dump: write what is not, and make it durable; CRIU's images that are in chunks, too.
+        """After the dump: write the rest, and sync everything; also CRIU's images that go into chunks.
 
-        `kept`: the container runs on, and is likely to be checkpointed again. Raises ImageError.
+        `kept`: the container continues to run, and another checkpoint is likely to follow. Raises ImageError.
         """
         return ()
 
     def finish(self, record: Manifest, write: Callable[[], bool]) -> None:
-        """Name what is durable by now, and `write` the manifest: False where an earlier draft is on disk.
+        """Name the synced files, and `write` the manifest: it returns False if an earlier draft is on disk.
 
         Raises ImageError.
         """
         write()
 
     def close(self) -> None:
-        """The checkpoint is over, and whole."""
+        """The checkpoint is complete: release everything."""
 
     def discard(self, *, layout: bool) -> None:
-        """Remove what was staged and, of the image, the `layout`, but not what a process needs."""
+        """Remove what was staged and, of the image, the `layout`, but nothing that a process needs."""

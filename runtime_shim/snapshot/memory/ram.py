@@ -1,4 +1,4 @@
-"""GPU memory that is suspended into RAM: it stays in files of a tmpfs, and nothing is written to a disk."""
+"""GPU memory that is suspended into RAM: it stays in files of a tmpfs, and is not written to a disk."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 
 
 class NoDestination:
-    """`destination.Destination` for what is not to be written at all."""
+    """A `destination.Destination` for memory that is not written."""
 
     kind = "ram"
     place = ""
     speed: ReadSpeed | None = None
 
     def __init__(self, key: str) -> None:
-        # Never made; the journal wants a path.
+        # Never created, but the journal needs a path.
         self.layout = Layout(os.path.join(tmpfs.FOLDER, key, "layout"))
 
     def begin(self) -> None:
-        """Nothing is needed."""
+        """Do nothing."""
 
     def mark_needed(self) -> None:
-        """Nobody else removes what is staged."""
+        """Do nothing: nobody else removes the files in RAM."""
 
     def open_known(self) -> AbstractContextManager[Known | None]:
-        """Whoever asks is about to write. Raises Refused."""
+        """Called before a write, which must not happen. Raises Refused."""
         raise Refused(
             "there is not enough RAM for files with the GPU memory",
             hint="free some memory, or checkpoint the container: gpusnap checkpoint",
@@ -44,38 +44,38 @@ class NoDestination:
         )
 
     def write_images(self) -> tuple[FileRecord, ...]:
-        """There are none."""
+        """Return nothing: there are no images."""
         return ()
 
     def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
-        """Nothing was written."""
+        """Do nothing: nothing was written."""
 
     def name(self, record: Manifest) -> None:
-        """Likewise."""
+        """Do nothing."""
 
     def close(self, record: Manifest | None) -> None:
-        """Likewise."""
+        """Do nothing."""
 
     def discard(self, *, earlier: bool) -> None:
-        """Likewise."""
+        """Do nothing."""
 
 
 def create_staged(key: str, settings: Memory) -> Chunks:
-    """Pages that stay in staged files. The limit memory.ceiling does not apply to them."""
+    """Return pages that stay in files in RAM. memory.ceiling does not apply to them."""
     return Chunks("", key, replace(settings, ceiling=0), destination=NoDestination(key))
 
 
 class SuspendedChunks(Chunks):
-    """The memory of a suspended container on its way into a checkpoint, or the store; it stays suspended.
+    """The memory of a suspended container, for a checkpoint or a spill; the container stays suspended.
 
-    What the journal says of it is true all the time.
+    The journal's record of it is right all the time.
     """
 
     def note(self, pids: Sequence[int]) -> None:
-        """Nothing changes."""
+        """Do nothing: the record does not change."""
 
     def close(self) -> None:
-        """What is staged stays."""
+        """Do nothing: the files in RAM stay."""
         self._end_early()
         self.leave()
 

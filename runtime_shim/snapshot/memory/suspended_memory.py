@@ -12,7 +12,7 @@ from gpusnap.runtime_shim.snapshot.records import journal
 
 
 def free(key: str) -> None:
-    """Remove the bytes of a container, and what the journal says of them. Raises GpusnapError."""
+    """Remove the memory of a container, and the journal's record of it. Raises GpusnapError."""
     entry = journal.read(key)
     for kind in (journal.PAUSED, journal.MASKS):
         journal.drop(key, kind)
@@ -31,8 +31,8 @@ def free(key: str) -> None:
 
 
 def discard(layout: str) -> None:
-    """Remove the chunks that were written for a container, by the path of their layout. Raises ImageError."""
-    # A store is seldom looked into, and every resume imports this.
+    """Remove the chunks written for a container, by the path of their layout. Raises ImageError."""
+    # Imported here, because every resume imports this module, but few use a store.
     from gpusnap.oci.store.store import Store
     from gpusnap.runtime_shim.snapshot.memory import transfer
 

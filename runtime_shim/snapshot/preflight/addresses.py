@@ -1,11 +1,11 @@
 """Checks the local addresses of saved TCP connections before a restore changes anything.
 
-CRIU makes each connection again by binding a socket to the old address (criu/sk-inet.c, inet_bind). By then
+CRIU recreates each connection by binding a socket to the old address (criu/sk-inet.c, inet_bind). By then
 the processes exist, and a failure kills them all.
 
-The kernel is asked by a bind(2) of our own: a list of addresses, be it from /proc or by netlink, has neither
-those that a route makes local, nor net.ipv4.ip_nonlocal_bind. pyroute2 would list them, and takes 0.23 s of
-computing to import (0.9.7 in Python 3.13; python3 -X importtime -c 'import pyroute2').
+gpusnap asks the kernel with a bind(2): a list of addresses, from /proc or netlink, lacks those that a route
+makes local, and net.ipv4.ip_nonlocal_bind. pyroute2 would list them, and takes 0.23 s of computing to import
+(0.9.7 in Python 3.13; python3 -X importtime -c 'import pyroute2').
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _HINT = (
 
 
 def check(images: str, config: Mapping[str, Any]) -> None:
-    """Refuse where the network that the container gets does not have an address of a saved connection.
+    """Refuse if the container's future network lacks an address of a saved connection.
 
-    `config` is its config.json. A new namespace is CRIU's to fill, and is not looked at. An address of IPv6
-    that cannot be bound may be one that the kernel still checks (RFC 4862, 5.4), and is only said. Raises
+    `config`: its config.json. If the namespace is new, CRIU fills it, and it is not checked. An IPv6 address
+    that cannot be bound may be one that the kernel still checks (RFC 4862, 5.4); it is only reported. Raises
     Refused and ImageError.
     """
     if loopback.is_made(config):
@@ -48,12 +48,12 @@ def check(images: str, config: Mapping[str, Any]) -> None:
 
 
 def list_missing(connections: Sequence[InetSocket], network: str) -> tuple[InetSocket, ...]:
-    """Those of the connections whose local address cannot be bound; one of each address.
+    """Return the connections whose local address cannot be bound, one for each address.
 
-    `network` is the path of a namespace, empty for ours. None where it cannot be asked: the runtime will say
-    why.
+    `network`: the path of a namespace; "" for that of this process. Empty if it cannot be asked: the runtime
+    will report why.
     """
-    # lo may come up when the container does; an address of one link alone does not tell which.
+    # lo may come up with the container. An address that is valid on one link does not say on which.
     wanted = {
         _unmap_address(each.local): each
         for each in connections
@@ -77,12 +77,12 @@ def list_missing(connections: Sequence[InetSocket], network: str) -> tuple[InetS
 
 
 def _unmap_address(address: str) -> str:
-    """An address of IPv4 that a socket of IPv6 has, as such (ipv6(7))."""
+    """Return an IPv4 address that an IPv6 socket has, in IPv4's form (ipv6(7))."""
     return address.removeprefix("::ffff:") if "." in address else address
 
 
 def _can_be_bound(address: str) -> bool:
-    """False where the kernel says that the address is not local; true where it says anything else."""
+    """False if the kernel says that the address is not local; True for any other answer."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as one:

@@ -1,7 +1,7 @@
 """Checks everything that can refuse a checkpoint, before anything is changed.
 
-Each function returns nothing or raises Refused with one sentence: what, which process, and what to do about
-it.
+Each function returns nothing or raises Refused with one sentence: what is wrong, with which process, and what
+to do about it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from gpusnap.runtime_shim.snapshot.preflight.nccl import find_sharing
 
 _Found = TypeVar("_Found")
 
-# How long a process may look like something else: one that is just starting CUDA holds device files before
-# the driver calls it a CUDA process, and what podman exec starts joins one namespace after another.
+# How long a process may look like something else: a process that is just starting CUDA holds device files
+# before the driver calls it a CUDA process, and what podman exec starts joins one namespace after another.
 _STARTING = 1.0
 _RING = "anon_inode:[io_uring]"
 _OWN_NAMESPACE = "run the container with its own PID namespace"
-_IP = "CR_IP_TOOL"  # the environment variable of CRIU's that names another program than ip
-# As crun names it to dlopen(3) (src/libcrun/criu.c, load_wrapper), or one that is linked with it.
+_IP = "CR_IP_TOOL"  # the environment variable of CRIU that names another program than ip
+# The name that crun gives to dlopen(3) (src/libcrun/criu.c, load_wrapper), or that it is linked with.
 _CRIU_LIBRARY = compile_later(rb"libcriu\.so\.\d+\0")
 
 
 def call(wanted: CheckpointCall, container: Container) -> None:
-    """Options and states that cannot work for a container that uses a GPU."""
+    """Refuse options and states that cannot work for a container that uses a GPU."""
     if _has_user_namespace(container.pid):
         raise Refused(
             f"container {container.id} has its own user namespace, which no runtime can restore: crun "
@@ -80,9 +80,10 @@ def call(wanted: CheckpointCall, container: Container) -> None:
 
 
 def check_criu_library(real: RealRuntime) -> None:
-    """crun loads CRIU's library when it checkpoints, and no sooner; its packages do not all ask for it.
+    """Refuse if crun cannot load CRIU's library, which it does only at a checkpoint; packages may omit it.
 
-    By the name that is in its program; one without has the library in itself. runc runs the program criu.
+    The name is read from its program; a program without it has the library built in. runc runs the program
+    criu.
     """
     if real.kind != "crun":
         return
@@ -104,10 +105,10 @@ def check_criu_library(real: RealRuntime) -> None:
 
 
 def check_network_tool(real: RealRuntime, config: Mapping[str, Any]) -> None:
-    """Under crun CRIU saves and restores a network that the runtime makes, by ip (criu/net.c, run_ip_tool).
+    """Refuse if CRIU needs `ip` and it is missing: with crun it saves the runtime's network (criu/net.c).
 
-    runc has it leave the network alone, and one that an engine made is not CRIU's matter. `config` is the
-    container's config.json.
+    runc makes it leave the network alone, and a network that an engine made does not concern CRIU. `config`:
+    the container's config.json. (criu/net.c, run_ip_tool)
     """
     if real.kind != "crun" or not loopback.is_made(config):
         return
@@ -122,7 +123,7 @@ def check_network_tool(real: RealRuntime, config: Mapping[str, Any]) -> None:
 
 
 def check_pycriu(container: Container) -> None:
-    """A dump does not need it, but for the freezer of cgroup v1; each restore does, here or elsewhere."""
+    """Refuse if pycriu is missing. A dump needs it only for cgroup v1, but each restore needs it."""
     if any("freezer" in name.split(",") for name in proc.cgroups(container.pid)):
         pycriu_package.load()
     elif not pycriu_package.is_there():
@@ -133,16 +134,16 @@ def check_pycriu(container: Container) -> None:
 def _has_user_namespace(init: int) -> bool:
     """Whether the container has a user namespace.
 
-    Seen with crun 1.21 and 1.28 ("/dev/urandom doesn't have a proper root mount": it declares none of the
-    nodes that it binds there) and with runc 1.1.15 and 1.3.6 ("Unable to open timens-0.img: Permission
-    denied": CRIU opens the images as the container's root), under CRIU 4.1.1 and 4.2.1.
+    CRIU 4.1.1 and 4.2.1 cannot dump one. With crun 1.21 and 1.28: "/dev/urandom doesn't have a proper root
+    mount", because it declares none of the nodes that it binds there. With runc 1.1.15 and 1.3.6: "Unable to
+    open timens-0.img: Permission denied", because CRIU opens the images as the container's root.
     """
     theirs = proc.namespace(init, "user")
     return bool(theirs) and theirs != proc.namespace(os.getpid(), "user")
 
 
 def check_states(users: Mapping[proc.Process, ProcessState]) -> None:
-    """All GPU processes have to be running: a suspended one is somebody else's, or a killed gpusnap's."""
+    """Refuse unless all GPU processes run: somebody else, or a killed gpusnap, has suspended the others."""
     for process, state in users.items():
         if state is not ProcessState.RUNNING:
             raise Refused(
@@ -153,10 +154,10 @@ def check_states(users: Mapping[proc.Process, ProcessState]) -> None:
 
 
 def refuse_leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> None:
-    """A process that holds device files but has no GPU state: CRIU cannot dump those files.
+    """Refuse a process that holds device files but has no GPU state: CRIU cannot dump those files.
 
-    `strangers` gives such processes, but for those of which `inherited_handles.clear` can take them; it is
-    asked again for a moment, since a process that is just starting CUDA looks the same.
+    `strangers` returns such processes, except those whose files `inherited_handles.clear` can replace. It is
+    asked again for a moment, because a process that is just starting CUDA looks the same.
     """
     holders = _ask_twice(strangers)
     for process, files in holders.items():
@@ -170,10 +171,11 @@ def refuse_leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]
 
 
 def refuse_adopted(container: Container) -> None:
-    """Processes of other containers that have the container's init for an ancestor.
+    """Refuse processes of other containers that descend from the container's init.
 
-    Its init is the PID 1 of a namespace that they share. CRIU goes by the tree from init on, and does not get
-    at one that is not frozen with the rest ("Unseizable non-zombie"; CRIU 4.1.1 under crun and runc).
+    This happens if its init is the PID 1 of a namespace that they share. CRIU follows the tree from init on,
+    and cannot stop one that is not frozen with the rest ("Unseizable non-zombie"; CRIU 4.1.1 with crun and
+    runc).
     """
 
     def children() -> list[proc.Process]:
@@ -190,7 +192,7 @@ def refuse_adopted(container: Container) -> None:
 
 
 def refuse_neighbours(wanted: CheckpointCall, container: Container) -> None:
-    """Processes of other containers that would end with this one, because its init is their PID 1."""
+    """Refuse if processes of other containers would end with this one, because its init is their PID 1."""
     if wanted.leave_running:
         return
     for process in _ask_twice(lambda: containers.list_beside(container.pid, container.id)):
@@ -205,9 +207,9 @@ def refuse_neighbours(wanted: CheckpointCall, container: Container) -> None:
 def check_complete(
     container: Container, members: Sequence[proc.Process], users: Sequence[proc.Process]
 ) -> None:
-    """CRIU dumps init and its descendants alone, and the work of the rest would be lost.
+    """Refuse if processes would be lost: CRIU dumps only init and its descendants.
 
-    What `podman exec` has started is left out as ever, unless it is one of `users`, which use a GPU.
+    Processes of `podman exec` are omitted as always, unless they are among `users`, which use a GPU.
     """
     lost = containers.list_left_out(container.pid, members)
     for process in lost:
@@ -227,9 +229,9 @@ def check_complete(
 
 
 def list_sessions(container: Container, members: Sequence[proc.Process]) -> tuple[proc.Process, ...]:
-    """Those of a container's processes that a dump leaves out: what exec has started in it.
+    """Return the container's processes that a dump omits: those that exec has started in it.
 
-    One that has ended since it was listed is none of them.
+    A process that has ended since it was listed is not among them.
     """
 
     def apart(process: proc.Process) -> bool:
@@ -237,12 +239,12 @@ def list_sessions(container: Container, members: Sequence[proc.Process]) -> tupl
             process.pid, process.start
         )
 
-    # Twice: of one that loses its parent at this moment the way to init is cut once.
+    # Twice: if a process loses its parent at this moment, its path to init is interrupted once.
     return tuple(each for each in members if apart(each) and apart(each))
 
 
 def _ask_twice(ask: Callable[[], _Found]) -> _Found:
-    """What is there for more than a moment."""
+    """Return what is found in two consecutive calls."""
     deadline = time.monotonic() + _STARTING
     while (found := ask()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -250,7 +252,7 @@ def _ask_twice(ask: Callable[[], _Found]) -> _Found:
 
 
 def refuse_shared(users: Sequence[proc.Process], settings: Nvidia, host: Host) -> None:
-    """Processes whose GPU memory is shared so that the driver could suspend but not restore it: work lost."""
+    """Refuse processes that share GPU memory in a way that the driver can suspend but not restore."""
     if settings.allow_nccl:
         return
     found = find_sharing(users, host)
@@ -263,7 +265,7 @@ def refuse_shared(users: Sequence[proc.Process], settings: Nvidia, host: Host) -
 
 
 def refuse_rings(processes: Sequence[proc.Process]) -> None:
-    """Rings of io_uring(7), which no CRIU dumps (4.2: criu/files.c, dump_one_file)."""
+    """Refuse rings of io_uring(7), which CRIU cannot dump (4.2: criu/files.c, dump_one_file)."""
     for process in processes:
         if any(target == _RING for _, target in proc.open_files(process.pid)):
             raise Refused(
@@ -275,12 +277,12 @@ def refuse_rings(processes: Sequence[proc.Process]) -> None:
 
 
 def refuse_sockets(processes: Sequence[proc.Process], real: RealRuntime, connections: Connections) -> None:
-    """Sockets that CRIU does not dump on this kernel, and connections where it is not told what to do.
+    """Refuse sockets that CRIU cannot dump on this kernel, and connections if no option says what to do.
 
-    `processes` are all of the container's, with a GPU or without.
+    `processes`: all processes of the container, with a GPU or without.
     """
     found = tuple(open_sockets.iterate_open(processes))
-    # Which CRIU a script starts, that somebody put around the runtime, is not known.
+    # If the runtime is wrapped in a script, it is not known which CRIU it starts.
     if _is_program(real):
         for name, first in {each.protocol: each for each in reversed(found)}.items():
             if not open_sockets.can_be_dumped(name):

@@ -1,8 +1,9 @@
-"""GPU memory that processes share: the driver suspends it without complaint, and then cannot restore it.
+"""Finds GPU memory that processes share: the driver suspends it without an error, and then cannot restore it.
 
-What was seen on two H200s with driver 580 and NCCL 2.28 (docs/benchmarks.md; tests/gpu/test_nccl.py runs it
-again): two ranks come back if NCCL moves their data through host memory that it shares by files, or through
-sockets, and do not where it has mapped one rank's memory, or host memory of CUDA's (cuMem), into the other.
+Seen on two H200s with driver 580 and NCCL 2.28 (docs/benchmarks.md; tests/gpu/test_nccl.py repeats it): two
+ranks can be restored if NCCL moves their data through host memory that it shares by files, or through
+sockets. They cannot be restored if NCCL has mapped one rank's memory, or host memory of CUDA (cuMem), into
+the other.
 
     NCCL_P2P_DISABLE   NCCL_CUMEM_ENABLE   NCCL_CUMEM_HOST_ENABLE   NCCL_SHM_DISABLE   both come back
            -                   -                      -                     -              no
@@ -14,30 +15,31 @@ sockets, and do not where it has mapped one rank's memory, or host memory of CUD
            1                   0                      0                   - or 1           yes
            1                   -                      -                     1              yes
 
-All of these with NCCL_NVLS_ENABLE=0. Without it (and without TORCH_SYMM_MEM_DISABLE_MULTICAST=1) the driver's
-checkpoint of two ranks in a container did not end, on two H100s, five times of five; with it, it does. GPUs
-can share memory so (NVLink multicast) from compute capability 9.0 on.
+All of these with NCCL_NVLS_ENABLE=0. Without it (and without TORCH_SYMM_MEM_DISABLE_MULTICAST=1), the
+driver's checkpoint of two ranks in a container did not end on two H100s, in five of five attempts; with it,
+it does. GPUs share memory in this way (NVLink multicast) from compute capability 9.0 on.
 
-Signs that can be seen from outside, before anything is done:
+What gpusnap can see from outside, before it changes anything:
 
-- A communicator has a Unix socket, @tmp/nccl-socket-<rank>-<hash>, as long as it lives (NCCL from 2.19
-  on). A program that only loaded NCCL has none, nor torchrun's launcher, nor one that has destroyed its
-  communicator. NCCL before 2.19 is known by two signs together: a file libnccl.so* that is mapped and knows
-  no such socket, and a launcher's variable that tells of several ranks. Where a program was linked with it
-  statically, or nobody set such a variable, it is not seen.
-- A process that holds rank 0 alone, or all ranks up to its highest, shares nothing with another: one rank, or
-  several GPUs of one process, which come back with every setting. That can be told only where no other
-  process holds a rank, or all hold rank 0 alone: two communicators of the same two processes, in opposite
-  order, look like two jobs of two GPUs each. And a rank 0 whose others are in another container is known by
-  its launcher's variables alone.
-- NCCL's variables as getenv(3) finds them now: programs set them themselves, and NCCL's files do.
-- /dev/shm/nccl-*: host memory that is shared by files; where CUDA's takes its place there is none.
-- /dev/shm/cuda.shm.<uid>.<PID in hex>.<n>: CUDA IPC, the PID being the exporter's. A process that has
-  another's mapped has opened its memory (torch.multiprocessing does), and its restore failed.
+- A communicator has a Unix socket, @tmp/nccl-socket-<rank>-<hash>, for as long as it exists (NCCL 2.19 and
+  later). A program that only loaded NCCL has no such socket, nor has torchrun's launcher, nor a program that
+  has destroyed its communicator. NCCL before 2.19 is recognized by two signs together: a mapped file
+  libnccl.so* that does not contain the name of that socket, and a variable of the launcher that says that
+  there are several ranks. It is not recognized if the program is statically linked with NCCL, or if nobody
+  set such a variable.
+- A process that holds only rank 0, or all ranks up to its highest, shares nothing with another process: it is
+  one rank, or several GPUs of one process, which can be restored with every setting. This is certain only if
+  no other process holds a rank, or if all of them hold only rank 0: two communicators of the same two
+  processes, in opposite order, look like two jobs of two GPUs each. If a rank 0 has its other ranks in
+  another container, only the variables of its launcher show it.
+- NCCL's variables as getenv(3) finds them now: programs and NCCL's configuration files set them too.
+- /dev/shm/nccl-*: host memory that is shared by files. If CUDA's host memory replaces it, there is none.
+- /dev/shm/cuda.shm.<uid>.<PID in hex>.<n>: CUDA IPC, with the PID of the exporter. A process that has mapped
+  such a file of another process has opened its memory (torch.multiprocessing does), and its restore failed.
 
-Not to be seen is a bare cudaIpcOpenMemHandle, without events (vLLM's own all-reduce): descriptors, mappings,
-Unix sockets and open files in common are the same before, meanwhile and afterwards (bench/ipc_signs.py, on an
-H100 with driver 580.159.04; the restore of the process that had opened the memory failed with 1).
+A bare cudaIpcOpenMemHandle, without events, cannot be seen (vLLM's own all-reduce uses it): descriptors,
+mappings, Unix sockets and shared open files are the same before, during and after it (bench/ipc_signs.py, on
+an H100 with driver 580.159.04). The restore of the process that had opened the memory failed with 1.
 """
 
 from __future__ import annotations
@@ -53,49 +55,49 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.environ import live_environment
 
 IPC_DRIVER = 610
-"""The first driver that brings CUDA IPC back, by NVIDIA's notes on cuda-checkpoint; none was at hand."""
+"""The first driver that can restore CUDA IPC, according to NVIDIA's notes on cuda-checkpoint. Not tested."""
 VARIABLES: Mapping[str, str] = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_CUMEM_HOST_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
-"""With these a job comes back."""
+"""With these, the driver can restore a job."""
 _MULTICAST = "NCCL_NVLS_ENABLE"
 _FIRST_MULTICAST = (9, 0)
 
 _SOCKET = compile_later(r"@tmp/nccl-socket-(\d{1,9})-[0-9a-f]+")
 _SEGMENT = "/dev/shm/nccl-"
 _IPC = compile_later(r"/dev/shm/cuda\.shm\.\d+\.([0-9a-f]+)\.\d+")
-# How launchers tell a rank how many there are: torchrun, Open MPI, MPICH; else Slurm of the step, or else of
-# the whole job, which a program in a batch script has too, though it may be alone.
+# How launchers tell a rank the number of ranks: torchrun, Open MPI, MPICH; else Slurm for the step, or else
+# for the whole job. A program in a batch script has the last one too, although it may be alone.
 _SIZES = (
     ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     ("SLURM_STEP_NUM_TASKS",),
     ("SLURM_NTASKS",),
 )
 _NAME = b"/tmp/nccl-socket-"
-# The part of libnccl in which its constants are: all of the largest seen, 330 MiB.
+# The part of libnccl that contains its constants: the whole of the largest one seen, 330 MiB.
 _LONGEST = 1 << 30
 _PIECE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """A process that would not come back."""
+    """A process that the driver could not restore."""
 
     process: proc.Process
     why: str
-    """As the end of a sentence that begins with the process."""
+    """The end of a sentence that begins with the process."""
     todo: str
     code: str
-    """Of the refusal, such as GPS-214."""
+    """The code of the refusal, such as GPS-214."""
 
 
 def find_sharing(users: Sequence[proc.Process], host: Host) -> Sharing | None:
-    """The first of these GPU processes that shares memory which the driver could not restore; or None.
+    """Return the first of these GPU processes that shares memory which the driver could not restore; or None.
 
-    `users`: all GPU processes of a container on that host.
+    `users`: all GPU processes of a container. `host`: the host that they run on.
     """
     multicast = any(_capability(gpu) >= _FIRST_MULTICAST for gpu in host.gpus)
     wanted = {name: value for name, value in VARIABLES.items() if multicast or name != _MULTICAST}
@@ -139,7 +141,7 @@ def _find_nccl_sharing(users: Sequence[proc.Process], wanted: Mapping[str, str])
 
 
 def _can_be_restored(environment: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
-    """Whether NCCL shares no memory of CUDA's under these settings."""
+    """Whether NCCL shares no CUDA memory with these settings."""
     if not _is(environment, "NCCL_P2P_DISABLE", "1"):
         return False
     if _MULTICAST in wanted and not _is(environment, _MULTICAST, "0"):
@@ -152,7 +154,7 @@ def _can_be_restored(environment: Mapping[str, str], wanted: Mapping[str, str]) 
 
 
 def _is(environment: Mapping[str, str], name: str, wanted: str) -> bool:
-    """Whether a switch is on ("1") or off ("0"); NCCL takes every number but zero for on."""
+    """Whether a switch is on ("1") or off ("0"). For NCCL, every number except zero is on."""
     try:
         value = int(environment.get(name, ""), 0)
     except ValueError:
@@ -161,13 +163,13 @@ def _is(environment: Mapping[str, str], name: str, wanted: str) -> bool:
 
 
 def _ranks(pid: int) -> frozenset[int]:
-    """The ranks of the process' communicators."""
+    """Return the ranks of the process's communicators."""
     found = (_SOCKET.fullmatch(name) for name in proc.unix_sockets(pid))
     return frozenset(int(match[1]) for match in found if match)
 
 
 def _has_several(ranks: Mapping[proc.Process, frozenset[int]]) -> bool:
-    """Whether a communicator of these has ranks in more than one process."""
+    """Whether a communicator of these processes has ranks in more than one process."""
     if any(len(held) <= max(held) for held in ranks.values()):
         return True  # a lower rank is somewhere else
     if len(ranks) > 1 and any(max(held) > 0 for held in ranks.values()):
@@ -176,7 +178,7 @@ def _has_several(ranks: Mapping[proc.Process, frozenset[int]]) -> bool:
 
 
 def _size(pid: int) -> int:
-    """How many processes the job has, as far as its launcher told this one; 1 where it did not."""
+    """Return the number of processes of the job, if its launcher has set it for this one; else 1."""
     environment = live_environment(pid) or proc.environment(pid)
     for names in _SIZES:
         told = (environment.get(name, "") for name in names)
@@ -187,7 +189,7 @@ def _size(pid: int) -> int:
 
 
 def _is_old_rank(pid: int) -> bool:
-    """Whether the process is one of several ranks, by its launcher, and has an NCCL without the socket."""
+    """Whether the process is one of several ranks, by its launcher, with an NCCL that has no such socket."""
     if _size(pid) <= 1:
         return False
     for fields in proc.named_mappings(pid):
@@ -202,11 +204,11 @@ def _mentions_socket(pid: int, addresses: str) -> bool:
         with open(f"{proc.PROC}/{pid}/map_files/{start:x}-{end:x}", "rb", buffering=0) as file:
             return _mentions(file.fileno(), _NAME)
     except (OSError, ValueError):
-        return True  # gone, or not to be read: no sign of an old one
+        return True  # gone or unreadable: no sign of an old NCCL
 
 
 def _mentions(file: int, word: bytes) -> bool:
-    """Whether the beginning of a file has a word. Not mapped: who shortened the file would kill us."""
+    """Whether the start of a file contains a word. Not mapped: a shortened file would cause SIGBUS."""
     at, last = 0, b""
     while at < _LONGEST and (data := os.pread(file, _PIECE, at)):
         if word in last + data:

@@ -22,19 +22,19 @@ DUMPED = frozenset(
         *("TCP", "TCPv6", "UDP", "UDPv6", "UDP-Lite", "UDPLITEv6", "RAW", "RAWv6"),
     }
 )
-"""What CRIU dumps, as the kernel names it in system.sockprotoname (struct proto's name): Unix, netlink and
-packet sockets, and of the internet's these (criu/sockets.c, dump_socket; criu/sk-inet.c,
-can_dump_ipproto)."""
+"""The protocols that CRIU dumps, by their names in the kernel, which system.sockprotoname returns (struct
+proto's name): Unix, netlink and packet sockets, and these of the internet's (criu/sockets.c, dump_socket;
+criu/sk-inet.c, can_dump_ipproto)."""
 LOCAL = ("UNIX", "NETLINK")
-"""Those that CRIU before 4.2 can dump on Linux 6.16 and later; how their names begin."""
+"""How the names of those begin that CRIU before 4.2 can dump on Linux 6.16 and later."""
 
-# include/net/tcp_states.h. What CRIU calls connected (criu/sk-inet.c, can_dump_inet_sk): all but these.
+# include/net/tcp_states.h. CRIU calls all others connected (criu/sk-inet.c, can_dump_inet_sk).
 _LISTEN, _CLOSE, _TIME_WAIT = 0x0A, 0x07, 0x06
 _SOCKET = compile_later(r"socket:\[(\d+)\]")
-# asm-generic/socket.h; Python's socket module names it on newer releases only.
+# asm-generic/socket.h; Python's socket module has a name for it only in newer releases.
 _SO_PASSCRED = 16
 
-# Sockets to try CRIU with. On such a kernel an old CRIU dumps all but the local ones, or none of them.
+# Sockets for a test of CRIU. On such a kernel, an old CRIU dumps all but the local ones, or none of them.
 _MPTCP = 262  # include/uapi/linux/in.h, IPPROTO_MPTCP
 _TCP = (socket.AF_INET, socket.SOCK_STREAM, 0)
 _TRIED = {
@@ -52,7 +52,7 @@ class OpenSocket:
     number: int
     inode: str
     protocol: str
-    """As the kernel names it; empty where it does not tell."""
+    """Its name in the kernel; empty if the kernel does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +63,19 @@ class Connection:
     peer: str
     """Address and port: 192.0.2.7:443, [2001:db8::7]:443."""
     port: int
-    """The peer's."""
+    """The port of the peer."""
 
 
 def inode(target: str) -> str:
-    """The inode of a socket by what its descriptor's link says; empty for other files."""
+    """Return the inode of a socket from the link of its descriptor; empty for other files."""
     match = _SOCKET.fullmatch(target)
     return match[1] if match else ""
 
 
 def protocol(link: str) -> str:
-    """The protocol of a socket, by a link to it in /proc/PID/fd; empty where the kernel does not tell.
+    """Return the protocol of a socket, by a link to it in /proc/PID/fd; "" if the kernel does not say it.
 
-    Source: net/socket.c, sockfs_xattr_handlers; lsof asks so, too.
+    Source: net/socket.c, sockfs_xattr_handlers; lsof uses this, too.
     """
     try:
         return os.getxattr(link, "system.sockprotoname").rstrip(b"\0").decode("ascii", "replace")
@@ -84,7 +84,7 @@ def protocol(link: str) -> str:
 
 
 def iterate_open(processes: Iterable[proc.Process]) -> Iterator[OpenSocket]:
-    """Every socket of the processes; what is closed meanwhile is left out."""
+    """Yield every socket of the processes; those that are closed meanwhile are omitted."""
     for process in processes:
         for link, target in proc.open_files(process.pid):
             if found := inode(target):
@@ -92,11 +92,11 @@ def iterate_open(processes: Iterable[proc.Process]) -> Iterator[OpenSocket]:
 
 
 def connections(pid: int, root: str = "/") -> Iterator[Connection]:
-    """The TCP connections in a process' network namespace (proc_pid_net(5)), of all processes in it.
+    """Yield the TCP connections in a process's network namespace (proc_pid_net(5)), of all processes in it.
 
-    Netlink (sock_diag(7)) has the same, and pyroute2's DiagSocket decodes it. But 8000 connections take 0.5 s
-    of computing then, and 0.15 s the import (pyroute2 0.9.7, bench/socket_listing.py), where this takes 0.06
-    s; and netlink answers for the namespace of who asks, which would have to be joined for it.
+    Netlink (sock_diag(7)) has the same, and pyroute2's DiagSocket decodes it. But 8000 connections then take
+    0.5 s of computing, and the import 0.15 s (pyroute2 0.9.7, bench/socket_listing.py); this takes 0.06 s.
+    Netlink answers for the namespace of the caller, which would have to join the other one.
     """
     for name in ("tcp", "tcp6"):
         try:
@@ -112,7 +112,7 @@ def connections(pid: int, root: str = "/") -> Iterator[Connection]:
 
 
 def _address(text: str) -> str:
-    """An address as the kernel prints it: 32-bit words in the machine's order, here little-endian."""
+    """Parse an address as the kernel prints it: 32-bit words in the machine's order, here little-endian."""
     data = b"".join(bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
     if len(data) == 4:
         return socket.inet_ntop(socket.AF_INET, data)
@@ -122,9 +122,9 @@ def _address(text: str) -> str:
 
 
 def is_restricted_by_kernel() -> bool:
-    """Whether the kernel has SO_PASSCRED for Unix and netlink sockets alone, as Linux 6.16 and later.
+    """Whether the kernel supports SO_PASSCRED only for Unix and netlink sockets, as Linux 6.16 and later do.
 
-    CRIU before 4.2 asks it of every socket, and dumps none that does not answer (criu/sockets.c,
+    CRIU before 4.2 reads it from every socket, and dumps none for which that fails (criu/sockets.c,
     dump_socket_opts; fixed by its commit 4b7398595).
     """
     try:
@@ -136,7 +136,7 @@ def is_restricted_by_kernel() -> bool:
 
 
 def can_be_dumped(name: str) -> bool:
-    """Whether this host's CRIU dumps sockets of a protocol on this kernel; true where that is not known."""
+    """Whether this host's CRIU dumps sockets of a protocol on this kernel; True if that is not known."""
     if name.startswith(LOCAL):
         return True
     if name in DUMPED:
@@ -148,13 +148,13 @@ NEWER_CRIU = "install CRIU 4.2 or later: Debian sid has it, and https://criu.org
 
 
 def cure(name: str) -> str:
-    """What to do about a protocol that CRIU does not dump."""
+    """The hint for a protocol that CRIU cannot dump."""
     if name in DUMPED:
         return NEWER_CRIU
     return _CURES.get(name, "stop the program that uses it, or start that program without it")
 
 
 def _is_old(version: str) -> bool:
-    """Before 4.2; a version that is not known counts as such, as it is tried then."""
+    """Whether a version is before 4.2; an unknown version counts as old, because it is then tested."""
     match = re.match(r"(\d{1,9})\.(\d{1,9})", version)
     return match is None or (int(match[1]), int(match[2])) < (4, 2)

@@ -1,6 +1,6 @@
 """Checks that a checkpoint or a restore has room, in memory and on disk.
 
-If there is none, Refused says in one sentence how much is needed, where, and what to do about it.
+If there is not enough room, Refused says how much is needed, where, and what to do about it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.units import human
 
-# The heap of a process grows by about 150 MiB at its first checkpoint (seen with driver 580).
+# A process's heap grows by about 150 MiB at its first checkpoint (seen with driver 580).
 _HEAP_GROWTH = 150 << 20
 
 
 def check_memory(
     gpu_bytes: Mapping[int, int], init: int, settings: Memory | None = None, *, reserved: int = 0
 ) -> None:
-    """The GPUs' memory has to fit beside what runs: on the host, in the container's limit, in our own.
+    """Refuse unless the GPUs' memory fits beside what runs: on the host and within the cgroups' limits.
 
-    `gpu_bytes` is by PID. Where the driver puts it into the process itself, the container's memory limit
-    counts it, and where it is staged by us, our own does; over a limit the kernel would kill the process,
-    work and all. With `settings`, what would be staged by them is asked for. `reserved`: bytes that others
-    are about to take.
+    `gpu_bytes`: by PID. If the driver puts the memory into the process itself, the container's limit counts
+    it. If gpusnap keeps it in files in RAM, gpusnap's own limit counts it. Above a limit, the kernel would
+    kill the process. With `settings`, gpusnap's own limit is checked for the memory that it would keep.
+    `reserved`: bytes that others have claimed.
     """
     need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
     _check_fits_on_host(need, "must move to", reserved)
@@ -36,7 +36,7 @@ def check_memory(
 
 
 def check_memory_to_restore(record: Manifest, settings: Memory, *, reserved: int = 0) -> None:
-    """The memory that is not in CRIU's images has to fit beside what runs on this host.
+    """Refuse unless the memory that is not in CRIU's images fits beside what runs on this host.
 
     `reserved`: as for `check_memory`.
     """
@@ -48,9 +48,9 @@ def check_memory_to_restore(record: Manifest, settings: Memory, *, reserved: int
 def has_memory_for_images(record: Manifest, settings: Memory, *, reserved: int = 0) -> bool:
     """Whether CRIU's images that are in chunks fit into RAM for a restore.
 
-    Beside the GPUs' memory and what CRIU makes of them, here and within the limit of our own cgroup. They do
-    not where memory.ceiling says how much gpusnap may use, nor where what is staged would not outlive us.
-    `reserved`: as for `check_memory`.
+    They must fit beside the GPUs' memory and what CRIU makes of the images, on this host and within the limit
+    of gpusnap's cgroup. They do not if memory.ceiling limits gpusnap's memory, or if files in RAM would not
+    outlive gpusnap. `reserved`: as for `check_memory`.
     """
     if settings.ceiling or not mount_namespace.is_lasting():
         return False
@@ -59,9 +59,9 @@ def has_memory_for_images(record: Manifest, settings: Memory, *, reserved: int =
 
 
 def would_evict(tables: Sequence[Table]) -> bool:
-    """Whether the blobs of these would take the place of other files in the page cache of this host.
+    """Whether the blobs of these tables would evict other files from the page cache of this host.
 
-    They would where the memory that nothing uses is not enough for the blobs and for what is made of them.
+    They would if unused memory is not enough for the blobs and for what is made of them.
     """
     need = sum(blob.size for blob in descriptors(tables)) + sum(table.size for table in tables)
     unused = proc.unused_memory()
@@ -69,12 +69,12 @@ def would_evict(tables: Sequence[Table]) -> bool:
 
 
 def measure_beside_images(record: Manifest) -> int:
-    """Bytes of memory that are not in CRIU's images."""
+    """Return the bytes of memory that are not in CRIU's images."""
     return sum(region.table.size for process in record.processes for region in process.regions)
 
 
 def _check_own_cgroup(need: int, how: str, settings: Memory | None) -> None:
-    """Our own cgroup has to take what is staged; above memory.ceiling nothing is."""
+    """Refuse unless files in RAM fit into gpusnap's cgroup; above memory.ceiling there are none."""
     if settings is not None and settings.pages != "criu":
         least = min(need, settings.ceiling or need)
         where = "the memory limit of gpusnap's own cgroup"
@@ -84,7 +84,7 @@ def _check_own_cgroup(need: int, how: str, settings: Memory | None) -> None:
 
 
 def _check_fits_on_host(need: int, how: str, reserved: int) -> None:
-    """`reserved`: as for `check_memory`. What they have taken of it already is counted twice."""
+    """`reserved`: as for `check_memory`. What others have already used of it is counted twice."""
     free = _measure_available()
     left = None if free is None else max(0, free - reserved)
     others = reserved > 0 and free is not None and need <= free
@@ -109,10 +109,10 @@ def check_disk(
     *,
     place: str = "",
 ) -> None:
-    """The image has to fit where it goes; what is resident is an upper bound of CRIU's part.
+    """Refuse unless the image fits on its disk. Resident memory is the upper bound of CRIU's part.
 
-    `make_room` may free so many bytes there, and is asked before this refuses. `place`: a store, if the GPUs'
-    memory goes there; then CRIU's images are cut into chunks there, too, before they leave the image.
+    `make_room` may free that many bytes there, and is called before this refuses. `place`: a store, if the
+    GPUs' memory goes there; CRIU's images are then cut into chunks there, too, before they leave the image.
     """
     resident = sum(proc.memory(process.pid) for process in processes)
     need = resident + gpu_bytes
@@ -146,18 +146,18 @@ def _free(folder: str) -> int:
 
 
 def _measure_available() -> int | None:
-    """What this host has left; None where it does not tell."""
+    """Return the available memory of this host; None if it is not reported."""
     return proc.available_memory() or None
 
 
 def _measure_left(reserved: int) -> int | None:
-    """The same, beside bytes that are reserved."""
+    """The same, minus the reserved bytes."""
     free = _measure_available()
     return None if free is None else max(0, free - reserved)
 
 
 def _limit(init: int) -> int | None:
-    """Bytes left below the tightest memory limit above a process; None without one (cgroup v2 and v1)."""
+    """Return the bytes left below a process's tightest memory limit; None without one (cgroup v2, v1)."""
     groups = proc.cgroups(init)
     left: list[int] = []
     for mount in proc.mounts("self"):
@@ -168,8 +168,7 @@ def _limit(init: int) -> int | None:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Seen from inside another cgroup namespace the path may begin with /..: nothing there is ours to
-        # read.
+        # From inside another cgroup namespace, the path may begin with /..: this process cannot read that.
         if path is not None and not path.startswith("/.."):
             inside = path.removeprefix(mount.root) if mount.root != "/" else path
             left += _list_left_below(mount.destination, inside.strip("/"), names)
@@ -177,7 +176,7 @@ def _limit(init: int) -> int | None:
 
 
 def _list_left_below(top: str, path: str, names: tuple[str, str, str]) -> list[int]:
-    """What each cgroup from `path` up to `top` leaves; `names`: its limit, its use, what it can drop."""
+    """Return what each cgroup from `path` up to `top` leaves; `names`: limit, use, what it can drop."""
     found = []
     while True:
         folder = os.path.join(top, path)
@@ -190,7 +189,7 @@ def _list_left_below(top: str, path: str, names: tuple[str, str, str]) -> list[i
 
 
 def _number(path: str, key: str = "") -> int | None:
-    """A number in a cgroup's file, or the one behind `key`; None for "max" and without such a file."""
+    """Read a number from a cgroup's file, or the one after `key`; None for "max" and without the file."""
     try:
         with open(path, encoding="ascii") as file:
             text = file.read()

@@ -1,27 +1,27 @@
-"""The journal for recovery after a kill: where the bytes are that gpusnap took out of a container.
+"""The journal for recovery after a kill: where the memory is that gpusnap took out of a container.
 
-    /run/gpusnap/journal/        0700; gone with the next boot, as the processes are
+    /run/gpusnap/journal/        0700; gone after a reboot, as are the processes
         <key>.json               written before the first process is locked, and again before a region is
-                                 freed; removed when all run again, or the checkpoint is whole
-        <key>.lock               held (flock) while a checkpoint of it is under way
-        <key>.restore            a restore that is under way, see snapshot/restore_record.py
-        <key>.<pid>.thread       a thread's own registers, while it makes system calls for us
+                                 freed; removed when all processes run again, or the checkpoint is complete
+        <key>.lock               locked (flock) while an operation changes the container
+        <key>.restore            a restore in progress, see snapshot/restore_record.py
+        <key>.<pid>.thread       a thread's own registers, while gpusnap makes system calls with it
         <key>.masks              the signal masks of threads that are held, see process/ptrace/signal_masks.py
-        <key>.<pid>.idle         a process without GPU state, while it stands still for us (`leftover`)
+        <key>.<pid>.idle         a process without GPU state that gpusnap stopped (`leftover`)
         <key>.paused             which processes of a paused container were stopped, see paused_container.py;
-                                 or that it was gpusnap who paused it, see dump_pause.py
-        <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next one would hide:
-                                 they are not called whole
+                                 or that gpusnap paused it, see dump_pause.py
+        <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next fsync would not
+                                 report: they do not count as complete
     /run/gpusnap/restored/
-        <key>.restored           whom to ask about a container that runs, see restored_containers.py: it stays
-                                 when nothing is under way
-    /run/gpusnap/suspended/      there while a container is suspended; the launcher looks for it
-        <key>.suspended          a container that `gpusnap suspend` took off its GPUs, see suspensions.py: it
-                                 and <key>.json, which says where its bytes are, stay until it is resumed
+        <key>.restored           which Podman to ask about a running container, see restored_containers.py; it
+                                 stays when no operation is in progress
+    /run/gpusnap/suspended/      exists while a container is suspended; the launcher checks that
+        <key>.suspended          a container that `gpusnap suspend` suspended, see suspensions.py: it and
+                                 <key>.json, which says where its memory is, stay until it is resumed
 
-A container is named by its key (runtime/container_key.py), since several engines may each have one of the
+A container is named by its key (runtime/container_key.py), because several engines may each have one with the
 same ID. An entry names processes by PID (and the PID namespace) and start time, regions by address, and where
-their bytes are, all of them in files by then: the image's layout, or files of memory.stage.
+their memory is. By then all of it is in files: the image's layout, or files of memory.stage.
 `snapshot/recover_checkpoint.py` reads it.
 """
 
@@ -55,24 +55,24 @@ _VERSION = 2
 _PAUSE_VERSION = 1
 _MOST = 64 << 20
 LOOKING = 0.3
-"""Seconds that another gpusnap may have a container's lock that only looks at what is on file of it."""
+"""Seconds for which another gpusnap may hold a container's lock if it only reads the records."""
 UNSYNCED = "unsynced"
-"""The kind of file that says that an fsync of the images has failed."""
+"""The kind of file that records a failed fsync of the images."""
 PAUSED = "paused"
-"""The kind of file that says what was stopped of a paused container."""
+"""The kind of file that records which processes of a paused container were stopped."""
 MASKS = "masks"
-"""The kind of file that has the signal masks of threads."""
+"""The kind of file that contains the signal masks of threads."""
 RESTORED = "restored"
-"""The kind of file that says by whom a container that runs was restored."""
+"""The kind of file that records who restored a running container."""
 SUSPENDED = "suspended"
-"""The kind of file that says that a container is suspended."""
+"""The kind of file that records that a container is suspended."""
 _APART = (RESTORED, SUSPENDED)
-"""Kinds of files that have a folder of their own, named like them."""
+"""Kinds of files that have a directory of their own, with the same name."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedRegion:
-    """A region whose bytes are in a file of memory.stage."""
+    """A region whose memory is in a file of memory.stage."""
 
     path: str
     start: int
@@ -87,59 +87,59 @@ class JournalProcess:
 
     pid: int
     start: int
-    """As proc.Process.start: it tells the process from a later one with its PID."""
+    """As proc.Process.start: it distinguishes the process from a later one with its PID."""
     regions: tuple[RegionRecord, ...]
     thread: Saved | None = None
-    """A thread of it that was lent to us."""
+    """A thread of it that gpusnap used for system calls."""
     staged: tuple[StagedRegion, ...] = ()
-    """Those of its regions that need not come from the layout."""
+    """Its regions whose memory is in files in RAM, and need not come from the layout."""
     idle: bool = False
-    """It never had GPU state, and only stands still."""
+    """Whether it never had GPU state, and is only stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A paused container, as paused_container.py and dump_pause.py note it."""
+    """A paused container, as recorded by paused_container.py and dump_pause.py."""
 
     owner: tuple[int, int]
     """As Entry.owner."""
     group: str
-    """The folder of its cgroup; empty where it was gpusnap that paused it."""
+    """The directory of its cgroup; empty if gpusnap paused it."""
     thawed: bool
-    """Whether it was gpusnap that thawed it."""
+    """Whether gpusnap thawed it."""
     stopped: tuple[tuple[int, int], ...]
-    """PID and start time of what gpusnap stopped."""
+    """PID and start time of the processes that gpusnap stopped."""
     runtime: str = ""
     """The kind of the real runtime."""
     init: tuple[int, int] | None = None
-    """PID and start time of the container's init, where it was gpusnap that paused it."""
+    """PID and start time of the container's init, if gpusnap paused it."""
     groups: tuple[str, ...] = ()
-    """The folders of the cgroups of which one is frozen then."""
+    """The directories of its cgroups, one of which is frozen then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of one container."""
+    """The record of one container."""
 
     key: str
     image: str
-    """The image directory; empty where only the pause is to be put right."""
+    """The image directory; empty if only the pause must be undone."""
     owner: tuple[int, int]
     """PID and start time of the gpusnap that wrote it."""
     processes: tuple[JournalProcess, ...]
     layout: str = ""
-    """Where its chunks are."""
+    """The path of the layout with its chunks."""
     paused: Pause | None = None
-    """Where the container was paused."""
+    """Set if the container was paused."""
 
     @property
     def container(self) -> str:
-        """Its ID."""
+        """The ID of the container."""
         return container_key.id_of(self.key)
 
     @property
     def at_work(self) -> bool:
-        """Whether that gpusnap is still there."""
+        """Whether the gpusnap that wrote it still runs."""
         return proc.is_same(*self.owner)
 
 
@@ -151,10 +151,10 @@ def write(
     staged: Mapping[int, Sequence[StagedRegion]] = MappingProxyType({}),
     layout: str = "",
 ) -> None:
-    """Write the entry of a container, by its key, in place of an earlier one.
+    """Write the entry of a container, by its key; replace an earlier one.
 
-    By PID: the regions that are in the layout at the path `layout`, the image's folder where that is empty,
-    and those that are staged. Raises GpusnapError.
+    `regions`, by PID, are in the layout at the path `layout` (the image's directory if that is empty);
+    `staged` are in files in RAM. Raises GpusnapError.
     """
     processes: list[dict[str, Any]] = [
         {
@@ -176,7 +176,7 @@ def write(
     }
     data = json.dumps(document).encode()
     if len(data) > _MOST:
-        # BLAKE3 only makes it quicker to read the chunks.
+        # BLAKE3 only makes reading the chunks faster.
         for process in processes:
             for region in process["regions"]:
                 region.pop("blake3", None)
@@ -193,7 +193,7 @@ def write(
 
 @contextmanager
 def keep_thread(key: str, pid: int, saved: Saved) -> Iterator[None]:
-    """Have a thread's own registers on file while the block has it make system calls. Raises GpusnapError."""
+    """Record a thread's own registers while the block makes system calls with it. Raises GpusnapError."""
     path = _path(key, f"{pid}.thread")
     start = state_files.owner(pid)[1]
     document = {"start": start, "tid": saved.tid, "registers": saved.registers.hex(), "mask": saved.mask}
@@ -206,7 +206,7 @@ def keep_thread(key: str, pid: int, saved: Saved) -> Iterator[None]:
 
 @contextmanager
 def keep_idle(key: str, pid: int) -> Iterator[None]:
-    """Have it on file that a process without GPU state is stopped, while it is. Raises GpusnapError."""
+    """Record that a process without GPU state is stopped, while the block runs. Raises GpusnapError."""
     path = _path(key, f"{pid}.idle")
     _write(path, json.dumps({"start": state_files.owner(pid)[1]}).encode())
     try:
@@ -216,9 +216,9 @@ def keep_idle(key: str, pid: int) -> Iterator[None]:
 
 
 def remove(key: str) -> None:
-    """The container needs nothing any more."""
+    """Remove the entry: there is nothing to recover for the container any more."""
     if not container_key.is_key(key):
-        return  # nothing was ever written for such a one
+        return  # no file was ever written for it
     with contextlib.suppress(OSError):
         for name in os.listdir(FOLDER):
             if re.fullmatch(rf"{re.escape(key)}\.\d+\.(thread|idle)", name, re.ASCII):
@@ -228,9 +228,9 @@ def remove(key: str) -> None:
 
 
 def threads(key: str) -> Iterator[tuple[int, int, Saved]]:
-    """PID and start time of the processes with a thread of which the registers are on file, and these.
+    """Yield PID, start time and registers for each thread whose registers are recorded.
 
-    Raises GpusnapError where one cannot be read. An earlier version had no start time on file: 0.
+    Raises GpusnapError if one cannot be read. An earlier version did not record the start time: 0.
     """
     for name in list_noted("thread"):
         whose, _, pid = name.rpartition(".")
@@ -240,15 +240,15 @@ def threads(key: str) -> Iterator[tuple[int, int, Saved]]:
 
 
 def drop_thread(key: str, pid: int) -> None:
-    """The thread of a process has its registers again."""
+    """Remove the record of a thread that has its registers again."""
     state_files.remove(_path(key, f"{pid}.thread"))
 
 
 @contextmanager
 def hold(key: str, *, patience: float = LOOKING) -> Iterator[None]:
-    """Keep every other gpusnap from this container while the block runs. Raises GpusnapError.
+    """Lock the container against every other gpusnap while the block runs. Raises GpusnapError.
 
-    `patience`: seconds in which another one that only looks lets go of it; 0 for who only looks.
+    `patience`: seconds to wait for another gpusnap that only reads; 0 for a caller that only reads itself.
     """
     path, container = _path(key, "lock"), container_key.id_of(key)
     busy = GpusnapError(
@@ -267,18 +267,18 @@ def hold(key: str, *, patience: float = LOOKING) -> Iterator[None]:
 
 
 def masks(key: str) -> str:
-    """The file of the signal masks that a killed gpusnap left, if it is there."""
+    """Return the path of the signal masks that a killed gpusnap left, if the file exists."""
     return _path(key, MASKS)
 
 
 def entries() -> tuple[Entry, ...]:
-    """All that waits, by container. Raises GpusnapError for one that cannot be read."""
+    """Return all entries, by container. Raises GpusnapError for one that cannot be read."""
     found = (read(key) for key in sorted({*list_noted("json"), *list_noted(PAUSED), *list_noted(MASKS)}))
     return tuple(entry for entry in found if entry is not None)
 
 
 def _has_held_threads(key: str) -> bool:
-    """Whether threads of a container were held by a gpusnap that is no more, and not for a restore."""
+    """Whether a killed gpusnap left threads of a container held, and not for a restore."""
     path = masks(key)
     try:
         if not exists(path, follow=False) or exists(_path(key, "restore"), follow=False):
@@ -289,7 +289,7 @@ def _has_held_threads(key: str) -> bool:
 
 
 def read(key: str) -> Entry | None:
-    """The entry of a container, if there is one. Raises GpusnapError where it cannot be read."""
+    """Read the entry of a container, if there is one. Raises GpusnapError if it cannot be read."""
     if not container_key.is_key(key):
         return None
     path = _path(key, "json")
@@ -315,17 +315,17 @@ def read(key: str) -> Entry | None:
 
 
 def write_document(key: str, kind: str, document: Mapping[str, Any]) -> None:
-    """Write a file of another kind beside the entries, in place of an earlier one. Raises GpusnapError."""
+    """Write a file of another kind beside the entries; replace an earlier one. Raises GpusnapError."""
     _write(_path(key, kind), json.dumps({**document, "space": _read_namespace()}).encode())
 
 
 def note_pause(key: str, pause: Pause) -> None:
-    """Write what is to be known of a container's pause, in place of what was. Raises GpusnapError."""
+    """Record a container's pause; replace an earlier record. Raises GpusnapError."""
     write_document(key, PAUSED, {"version": _PAUSE_VERSION, **asdict(pause)})
 
 
 def note_unsynced(key: str, why: str) -> None:
-    """The images of a container's checkpoint did not come to disk, whatever a later fsync says.
+    """Record that the images of a container's checkpoint did not reach the disk, whatever a later fsync says.
 
     Raises GpusnapError.
     """
@@ -333,13 +333,13 @@ def note_unsynced(key: str, why: str) -> None:
 
 
 def read_unsynced(key: str) -> str | None:
-    """Why the images of a checkpoint did not come to disk; None where nothing is known of that."""
+    """Return why the images of a checkpoint did not reach the disk; None if there is no record of that."""
     document = load(key, UNSYNCED)
     return None if document is None else str(document.get("why") if isinstance(document, dict) else document)
 
 
 def load(key: str, kind: str) -> Any:
-    """What `write_document` wrote; None if it wrote nothing. Raises GpusnapError if it cannot be read."""
+    """Read what `write_document` wrote; None if nothing. Raises GpusnapError if it cannot be read."""
     return _read(_path(key, kind)) if container_key.is_key(key) else None
 
 
@@ -349,14 +349,14 @@ def drop(key: str, kind: str) -> None:
         return
     state_files.remove(_path(key, kind))
     if kind == SUSPENDED:
-        with contextlib.suppress(OSError):  # there is another
+        with contextlib.suppress(OSError):  # the directory is not empty
             os.rmdir(_folder(kind))
 
 
 def list_noted(kind: str) -> tuple[str, ...]:
-    """The keys of those with a file of a kind, in order.
+    """Return the keys of the files of a kind, in order.
 
-    Raises GpusnapError where the journal cannot be read.
+    Raises GpusnapError if the journal cannot be read.
     """
     folder = _folder(kind)
     try:
@@ -393,7 +393,7 @@ def _pause(key: str) -> Pause | None:
 
 
 def identity(value: Any) -> tuple[int, int]:
-    """PID and start time of a process, as a file has them. Raises TypeError, ValueError, IndexError."""
+    """Parse PID and start time of a process in a file. Raises TypeError, ValueError, IndexError."""
     return int(value[0]), int(value[1])
 
 
@@ -413,7 +413,7 @@ def _iterate_idle(key: str) -> Iterator[JournalProcess]:
     name = re.compile(rf"{re.escape(key)}\.(\d+)\.idle", re.ASCII)
     for pid in sorted(int(found[1]) for each in os.listdir(FOLDER) if (found := name.fullmatch(each))):
         document = _read(_path(key, f"{pid}.idle"))
-        if document is not None:  # else it goes on since
+        if document is not None:  # otherwise it has continued since
             yield JournalProcess(pid, int(document["start"]), (), _read_saved(key, pid), idle=True)
 
 
@@ -436,13 +436,13 @@ def _read(path: str) -> Any:
         said = reason(error) if isinstance(error, OSError) else str(error)
         raise GpusnapError(f"{path} cannot be read: {said}", code="GPS-023") from error
     space = document.get("space") if isinstance(document, dict) else None
-    if space and space != _read_namespace():  # every PID in it would be another process, or none
+    if space and space != _read_namespace():  # every PID in it would be that of another process, or of none
         raise make_other_namespace_error(path)
     return document
 
 
 def _read_namespace() -> str:
-    """Our PID namespace."""
+    """Return the PID namespace of this process."""
     return proc.namespace(os.getpid(), "pid")
 
 

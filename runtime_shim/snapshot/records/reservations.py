@@ -1,20 +1,22 @@
-"""Room claimed by running operations: GPU memory for restores, RAM for suspends and checkpoints.
+"""Memory claimed by running operations: GPU memory for restores, RAM for suspends and checkpoints.
 
 NVML shows the current use, but a restore fills its GPUs minutes after it has chosen them. So each restore
-records what it took, and adds the records of the others to NVML's figures, which errs to the safe side. The
-same holds for RAM (RAM in place of a UUID), because the kernel would kill somebody if there is too little:
+records what it will use, and adds the records of the others to NVML's figures. The sum may be too high, never
+too low. The same holds for RAM (RAM instead of a UUID), because the kernel would kill a process if there is
+too little:
 
-    /run/gpusnap/room/        0700, gone with the next boot
-        lock                  held (flock) from before the inventory is read until ours is written
-        PID-….json            {"pid": 123, "start": 4567, "bytes": {"GPU-…": 1048576}}, one a restore
+    /run/gpusnap/room/        0700, gone after a reboot
+        lock                  locked (flock) from before the inventory is read until the claim is written
+        PID-….json            {"pid": 123, "start": 4567, "bytes": {"GPU-…": 1048576}}, one per restore
 
     with claim() as room:
         …                     read the inventory, plan with room.reserved
-        room.take({uuid: n})  from here on others may plan
+        room.record({uuid: n})  from here on others may plan
         …                     restore
 
-A file counts while the process that wrote it lives: a killed restore needs no cleaning up. Files are written
-under the lock only, so whatever cannot be read by who has it was left by nobody alive, and is removed.
+A file counts while the process that wrote it lives, so a killed restore needs no cleanup. Files are written
+only under the lock. So a file that the holder of the lock cannot parse belongs to no living process, and is
+removed.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from gpusnap.runtime_shim.process import proc
 
 FOLDER = "/run/gpusnap/room"
 RAM = "RAM"
-"""Stands for this host's memory, in place of a GPU's UUID."""
+"""Used for this host's memory, instead of a GPU's UUID."""
 PATIENCE = 10.0
-"""Seconds to wait for others who are choosing; choosing takes them less than one."""
+"""Seconds to wait for others that choose GPUs; choosing takes less than one."""
 _LOCK = "lock"
 # 256 GPUs make about 16 KiB.
 _MAX_BYTES = 64 << 10
@@ -50,7 +52,7 @@ _MAX_START = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What one restore wrote down."""
+    """What one restore has claimed."""
 
     pid: int
     start: int
@@ -61,18 +63,18 @@ class _Entry:
 
 
 class GpuClaim:
-    """Our claim, see `claim`."""
+    """The claim of this process, see `claim`."""
 
     def __init__(self, folder: str, lock: contextlib.ExitStack) -> None:
         self._path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(4)}.json")
         self._lock = lock
         self.reserved: Mapping[str, int] = _read_others(folder, tidy=True)
-        """Bytes that others have taken, by GPU UUID, or RAM."""
+        """Bytes that others have claimed, by GPU UUID, or RAM."""
 
-    def take(self, wanted: Mapping[str, int]) -> None:
-        """Write down `wanted`, bytes by GPU UUID, and let others choose. To be called once.
+    def record(self, wanted: Mapping[str, int]) -> None:
+        """Record `wanted`, bytes by GPU UUID, and let others choose. To be called once.
 
-        Raises GpusnapError where it cannot be written; the lock is then still held.
+        Raises GpusnapError if it cannot be written; the lock is then still held.
         """
         pid, start = state_files.owner()
         if not start:
@@ -85,15 +87,15 @@ class GpuClaim:
         self._lock.close()
 
     def _leave(self) -> None:
-        with contextlib.suppress(OSError):  # if it stays, it counts for no longer than this process lives
+        with contextlib.suppress(OSError):  # if it stays, it counts only while this process lives
             os.unlink(self._path)
 
 
 @contextmanager
 def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[GpuClaim]:
-    """Keep other restores from choosing GPUs until `take`, and from choosing ours until the block is left.
+    """Keep other restores from choosing GPUs until `record`, and from choosing these until the block ends.
 
-    Raises GpusnapError where `folder` cannot be used, or others hold its lock for more than `patience`
+    Raises GpusnapError if `folder` cannot be used, or if others hold its lock for more than `patience`
     seconds.
     """
     path = os.path.join(folder, _LOCK)
@@ -122,9 +124,9 @@ def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[GpuCl
 
 
 def read_reserved(folder: str = FOLDER) -> Mapping[str, int]:
-    """Bytes by GPU UUID that restores have taken, for show: read without the lock, nothing is touched.
+    """Return the bytes that restores have claimed, by GPU UUID; without the lock, and without changes.
 
-    Empty where there is no such folder; GpusnapError where it cannot be read.
+    Empty if there is no such directory. Raises GpusnapError if it cannot be read.
     """
     try:
         return _read_others(folder, tidy=False)
@@ -137,7 +139,7 @@ def read_reserved(folder: str = FOLDER) -> Mapping[str, int]:
 
 
 def sweep(folder: str = FOLDER) -> None:
-    """Remove what restores that were killed had claimed: it counts no more. What cannot be removed stays."""
+    """Remove the claims of killed restores, which no longer count. What cannot be removed stays."""
     if not os.path.isdir(folder):
         return
     with contextlib.suppress(GpusnapError, OSError), claim(folder):
@@ -165,7 +167,7 @@ def _make_folder(folder: str) -> None:
 
 
 def _read_others(folder: str, *, tidy: bool) -> dict[str, int]:
-    """Bytes by UUID of every restore that lives; `tidy` removes what the others left."""
+    """Return the bytes that living restores claim, by UUID; `tidy` removes the files of the others."""
     found: dict[str, int] = {}
     for name in sorted(os.listdir(folder)):
         if name == _LOCK:
@@ -176,13 +178,13 @@ def _read_others(folder: str, *, tidy: bool) -> dict[str, int]:
             for uuid, size in entry.bytes.items():
                 found[uuid] = found.get(uuid, 0) + size
         elif tidy:
-            with contextlib.suppress(OSError):  # a folder, or gone meanwhile: it counts for nothing
+            with contextlib.suppress(OSError):  # a directory, or gone meanwhile: it does not count
                 os.unlink(path)
     return found
 
 
 def _read(path: str) -> _Entry | None:
-    """The entry, or None where the file holds none."""
+    """Read an entry; None if the file contains none."""
     try:
         return _decode(state_files.read(path, limit=_MAX_BYTES))
     except (OSError, ValueError):

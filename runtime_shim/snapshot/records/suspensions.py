@@ -1,20 +1,23 @@
-"""Containers that are suspended: their GPU state is in RAM or in a store, and their GPUs are free.
+"""Records of suspended containers: their GPU state is in RAM or in a store, and their GPUs are free.
 
-    /run/gpusnap/suspended/<key>.suspended    JSON; gone with the next boot, as the processes are
+    /run/gpusnap/suspended/<key>.suspended    JSON; gone after a reboot, as are the processes
 
-The file says what the container had, and how far a suspend or resume has come:
+The file describes the container, and how far a suspend or resume has come:
 
     suspending ──→ suspended ──→ resuming ──→ resumed ──→ (no file)
         └──→ undone ──→ (no file)
 
-- suspending: nobody has been told of success, and the engine lets nothing go on. `gpusnap recover` undoes it.
-- undone: it has failed, and the engine lets the container go on. The file stays where GPU state could not be
-  given back; then `gpusnap recover` is to undo it.
-- suspended: it stands. Its journal entry (<key>.json) says where its bytes are, and nobody recovers it.
-- resuming: some of its processes may have their GPU state again. `gpusnap recover` goes on.
-- resumed: all have; only the engine has to let the container go on.
+- suspending: no success was reported, and the engine does not resume the container. `gpusnap recover` undoes
+  it.
+- undone: the suspend failed, and the engine resumes the container. The file stays if GPU state could not be
+  restored; then `gpusnap recover` must undo it.
+- suspended: the suspend is complete. The journal entry (<key>.json) says where the memory is. `recover` does
+  nothing.
+- resuming: some of the processes may have their GPU state again. `gpusnap recover` continues the resume.
+- resumed: all of them have it; the engine only has to resume the container.
 
-A second file beside it, <key>.paused, says which processes stand in the frozen cgroup (paused_container.py).
+A second file beside it, <key>.paused, says which processes are stopped in the frozen cgroup
+(paused_container.py).
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ THERE = (Stage.SUSPENDING, Stage.UNDONE)
 
 @dataclass(frozen=True, slots=True)
 class SuspendedProcess:
-    """A process whose GPU state was taken."""
+    """A process whose GPU state was taken away."""
 
     pid: int
     start: int
@@ -62,48 +65,48 @@ class SuspendedProcess:
 
 @dataclass(frozen=True, slots=True)
 class Suspension:
-    """A container that is suspended, or on its way there or back."""
+    """A container that is suspended, or in the middle of a suspend or resume."""
 
     key: str
     name: str
-    """As its engine calls it."""
+    """Its name in its engine."""
     engine: str
     """podman, or containerd."""
     namespace: str
-    """That of containerd; empty for Podman."""
+    """The namespace of containerd; empty for Podman."""
     stage: Stage
     owner: tuple[int, int]
     """PID and start time of the gpusnap that wrote this."""
     init: tuple[int, int]
     """PID and start time of the container's first process."""
     since: str
-    """When it was suspended: UTC, as ISO 8601 has it."""
+    """When it was suspended: UTC, in ISO 8601."""
     runtime: str
-    """The kind of the real runtime."""
+    """The kind of the real runtime: crun, runc."""
     driver_version: str = ""
     gpus: tuple[GpuRecord, ...] = ()
-    """Those that the container could see, with the bytes that it used."""
+    """The GPUs that the container could see, with the bytes that it used on each."""
     processes: tuple[SuspendedProcess, ...] = ()
     pairs: tuple[tuple[str, str], ...] = field(default=())
-    """(old UUID, new UUID) of a resume that is under way."""
+    """(old UUID, new UUID) of a resume in progress."""
 
     @property
     def container(self) -> str:
-        """Its ID."""
+        """The ID of the container."""
         return container_key.id_of(self.key)
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes that it used, over all GPUs."""
+        """The bytes that the container used, on all GPUs together."""
         return sum(gpu.memory_used for gpu in self.gpus)
 
     @property
     def is_alive(self) -> bool:
-        """Whether its first process is still there."""
+        """Whether its first process still exists."""
         return proc.is_same(*self.init) and not proc.is_dying(self.init[0])
 
     def make_ended_error(self, done: str) -> ContainerError:
-        """What to say where its first process is gone, after all. `done`: what was done to it."""
+        """The error if its first process has ended meanwhile. `done`: for example "suspended"."""
         return ContainerError(
             f"container {self.name} exited while it was {done}",
             hint="its own log may say why",
@@ -112,7 +115,7 @@ class Suspension:
 
     @property
     def at_work(self) -> bool:
-        """Whether the gpusnap that wrote this is still there."""
+        """Whether the gpusnap that wrote this still runs."""
         return proc.is_same(*self.owner)
 
 
@@ -122,12 +125,12 @@ def write(found: Suspension) -> None:
 
 
 def drop(key: str) -> None:
-    """The container is suspended no more."""
+    """Remove the record: the container is no longer suspended."""
     journal.drop(key, journal.SUSPENDED)
 
 
 def read(key: str) -> Suspension | None:
-    """What is on file of a container; None where it is not suspended. Raises GpusnapError."""
+    """Read the record of a container; None if it is not suspended. Raises GpusnapError."""
     document = journal.load(key, journal.SUSPENDED)
     if document is None:
         return None
@@ -165,7 +168,7 @@ def read(key: str) -> Suspension | None:
 
 
 def find() -> Iterator[Suspension]:
-    """All of them, by container. Raises GpusnapError for one that cannot be read."""
+    """Yield all records, by container. Raises GpusnapError for one that cannot be read."""
     for key in journal.list_noted(journal.SUSPENDED):
         found = read(key)
         if found is not None:
@@ -173,13 +176,13 @@ def find() -> Iterator[Suspension]:
 
 
 def find_by_container(container: str) -> Suspension | None:
-    """The one of a container by its ID, whatever runs it. Raises GpusnapError."""
+    """Return the record of a container by its ID, in any engine. Raises GpusnapError."""
     keys = (key for key in journal.list_noted(journal.SUSPENDED) if container_key.id_of(key) == container)
     return next((found for key in keys if (found := read(key)) is not None), None)
 
 
 def make_unfinished_error(found: Suspension) -> GpusnapError:
-    """What to say of one on its way there or back, of which the lock says that nobody is at work on it."""
+    """The error for an unfinished suspend or resume that no gpusnap works on, according to the lock."""
     what = "suspend" if found.stage in THERE else "resume"
     return GpusnapError(
         f"a {what} of container {found.container} was interrupted",

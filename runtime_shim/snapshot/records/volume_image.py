@@ -1,10 +1,10 @@
-"""The image of the open files of a pod's volumes, see volumes.py: its form, and how it is put in place.
+"""The image of the open files of a pod's volumes (volumes.py): its format, and how it is restored.
 
-IMAGE is a line of JSON, {"version": 1, "entries": […]}, and the data of all files one after another.
+IMAGE is a line of JSON, {"version": 1, "entries": […]}, and then the data of all files.
 
-The image may come from anybody. It is written only to the new container's own emptyDirs and /dev/shm, no link
-is followed there, and nothing gets a setuid bit. An existing file is replaced by a new one, so that another
-container of the pod keeps the file that it has open.
+The image may come from anybody. Its files are written only to the new container's own emptyDirs and /dev/shm,
+no link is followed there, and nothing gets a setuid bit. An existing file is replaced by a new one, so that
+another container of the pod keeps the file that it has open.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A file in an image. Its extents have data, the rest of it is a hole."""
+    """A file in an image. Its extents contain data, the rest is holes."""
 
     volume: str
     path: str
@@ -48,16 +48,16 @@ class Entry:
 
 
 def header(entries: Sequence[Entry]) -> bytes:
-    """The image's first line."""
+    """Return the image's first line."""
     document = {"version": _VERSION, "entries": [asdict(entry) for entry in entries]}
     return json.dumps(document).encode() + b"\n"
 
 
 def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[str]) -> None:
-    """Put what an image has into the new container's volumes; nothing without an image.
+    """Write the files of an image into the new container's volumes; without an image, do nothing.
 
-    `sources` are the volumes' paths on this host by their destinations; `mounted` are the destinations of all
-    of its bind mounts. Raises Refused where the container has no mount where a volume was, ImageError.
+    `sources`: the volumes' paths on this host by their destinations. `mounted`: the destinations of all its
+    bind mounts. Raises Refused if the container has no mount where a volume was; ImageError.
     """
     path = os.path.join(image_path, IMAGE)
     try:
@@ -79,7 +79,7 @@ def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[st
                     hint="give the new pod the volumes of the old one",
                 )
             try:
-                if source is None:  # a volume of another kind, whose content is not ours
+                if source is None:  # a volume of another kind, whose content gpusnap does not restore
                     _skip(image, entry)
                 else:
                     _put(source, entry, image)
@@ -91,7 +91,7 @@ def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[st
 
 
 def _entries(image: IO[bytes], path: str) -> list[Entry]:
-    """What the image's first line says. Raises ImageError."""
+    """Parse the image's first line. Raises ImageError."""
     broken = ImageError(
         f"{path} is damaged, or was not written by gpusnap", hint="make a new checkpoint", code="GPS-601"
     )
@@ -113,7 +113,7 @@ def _parse_entry(each: Any) -> Entry:
     every = [*numbers, *(number for extent in extents for number in extent)]
     right = (
         all(type(number) is int and 0 <= number < 1 << 62 for number in every)
-        and max(uid, gid) < (1 << 32) - 1  # which leaves the owner as it is (chown(2))
+        and max(uid, gid) < (1 << 32) - 1  # chown(2) would leave the owner unchanged for that value
         and isinstance(volume, str)
         and isinstance(path, str)
         and not any(name in ("", ".", "..") or "\0" in name for name in path.split("/"))
@@ -127,7 +127,7 @@ def _parse_entry(each: Any) -> Entry:
 
 
 def _put(source: str, entry: Entry, image: IO[bytes]) -> None:
-    """Make one file of a volume as the entry says. Raises OSError."""
+    """Create one file of a volume from its entry. Raises OSError."""
     *above, name = entry.path.split("/")
     folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -2,10 +2,10 @@
 
 After a restore, the mounts of a pod's container are those of the new pod. CRIU opens files by the paths that
 it saw at the dump, but an emptyDir, or the /dev/shm of the pod's sandbox, is empty then ("Can't open file").
-So while all processes are stopped, gpusnap copies the files, directories and FIFOs in such mounts that a
-process has open or mapped, or works in, with the directories above them. They go into an image of ours beside
-CRIU's. A restore puts them in place before CRIU looks; see volume_image.py. Files that nobody has open are
-left out, as in every checkpoint that kubelet requests.
+So while all processes are stopped, gpusnap copies files, directories and FIFOs in such mounts: those that a
+process has open, mapped or as its working directory, and the directories above them. They go into an image
+beside CRIU's. A restore writes them before CRIU opens them; see volume_image.py. Files that no process has
+open are omitted, as in every checkpoint that kubelet requests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SUBPATH = compile_later(r"(/.*)/volume-subpaths/([^/]+)/[^/]+/\d+")
 _SHM = compile_later(r"/.*/(?:sandboxes/[^/]+|userdata)/shm")
 
 _DELETED = " (deleted)"
-_PIECE = 1 << 20  # bytes that one question is for
+_PIECE = 1 << 20  # bytes per request
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +59,18 @@ class OpenVolumeFile:
     path: str
     """Below the volume."""
     link: str
-    """Where it can be opened, in /proc; empty for a directory above."""
+    """The path in /proc with which it can be opened; empty for a directory above."""
     process: proc.Process
     info: os.stat_result
 
     @property
     def size(self) -> int:
-        """Bytes that it takes in an image."""
+        """The bytes that it takes in an image."""
         return self.info.st_blocks * 512 if stat.S_ISREG(self.info.st_mode) else 0
 
 
 def find(config: Mapping[str, Any]) -> tuple[Volume, ...]:
-    """The emptyDirs and the sandbox's /dev/shm of a container's configuration; none where it is no pod's."""
+    """Return the emptyDirs and the sandbox's /dev/shm in a container's config.json; none outside of a pod."""
     annotations = config.get("annotations")
     if not isinstance(annotations, dict) or not {OF_CRI, _OF_CRIO} & set(annotations):
         return ()
@@ -85,17 +85,17 @@ def find(config: Mapping[str, Any]) -> tuple[Volume, ...]:
 def _is_of_pod(destination: str, source: str) -> bool:
     if _EMPTY_DIR.fullmatch(source):
         return True
-    if match := _SUBPATH.fullmatch(source):  # of any kind of volume: its name says of which
+    if match := _SUBPATH.fullmatch(source):  # of any kind of volume; its name says which
         return os.path.isdir(f"{match[1]}/volumes/kubernetes.io~empty-dir/{match[2]}")
     return os.path.normpath(destination) == "/dev/shm" and bool(_SHM.fullmatch(source))
 
 
 def list_open(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> tuple[OpenVolumeFile, ...]:
-    """What processes have open or mapped in volumes, each file once, after the directories above it.
+    """Return what processes have open or mapped in volumes, each file once, after the directories above it.
 
-    A deleted file is CRIU's to carry, but wants its directory. Raises Refused for one that has another name
-    left, by which CRIU would look for it in the new volume; Unanswered where something else is mounted there
-    that does not answer.
+    CRIU saves a deleted file itself, but needs its directory. Raises Refused for a deleted file that has
+    another name, because CRIU would look for that name in the new volume; Unanswered if something that does
+    not answer is mounted there.
     """
     found: dict[tuple[str, str], OpenVolumeFile] = {}
     for process in processes if volumes else ():
@@ -108,14 +108,14 @@ def list_open(processes: Iterable[proc.Process], volumes: Sequence[Volume]) -> t
 
 
 def _list_open_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tuple[str, str], OpenVolumeFile]:
-    """By volume and path below it."""
+    """By volume and path within it."""
     found: dict[tuple[str, str], OpenVolumeFile] = {}
     mounts = {mount.destination for mount in proc.mounts(process.pid)}
     for link, target in _links(process.pid):
         volume, path = _place(target, mounts, volumes)
         if not volume:
             continue
-        with suppress(OSError):  # it has been closed, or the process has ended
+        with suppress(OSError):  # it was closed, or the process has ended
             info = os.stat(link)
             if not _is_deleted(process.pid, target, info):
                 found.setdefault((volume, path), OpenVolumeFile(volume, path, link, process, info))
@@ -128,10 +128,10 @@ def _list_open_by(process: proc.Process, volumes: Sequence[Volume]) -> dict[tupl
 
 
 def _links(pid: int) -> Iterator[tuple[str, str]]:
-    """(link in /proc, path) of each file that a process has open or mapped, or works in.
+    """Yield (link in /proc, path) of each file that a process has open, mapped or as its working directory.
 
-    Each link leads to the very file. Paths of the container's are only names: what lies there by now may be a
-    link, which from here leads to a file of this host.
+    Each link leads to the right file. Paths of the container are only names: there may now be a symbolic
+    link, which from here would lead to a file of this host.
     """
     base = f"/proc/{pid}"
     links = [f"{base}/cwd"]
@@ -148,7 +148,7 @@ def _links(pid: int) -> Iterator[tuple[str, str]]:
 
 
 def _place(target: str, mounts: Iterable[str], volumes: Sequence[Volume]) -> tuple[str, str]:
-    """The volume's destination and the path below it; empty where the file is in none."""
+    """Return the volume's destination and the path within it; empty if the file is in none."""
     above = [each for each in mounts if target == each or target.startswith(each.rstrip("/") + "/")]
     mount = max(above, key=len, default="")
     if not any(volume.destination == mount for volume in volumes):
@@ -157,7 +157,7 @@ def _place(target: str, mounts: Iterable[str], volumes: Sequence[Volume]) -> tup
 
 
 def _is_deleted(pid: int, target: str, info: os.stat_result) -> bool:
-    """Whether the file has not its name any more: the kernel says so by what may be a name's end, too."""
+    """Whether the file no longer has its name. The kernel's suffix for that may also be part of a name."""
     if not target.endswith(_DELETED):
         return False
     folder, _, name = target.rpartition("/")
@@ -188,7 +188,7 @@ def _add_directories(
 
 
 def check(found: Iterable[OpenVolumeFile], limit: int) -> None:
-    """Refuse a file that takes more than `limit` bytes. Raises Refused."""
+    """Raise Refused for a file with more than `limit` bytes."""
     large = max(found, key=lambda each: each.size, default=None)
     if large is not None and large.size > limit:
         process = large.process
@@ -202,7 +202,7 @@ def check(found: Iterable[OpenVolumeFile], limit: int) -> None:
 
 
 def take(image_path: str, found: Sequence[OpenVolumeFile]) -> None:
-    """Copy the files into the image directory; nothing is there without any. Raises ImageError."""
+    """Copy the files into the image directory; without files, write nothing. Raises ImageError."""
     path = os.path.join(image_path, IMAGE)
     try:
         with suppress(FileNotFoundError):
@@ -224,9 +224,9 @@ def take(image_path: str, found: Sequence[OpenVolumeFile]) -> None:
 
 
 def put_back(image_path: str, config: Mapping[str, Any]) -> None:
-    """Put what `take` has copied into the volumes of a new container, by its configuration.
+    """Write the files of `take` into the volumes of a new container, by its configuration.
 
-    Raises Refused where it has no mount where a volume was, ImageError.
+    Raises Refused if it has no mount where a volume was; ImageError.
     """
     mounted = {os.path.normpath(str(mount.get("destination"))) for mount in binds(config)}
     volume_image.put_back(image_path, {each.destination: each.source for each in find(config)}, mounted)
@@ -242,14 +242,14 @@ def _entry(each: OpenVolumeFile) -> Entry:
 
 
 def _measure(each: OpenVolumeFile) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Size and extents of a file."""
+    """Return size and extents of a file."""
     with _open_file(each) as file:
         size = os.fstat(file.fileno()).st_size
         return size, tuple(_extents(file.fileno(), size))
 
 
 def _open_file(each: OpenVolumeFile) -> FileIO:
-    """The file itself, whatever its name is now. Raises OSError where the process has opened another."""
+    """Open the file itself, whatever its name is now. Raises OSError if the process opened another one."""
     file = FileIO(os.open(each.link, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     if not os.path.samestat(os.fstat(file.fileno()), each.info):
         file.close()
@@ -258,7 +258,7 @@ def _open_file(each: OpenVolumeFile) -> FileIO:
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where a file has data (lseek(2), SEEK_DATA)."""
+    """Yield the extents in which a file has data (lseek(2), SEEK_DATA)."""
     at = 0
     while at < size:
         try:

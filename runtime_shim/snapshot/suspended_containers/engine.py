@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Who runs the container: its name there, and how it is paused, let go on, and given device nodes."""
+    """The engine that runs the container: how it names, pauses and resumes it, and gives it device nodes."""
 
     kind: str
     """podman, or containerd."""
@@ -23,4 +23,4 @@ class Engine:
     """Raises AlreadyPaused."""
     go_on: Callable[[], object]
     allow: Update
-    """How its runtime allows it device nodes that it has lost."""
+    """Makes its runtime allow device nodes that the container has lost."""

@@ -1,16 +1,17 @@
 """Reads the spilled memory of a suspended container into RAM before its GPU is free.
 
-`gpusnap swap` reads while the other container is suspended, so that the resume finds the bytes in files that
-are mapped into the processes (memory/transfer.py, `give`) and waits for no disk. Every chunk is checked.
+`gpusnap swap` reads while the other container is suspended, so that the resume finds the memory in files that
+are mapped into the processes (memory/transfer.py, `give`) and does not wait for a disk. Every chunk is
+checked.
 
-The files are only a copy. The journal says all the time that the bytes are in the store, and a command that
-resumes, recovers or checkpoints the container meanwhile reads them there. The container's lock is not held:
-the files have names of their own,
+The files are only a copy. The journal says all the time that the memory is in the store, and a command that
+resumes, recovers or checkpoints the container meanwhile reads it there. The container's lock is not held: the
+files have names of their own,
 
     /run/gpusnap/stage/<key>/<pid>-<address>.load.<PID and start time of this gpusnap>
 
-which nobody else uses, and are open, so that they may be removed at any time. What a killed gpusnap leaves of
-them goes with the resume, or with the next command's `sweep`.
+which nobody else uses. They are open, so they may be removed at any time. If gpusnap is killed, its files are
+removed by the resume, or by the next command's `sweep`.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 
 
 def begin(found: Suspension, settings: Memory, *, beside: int) -> MemoryLoad | None:
-    """Begin to read what was spilled of a suspended container; None where nothing was.
+    """Start to read the spilled memory of a suspended container; None if nothing was spilled.
 
-    `beside`: bytes of RAM that something else takes meanwhile. Raises Refused where there is no room for
-    both, OSError, OciError, GpusnapError.
+    `beside`: bytes of RAM that something else takes meanwhile. Raises Refused if there is no room for both;
+    OSError, OciError, GpusnapError.
     """
     entry = journal.read(found.key)
     spilled = {p.pid: sum(r.table.size for r in p.regions) for p in entry.processes} if entry else {}
@@ -49,12 +50,12 @@ def begin(found: Suspension, settings: Memory, *, beside: int) -> MemoryLoad | N
     space.check_memory(spilled, found.init[0], settings)
     space.check_memory(spilled | {0: beside}, os.getpid(), settings)
     if settings.ceiling:
-        return None  # it is for what is held in RAM at once; the resume keeps to it
+        return None  # memory.ceiling limits the RAM that is used at once; the resume keeps to it
     return MemoryLoad(entry, settings)
 
 
 class MemoryLoad:
-    """The bytes of an entry on their way into files. It starts when it is made; `close` ends it."""
+    """The memory of an entry that is read into files. It starts when it is created; `close` ends it."""
 
     def __init__(self, entry: Entry, settings: Memory) -> None:
         """Raises OSError, OciError."""
@@ -84,9 +85,9 @@ class MemoryLoad:
             raise
 
     def areas(self) -> Mapping[int, Sequence[Area]]:
-        """The files, by PID, when all bytes are there; none where they could not be read.
+        """Return the files, by PID, when everything is read; none if they could not be read.
 
-        What is wrong with the store whoever reads it next says.
+        Whoever reads the store next reports its errors.
         """
         assert self._reading is not None
         try:
@@ -103,12 +104,12 @@ class MemoryLoad:
             with suppress(OSError):
                 area.discard()
         self._areas = {}
-        with suppress(OSError):  # the next one to leave does it
+        with suppress(OSError):  # the last one removes it
             tmpfs.leave(self.entry.key)
 
     def _load_all(self) -> list[Area]:
         return [area for areas in self._areas.values() for area in areas]
 
     def _populate(self, at: int, chunk: Chunk) -> None:
-        """Have pages behind a chunk: a full tmpfs is an error here, and a SIGBUS for who writes."""
+        """Allocate the pages of a chunk: a full tmpfs is an error here, but SIGBUS for a writer."""
         self._load_all()[at].populate(chunk.offset, chunk.size, threads=1)

@@ -16,7 +16,7 @@ from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 
 @dataclass(frozen=True, slots=True)
 class InitialState:
-    """A container and its host, as they were before anything was done."""
+    """A container and its host before anything is changed."""
 
     host: Host
     init: proc.Process | None
@@ -28,9 +28,9 @@ class InitialState:
 
 
 def inspect(container: containers.Container, driver: Driver, name: str) -> InitialState:
-    """Look at a container that is to be suspended. `name`: as its engine calls it.
+    """Inspect a container before a suspend. `name`: its name in its engine.
 
-    Raises Refused where that is not possible, GpusnapError.
+    Raises Refused if it cannot be suspended; GpusnapError.
     """
     if suspensions.read(container.key) is not None:
         raise Refused(f"container {name} is already suspended", code="GPS-206")
@@ -71,7 +71,7 @@ def inspect(container: containers.Container, driver: Driver, name: str) -> Initi
 
 
 def check_place() -> None:
-    """Refuse where files in RAM would not outlive us, or this host could write them to a swap device."""
+    """Refuse if files in RAM would not outlive gpusnap, or if this host could write them to swap."""
     if not mount_namespace.is_lasting():
         raise Refused(
             "gpusnap runs in its own mount namespace, and its files in RAM would disappear with that",

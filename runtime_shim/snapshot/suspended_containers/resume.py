@@ -1,9 +1,10 @@
-"""Brings a suspended container back onto its GPUs, or onto others that it can see.
+"""Resumes a suspended container onto its GPUs, or onto others that it can see.
 
-    load → plan → hold → fill (what is in a store) → driver restore → freeze → let it go on (the engine)
+    load → plan → hold → fill (from a store) → driver restore → freeze → let go on (the engine)
 
-Whatever can refuse does so before anything is changed. A resume that fails or is killed loses nothing: the
-bytes stay where they are until all processes have their GPU state, and the next resume continues from there.
+Everything that can refuse does so before anything is changed. A resume that fails or is killed loses nothing:
+the memory stays where it is until all processes have their GPU state, and the next resume continues from
+there.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ if TYPE_CHECKING:
     from gpusnap.runtime_shim.snapshot.suspended_containers.load import MemoryLoad
 
 Loaded = Mapping[int, Sequence[Area]]
-"""Files with what was spilled of processes, by PID."""
+"""Files with the spilled memory of processes, by PID."""
 
 _SETTLING = 10.0  # seconds
 
 
 class NoRoom(Refused):
-    """A GPU that fits has too little memory free.
+    """A suitable GPU has too little free memory.
 
-    `more`: the end of the hint, which stays if a caller names who is on the GPU; empty, or from "; " on.
+    `more`: the end of the hint, which stays if a caller names who uses the GPU; it is empty or begins with ";
+    ".
     """
 
     more: str = ""
@@ -67,10 +69,10 @@ def resume(
     request: GpuMap = (),
     loading: MemoryLoad | None = None,
 ) -> tuple[Suspension, Sequence[Step]]:
-    """Resume a suspended container; what was on file of it, and how long each step took.
+    """Resume a suspended container; return its record, and how long each step took.
 
-    `request`: which GPUs it shall have. `loading`: what was spilled of it, on its way into RAM. Raises a
-    GpusnapError: Refused where no GPU fits, and nothing has been changed.
+    `request`: which GPUs it is to get. `loading`: its spilled memory, which is read into RAM. Raises a
+    GpusnapError: Refused if no GPU fits, and nothing has been changed then.
     """
     question_process.start()
     with make_interruptible(), journal.hold(key), Transaction() as transaction:
@@ -80,7 +82,7 @@ def resume(
         if found.stage is not Stage.SUSPENDED:
             raise suspensions.make_unfinished_error(found)
         loaded: Loaded = {}
-        # Else somebody has resumed it since, and suspended it again.
+        # Otherwise somebody has resumed it since, and suspended it again.
         if loading is not None and loading.entry == journal.read(key):
             with transaction.step("load"):
                 loaded = loading.areas()
@@ -94,7 +96,7 @@ def resume(
             with hold_signals(), _name_recover(found):
                 suspensions.write(found)
                 _bring_back(found, settings, driver, transaction, loaded, engine.allow, cut_off=False)
-        ended = not found.is_alive  # of itself it cannot before it goes on
+        ended = not found.is_alive  # by itself, it cannot end before it continues
         with hold_signals(), name_recover(found.container):
             _finish(found, transaction, engine.go_on)
             transaction.commit()
@@ -105,9 +107,9 @@ def resume(
 
 
 def recover(key: str, settings: Settings, driver: Driver, engine: Engine) -> str:
-    """Finish a resume, or undo a suspend, whose gpusnap was killed; what was done, in words.
+    """Finish a resume, or undo a suspend, whose gpusnap was killed; return what was done, in words.
 
-    Raises GpusnapError, also where another gpusnap is at work on that container.
+    Raises GpusnapError, also if another gpusnap is working on that container.
     """
     with make_interruptible(), journal.hold(key), Transaction() as transaction:
         found = suspensions.read(key)
@@ -130,9 +132,9 @@ def recover(key: str, settings: Settings, driver: Driver, engine: Engine) -> str
 def check(
     found: Suspension, host: Host, request: GpuMap, reserved: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[tuple[str, str], ...]:
-    """The GPU of `host` for each of its own; (old UUID, new UUID). Raises Refused where there is none.
+    """Choose the GPU of `host` for each of its GPUs; (old UUID, new UUID). Raises Refused if there is none.
 
-    `reserved`: bytes by UUID that others are about to use. It is NoRoom where memory is all that is missing.
+    `reserved`: bytes by UUID that others have claimed. The error is NoRoom if only memory is missing.
     """
     made = partial(
         plan_assignment,
@@ -162,15 +164,15 @@ def check(
 
 
 def _plan(found: Suspension, host: Host, request: GpuMap, room: GpuClaim) -> tuple[tuple[str, str], ...]:
-    """As `check`, with their room claimed. Raises Refused."""
+    """Like `check`, and claim their memory. Raises Refused."""
     pairs = check(found, host, request, room.reserved)
     new = dict(pairs)
-    room.take({new[gpu.uuid]: gpu.memory_used for gpu in found.gpus})
+    room.record({new[gpu.uuid]: gpu.memory_used for gpu in found.gpus})
     return pairs
 
 
 def _check_memory(found: Suspension, settings: Settings) -> None:
-    """Refuse where what was spilled does not fit into RAM on its way."""
+    """Refuse if the spilled memory does not fit into RAM, through which it is read."""
     entry = journal.read(found.key)
     spilled = {p.pid: sum(r.table.size for r in p.regions) for p in entry.processes} if entry else {}
     if any(spilled.values()):
@@ -178,7 +180,7 @@ def _check_memory(found: Suspension, settings: Settings) -> None:
 
 
 def _map_pairs(found: Suspension) -> Mapping[int, Pairs]:
-    """The pairs for each process; none where nothing has moved."""
+    """Return the pairs for each process; none if no GPU has changed."""
     new = dict(found.pairs)
     if all(old == to for old, to in found.pairs):
         return {}
@@ -198,7 +200,7 @@ def _bring_back(
     """Give its processes their GPU state; the container is frozen before and after."""
     entry = journal.read(found.key)
     if entry is None:
-        return  # it was killed before the first process was touched
+        return  # the suspend was killed before it touched the first process
     pids = [each.pid for each in bring_back.list_alive(entry)]
     paused = paused_container.reopen(entry, pids)
     let_go = None
@@ -222,7 +224,7 @@ def _bring_back(
                     loaded=loaded,
                     cut_off=cut_off,
                 )
-            except Exception:  # what a module raises that is imported late, too
+            except Exception:  # also of a module that is imported late
                 if not cut_off:
                     _stay_suspended(found, entry, driver)
                 raise
@@ -237,7 +239,7 @@ def _bring_back(
 
 @contextmanager
 def _name_recover(found: Suspension) -> Iterator[None]:
-    """Have an error of the block name `gpusnap recover`, unless it is suspended, as it was."""
+    """Make an error of the block name `gpusnap recover`, unless the container is suspended as before."""
     try:
         yield
     except Exception:
@@ -248,7 +250,7 @@ def _name_recover(found: Suspension) -> Iterator[None]:
 
 
 def _tell_of_ended(found: Suspension) -> None:
-    """Say which of its GPU processes were killed while none of them could end of itself."""
+    """Report which of its GPU processes were killed while it was suspended; none could end by itself."""
     for each in found.processes:
         if not proc.is_same(each.pid, each.start) or proc.is_dying(each.pid):
             note(
@@ -259,7 +261,7 @@ def _tell_of_ended(found: Suspension) -> None:
 
 
 def _is_suspended(key: str) -> bool:
-    """Whether it is on file as suspended; not where that cannot be read."""
+    """Whether its record says that it is suspended; False if that cannot be read."""
     with suppress(GpusnapError, OSError):
         found = suspensions.read(key)
         return found is not None and found.stage is Stage.SUSPENDED
@@ -267,9 +269,9 @@ def _is_suspended(key: str) -> bool:
 
 
 def _stay_suspended(found: Suspension, entry: journal.Entry, driver: Driver) -> None:
-    """After a failure: where none of its processes has its GPU state, it is suspended as it was."""
+    """After a failure: if none of its processes has its GPU state, record that it is suspended as before."""
     there = bring_back.list_alive(entry)
-    with suppress(Exception):  # as of an import that fails late: the first error is told
+    with suppress(Exception):  # such as an import that fails late: the first error is reported
         states = [driver_calls.state(driver, each.pid) for each in there]
         if all(state is ProcessState.CHECKPOINTED for state in states):
             for each in there:
@@ -280,9 +282,9 @@ def _stay_suspended(found: Suspension, entry: journal.Entry, driver: Driver) -> 
 
 
 def _finish(found: Suspension, transaction: Transaction, go_on: Callable[[], object]) -> None:
-    """Its GPU state is back: let go of what it was kept in, and have the engine let it run.
+    """Its GPU state is restored: free the copy, and make the engine resume it.
 
-    What cannot be removed keeps no container from running: it is said.
+    If something cannot be removed, that is only reported, because the container can run.
     """
     with transaction.step("let go"):
         suspensions.write(replace(found, stage=Stage.RESUMED))
@@ -298,6 +300,6 @@ def _finish(found: Suspension, transaction: Transaction, go_on: Callable[[], obj
     with transaction.step("go on"):
         go_on()
         group = containers.frozen_group(found.init[0], found.container)
-        if group is not None:  # its engine took it for one that runs: see operations/checkpointing
+        if group is not None:  # its engine considered it running: see operations/checkpointing
             cgroup_freezer.thaw(group)
         suspensions.drop(found.key)

@@ -1,11 +1,11 @@
-"""Moves a suspended container's bytes from RAM into the store; a resume reads them back, checked.
+"""Moves a suspended container's memory from RAM into the store; a resume reads it back, and checks it.
 
-    files of the stage ─→ chunks in a staging of the store, durable ─→ journal ─→ the files are removed
+    files in RAM ─→ chunks in a staging directory of the store, synced ─→ journal ─→ the files are removed
 
-Until the journal names the chunks, the bytes are in RAM as before, and a kill changes nothing. The
-container's lock is held only for the last two steps. So a resume meanwhile does not wait; chunks written in
-vain are removed. gc does not remove the staging directory, which names its owner, the journal's entry. It is
-removed with that entry, or after a reboot, when no such entry exists any more.
+Until the journal names the chunks, the memory is in RAM as before, and a kill changes nothing. The
+container's lock is held only for the last two steps. So a resume meanwhile does not wait; the chunks are then
+removed. gc does not remove the staging directory, which names its owner, the journal's entry. It is removed
+with that entry, or after a reboot, when no such entry exists any more.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gpusnap.runtime_shim.transaction import Transaction, hold_signals, make_int
 
 
 def spill(key: str, settings: Settings) -> int:
-    """Move the GPU memory of a suspended container into the store; how many bytes of RAM that freed.
+    """Move the GPU memory of a suspended container into the store; return how many bytes of RAM that freed.
 
-    Raises GpusnapError; what is suspended stays so, in RAM or in the store as a whole.
+    Raises GpusnapError; the memory is then complete in RAM or in the store.
     """
     with make_interruptible():
         return _spill(key, settings)
@@ -40,7 +40,7 @@ def _spill(key: str, settings: Settings) -> int:
     if not staged:
         with journal.hold(key), hold_signals():
             if _find_suspended(key) == (found, entry):
-                _free(found)  # one that was killed between its last two steps has left it
+                _free(found)  # left by a spill that was killed between its last two steps
         return 0
     memory = settings.memory
     store, why = settings.store, WHOSE + key
@@ -79,7 +79,7 @@ def _spill(key: str, settings: Settings) -> int:
 
 
 def _free(found: Suspension) -> None:
-    """Free the RAM of what is in the store. Raises GpusnapError; nothing is lost then."""
+    """Free the RAM of memory that is in the store. Raises GpusnapError; nothing is lost then."""
     try:
         tmpfs.remove(found.key)
     except OSError as error:
@@ -91,7 +91,7 @@ def _free(found: Suspension) -> None:
 
 
 def _may_be_needed(key: str, layout: str) -> bool:
-    """Whether the journal names a layout, or cannot be read: then the bytes may be nowhere else."""
+    """Whether the journal names a layout, or cannot be read: then the memory may be nowhere else."""
     try:
         entry = journal.read(key)
     except (GpusnapError, OSError):

@@ -15,13 +15,13 @@ from gpusnap.runtime_shim.snapshot.memory import suspended_memory
 from gpusnap.runtime_shim.snapshot.records import journal
 
 WHOSE = "GPU memory of the suspended container "
-"""How a staging says whose it is; the container's key follows."""
+"""How a staging directory names its owner; the container's key follows."""
 _LOADED = compile_later(r"\d+-[0-9a-f]+\.load\.(\d+)\.(\d+)")
-"""Files of load.py, with the PID and start time of who reads into them."""
+"""Files of load.py, with the PID and start time of the process that reads into them."""
 
 
 def sweep(path: str) -> None:
-    """Remove from a store what is no suspended container's any more: the host was restarted, say."""
+    """Remove chunks from a store that no suspended container uses any more, for example after a reboot."""
     folder = os.path.join(os.path.realpath(path), "staging")
     with suppress(OSError):
         for name in os.listdir(folder):
@@ -33,11 +33,11 @@ def sweep(path: str) -> None:
                 entry = journal.read(whose.removeprefix(WHOSE))
                 layout = os.path.join(folder, name)
                 if entry is None or entry.layout != layout:
-                    suspended_memory.discard(layout)  # not one that is being written: it has an owner
+                    suspended_memory.discard(layout)  # not while it is written: it has an owner then
 
 
 def sweep_loaded(key: str) -> None:
-    """Remove what a killed gpusnap has left of files that it read into. Raises OSError."""
+    """Remove files that a killed gpusnap read memory into. Raises OSError."""
     for path in tmpfs.sizes(key):
         found = _LOADED.fullmatch(os.path.basename(path))
         if found is not None and not proc.is_same(int(found[1]), int(found[2])):

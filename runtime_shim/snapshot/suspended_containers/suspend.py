@@ -1,12 +1,12 @@
-"""Takes a running container off its GPUs: the driver puts their memory into files in RAM.
+"""Suspends a running container: the driver moves its GPU memory into files in RAM.
 
     inspect → pause (the engine) → hold → lock → driver checkpoint → pages → freeze
 
-The container stays, paused as its engine has it, so its name, network and files are as they were. Within the
-frozen cgroup, its GPU processes are stopped too. If somebody thaws it without gpusnap, only processes that
-need no GPU run. Until the last step, each step is undone if a later one fails.
+The container stays paused in its engine, so its name, network and files stay as they were. Within the frozen
+cgroup, its GPU processes are stopped too. If somebody thaws it without gpusnap, only processes that need no
+GPU run. If a step fails, the steps before it are undone.
 
-What is needed from the pause on is imported while the engine pauses it.
+The modules for the steps after the pause are imported while the engine pauses it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def suspend(
     *,
     room: Callable[[int], object] = int,
 ) -> tuple[Suspension, Sequence[Step]]:
-    """Suspend a running container that uses GPUs; what is on file of it then, and how long each step took.
+    """Suspend a running container that uses GPUs; return its record, and how long each step took.
 
-    `room` is told how many bytes of RAM it will take, before anything is changed, and may refuse. Raises a
-    GpusnapError; the container then runs on, unless the error says otherwise.
+    `room` is called with the bytes of RAM that it will take, before anything is changed, and may refuse.
+    Raises a GpusnapError; the container then continues to run, unless the error says otherwise.
     """
     question_process.start()
     with make_interruptible(), journal.hold(container.key), Transaction() as transaction:
@@ -70,7 +70,7 @@ def suspend(
         from gpusnap.runtime_shim.snapshot.suspended_containers import take
 
         way_back.job = take.job_of(container, real, settings, driver, transaction, seen)
-        return take.take(way_back.job, begun), tuple(transaction.steps)
+        return take.take_gpu_state(way_back.job, begun), tuple(transaction.steps)
 
 
 def _make_suspension(
@@ -90,17 +90,17 @@ def _make_suspension(
 
 
 class _Undo:
-    """What undoes a suspend, around what `take` does and undoes."""
+    """Undoes a suspend, around what `take` does and undoes."""
 
     def __init__(self, container: containers.Container, begun: Suspension, engine: Engine) -> None:
         self._key, self._begun, self._engine = container.key, begun, engine
         self.job: Job | None = None
-        """Once the container is paused."""
+        """Set once the container is paused."""
         self._failed = self._others = False
 
     @contextmanager
     def unless_paused(self) -> Iterator[None]:
-        """Around the pause: what somebody else has paused stays so."""
+        """Around the pause: if somebody else has paused the container, it stays so."""
         try:
             yield
         except AlreadyPaused:
@@ -108,13 +108,14 @@ class _Undo:
             raise
 
     def go_on(self) -> None:
-        """Have the engine let the container go on, which it may not do before it is on file."""
+        """Make the engine resume the container, which it refuses until the record allows it."""
         if self._others:
             return
         try:
             suspensions.write(replace(self._begun, stage=Stage.UNDONE))
         except GpusnapError:
-            # A full /run, say. Without the file it may as well; where GPU state is missing, recover needs it.
+            # For example, /run is full. Without the file it may as well; if GPU state is missing, recover
+            # needs it.
             if self._gpu_state_is_missing:
                 raise
             suspensions.drop(self._key)
@@ -126,14 +127,14 @@ class _Undo:
             raise
 
     def forget(self) -> None:
-        """The last: all runs again, so that nothing is to be recovered."""
+        """The last step: everything runs again, so there is nothing to recover."""
         if self._gpu_state_is_missing:
-            return  # what could not be undone is `gpusnap recover`'s
+            return  # `gpusnap recover` undoes the rest
         if self.job is not None:
             self.job.pages.close()
         journal.remove(self._key)
         if not self._failed and (self.job is None or self.job.stuck is None):
-            suspensions.drop(self._key)  # else `gpusnap recover` is to have the engine let it go on
+            suspensions.drop(self._key)  # otherwise `gpusnap recover` makes the engine resume it
 
     @property
     def _gpu_state_is_missing(self) -> bool:

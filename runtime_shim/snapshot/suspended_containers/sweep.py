@@ -1,8 +1,8 @@
-"""Releases what a suspended container holds, when it is resumed or has ended.
+"""Frees the memory of a suspended container when it is resumed or has ended.
 
 A container may end while it is suspended: it is removed or killed, or its engine is. gpusnap may not notice
-that. So every command that knows of suspended containers sweeps the records: if a container's first process
-is gone, everything of it is removed.
+that. So every command that works with suspended containers sweeps the records: if a container's first process
+has ended, everything of it is removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpusnap.runtime_shim.snapshot.suspended_containers import spilled
 
 
 def sweep(store: str = "") -> None:
-    """Let go of what is kept for containers that have ended, in that store too. What cannot be seen stays."""
+    """Free what is kept for containers that have ended, also in that store. What cannot be read stays."""
     with suppress(GpusnapError):
         for key in journal.list_noted(journal.SUSPENDED):
             with suppress(GpusnapError, OSError):
@@ -31,7 +31,7 @@ def sweep(store: str = "") -> None:
 
 
 def remove(found: Suspension) -> None:
-    """Let go of all that is kept for a container that has ended, under its lock. Raises GpusnapError."""
+    """Free everything that is kept for a container that has ended, under its lock. Raises GpusnapError."""
     now = suspensions.read(found.key)
     if now is None or now.is_alive:
         return

@@ -1,4 +1,4 @@
-"""Takes the processes of a container that its engine has paused off their GPUs."""
+"""Takes the GPU state of a container that its engine has paused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def job_of(
     transaction: Transaction,
     seen: InitialState,
 ) -> Job:
-    """The work on a container that stays, and of which nothing is written to a disk."""
+    """Return the job for a container that is not dumped, and of which nothing is written to a disk."""
     call = CheckpointCall(
         container_id=container.id,
         globals=Globals(root=container.root or None),
@@ -44,16 +44,16 @@ def job_of(
     return job
 
 
-def take(job: Job, begun: Suspension) -> Suspension:
-    """Have the driver take the GPU state of a paused container; what is on file of it then.
+def take_gpu_state(job: Job, begun: Suspension) -> Suspension:
+    """Make the driver take the GPU state of a paused container; return its new record.
 
-    `begun`: what was on file before. The job's transaction is committed at the end. Raises a GpusnapError;
-    nothing is committed then.
+    `begun`: the record before. The job's transaction is committed at the end. Raises a GpusnapError; nothing
+    is committed then.
     """
     transaction = job.transaction
     with transaction.step("look"):
         thaw(job)
-        _look(job)
+        _check(job)
     suspend_all(job)
     done = _describe(job, begun)
     with hold_signals(), transaction.step("freeze"):
@@ -71,8 +71,8 @@ def take(job: Job, begun: Suspension) -> Suspension:
     return done
 
 
-def _look(job: Job) -> None:
-    """What can refuse once the processes stand, and can be asked."""
+def _check(job: Job) -> None:
+    """Check what can refuse and can only be checked once the processes are stopped."""
     found = users(job.driver, job.processes(), job.held)
     preflight.check_states(found)
     if job.paused is None:
@@ -88,7 +88,7 @@ def _look(job: Job) -> None:
 
 
 def _describe(job: Job, begun: Suspension) -> Suspension:
-    """What a resume has to know of its GPUs and processes."""
+    """Return the record with what a resume needs to know of its GPUs and processes."""
     assert job.host is not None
     used: dict[str, int] = {node.gpu: 0 for node in job.nodes if node.gpu}
     for record in job.records.values():

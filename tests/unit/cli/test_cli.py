@@ -520,7 +520,7 @@ def test_nothing_to_recover(
     monkeypatch.setattr(restored_containers, "list_living", tuple)
     for module in (recovery, restored_containers, reservations):
         monkeypatch.setattr(module, "sweep", lambda: None)
-    monkeypatch.setattr(chunk_cache, "tidy", lambda _: None)
+    monkeypatch.setattr(chunk_cache, "remove_stale", lambda _: None)
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path))
     (tmp_path / "w.json").write_text('{"owner": [1, 1]}')
     assert gpusnap("recover", *words) == (0, "", "nothing to recover\n")

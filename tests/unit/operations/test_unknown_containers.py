@@ -51,7 +51,7 @@ def scene(
     monkeypatch.setattr(scratch_files, "sweep", lambda _: None)
     monkeypatch.setattr(stage, "FOLDER", str(tmp_path / "stage"))
     monkeypatch.setattr(reservations, "FOLDER", str(tmp_path / "gpusnap" / "room"))
-    monkeypatch.setattr(chunk_cache, "tidy", lambda _: None)
+    monkeypatch.setattr(chunk_cache, "remove_stale", lambda _: None)
     with Scene(tmp_path, monkeypatch, capfd) as found:
         yield found
 
@@ -107,7 +107,7 @@ def came_up(scene: Scene, podman: Podman, *, told: bool = True, **changed: objec
     entry = replace(entry, **changed)  # type: ignore[arg-type]
     restore_record.record_start(entry)
     if told:
-        restored_containers.tell(KEY)
+        restored_containers.record_report(KEY)
     (found,) = restored_containers.list_living()
     assert found == replace(entry, config=None, told=told)
     return found
@@ -146,13 +146,13 @@ def test_a_restore_is_on_file(scene: Scene, monkeypatch: pytest.MonkeyPatch, *, 
     asks = ("/opt/podman", "--root", "/s") if by_podman else ()
     monkeypatch.setattr(conmon, "podman_above", lambda container: asks if container == ID else ("?",))
     seen: list[bool] = []
-    tell = restored_containers.tell
+    tell = restored_containers.record_report
 
     def told(key: str) -> None:
         seen.extend(entry.told for entry in restored_containers.list_living())
         tell(key)
 
-    monkeypatch.setattr(restored_containers, "tell", told)
+    monkeypatch.setattr(restored_containers, "record_report", told)
     pid = scene.driver.use(scene.family.spawn(), state=ProcessState.CHECKPOINTED)
     scene.image.mkdir()
     draft = Draft(str(scene.image))
@@ -178,7 +178,7 @@ def test_no_room_on_file(scene: Scene, podman: Podman, monkeypatch: pytest.Monke
         raise GpusnapError("no room")
 
     monkeypatch.setattr(journal, "write_document", full)
-    restored_containers.tell(KEY)
+    restored_containers.record_report(KEY)
     assert restored_containers.list_living() == ()
 
 

@@ -77,8 +77,8 @@ def test_nothing_of_ours(tmp_path: Path) -> None:
 
 def test_no_answer(silent: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is named; the next question is another child's, and the same one is not asked again."""
-    monkeypatch.setattr(environ, "_strings", silent)
-    monkeypatch.setattr(environ, "_pointer", lambda pid: 1)
+    monkeypatch.setattr(environ, "_read_strings", silent)
+    monkeypatch.setattr(environ, "_find_pointer", lambda pid: 1)
     first = ask(ME, "x", os.getpid)
     with pytest.raises(
         Unanswered, match=rf"process {ME} \(.*\) .*variables: .*not respond within 0.3 s"
@@ -356,7 +356,7 @@ def test_an_answer_that_nobody_has_waited_for(
     monkeypatch.setattr(forker, "_socket", Interrupting(forker._socket))
     with suppress(KeyboardInterrupt):
         companion.ask(os.getpid, within=9)
-    worker = question_process._take()
+    worker = question_process._take_worker()
     assert worker.ask(pickle.dumps((os.getpid, ())), 9) == worker.pid
     worker.leave()
 

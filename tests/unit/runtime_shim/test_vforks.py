@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.stopping import vfork
-from gpusnap.runtime_shim.stopping.stop import go_on, stand, stop
+from gpusnap.runtime_shim.stopping.stop import go_on, stop, wait_until_stopped
 from gpusnap.runtime_shim.stopping.vfork import WaitingParent, finish, iterate_waiting
 
 
@@ -78,7 +78,7 @@ def test_up_to_the_program(pair: Pair) -> None:
     os.write(writer, b"read by the program\n")
     finish(pair.pids, timeout=60)
     assert list(iterate_waiting(pair.pids)) == []
-    stand(pair.pids, timeout=60)
+    wait_until_stopped(pair.pids, timeout=60)
     assert os.readlink(f"/proc/{pair.child}/exe") == os.path.realpath("/bin/cat")
     assert "libc" not in proc.maps(pair.child)  # its loader has not begun
     go_on(pair.pids)
@@ -94,7 +94,7 @@ def test_the_child_ends(pair: Pair) -> None:
     halt(pair)
     writer = pair.open()
     finish(pair.pids, timeout=60)
-    stand([pair.parent], timeout=60)
+    wait_until_stopped([pair.parent], timeout=60)
     go_on([pair.parent])
     os.close(writer)
     assert pair.process.wait(60) != 0
@@ -129,7 +129,7 @@ def test_too_long(pair: Pair) -> None:
     wanted = rf"process {pair.parent} \(\S+\) waits for its child {pair.child} .* longer than 0\.3 s"
     with pytest.raises(GpusnapError, match=wanted):
         finish(pair.pids, timeout=0.3)
-    stand([pair.child], timeout=60)
+    wait_until_stopped([pair.child], timeout=60)
     go_on(pair.pids)
     writer = pair.open()
     wait_for(lambda: proc.comm(pair.child) == "cat", "the program")

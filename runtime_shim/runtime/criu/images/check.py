@@ -1,11 +1,10 @@
-"""Whether CRIU's images are whole, told before CRIU reads them: a restore and `gpusnap verify` both ask here.
+"""Checks that CRIU's images are complete before CRIU reads them, for a restore and for `gpusnap verify`.
 
-CRIU trusts its images. It waits for a FIFO, follows a link, and where a pages-N.img ends before its pagemap
-says so it reads on at the end for ever, with a line of its log each time (criu/pie/restorer.c,
-preadv_limited).
+CRIU trusts its images. It waits for a FIFO and follows a link. If a pages-N.img ends before its pagemap says
+so, it reads at its end forever, and logs each try (criu/pie/restorer.c, preadv_limited).
 
-messages.py says how an image of messages is laid out. Images of other formats (the pages, tars, what iproute2
-and nft dump) have no magic, and of them only the size counts.
+messages.py describes the layout of an image of messages. Images of other formats (the pages, tars, what
+iproute2 and nft dump) have no magic number, and only their size is checked.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
 
 _PAGES = compile_later(r"pages-([0-9]{1,10})\.img", re.ASCII)
 _PAGEMAP = compile_later(r"pagemap-([0-9]{1,10})\.img", re.ASCII)
-"""Of a task, by its PID; those of shared memory are called otherwise."""
-# What CRIU and the runtime read beside images.
+"""The pagemap of a task, by its PID; those of shared memory have other names."""
+# Files that CRIU and the runtime read beside images.
 _OTHERS = ("descriptors.json", "stats-dump")
 PARENT = "parent"
-"""A link to the directory of an earlier dump (CR_PARENT_LINK in criu/include/image.h)."""
+"""The link to the directory of an earlier dump (CR_PARENT_LINK in criu/include/image.h)."""
 LINK = "a symbolic link"
 _MOST_PARENTS = 64
 _PIECE = 1 << 20
@@ -42,7 +41,7 @@ _OTHER_PAGE_SIZES = (4096, 16384, 65536)
 
 
 def is_image(name: str) -> bool:
-    """Whether a file of that name is an image that CRIU wrote: of messages, or of pages."""
+    """Whether CRIU wrote a file of that name as an image: of messages, or of pages."""
     return bool(kind_of(name)) or _PAGES.fullmatch(name) is not None
 
 
@@ -55,25 +54,25 @@ class Checker:
     """The images of one directory, added in any order; `finish` compares them. It raises ImageErrors."""
 
     def __init__(self, where: str) -> None:
-        """`where` names them in messages."""
+        """`where`: names the directory in messages."""
         self._where = where
         self._sizes: dict[str, int] = {}
         self._pagemaps: dict[str, pagemap.Pagemap] = {}
         self._tasks: set[int] = set()
 
     def add_special(self, name: str, what: str) -> None:
-        """Something that is no regular file; `what` says so in words."""
+        """Add a file that is not regular; `what` describes it."""
         if _is_read(name):
             raise self._make_error(name, f"is {what}, not a regular file")
         if name == PARENT and what != LINK:
             raise self._make_error(name, f"is {what}, not a link to the images of an earlier dump")
 
     def add_size(self, name: str, size: int) -> None:
-        """An image of pages, whose content nobody needs to look at."""
+        """Add an image of pages, whose content is not needed."""
         self._sizes[name] = size
 
     def add(self, name: str, size: int, content: Readable) -> None:
-        """A regular file. Of images that are not messages only the size counts."""
+        """Add a regular file. If it is no image of messages, only its size is used."""
         self._sizes[name] = size
         kind = kind_of(name)
         if not kind:
@@ -84,9 +83,9 @@ class Checker:
             raise self._make_error(name, str(damage)) from None
 
     def finish(self, architecture: str) -> None:
-        """All images have been added: see that none is missing, and that the pages are what pagemaps say.
+        """After all images were added: check that none is missing, and that the pages fit the pagemaps.
 
-        `architecture`: of the host of the dump; it says how large a page is.
+        `architecture`: of the host of the dump; it determines the size of a page.
         """
         if "inventory.img" not in self._sizes:
             raise self._make_error("inventory.img", "is missing")
@@ -100,24 +99,24 @@ class Checker:
         self.finish_pages(architecture)
 
     def finish_pages(self, architecture: str) -> None:
-        """The same of a directory that has pages only: that of an earlier dump."""
+        """The same for a directory with pages only: that of an earlier dump."""
         sizes = _PAGE_SIZES.get(architecture, _OTHER_PAGE_SIZES)
         for number, names in sorted(self._readers().items()):
             pages = f"pages-{number}.img"
             size = self._sizes.get(pages)
             wrong = [name for name in names if not self._has_right_size(name, size, sizes)]
-            # Of those that are not a task's, which one CRIU reads is not known.
+            # For those that are not a task's, it is not known which one CRIU reads.
             if wrong and (self._is_task(wrong[0]) or len(wrong) == len(names)):
                 how = "is missing" if size is None else f"has {size} bytes"
                 listed = self._pagemaps[wrong[0]].present
                 raise self._make_error(pages, f"{how}, but {wrong[0]} lists {listed} pages in it")
 
     def _readers(self) -> dict[int, list[str]]:
-        """By the number of a pages-N.img, the pagemaps whose pages CRIU may read there.
+        """Return, by the number of a pages-N.img, the pagemaps whose pages CRIU may read there.
 
-        A dump into a directory that has an earlier one (Podman's, of a container that is left running) writes
-        other pages under the same number, and the pagemap of a process that is no more stays. CRIU reads
-        those of the tasks in pstree.img, and those of shared memory that belong to them.
+        A dump into a directory with an earlier one (Podman's, of a container that continues to run) writes
+        other pages under the same number, and the pagemap of an ended process stays. CRIU reads those of the
+        tasks in pstree.img, and those of shared memory that belong to them.
         """
         found: dict[int, list[str]] = {}
         for name, each in sorted(self._pagemaps.items()):
@@ -147,7 +146,7 @@ class Checker:
         else:
             for message in _messages(source, kind):
                 if kind == "pstree":
-                    # CRIU notes a thread for a zombie too, and leaves its number unset (seen with 4.1.1).
+                    # CRIU also records a thread for a zombie, and leaves its number unset (seen with 4.1.1).
                     self._tasks |= {message.pid, *(message.threads if message.pid in message.threads else ())}
 
     def _make_error(self, name: str, why: str) -> ImageError:
@@ -159,11 +158,11 @@ class Checker:
 
 
 def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = MappingProxyType({})) -> None:
-    """Check the images of a directory. `elsewhere`: the sizes of images of pages that are to be put there.
+    """Check the images of a directory. `elsewhere`: the sizes of images of pages that will be put there.
 
-    Raises ImageError for the first one that is not a regular file, that is cut short or does not decode, for
-    pages that are more or less than the pagemap lists, for an image that is missing, and where an earlier
-    dump's are not in a directory beside.
+    Raises ImageError for the first one that is not a regular file, is truncated or cannot be decoded, for
+    more or fewer pages than the pagemap lists, for a missing image, and if an earlier dump's images are not
+    in a directory beside it.
     """
     top = os.path.realpath(image_path)
     beside = os.path.dirname(top)
@@ -182,7 +181,7 @@ def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = Map
             checker.finish_pages(architecture)
         if parent is None:
             return
-        # CRIU would give a container the memory that it finds there, and that may be another one's.
+        # CRIU would give the container the memory that it finds there, which may be another container's.
         if os.path.dirname(parent) != beside:
             raise _make_leads_out_error(top)
         top = parent
@@ -194,7 +193,7 @@ def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = Map
 
 
 def check_parent(link: str, where: str) -> None:
-    """See that the link to an earlier dump leads to a directory beside; `where` names the directory it is in.
+    """Check that the link to an earlier dump leads to a directory beside; `where` names its own directory.
 
     Raises ImageError.
     """
@@ -213,7 +212,7 @@ def _make_leads_out_error(where: str) -> ImageError:
 
 
 def _add_all(checker: Checker, top: str) -> str | None:
-    """Add what lies in a directory; returns where an earlier dump's images are, if they are needed."""
+    """Add the files of a directory; return where an earlier dump's images are, if they are needed."""
     parent = None
     with os.scandir(top) as found:
         for entry in found:
@@ -226,7 +225,7 @@ def _add_all(checker: Checker, top: str) -> str | None:
                 try:
                     file, size = open_below(top, entry.name)
                 except ValueError:
-                    continue  # it has become another since; CRIU's own open is not ours to guard
+                    continue  # it was replaced since; gpusnap cannot guard CRIU's own open
                 with io.BufferedReader(file, _PIECE) as reader:
                     checker.add(entry.name, size, reader)
     return parent
@@ -246,14 +245,14 @@ def _kind_in_words(mode: int) -> str:
 
 
 def _read_ghost(source: Source) -> None:
-    """A file that was deleted: its content follows, in chunks or as it is."""
+    """Read the record of a deleted file: its content follows, in chunks or as a whole."""
     entry = _read_whole(source, "ghost_file_entry")
     while entry.chunks and source.count_left:
         source.skip(_read_whole(source, "ghost_chunk_entry").len)
 
 
 def _messages(source: Source, kind: str) -> Iterator[Any]:
-    """Each message of an image; what follows it is passed over. None for one that is not decoded."""
+    """Yield each message of an image, and skip what follows it. None for a message that is not decoded."""
     while source.count_left:
         if kind not in _FOLLOWED and kind != "pstree":
             yield decode(source.message(), kind)
@@ -266,7 +265,7 @@ def _messages(source: Source, kind: str) -> Iterator[Any]:
 
 
 def _read_whole(source: Source, kind: str) -> Any:
-    """The next message, of which something needs to be known."""
+    """Read the next message, part of which is needed."""
     data = source.message()
     message = decode(data, kind)
     if message is None:

@@ -1,4 +1,4 @@
-"""CRIU's image of a container's control groups (images/cgroup.proto): its freezer of version 1 is thawed."""
+"""Thaws version 1's freezer in CRIU's image of a container's control groups (images/cgroup.proto)."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decode_mes
 
 _IMAGE = "cgroup.img"
 _STATE, _FROZEN, _THAWED = "freezer.state", "FROZEN", "THAWED"
-# Bytes of the image: what is read of it at all, and up to where it is made into objects. One with thousands
-# of control groups takes megabytes.
+# Bytes of the image: the most that is read at all, and the most that is decoded into objects. An image with
+# thousands of control groups has megabytes.
 _LIMIT, _DECODED = 256 << 20, 4 << 20
 # CgroupPropEntry (images/cgroup.proto) as it is encoded: field 1, the name, then field 2, the value.
 _ENCODED = b"\x0a%c%s\x12%c" % (len(_STATE), _STATE.encode(), len(_FROZEN))
 
 
 def thaw(image_path: str) -> None:
-    """Have a restore from these images leave version 1's freezer thawed, where that is beside version 2.
+    """Make a restore from these images leave version 1's freezer thawed, if it is beside version 2.
 
-    CRIU notes for every freezer the state of the group that the runtime named to it, which is version 2's,
-    and would restore version 1's frozen, where nobody thaws it. It notes a freezer for version 1 alone; so
-    with version 2 alone the image is not decoded. The container may have ended by now, so nothing but the
-    disk may keep this from its end: an image that is large, or that no pycriu is there for, is changed
-    without being decoded. Raises ImageError. May be called again. The caller brings the images to disk.
+    CRIU records for every freezer the state of the group that the runtime named to it, which is version 2's.
+    It would restore version 1's frozen, where nobody thaws it. It records a freezer only for version 1, so
+    with only version 2 the image is not decoded. The container may have ended by now, so only a disk error
+    may fail this: a large image, or an image without pycriu, is changed without being decoded. Raises
+    ImageError. May be called again. The caller syncs the images.
     """
     path = os.path.join(image_path, _IMAGE)
     try:
         data = read_below(image_path, _IMAGE, limit=_LIMIT)
     except FileNotFoundError:
-        return  # CRIU was to leave control groups alone
+        return  # CRIU was told to leave control groups alone
     except (OSError, ValueError) as error:
         raise _make_unchanged_error(
             path, reason(error) if isinstance(error, OSError) else str(error)
@@ -68,7 +68,7 @@ def _is_frozen(prop: Any) -> bool:
 
 
 def _properties(entry: Any) -> Iterator[Any]:
-    """Of all control groups, each below the one that it is in."""
+    """Yield the properties of all control groups, at any depth."""
     waiting = [group for controller in entry.controllers for group in controller.dirs]
     while waiting:
         group = waiting.pop()

@@ -1,4 +1,4 @@
-"""CRIU's image of the container's /dev, with other GPU nodes in it.
+"""Changes the GPU nodes in CRIU's image of the container's /dev.
 
 A tmpfs is dumped by `tar --create --gzip --no-unquote --no-wildcards --one-file-system --check-links
 --preserve-permissions --sparse --numeric-owner --directory … .` into tmpfs-dev-NUMBER.tar.gz.img; NUMBER is
@@ -6,9 +6,9 @@ the kernel's own number of the file system's device. A restore gives the file to
 --no-unquote --no-wildcards` (criu/filesystems.c, tmpfs_dump and tmpfs_restore; criu/image-desc.c). So a node
 is an entry such as ./nvidia0, of type 3 (tar(5)), with its major and minor number.
 
-The archive may come from anywhere, and GNU tar would make as root whatever it names. So an entry that two
-programs may read differently is refused (gpusnap.runtime_shim.runtime.criu.images.dev_tar), and here a device
-that nobody gave the container, a second entry of one name, and what lies behind a link.
+The archive may come from anywhere, and GNU tar creates, as root, everything that it names. So an entry that
+two programs may read differently is refused (gpusnap.runtime_shim.runtime.criu.images.dev_tar). This module
+refuses a device that nobody gave to the container, a second entry of one name, and entries below a link.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DEFAULT: tuple[Device, ...] = (
     ("c", 5, 0, "/dev/tty"),
     ("c", 5, 2, "/dev/ptmx"),
 )
-"""What every container has (runtime-spec, config-linux.md, Default Devices); the numbers are those of
+"""The devices of every container (runtime-spec, config-linux.md, Default Devices); the numbers are those of
 Documentation/admin-guide/devices.txt. /dev/console is not among them: in a container it is a terminal of its
 own, mounted on an empty file, and a node 5:1 would be this host's console."""
 
@@ -42,7 +42,7 @@ LIMIT, ENTRIES = dev_tar.LIMIT, dev_tar.ENTRIES
 
 
 def image_name(device: int) -> str:
-    """The image's name of a tmpfs with this st_dev.
+    """Return the image's name of a tmpfs with this st_dev.
 
     CRIU names it by the kernel's number of a device, 20 bits of which are the minor (linux/kdev_t.h, MKDEV).
     """
@@ -55,15 +55,15 @@ def image_name(device: int) -> str:
 def rewrite(
     image: bytes | IO[bytes], changes: Sequence[Change] = (), allowed: Iterable[Node | Device] = ()
 ) -> bytes | None:
-    """The image with each change's old node replaced by its new ones; None where that changes nothing.
+    """Return the image with each change's old node replaced by its new ones; None if that changes nothing.
 
-    All changes are made at once, so two nodes may trade places. Of a changed node's header only name, numbers
-    and checksum are new; its second name is a copy of that, right behind. All else of the tar stays byte for
-    byte. An empty file in a changed node's place is what a bind mount lies on, and stays.
+    All changes are made at once, so two nodes may be swapped. In a changed node's header, only name, numbers
+    and checksum are new; its second name is a copy of that, directly after it. The rest of the tar stays byte
+    for byte. An empty file at a changed node's place is the mount point of a bind mount, and stays.
 
-    `allowed`: the devices that /dev may hold beside `DEFAULT` and the changed ones. Raises ImageError, by the
-    entry's name, for anything else, and for an archive that is damaged, that is larger than `LIMIT`, or that
-    GNU tar could read otherwise than this.
+    `allowed`: the devices that /dev may contain beside `DEFAULT` and the changed ones. Raises ImageError,
+    with the entry's name, for anything else, and for an archive that is damaged, that is larger than `LIMIT`,
+    or that GNU tar could read differently.
     """
     archive = dev_tar.Archive(io.BytesIO(image) if isinstance(image, bytes) else image)
     rules = _Rules(changes, allowed)
@@ -90,13 +90,13 @@ def rewrite(
 
 
 class _Rules:
-    """What may be in the archive, and what has been."""
+    """What the archive may contain, and what it contained so far."""
 
     def __init__(self, changes: Sequence[Change], allowed: Iterable[Node | Device]) -> None:
         self._new: dict[bytes, tuple[Node, ...]] = {}
         self._old: dict[bytes, Node] = {}
         self._kinds: dict[bytes, bytes] = {}
-        """Kind by name, as the archive came; folders that are named only by what lies in them, too."""
+        """Kind by name, as in the archive; also directories that are named only in paths below them."""
         self._implied: set[bytes] = set()
         self._after: set[bytes] = set()
         for change in changes:
@@ -115,7 +115,7 @@ class _Rules:
         }
 
     def judge(self, entry: dev_tar.Entry) -> list[bytes]:
-        """The headers that stand for the entry. Raises ImageError where it must not be there."""
+        """Return the headers for the entry. Raises ImageError if it is not allowed."""
         self._place(entry)
         if entry.kind == dev_tar.HARD:
             self._check_hard_link(entry)
@@ -148,7 +148,7 @@ class _Rules:
         return [entry.rename(_make_path_below_dev(node.path), (node.major, node.minor)) for node in new]
 
     def _place(self, entry: dev_tar.Entry) -> None:
-        """Note where the entry lies: not on another one, and not behind a link."""
+        """Record the place of the entry: not on another one, and not below a link."""
         name = entry.name
         if not name and entry.kind != dev_tar.FOLDER:
             dev_tar.refuse(name, "is not a directory")
@@ -173,7 +173,7 @@ class _Rules:
             )
 
     def _take(self, name: bytes) -> None:
-        """Give a name to what comes out; none is given twice."""
+        """Record a name of the output; each may occur once."""
         if name in self._after:
             dev_tar.refuse(name, "would exist twice")
         self._after.add(name)

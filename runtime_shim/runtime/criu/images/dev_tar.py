@@ -1,8 +1,8 @@
-"""The compressed tar in which CRIU keeps a container's /dev, read strictly and as a stream.
+"""Reads the compressed tar with a container's /dev, strictly and as a stream.
 
-GNU tar makes whatever such an archive names, and the archive may come from anywhere. So it is read in one way
-only: an entry that two programs may read differently is refused (tar(5): POSIX ustar, old GNU; pax(1)). No
-more than a piece of it is held in memory.
+GNU tar creates everything that such an archive names, and the archive may come from anywhere. So it is read
+in only one way: an entry that two programs may read differently is refused (tar(5): POSIX ustar, old GNU;
+pax(1)). Only a piece of it is in memory at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIMIT = 256 << 20
 ENTRIES = 65536
 """Headers in the tar."""
 
-# Entries that tar makes from a header alone or from content of the header's size.
+# Entries that tar makes only from a header or from content of the header's size.
 FILE, HARD, SOFT, CHARACTER, BLOCK_DEVICE, FOLDER, FIFO = b"0", b"1", b"2", b"3", b"4", b"5", b"6"
 
 _BLOCK = 512
@@ -39,7 +39,7 @@ _KINDS = {b"\0": FILE, b"7": FILE, b"S": FILE} | {
     kind: kind for kind in (FILE, HARD, SOFT, CHARACTER, BLOCK_DEVICE, FOLDER, FIFO)
 }
 _LONG_NAME, _LONG_LINK, _PAX, _HOLES = b"L", b"K", b"x", b"S"
-# A pax record that changes no more than a time (pax(1), "pax Extended Header").
+# A pax record that only changes a time (pax(1), "pax Extended Header").
 _TIMES = compile_later(rb"(\d{1,4}) (?:[amc]time|LIBARCHIVE\.creationtime)=-?\d{1,20}(?:\.\d{1,20})?\n")
 
 
@@ -51,12 +51,12 @@ class Entry:
     """Extension headers with their content."""
     header: bytes
     name: bytes
-    """Without ./ in front; empty for the folder itself."""
+    """Without ./ at the start; empty for the directory itself."""
     kind: bytes
     size: int
     """Bytes of its content."""
     link: bytes
-    """What a link leads to, as it came."""
+    """The target of a link, as in the archive."""
 
     @property
     def device(self) -> bool:
@@ -65,18 +65,18 @@ class Entry:
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """A device's major and minor number. Raises ImageError where a field holds none."""
-        return _number(self.header, _MAJOR, self.name), _number(self.header, _MINOR, self.name)
+        """Return a device's major and minor number. Raises ImageError if a field contains none."""
+        return _read_number(self.header, _MAJOR, self.name), _read_number(self.header, _MINOR, self.name)
 
     @property
     def target(self) -> bytes:
-        """The name of the entry that a hard link leads to. Raises ImageError where that leads out of /dev."""
+        """Return the target of a hard link. Raises ImageError if that is outside of /dev."""
         return _normalise(self.link)
 
     def rename(self, name: bytes, numbers: tuple[int, int]) -> bytes:
-        """A device's header with another name and other numbers, and the checksum that belongs to it.
+        """Return a device's header with another name, other numbers, and the right checksum.
 
-        Raises ImageError where they do not fit into one.
+        Raises ImageError if they do not fit into a header.
         """
         name, (major, minor) = b"./" + name, numbers
         fields = f"{major:07o}\0{minor:07o}\0".encode()
@@ -84,54 +84,54 @@ class Entry:
             refuse(name, "cannot be represented in a tar header")
         old = self.header
         new = name.ljust(_NAME[1], b"\0") + old[_NAME[1] : _MAJOR[0]] + fields + old[_MINOR[1] :]
-        return new[: _SUM[0]] + f"{_checksum(new):06o}\0 ".encode() + new[_SUM[1] :]
+        return new[: _SUM[0]] + f"{_compute_checksum(new):06o}\0 ".encode() + new[_SUM[1] :]
 
 
 class Archive:
-    """An archive that is read once from front to end: each entry, then its content, and at last the end.
+    """An archive that is read once from start to end: each entry, then its content, and finally the end.
 
-    Everything raises ImageError where the archive is damaged, is larger than `LIMIT`, has more than `ENTRIES`
-    headers, or could be read otherwise by GNU tar.
+    Everything raises ImageError if the archive is damaged, is larger than `LIMIT`, has more than `ENTRIES`
+    headers, or could be read differently by GNU tar.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._plain = _Plain(file)
 
     def entries(self) -> Iterator[Entry]:
-        """The entries; the caller has read each one's `content` before the next."""
+        """Yield the entries; the caller reads each one's `content` before the next."""
         plain, count = self._plain, 0
         before: dict[bytes, bytes] = {}
         extensions = b""
-        while (header := plain.take(_BLOCK)) != _ZEROS:
+        while (header := plain.read_exactly(_BLOCK)) != _ZEROS:
             count += 1
             if count > ENTRIES:
                 raise make_damaged_error(f"has more than {ENTRIES} entries")
             name = _header_name(header)
-            kind, size = header[_TYPE : _TYPE + 1], _number(header, _SIZE, name)
+            kind, size = header[_TYPE : _TYPE + 1], _read_number(header, _SIZE, name)
             if kind in (_LONG_NAME, _LONG_LINK, _PAX):
                 if kind in before or size > _EXTENSION:
                     refuse(name, "has a header that tar does not write")
-                content = plain.take(_round_up(size))
+                content = plain.read_exactly(_round_up(size))
                 before[kind] = content[:size]
                 extensions += header + content
                 continue
             if kind == _HOLES:
-                header += _map(header, plain, name, size)
-            yield _entry(header, name, size, before, extensions)
+                header += _read_map(header, plain, name, size)
+            yield _make_entry(header, name, size, before, extensions)
             before, extensions = {}, b""
         if before:
             raise make_damaged_error("ends in the middle of an entry")
 
     def content(self, entry: Entry) -> Iterator[bytes]:
-        """The content of the entry that came last, with the zeros that fill its last block, in pieces."""
+        """Yield the content of the last entry, with the zeros that fill its last block, in pieces."""
         size = _round_up(entry.size)
         while size:
-            yield (piece := self._plain.take(min(size, _PIECE)))
+            yield (piece := self._plain.read_exactly(min(size, _PIECE)))
             size -= len(piece)
 
     def read_end(self) -> Iterator[bytes]:
-        """What stands behind the last entry, in pieces: two blocks of zeros, and nothing but zeros."""
-        yield _ZEROS  # which has told entries() of the end
+        """Yield what follows the last entry, in pieces: two blocks of zeros, and nothing but zeros."""
+        yield _ZEROS  # the block that ended entries()
         length = 0
         for piece in self._plain.read_rest():
             if piece.strip(b"\0"):
@@ -143,7 +143,7 @@ class Archive:
 
 
 def make_damaged_error(what: str, *, code: str = "GPS-601") -> ImageError:
-    """The error that says this of the archive."""
+    """The error for a damaged archive."""
     return ImageError(
         f"the image of the container's /dev {what}",
         hint="the checkpoint is damaged, or was not written by CRIU",
@@ -152,19 +152,21 @@ def make_damaged_error(what: str, *, code: str = "GPS-601") -> ImageError:
 
 
 def refuse(name: bytes, why: str, *, code: str = "GPS-601") -> NoReturn:
-    """Raise the ImageError that says this of an entry."""
+    """Raise the ImageError for an entry."""
     raise make_damaged_error(f"is refused: {make_printable(name)} {why}", code=code)
 
 
 def make_printable(name: bytes) -> str:
-    """A name that came with the archive, fit for a message."""
+    """Make a name from the archive printable for a message."""
     text = name[:100].decode("utf-8", "backslashreplace") or "."
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _entry(header: bytes, name: bytes, size: int, before: dict[bytes, bytes], extensions: bytes) -> Entry:
+def _make_entry(
+    header: bytes, name: bytes, size: int, before: dict[bytes, bytes], extensions: bytes
+) -> Entry:
     long_name, long_link = before.get(_LONG_NAME), before.get(_LONG_LINK)
-    link = _string(header, _LINK)
+    link = _read_string(header, _LINK)
     if long_name is not None:
         name = _read_long_name(long_name, name)
     if long_link is not None:
@@ -175,7 +177,7 @@ def _entry(header: bytes, name: bytes, size: int, before: dict[bytes, bytes], ex
     if kind != FILE and size:
         refuse(name, "has content, but is not a file")
     if kind == FILE and name.endswith(b"/"):
-        refuse(name, "is a file with the name of a directory")  # to tar it is one
+        refuse(name, "is a file with the name of a directory")  # tar would make a directory
     if not _has_only_times(before.get(_PAX, b"")):
         refuse(name, "has a pax header with more than times")
     found = Entry(extensions, header, _normalise(name), kind, size, link)
@@ -189,22 +191,22 @@ def _entry(header: bytes, name: bytes, size: int, before: dict[bytes, bytes], ex
 
 
 def _header_name(header: bytes) -> bytes:
-    """The name in a header, once that is one at all."""
-    name = _string(header, _NAME)
-    if _number(header, _SUM, name) != _checksum(header):
+    """Return the name in a header, after checking that it is a header."""
+    name = _read_string(header, _NAME)
+    if _read_number(header, _SUM, name) != _compute_checksum(header):
         refuse(name, "has a wrong checksum")
-    magic, prefix = header[slice(*_MAGIC)], _string(header, _PREFIX)
+    magic, prefix = header[slice(*_MAGIC)], _read_string(header, _PREFIX)
     if magic not in (_USTAR, _GNU):
         refuse(name, "has a header of a type that tar does not write")
     return prefix + b"/" + name if prefix and magic == _USTAR else name
 
 
-def _map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
-    """The blocks behind the header of a file with holes, once its map fits the content (tar(5), "Old GNU").
+def _read_map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
+    """Return the blocks after the header of a sparse file, if its map fits the content (tar(5), "Old GNU").
 
     Each piece of data fills whole blocks; the last one may end earlier.
     """
-    real, found, length = _number(header, _REAL_SIZE, name), 0, 0
+    real, found, length = _read_number(header, _REAL_SIZE, name), 0, 0
     slots, goes_on, blocks = header[slice(*_MAP)], header[_MAP_GOES_ON], b""
     while True:
         for at in range(0, len(slots), 24):
@@ -212,8 +214,8 @@ def _map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
                 if slots[at:].strip(b"\0") or goes_on:
                     refuse(name, "has a map of its holes that tar does not write")
                 break
-            start = _number(slots, (at, at + 12), name)
-            piece = _number(slots, (at + 12, at + 24), name)
+            start = _read_number(slots, (at, at + 12), name)
+            piece = _read_number(slots, (at + 12, at + 24), name)
             if (length % _BLOCK and piece) or start < found:
                 refuse(name, "has a map of its holes that tar does not write")
             found, length = start + piece, length + piece
@@ -221,7 +223,7 @@ def _map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
             break
         if len(blocks) >= _EXTENSION * _BLOCK:
             refuse(name, "has too many holes")
-        block = plain.take(_BLOCK)
+        block = plain.read_exactly(_BLOCK)
         blocks += block
         slots, goes_on = block[slice(*_MORE_MAP)], block[_MORE_MAP_GOES_ON]
     if length != size or found > real or header[slice(*_MAGIC)] != _GNU:
@@ -230,7 +232,7 @@ def _map(header: bytes, plain: _Plain, name: bytes, size: int) -> bytes:
 
 
 def _has_only_times(records: bytes) -> bool:
-    """Whether a pax header says only when something was changed."""
+    """Whether a pax header contains only times."""
     while records:
         match = _TIMES.match(records)
         if not match or int(match[1]) != len(match[0]):
@@ -240,25 +242,25 @@ def _has_only_times(records: bytes) -> bool:
 
 
 def _read_long_name(content: bytes, name: bytes) -> bytes:
-    """A name from a header of its own: one string with its end."""
+    """Read a name from a header of its own: one string with its terminator."""
     if content[-1:] != b"\0" or b"\0" in content[:-1] or len(content) < 2:
         refuse(name, "has a long name that tar does not write")
     return content[:-1]
 
 
-def _string(header: bytes, field: tuple[int, int]) -> bytes:
+def _read_string(header: bytes, field: tuple[int, int]) -> bytes:
     return header[slice(*field)].partition(b"\0")[0]
 
 
-def _number(header: bytes, field: tuple[int, int], name: bytes) -> int:
+def _read_number(header: bytes, field: tuple[int, int], name: bytes) -> int:
     match = _OCTAL.fullmatch(header, *field)
     if match is None:
         refuse(name, "has an invalid number")
     return int(match[1], 8)
 
 
-def _checksum(header: bytes) -> int:
-    """Of all bytes, those of the checksum itself counted as blanks (tar(5))."""
+def _compute_checksum(header: bytes) -> int:
+    """Compute it over all bytes, those of the checksum itself counted as blanks (tar(5))."""
     return sum(header) - sum(header[slice(*_SUM)]) + 8 * ord(" ")
 
 
@@ -274,7 +276,7 @@ def _round_up(size: int) -> int:
 
 
 class _Plain:
-    """The tar inside the image, piece by piece. Raises ImageError where it is damaged or too long."""
+    """The decompressed tar, piece by piece. Raises ImageError if it is damaged or too long."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -285,8 +287,8 @@ class _Plain:
         self._at = 0
         self._read = self._given = 0
 
-    def take(self, size: int) -> bytes:
-        """Exactly so many bytes."""
+    def read_exactly(self, size: int) -> bytes:
+        """Return exactly `size` bytes."""
         while len(self._buffer) - self._at < size:
             more = self._read_more()
             if not more:
@@ -296,23 +298,23 @@ class _Plain:
         return self._buffer[self._at - size : self._at]
 
     def read_rest(self) -> Iterator[bytes]:
-        """All that has not been taken, in pieces."""
+        """Yield everything that was not read yet, in pieces."""
         piece = self._buffer[self._at :] or self._read_more()
         while piece:
             yield piece
             piece = self._read_more()
 
     def _read_more(self) -> bytes:
-        """The next bytes; empty at the end."""
+        """Return the next bytes; empty at the end."""
         while True:
             if self._gzip.eof:
-                # A gzip file may be several ones behind one another (RFC 1952, 2.2).
-                self._waiting = self._gzip.unused_data or self._file_bytes()
+                # A gzip file may consist of several members (RFC 1952, 2.2).
+                self._waiting = self._gzip.unused_data or self._read_file_bytes()
                 if not self._waiting:
                     return b""
                 self._gzip = zlib.decompressobj(16 + zlib.MAX_WBITS)
             elif not self._waiting:
-                self._waiting = self._file_bytes()
+                self._waiting = self._read_file_bytes()
                 if not self._waiting:
                     raise make_damaged_error("is cut short")
             try:
@@ -326,7 +328,7 @@ class _Plain:
             if piece:
                 return piece
 
-    def _file_bytes(self) -> bytes:
+    def _read_file_bytes(self) -> bytes:
         try:
             piece = self._file.read(_PIECE)
         except OSError as error:

@@ -1,7 +1,7 @@
-"""The digests of CRIU's images: taken after the dump, compared while they are restored.
+"""The digests of CRIU's images: computed after the dump, compared during the restore.
 
-Podman's archive has no digests, and CRIU believes what it reads: a bit that has changed in a page comes back
-as the memory of a process, and the container computes something else.
+Podman's archive has no digests, and CRIU trusts what it reads: a flipped bit in a page becomes the memory of
+a process, and the container computes wrong results.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _PIECE = 1 << 20
 
 
 class Digester:
-    """The record of an image whose bytes pass by, in order."""
+    """Makes the record of an image whose bytes are added in order."""
 
     def __init__(self, name: str) -> None:
         self._name, self._size, self._hash = name, 0, hashlib.sha256()
 
     def add(self, piece: bytes | memoryview) -> None:
-        """The next bytes; other threads run meanwhile."""
+        """Add the next bytes; other threads run meanwhile."""
         self._size += len(piece)
         self._hash.update(piece)
 
     def record(self) -> ImageRecord:
-        """Of all that was added."""
+        """Return the record of everything that was added."""
         return ImageRecord(self._name, self._size, f"sha256:{self._hash.hexdigest()}")
 
 
 def take(image_path: str, *, but: Collection[str] = ()) -> tuple[ImageRecord, ...]:
-    """Of all images in a directory, `but` some, by name. Raises ImageError."""
+    """Digest all images in a directory except `but`, by name. Raises ImageError."""
     try:
         names = sorted(
             entry.name
@@ -55,7 +55,7 @@ def take(image_path: str, *, but: Collection[str] = ()) -> tuple[ImageRecord, ..
 
 
 def make_differs_error(name: str, where: str) -> ImageError:
-    """What is said of an image that is not the one of the dump; `where` names the directory or archive."""
+    """The error for an image that is not the one of the dump; `where` names the directory or archive."""
     return ImageError(
         f"CRIU's image {name} in {where} has changed since the dump: its digest differs",
         hint="use another copy of the checkpoint",
@@ -64,21 +64,21 @@ def make_differs_error(name: str, where: str) -> ImageError:
 
 
 class Comparison:
-    """Images on their way through threads of ours, while CRIU reads them as well. Close it at the end."""
+    """Digests images in threads, while CRIU reads them as well. Close it at the end."""
 
     def __init__(self, image_path: str, records: Sequence[ImageRecord]) -> None:
-        """`records`: of the manifest; images that it has none of are not compared."""
+        """`records`: of the manifest; images without a record are not compared."""
         self._where = image_path
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="gpusnap-images")
         self._running: list[Future[None]] = [self._pool.submit(self._compare, each) for each in records]
 
     def result(self) -> None:
-        """Wait until all have been read. Raises ImageError for one that is missing, or is another one."""
+        """Wait until all have been read. Raises ImageError for a missing or different one."""
         for each in self._running:
             each.result()
 
     def close(self) -> None:
-        """Read no further image; wait for those that are being read. May be called twice."""
+        """Read no further image, and wait for those that are being read. May be called twice."""
         self._pool.shutdown(cancel_futures=True)
 
     def _compare(self, wanted: ImageRecord) -> None:
@@ -96,7 +96,7 @@ class Comparison:
 
 
 def first_other(wanted: Iterable[ImageRecord], found: Iterable[ImageRecord]) -> str:
-    """The name of the first image that is missing among those found, or is another one; empty without any."""
+    """Return the name of the first image that is missing or different among those found; else ""."""
     there = {each.name: each for each in found}
     return next((each.name for each in wanted if there.get(each.name) != each), "")
 

@@ -1,4 +1,4 @@
-"""The image directory of a checkpoint: made, cleaned after a dump that failed, brought to disk."""
+"""The image directory of a checkpoint: creates it, cleans it after a failed dump, syncs it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.runtime.criu.images.check import is_image
 
 EarlierImages: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Images by name, and what tells each from what is written in its place."""
+"""Images by name, and what distinguishes each from a new one in its place."""
 
-# What crun and runc write beside CRIU's *.img.
+# Files that crun and runc write beside CRIU's *.img.
 _RUNTIME_FILES = ("descriptors.json",)
 _THREADS = 8
 
@@ -31,11 +31,11 @@ def make(image_path: str) -> None:
 
 
 def clean(image_path: str, *, since: int) -> None:
-    """Remove the images written since then (st_mtime_ns). Logs stay, to be read. Raises ImageError."""
+    """Remove the images written since then (st_mtime_ns). Logs stay for reading. Raises ImageError."""
     try:
         for entry in list(os.scandir(image_path)):
             ours = entry.name.endswith(".img") or entry.name in _RUNTIME_FILES
-            # Only what was written since: the directory is the caller's choice, and may hold other images.
+            # Only those written since: the caller chose the directory, and it may contain other images.
             if ours and entry.stat(follow_symlinks=False).st_mtime_ns >= since:
                 os.unlink(entry.path)
     except OSError as error:
@@ -46,7 +46,7 @@ def clean(image_path: str, *, since: int) -> None:
 
 
 def note_earlier(image_path: str) -> EarlierImages:
-    """CRIU's images that are there before a dump. Raises ImageError."""
+    """Return CRIU's images that exist before a dump. Raises ImageError."""
     try:
         return {
             entry.name: _version(entry.stat(follow_symlinks=False))
@@ -62,10 +62,10 @@ def note_earlier(image_path: str) -> EarlierImages:
 def drop_earlier(image_path: str, there: EarlierImages) -> None:
     """After a dump, remove those images that it did not write anew. Raises ImageError.
 
-    Podman dumps a container that is left running into the same directory each time, and what CRIU does not
-    write anew stays: the memory of processes that are no more, which would be carried along. The time alone
-    does not tell: where the clock was put back meanwhile, what was just written looks older than that, and
-    may be all that is left of the container.
+    Podman dumps a container that continues to run into the same directory each time, and images that CRIU
+    does not write anew stay: the memory of ended processes, which would be archived too. The time alone is
+    not enough: if the clock was set back meanwhile, a new image looks older, and may be all that is left of
+    the container.
     """
     try:
         for name, version in there.items():
@@ -82,15 +82,15 @@ def drop_earlier(image_path: str, there: EarlierImages) -> None:
 
 
 def _version(found: os.stat_result) -> tuple[int, ...]:
-    """Another one once something has been written to the file, whatever the clock says by then."""
+    """Return a value that changes when the file is written, whatever the clock says."""
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], object]) -> None:
-    """Have the images on disk, `but` some, before the manifest says that they are.
+    """Sync the images, except `but`, before the manifest says that they are on disk.
 
-    Raises ImageError; where it was fsync(2) that failed, once `failed` was told why: what the kernel could
-    not write it takes for written then, and a second call would succeed. Nobody can write these images again.
+    Raises ImageError. If fsync(2) itself failed, `failed` gets the reason first: the kernel then considers
+    the unwritten data as written, and a second call would succeed. Nobody can write these images again.
     """
 
     lost: list[str] = []

@@ -1,4 +1,4 @@
-"""Internet sockets as CRIU's images have them (images/sk-inet.proto; criu/sk-inet.c, do_dump_one_inet_fd)."""
+"""Internet sockets in CRIU's images (images/sk-inet.proto; criu/sk-inet.c, do_dump_one_inet_fd)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STATES = {
     11: "closing",
 }
 _UNCONNECTED = ("time wait", "closed", "listening")
-"""What CRIU does not call connected (criu/sk-inet.c, can_dump_inet_sk)."""
+"""States that CRIU does not call connected (criu/sk-inet.c, can_dump_inet_sk)."""
 _PROTOCOLS = {socket.IPPROTO_TCP: "tcp", socket.IPPROTO_UDP: "udp", socket.IPPROTO_UDPLITE: "udplite"}
 _WORDS: dict[int, int] = {socket.AF_INET: 1, socket.AF_INET6: 4}
 _FILES = "files.img"
@@ -44,21 +44,21 @@ class InetSocket:
     protocol: str
     """tcp, udp, udplite or raw."""
     local: str
-    """Its address; empty where that cannot be understood."""
+    """Its address; empty if it cannot be decoded."""
     local_port: int
     remote: str
     remote_port: int
     state: str
-    """As ss(8) has it, in words; empty for a number that the kernel does not have."""
+    """As in ss(8), in words; empty for a number that the kernel does not use."""
 
     @property
     def is_connection(self) -> bool:
-        """Whether it is a TCP connection, which a restore has to make again."""
+        """Whether it is a TCP connection, which a restore must recreate."""
         return self.protocol == "tcp" and bool(self.state) and self.state not in _UNCONNECTED
 
 
 def parse(message: Any) -> InetSocket:
-    """The socket of an inet_sk_entry."""
+    """Parse an inet_sk_entry."""
     return InetSocket(
         _PROTOCOLS.get(message.proto, "raw"),
         _address(message.family, message.src_addr),
@@ -70,9 +70,9 @@ def parse(message: Any) -> InetSocket:
 
 
 def list_established(images: str) -> tuple[InetSocket, ...]:
-    """The TCP connections of a checkpoint, in the order of the images.
+    """Return the TCP connections of a checkpoint, in the order of the images.
 
-    None where CRIU has written no image of open files, as before version 3.1. Raises ImageError, and Refused
+    Empty if CRIU has written no image of open files, as before version 3.1. Raises ImageError, and Refused
     without pycriu.
     """
     try:
@@ -97,7 +97,7 @@ def _sockets(data: bytes) -> Iterator[InetSocket]:
 
 
 def _address(family: int, words: Any) -> str:
-    """An address: 32-bit words in the machine's order, which is little-endian here and on ARM."""
+    """Format an address: 32-bit words in the machine's order, which is little-endian here and on ARM."""
     if _WORDS.get(family) != len(words):
         return ""
     return socket.inet_ntop(family, struct.pack(f"<{len(words)}I", *words))

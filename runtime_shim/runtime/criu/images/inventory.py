@@ -1,4 +1,4 @@
-"""What CRIU's inventory says of a dump, as far as a restore has to repeat it (images/inventory.proto)."""
+"""The part of CRIU's inventory that a restore must repeat (images/inventory.proto)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = 1 << 20
 def has_closed_connections(images: str) -> bool:
     """Whether the image was dumped with tcp-close, without which CRIU then restores nothing of it.
 
-    False where the inventory cannot be understood: CRIU will say so better. Raises ImageError, and Refused
+    False if the inventory cannot be decoded: CRIU will report that better. Raises ImageError, and Refused
     without pycriu.
     """
     try:

@@ -1,13 +1,14 @@
-"""crun's empty folder for masked paths, which a dump and a restore name differently.
+"""crun's empty directory for masked paths, which a dump and a restore name differently.
 
-crun (seen with 1.28) masks a folder such as /sys/firmware by one empty folder of its own, .empty-directory in
-its root, and declares that to CRIU as external: for a restore by its path in the root of that call, for a
-dump by its path in the default root, whatever --root says (src/libcrun/criu.c, register_masked_paths_mounts,
-where only the restore knows its context). So what was dumped with a --root, as containerd gives one, or in
-the session of a user, CRIU refuses to restore: "No mapping for N:(null) mountpoint".
+crun (seen with 1.28) masks a directory such as /sys/firmware with one empty directory of its own,
+.empty-directory in its root, and declares that to CRIU as external. For a restore it uses the path in the
+root of that call, for a dump the path in the default root, whatever --root says (src/libcrun/criu.c,
+register_masked_paths_mounts, where only the restore knows its context). So CRIU refuses to restore what was
+dumped with a --root, as containerd uses one, or in the session of a user: "No mapping for N:(null)
+mountpoint".
 
-The names are in CRIU's images (criu/images/mnt.proto, ext_key), and each stands for the folder of the crun
-that restores.
+The names are in CRIU's images (criu/images/mnt.proto, ext_key), and each means the directory of the crun that
+restores.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _LIMIT = 16 << 20
 def mounts(
     images: str, kind: str, root: str | None, environ: Mapping[str, str] = os.environ
 ) -> tuple[DriverMount, ...]:
-    """What a restore of these images by a runtime of this kind and with this --root has to be told.
+    """Return the mounts to declare for a restore of these images by this kind of runtime and --root.
 
-    None of it but the folder itself is opened to the container, whatever the images say. Raises ImageError,
-    and Refused without pycriu.
+    They open only the empty directory to the container, whatever the images say. Raises ImageError, and
+    Refused without pycriu.
     """
     if kind != "crun":
         return ()
@@ -54,7 +55,7 @@ def mounts(
         except (OSError, ValueError) as error:
             why = reason(error) if isinstance(error, OSError) else str(error)
             raise ImageError(f"{path} cannot be read: {why}") from error
-        # protobuf in C gives bytes for what is not UTF-8.
+        # protobuf in C returns bytes for text that is not UTF-8.
         names.update(
             key for key in keys if isinstance(key, str) and _NAME.fullmatch(key) and key.isprintable()
         )

@@ -1,12 +1,12 @@
-"""CRIU's images of messages: how one is laid out, which image has which messages, and their decoding.
+"""CRIU's images of messages: their layout, which image has which messages, and their decoding.
 
     image  =  magic (u32, most have a common one before their own)  entry…
     entry  =  size (u32)  protobuf message  what follows it: data whose size the message says
 
-This is from lib/pycriu/images/images.py, criu/image-desc.c and criu/include/magic.h. pycriu decodes the
-messages. Its `load` of a whole image does not serve here: it takes every size from the image, waits for what
-the image promises, and makes dictionaries of all. Images come from anywhere, so they are cut into messages
-here, with limits. Messages of pagemaps are not decoded here: see pagemap.py.
+Sources: lib/pycriu/images/images.py, criu/image-desc.c and criu/include/magic.h. pycriu decodes the messages.
+Its `load` of a whole image cannot be used: it takes every size from the image, waits for what the image
+promises, and makes dictionaries of everything. Images come from anywhere, so this module cuts them into
+messages, with limits. Messages of pagemaps are decoded in pagemap.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 if TYPE_CHECKING:
     from gpusnap.oci.tar.compression import Readable
 
-# Of the images that consist of messages, by their names without a number.
+# The images that consist of messages, by their names without a number.
 MAGIC: Mapping[str, int] = {
     "apparmor": 0x59423047,
     "autofs": 0x49353943,
@@ -94,15 +94,15 @@ MAGIC: Mapping[str, int] = {
 }
 
 _COMMON, _SERVICE = 0x54564319, 0x55105940
-# A message; the largest are of processes with many mappings, at some MiB.
+# Bytes of a message; the largest are those of processes with many mappings, some MiB.
 _LARGEST_MESSAGE = 64 << 20
-# One that is decoded. A message may consist of empty ones, of two bytes each, and an object of each takes 140
-# bytes in C and 430 in Python. A process with 100,000 mappings has one as large.
+# Bytes of a message that is decoded. A message may consist of empty ones, of two bytes each, and an object of
+# each takes 140 bytes in C and 430 in Python. A process with 100,000 mappings has one as large.
 _LARGEST_DECODED = 4 << 20
-# Messages that are empty: one whose fields are all optional may be. Zeros without end are as many of them.
+# Empty messages: one whose fields are all optional may be empty. Endless zeros are as many of them.
 _MOST_EMPTY = 1000
 _PIECE = 1 << 20
-# Those that pycriu has no handler of its own for.
+# Images for which pycriu has no handler of its own.
 _PARTS = ("ghost_file_entry", "ghost_chunk_entry", "ipc_msg")
 
 
@@ -111,7 +111,7 @@ class Damage(Exception):
 
 
 def kind_of(name: str) -> str:
-    """What an image is by its name: "core" for core-12.img; empty for what is no image of messages."""
+    """Return the kind of an image by its name: "core" for core-12.img; empty if it has no messages."""
     if not name.endswith(".img"):
         return ""
     stem = name.removesuffix(".img")
@@ -119,10 +119,10 @@ def kind_of(name: str) -> str:
 
 
 def decode(message: bytes, kind: str) -> Any:
-    """A message of an image of this kind, as pycriu's class of it.
+    """Decode a message of an image of this kind; return an object of pycriu's class.
 
-    None where this pycriu knows no such class, and for messages that are too large to make objects of. Absent
-    fields have protobuf's defaults. `kind` may be the class itself, of a message that is a part of an image.
+    None if this pycriu does not know such a class, and for messages that are too large for objects. Absent
+    fields have protobuf's defaults. `kind` may be the class itself, for a message that is a part of an image.
     Raises Damage, and Refused without pycriu.
     """
     pycriu = pycriu_package.load()
@@ -133,13 +133,13 @@ def decode(message: bytes, kind: str) -> Any:
         return None
     try:
         return read(message)
-    except Exception as error:  # of protobuf's kinds, which differ with its implementation
+    except Exception as error:  # of protobuf's classes, which differ with its implementation
         said = printable(" ".join(str(error).split()))[:200]
         raise Damage(f"does not decode: {said}") from error
 
 
 def decode_messages(content: Readable, size: int, kind: str) -> Iterator[Any]:
-    """The messages of an image that consists of nothing else. Raises Damage, and Refused without pycriu."""
+    """Yield the messages of an image of only messages. Raises Damage, and Refused without pycriu."""
     source = Source(content, size)
     source.begin(kind)
     while source.count_left:
@@ -150,18 +150,18 @@ def decode_messages(content: Readable, size: int, kind: str) -> Iterator[Any]:
 
 
 def encode_messages(messages: Iterable[Any], kind: str) -> bytes:
-    """An image of these messages, as CRIU writes one (criu/image.c, img_write_magic)."""
+    """Return an image of these messages, as CRIU writes one (criu/image.c, img_write_magic)."""
     parts = [message.SerializePartialToString() for message in messages]
     return encoded_head(kind) + b"".join(struct.pack("<I", len(part)) + part for part in parts)
 
 
 def encoded_head(kind: str) -> bytes:
-    """The magic numbers that an image begins with."""
+    """Return the magic numbers at the start of an image."""
     return struct.pack("<II", _COMMON, MAGIC[kind])
 
 
 class Source:
-    """The bytes of an image, in order. Everything raises Damage where it ends too early."""
+    """The bytes of an image, in order. Everything raises Damage if it ends too early."""
 
     def __init__(self, content: Readable, size: int) -> None:
         self._content, self._unread = content, size
@@ -170,19 +170,19 @@ class Source:
 
     @property
     def count_left(self) -> int:
-        """How many bytes nobody has taken yet."""
+        """The number of bytes that were not read yet."""
         return self._unread + len(self._buffer) - self._at
 
     def begin(self, kind: str) -> None:
-        """Take the magic numbers, which have to be those of this kind."""
+        """Read the magic numbers, which must be those of this kind."""
         magic = self.number()
         if magic in (_COMMON, _SERVICE):
             magic = self.number()
         if magic != MAGIC[kind]:
             raise Damage("does not start like an image of that type")
 
-    def take(self, size: int) -> bytes:
-        """Exactly so many bytes."""
+    def read_exactly(self, size: int) -> bytes:
+        """Return exactly `size` bytes."""
         end = self._at + size
         if end > len(self._buffer):
             self._fill(size)
@@ -192,7 +192,7 @@ class Source:
         return piece
 
     def _fill(self, size: int) -> None:
-        """Have so many bytes in the buffer, and what a piece has beyond them."""
+        """Read until the buffer contains `size` bytes; it may contain more."""
         pieces = [self._buffer[self._at :]]
         there = len(pieces[0])
         if size > there + self._unread:
@@ -207,12 +207,12 @@ class Source:
         self._buffer, self._at = b"".join(pieces), 0
 
     def number(self) -> int:
-        """Four bytes, least significant first."""
-        return int.from_bytes(self.take(4), "little")
+        """Read four bytes, least significant first."""
+        return int.from_bytes(self.read_exactly(4), "little")
 
     def message(self) -> bytes:
-        """The next message, without its size."""
-        # A pagemap has some ten thousand, nearly all of them whole in the buffer.
+        """Read the next message, without its size."""
+        # A pagemap has some ten thousand, nearly all of them complete in the buffer.
         begin = self._at + 4
         size = int.from_bytes(self._buffer[self._at : begin], "little")
         end = begin + size
@@ -226,9 +226,9 @@ class Source:
             self._empty += 1
             if self._empty > _MOST_EMPTY:
                 raise Damage("consists of zeros")
-        return self.take(size)
+        return self.read_exactly(size)
 
     def skip(self, size: int) -> None:
-        """Pass over so many bytes."""
+        """Skip `size` bytes."""
         while size:
-            size -= len(self.take(min(size, _PIECE)))
+            size -= len(self.read_exactly(min(size, _PIECE)))

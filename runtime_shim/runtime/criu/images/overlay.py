@@ -1,14 +1,14 @@
-"""A view of the checkpoint's directory in which some images read otherwise.
+"""A view of the checkpoint's directory in which some images are replaced.
 
-CRIU takes its images from one directory. Where one of them must be another, a directory of our own stands in:
-the new images are in it as files, and each of the others as a symbolic link, so the checkpoint itself is
-never changed, and a restore that failed can be tried again.
+CRIU reads its images from one directory. If one of them must be replaced, gpusnap makes another directory:
+the new images are files in it, and each of the others is a symbolic link. So the checkpoint itself is never
+changed, and a failed restore can be repeated.
 
-The links are relative. Restored processes open images through a descriptor of the directory when they are in
-the container's mounts already: there an absolute link would lead into the container, to whatever lies at that
-path, while .. leads up through the mounts that the descriptor belongs to (path_resolution(7)). CRIU's link
-`parent`, to the directory of an earlier dump, is seen through a link of ours and stays relative to the
-directory that it lies in.
+The links are relative. Restored processes open images through a descriptor of the directory when they are
+already in the container's mounts. There an absolute link would lead into the container, to whatever is at
+that path, while .. leads up through the mounts of the descriptor (path_resolution(7)). CRIU's link `parent`,
+to the directory of an earlier dump, is seen through a link of the view and stays relative to its own
+directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 _MOST = 65536
-"""Entries; CRIU writes some ten for each process."""
+"""Entries; CRIU writes about ten for each process."""
 
 
 @contextmanager
@@ -34,13 +34,13 @@ def view(
     *,
     always: bool = False,
 ) -> Iterator[str]:
-    """A directory that shows `image_path` with some images, by name, as given; gone afterwards.
+    """Yield a directory that shows `image_path` with some images replaced, by name; it is removed afterwards.
 
     `replaced` has their content, `elsewhere` the paths of files.
 
-    With nothing to replace it is `image_path` itself, unless it is `always` to be a directory of our own, by
-    whose name CRIU's processes are known (runtime/criu/scratch_files.py). What is written there is lost:
-    CRIU's log has to go to a work directory. Raises ImageError.
+    With nothing to replace, it is `image_path` itself, unless it must `always` be a directory of gpusnap, by
+    whose name CRIU's processes are recognized (runtime/criu/scratch_files.py). Files written there are lost:
+    CRIU's log must go to a work directory. Raises ImageError.
     """
     if not replaced and not elsewhere and not always:
         yield image_path

@@ -1,9 +1,9 @@
-"""CRIU's own Python package, pycriu: where it is, and its modules that decode images.
+"""CRIU's own Python package, pycriu: finds it, and imports its modules that decode images.
 
-It is not on PyPI; distributions have it beside CRIU (Debian: python3-pycriu, Fedora: python3-criu), and
+It is not on PyPI. Distributions have it beside CRIU (Debian: python3-pycriu, Fedora: python3-criu), and
 `make install` of CRIU's sources puts it below /usr/local. An environment of pipx does not see those
-directories. So where this Python has no pycriu of its own, the system's is imported from there, with the
-system's protobuf, whose release has to fit the one that pycriu's modules were generated for.
+directories. So if this Python has no pycriu of its own, the system's is imported from there, with the
+system's protobuf, whose release must fit the one that pycriu's modules were generated for.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _HINT = "install the package python3-pycriu (Debian, Ubuntu) or python3-criu (Fe
 
 @dataclass(frozen=True, slots=True)
 class Pycriu:
-    """What is used of it."""
+    """The parts of it that gpusnap uses."""
 
     pb: Any
-    """The module of all messages' classes, by their names in CRIU's images/*.proto."""
+    """The module with the classes of all messages, by their names in CRIU's images/*.proto."""
     payloads: Mapping[int, Callable[[bytes], Any]]
     """The decoder of the messages of an image, by the image's magic number."""
     accelerated: bool
-    """Whether protobuf decodes in C; in Python it takes some thirty times as long."""
+    """Whether protobuf decodes in C; in Python it takes about thirty times as long."""
 
 
 def is_there(root: str = "/") -> bool:
-    """Whether it can be found; nothing is imported, which `load` alone does. `root`: of another host."""
+    """Whether it can be found; only `load` imports it. `root`: of another host."""
     places = [os.path.join(root, each.lstrip("/")) for each in directories()]
     return not [*_not_found(("", *places) if root == "/" else places)]
 
 
 def make_missing_error(what: str) -> Refused:
-    """The error that says so; `what` is that which cannot be done without it."""
+    """The error if it is missing; `what` cannot be done without it."""
     return Refused(f"CRIU's Python package pycriu is not installed, and {what}", hint=_HINT, code="GPS-517")
 
 
@@ -51,10 +51,10 @@ def make_missing_error(what: str) -> Refused:
 def load() -> Pycriu:
     """Import it: 0.07 s of computing with protobuf in C, 0.2 s without (docs/how-it-works.md).
 
-    Raises Refused where it is missing, or where its modules and protobuf do not fit each other.
+    Raises Refused if it is missing, or if its modules and protobuf do not fit each other.
     """
     with _extend_path(directories() if [*_not_found(("",))] else ()), warnings.catch_warnings():
-        # protobuf's, of Python and of releases of its own: our stderr may be the container's log.
+        # Warnings of protobuf about Python and its own releases: stderr may be the container's log.
         warnings.simplefilter("ignore")
         try:
             from google.protobuf.internal import api_implementation
@@ -65,7 +65,7 @@ def load() -> Pycriu:
             raise make_missing_error("CRIU's images cannot be read without it") from error
         except Interrupted:
             raise
-        except Exception as error:  # protobuf refuses what was generated for another release of it
+        except Exception as error:  # protobuf refuses code that was generated for another release of it
             raise _make_broken_error(error) from error
     payloads = {
         number: handler.payload.FromString
@@ -76,7 +76,7 @@ def load() -> Pycriu:
 
 
 def directories() -> Sequence[str]:
-    """Where distributions and `make install` put packages for every Python, and for this version of it."""
+    """Return where distributions and `make install` put packages for every Python, and for this version."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return (
         "/usr/lib/python3/dist-packages",
@@ -88,7 +88,7 @@ def directories() -> Sequence[str]:
 
 
 def _not_found(places: Sequence[str]) -> Iterator[str]:
-    """Those of the packages that are in none of the places; an empty one stands for this Python's own."""
+    """Yield the packages that are in none of the places; an empty place means this Python's own path."""
     for name in _NAMES:
         if not any(_is_in(place, name) for place in places):
             yield name
@@ -105,7 +105,7 @@ def _is_in(place: str, name: str) -> bool:
 
 @contextmanager
 def _extend_path(places: Sequence[str]) -> Iterator[None]:
-    """Python looks there, too, and last; afterwards it looks where it did before.
+    """Make Python also search there, last; afterwards restore its path.
 
     pycriu adds its own directory to the path, whose modules have names such as `images` and `magic`.
     """

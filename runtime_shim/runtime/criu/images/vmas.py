@@ -1,16 +1,16 @@
-"""Mappings in the images of a process' memory (mm-PID.img) that CRIU restores as plain, empty memory first.
+"""Mappings in the images of a process's memory (mm-PID.img) that CRIU first restores as plain, empty memory.
 
-CRIU maps such a mapping where it was, and fills its pages from the process' pagemap (criu/mem.c,
-restore_priv_vma_content; criu/pie/restorer.c). Where the pagemap lists none of them it stays empty, and
-another may write them later. Left out is all else:
+CRIU maps such a mapping where it was, and fills its pages from the process's pagemap (criu/mem.c,
+restore_priv_vma_content; criu/pie/restorer.c). If the pagemap lists none of its pages, it stays empty, and
+another process may write them later. All other mappings are excluded:
 
-    file mappings, shared memory, System V, hugetlb, stacks and whatever grows, shadow stacks, AIO rings,
-    vDSO, uprobes, a plugin's: their status or flags have a bit that is not in _STATUS or _FLAGS
-    what the process cannot both read and write: a write from outside would fail
-    locked memory (MAP_LOCKED), and memory with any advice (madvise(2)) but that of _ADVICE
-    what overlaps another one: guard regions (MADV_GUARD_INSTALL) are listed so
-    what a process may share with its parent or a child since fork(2): CRIU maps it once, and lets the child
-    inherit it, where both have a mapping with the same start and end (criu/mem.c, prepare_cow_vmas_for)
+    file mappings, shared memory, System V, hugetlb, stacks and other growing mappings, shadow stacks, AIO
+    rings, vDSO, uprobes, a plugin's: their status or flags have a bit that is not in _STATUS or _FLAGS memory
+    that the process cannot both read and write: a write from outside would fail locked memory (MAP_LOCKED),
+    and memory with any advice (madvise(2)) except that of _ADVICE mappings that overlap another one: guard
+    regions (MADV_GUARD_INSTALL) are listed so memory that the process may share with its parent or a child
+    since fork(2): CRIU maps it once, and lets the child inherit it, if both have a mapping with the same
+    start and end (criu/mem.c, prepare_cow_vmas_for)
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _STATUS, _NEEDED_STATUS = _REGULAR | _HEAP | _PRIVATE, _REGULAR | _PRIVATE
 _NEEDED_FLAGS, _FLAGS = 0x2 | 0x20, 0x2 | 0x20 | 0x4000
 _READ_WRITE = 0x1 | 0x2
 # MADV_DONTFORK, MADV_NOHUGEPAGE, MADV_DONTDUMP (asm-generic/mman-common.h), as bits. Not MADV_HUGEPAGE: CRIU
-# gives this advice behind the pages, and a write after it would fill the gaps between them with huge pages.
+# gives this advice after the pages, and a later write would fill the gaps between them with huge pages.
 _ADVICE = 1 << 10 | 1 << 15 | 1 << 16
 _END = 1 << 47
 _PAGE = 4096
 
 Span = tuple[int, int]
-"""The first address, and the one behind the last."""
+"""The first address, and the one after the last."""
 
 
 def plain(mm: Any, relatives: Collection[Any], *, smallest: int) -> Sequence[Span]:
-    """The mappings of a process, of at least `smallest` bytes, that are as this module says, by address.
+    """Return a process's mappings of this kind with at least `smallest` bytes, by address.
 
-    `mm`: its mm_entry; `relatives`: those of its parent and children. None of them where the mappings are not
-    sorted, as CRIU writes them.
+    `mm`: its mm_entry; `relatives`: those of its parent and children. Empty if the mappings are not sorted,
+    as CRIU writes them.
     """
     own = [vma for vma in mm.vmas if not vma.status & _GUARD]
     guards = [(vma.start, vma.end) for vma in mm.vmas if vma.status & _GUARD]

@@ -55,7 +55,7 @@ class Worker:
         assert not self._thread.is_alive()
 
     def _read(self, size: int) -> None:
-        self._meter.opened(FILE, size)
+        self._meter.note_opened(FILE, size)
         with self._meter.around():
             self._begun.set()
             self._go.wait(10)
@@ -119,7 +119,7 @@ def test_what_failed_was_not_read(meter: ReadMeter, clock: Clock) -> None:
     semaphore = threading.Semaphore(1)
 
     def fail() -> None:
-        meter.opened(FILE, LARGE)
+        meter.note_opened(FILE, LARGE)
         with meter.around(semaphore):
             assert not semaphore.acquire(blocking=False)
             clock.now = 1
@@ -133,7 +133,7 @@ def test_what_failed_was_not_read(meter: ReadMeter, clock: Clock) -> None:
 
 def test_a_read_of_something_else(meter: ReadMeter, clock: Clock) -> None:
     """A blob counts for one read; whoever reads what nobody has named is not counted."""
-    meter.opened(FILE, LARGE)
+    meter.note_opened(FILE, LARGE)
     for _ in range(2):
         with meter.around():
             clock.now += 1
@@ -169,7 +169,7 @@ def test_a_blob_leaves_the_page_cache_as_it_was(tmp_path: Path, drop: bool) -> N
             os.fsync(file.fileno())
             if not before:
                 evict(file)
-            meter.opened(file, MIB)
+            meter.note_opened(file, MIB)
             with meter.around():
                 assert len(file.read()) == MIB
             assert in_page_cache(file, MIB) == (before or not drop)

@@ -25,7 +25,7 @@ from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
-from gpusnap.runtime_shim.snapshot.memory.chunk_cache import ChunkCache, make_room, tidy
+from gpusnap.runtime_shim.snapshot.memory.chunk_cache import ChunkCache, make_room, remove_stale
 
 ROOT = Path(__file__).parents[4]
 REGION = bytearray(b"".join(fill(PAGE, kind, at) for at in range(6) for kind in ("text", "random")))
@@ -424,10 +424,10 @@ def test_two_containers_at_once(tmp_path: Path, settings: Memory, bundle: Path) 
         assert one.known is not None
         assert two.known is not None
         other.rmdir()
-        tidy(settings)
+        remove_stale(settings)
         make_room(settings, str(tmp_path), 1 << 62, container="c")
         assert sorted(os.listdir(settings.keep_folder)) == ["a", "b"]
-    tidy(settings)
+    remove_stale(settings)
     assert os.listdir(settings.keep_folder) == ["a"]
 
 
@@ -550,7 +550,7 @@ def test_make_room(tmp_path: Path, settings: Memory, bundle: Path, monkeypatch: 
     make_room(settings, str(tmp_path), 1, container="own")
     assert sorted(os.listdir(settings.keep_folder)) == ["new", "old", "own"]
     # As much is free as sets are gone.
-    monkeypatch.setattr(chunk_cache, "_free", lambda _path: 3 - len(os.listdir(settings.keep_folder)))
+    monkeypatch.setattr(chunk_cache, "_count_free", lambda _path: 3 - len(os.listdir(settings.keep_folder)))
     make_room(settings, str(tmp_path), 1, container="own")
     assert sorted(os.listdir(settings.keep_folder)) == ["new", "own"]
     make_room(settings, str(tmp_path), 2, container="own")

@@ -159,13 +159,13 @@ def test_a_killed_one_is_spared_once_it_is_needed(
     """gc takes what nobody had come to depend on, and leaves the rest to `gpusnap recover`."""
     record = written(destination)
     path = destination.layout.path
-    destination._staged().close(leave=True)  # as its death would
+    destination._require_staging().close(leave=True)  # as its death would
     store = Store(tmp_path / "store")
     another = StoreDestination(str(tmp_path / "store"), str(image), "another", MEMORY)
     another.begin()
     kept = written(another)
     another.mark_needed()
-    another._staged().close(leave=True)
+    another._require_staging().close(leave=True)
     store.collect()
     assert stagings(tmp_path) == [Path(another.layout.path)]
     gone = reopen_destination(path, str(image), ID, MEMORY, [table for _, table in label_tables(record)])

@@ -13,7 +13,13 @@ from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError, NotIniti
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container
 from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import idle_holders, record, resume, suspend, users
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import (
+    find_idle_holders,
+    record,
+    resume,
+    suspend,
+    users,
+)
 from gpusnap.runtime_shim.snapshot.memory import pages
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.stopping.stop import stop
@@ -55,7 +61,7 @@ def test_idle_holders(family: Family, driver: FakeDriver) -> None:
     driver.idle = {idle: ("/dev/nvidia0", "/dev/nvidiactl"), gone: ("/dev/nvidia0",)}
     members = container.processes(family.init, "none")
     family.end(gone)
-    assert {process.pid: files for process, files in idle_holders(driver, members).items()} == {
+    assert {process.pid: files for process, files in find_idle_holders(driver, members).items()} == {
         idle: ("/dev/nvidia0", "/dev/nvidiactl")
     }
 

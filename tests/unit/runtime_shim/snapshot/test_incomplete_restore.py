@@ -94,7 +94,7 @@ def test_a_device_number_that_is_used_again(
     root = proc.Mount("0:99", "/", "/", (), (), "overlay", upper)
     monkeypatch.setattr(proc, "mounts", lambda pid: (root,))
     monkeypatch.setattr(proc, "namespace", lambda pid, kind: str(pid == os.getpid()))
-    monkeypatch.setattr(incomplete_restore, "_fsid", lambda path: fsid)
+    monkeypatch.setattr(incomplete_restore, "_read_fsid", lambda path: fsid)
     monkeypatch.setattr(question_process, "ask", lambda pid, what, function, *words: function(*words))
     assert replace(PLACE, upper="/u", fsid=7).is_root_of(1) is same
     assert PLACE.is_root_of(1)

@@ -144,7 +144,7 @@ def child(record: Manifest, blobs: Gate | Layout) -> Iterator[tuple[dict[str, st
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(reading)
-        tmpfs.tidy()
+        tmpfs.unmount_if_empty()
 
 
 class Runtime:
@@ -234,10 +234,10 @@ def test_a_runtime_that_comes_when_all_is_there(
         with runtime.joined(environment) as joined:
             with runtime.images(joined) as images:
                 assert images.has_started_all
-                images.result()
+                images.wait()
                 assert images.paths == {NAME: str(stage / KEY / f"images-{NAME}")}
                 assert Path(images.paths[NAME]).read_bytes() == content
-                assert images.taken
+                assert images.are_from_load_process
             with runtime.memory(joined) as found:
                 found.wait()
                 assert runtime.content(joined) == memory
@@ -257,7 +257,7 @@ def test_a_runtime_that_comes_before(
         runtime.images(joined) as images,
         runtime.memory(joined) as found,
     ):
-        waiting = threading.Thread(target=images.result)
+        waiting = threading.Thread(target=images.wait)
         waiting.start()
         assert not images.has_started_all
         assert not images.paths
@@ -326,9 +326,9 @@ def test_a_load_process_that_is_killed_at_work(
             wait_for(lambda: sum(joined.board.read_loaded()) > 3, "some chunks")
         os.kill(pid, signal.SIGKILL)
         with runtime.images(joined) as images, runtime.memory(joined) as found:
-            images.result()
+            images.wait()
             assert Path(images.paths[NAME]).read_bytes() == content
-            assert images.taken == (at == "memory")
+            assert images.are_from_load_process == (at == "memory")
             found.wait()
             assert runtime.content(joined) == memory
     assert runtime.begun == (at == "images")
@@ -347,7 +347,7 @@ def test_a_load_process_that_is_killed_when_all_is_there(
         with runtime.joined(environment) as joined:
             os.kill(pid, signal.SIGKILL)
             with runtime.images(joined) as images, runtime.memory(joined) as found:
-                images.result()
+                images.wait()
                 found.wait()
                 assert Path(images.paths[NAME]).read_bytes() == content
                 assert runtime.content(joined) == memory
@@ -412,7 +412,7 @@ def test_a_chunk_that_is_damaged(runtime: Runtime, record: Manifest, layout: Lay
         with runtime.images(joined) as images, runtime.memory(joined) as found:
             if at == "images":
                 with pytest.raises(ImageError, match=blob):
-                    images.result()
+                    images.wait()
             else:
                 with pytest.raises(OciError, match=blob):
                     found.wait()
@@ -473,7 +473,7 @@ def test_a_full_tmpfs(
         runtime.joined(environment) as joined,
         runtime.images(joined) as images,
     ):
-        images.result()
+        images.wait()
         assert Path(images.paths[NAME]).read_bytes() == content
     assert runtime.begun == 1
 
@@ -486,7 +486,7 @@ def test_two_restores_of_one_checkpoint(
         with loading(record, layout) as other:
             assert other[VARIABLE] != first[VARIABLE]
         with runtime.joined(first) as joined, runtime.images(joined) as images:
-            images.result()
+            images.wait()
             assert Path(images.paths[NAME]).read_bytes() == content
     assert runtime.begun == 0
 
@@ -499,7 +499,7 @@ def test_files_that_get_no_name(
     def gone(*_: object) -> str:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
-    monkeypatch.setattr(tmpfs.Stage, "take", gone)
+    monkeypatch.setattr(tmpfs.Stage, "name_unnamed", gone)
     with child(record, layout) as (environment, pid):
         assert join(record, KEY, Memory(), environment) is None
         assert not proc.is_running(pid)
@@ -639,7 +639,7 @@ def test_images_of_a_runtime_that_may_open_few_files(
     with limit_descriptors(110):
         found = ImageRebuild(files, blobs, str(tmp_path), threads=2, ceiling=64 << 20, stage=tmpfs.Stage(KEY))
         with closing(found):
-            found.result()
+            found.wait()
             assert set(found.paths.values()) == {str(tmp_path / each.name) for each in files}
             assert (tmp_path / "pages-49.img").read_bytes() == content
 
@@ -698,7 +698,7 @@ def test_two_at_once(room: str, record: Manifest, layout: Layout, monkeypatch: p
         # It has RAM for the region, and CRIU's images go to the disk.
         assert load_process.choose_contents(record, Memory(), reserved=needed(record))[0] == ()
         with reservations.claim(room) as checkpoint:
-            checkpoint.take({reservations.RAM: needed(record)})
+            checkpoint.record({reservations.RAM: needed(record)})
             assert load_process.load(record, layout.path, Memory(threads=2)) == ""
         gate.open()
         wait_for(lambda: reservations.read_reserved(room) == {}, "the end of its claim")
@@ -741,7 +741,7 @@ def test_a_claim_goes_with_its_load_process(
     assert reservations.read_reserved(room) == {}
     os.close(reading)
     os.close(writing)
-    tmpfs.tidy()
+    tmpfs.unmount_if_empty()
 
 
 def test_others_that_claim_for_long(
@@ -773,7 +773,7 @@ def test_the_command(
             owner = joined.board.read_facts().owner
             assert owner[0] != os.getpid()
             with runtime.images(joined) as images, runtime.memory(joined) as found:
-                images.result()
+                images.wait()
                 found.wait()
                 assert Path(images.paths[NAME]).read_bytes() == content
                 assert runtime.content(joined) == memory
@@ -910,7 +910,7 @@ def test_a_signal_while_a_load_process_is_killed(
     def gone(*_: object) -> str:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
-    monkeypatch.setattr(tmpfs.Stage, "take", gone)
+    monkeypatch.setattr(tmpfs.Stage, "name_unnamed", gone)
     with child(record, layout) as (environment, _), monkeypatch.context() as patched:
         patched.setattr(module, "kill_process", interrupt)
         with pytest.raises(Interrupted):

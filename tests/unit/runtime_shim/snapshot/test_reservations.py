@@ -32,7 +32,7 @@ import sys
 from gpusnap.runtime_shim.snapshot.records.reservations import claim
 with claim(sys.argv[1]) as room:
     free = [uuid for uuid in ("GPU-aaaa", "GPU-bbbb") if uuid not in room.reserved]
-    room.take({free[0]: 5} if free else {})
+    room.record({free[0]: 5} if free else {})
     print(free[0] if free else "none", flush=True)
     sys.stdin.read()
 """
@@ -85,7 +85,7 @@ def test_take_and_leave(folder: str) -> None:
     with claim(folder) as ours:
         assert ours.reserved == {}
         assert locked(folder)
-        ours.take({A: 5, B: 0})
+        ours.record({A: 5, B: 0})
         assert not locked(folder)
         assert read_reserved(folder) == {A: 5, B: 0}
         (name,) = {*os.listdir(folder)} - {"lock"}
@@ -110,7 +110,7 @@ def test_a_restore_that_fails(folder: str) -> None:
 
     def fail() -> None:
         with claim(folder) as ours:
-            ours.take({A: 5})
+            ours.record({A: 5})
             assert len(os.listdir(folder)) == 1
             raise KeyError
 
@@ -122,10 +122,10 @@ def test_a_restore_that_fails(folder: str) -> None:
 def test_claims_add_up(folder: str) -> None:
     """Several restores on one GPU count together, also those of one process."""
     with claim(folder) as first:
-        first.take({A: 5})
+        first.record({A: 5})
         with claim(folder) as second:
             assert second.reserved == {A: 5}
-            second.take({A: 6, B: 1})
+            second.record({A: 6, B: 1})
             with claim(folder) as third:
                 assert third.reserved == {A: 11, B: 1}
         with claim(folder) as fourth:
@@ -195,7 +195,7 @@ def test_a_child_does_not_keep_the_lock(folder: str, taken: bool) -> None:
             os._exit(0)
         os.read(ready[0], 1)
         if taken:
-            ours.take({A: 1})
+            ours.record({A: 1})
     try:
         with claim(folder, patience=0) as ours:
             assert ours.reserved == {}
@@ -329,7 +329,7 @@ def test_a_full_run(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with claim(folder) as ours:
         monkeypatch.setattr(os, "replace", refusing("replace", 28))
         with pytest.raises(GpusnapError, match="No space left"):
-            ours.take({A: 1})
+            ours.record({A: 1})
         monkeypatch.undo()
         assert locked(folder)
     assert os.listdir(folder) == []
@@ -377,7 +377,7 @@ def test_without_proc(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with claim(folder) as ours:
         monkeypatch.setattr(proc, "PROC", "/nowhere")
         with pytest.raises(GpusnapError, match="/nowhere does not show this process"):
-            ours.take({A: 1})
+            ours.record({A: 1})
     assert os.listdir(folder) == []
 
 

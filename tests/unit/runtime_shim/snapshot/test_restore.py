@@ -490,7 +490,7 @@ def test_somebody_else_has_the_room(scene: Scene) -> None:
     """What another restore under way has claimed is not free."""
     suspended(scene)
     with reservations.claim(scene.room) as other:
-        other.take({uuid(0): scene.driver.gpus[0].memory_total})
+        other.record({uuid(0): scene.driver.gpus[0].memory_total})
         assert "another restore" in refused(scene)
     assert scene.restore("--detach").code == 0
 

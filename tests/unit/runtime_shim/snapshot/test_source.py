@@ -24,7 +24,7 @@ from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.registry.repository import Repository
-from gpusnap.oci.store.read_rate import remembered
+from gpusnap.oci.store.read_rate import recall
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.process.memory import tmpfs
@@ -87,7 +87,7 @@ class FakeRepository:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch, made: tuple[Manifest, Layout]) -> FakeRepository:
     found = FakeRepository(made[1])
-    monkeypatch.setattr(module, "_repository", lambda text: found)
+    monkeypatch.setattr(module, "_open_repository", lambda text: found)
     return found
 
 
@@ -150,7 +150,7 @@ def test_the_disk_is_measured(
         with Reader([table], fetching, threads=1, ceiling=MIB, targets=[Buffer(room)], reads=reads) as each:
             each.wait()
         fetching.finish()
-    assert remembered(store.path) == 4 * MIB, "4 KiB in each 1024th of a second"
+    assert recall(store.path) == 4 * MIB, "4 KiB in each 1024th of a second"
 
 
 def test_what_is_beside_the_images_is_no_measure(
@@ -290,7 +290,7 @@ def test_a_registry_that_does_not_answer(
             raise Unreachable("broken.example is gone for good")
         return good
 
-    monkeypatch.setattr(module, "_repository", one)
+    monkeypatch.setattr(module, "_open_repository", one)
     with BlobSource(record, NOWHERE, str(tmp_path / "store"), ["broken.example/a", "r.example/a"]):
         assert good.asked
     with pytest.raises(Refused, match=r"broken\.example is gone for good"):
@@ -343,7 +343,7 @@ def test_the_environment_comes_before_the_settings(
         asked.append(text)
         return FakeRepository(layout)
 
-    monkeypatch.setattr(module, "_repository", one)
+    monkeypatch.setattr(module, "_open_repository", one)
     settings = Settings(path=str(tmp_path / "own"), pull_from=("own.example/a",))
     with BlobSource.from_settings(record, NOWHERE, settings, {}) as fetching:
         assert fetching.folders[-1] == str(tmp_path / "own")
@@ -356,7 +356,7 @@ def test_the_environment_comes_before_the_settings(
 def test_the_repository_of_a_line() -> None:
     """TLS unless the line says http://."""
     for text in ("r.example:5000/team/app", "http://r.example:5000/team/app"):
-        found = module._repository(text)
+        found = module._open_repository(text)
         assert isinstance(found, Repository)
         assert found.reference.name == "r.example:5000/team/app"
 
@@ -395,7 +395,7 @@ def test_images_in_ram(tmp_path: Path, stage: Path, made: tuple[Manifest, Layout
     folder.mkdir()
     begun = partial(ImageRebuild, record.files, layout, str(folder), threads=2, ceiling=64 << 20)
     with closing(begun(stage=tmpfs.Stage("some-key"))) as rebuilding:
-        rebuilding.result()
+        rebuilding.wait()
         assert Path(rebuilding.paths["pages-1.img"]).read_bytes() == content[::-1]
         assert Path(rebuilding.paths["pages-1.img"]).parent == stage / "some-key"
     assert list(folder.iterdir()) == []
@@ -404,7 +404,7 @@ def test_images_in_ram(tmp_path: Path, stage: Path, made: tuple[Manifest, Layout
     (Path(layout.path) / "blobs" / "sha256" / blob.removeprefix("sha256:")).write_bytes(os.urandom(4 * KIB))
     rebuilding = begun(stage=tmpfs.Stage("some-key"))
     with closing(rebuilding), pytest.raises(ImageError, match=blob):
-        rebuilding.result()
+        rebuilding.wait()
     assert not os.path.ismount(stage)
 
 
@@ -430,7 +430,7 @@ def test_no_ram_for_images(
         record.files, layout, str(folder), threads=2, ceiling=64 << 20, stage=tmpfs.Stage("some-key")
     )
     with closing(rebuilding):
-        rebuilding.result()
+        rebuilding.wait()
         assert rebuilding.paths == {"pages-1.img": str(folder / "pages-1.img")}
         assert (folder / "pages-1.img").read_bytes() == content[::-1]
         assert not (stage / "some-key" / "images-pages-1.img").exists()

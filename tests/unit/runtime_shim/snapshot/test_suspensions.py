@@ -215,7 +215,7 @@ def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatc
     """Before the suspend is on file as done: it is undone, and no success."""
     begun = suspension(stage=Stage.SUSPENDING)
     done: list[str] = []
-    for name in ("_look", "thaw", "suspend_all"):
+    for name in ("_check", "thaw", "suspend_all"):
         monkeypatch.setattr(take, name, lambda *_: 0)
     seen = preflight.InitialState(SimpleNamespace(), None, (), 0)  # type: ignore[arg-type]
     monkeypatch.setattr(preflight, "inspect", lambda *_: seen)
