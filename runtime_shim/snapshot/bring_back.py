@@ -40,6 +40,7 @@ def bring_back(
     settings: Memory,
     let_go: Callable[[int], object] | None,
     *,
+    check: Callable[[], object] = tuple,
     pairs: Mapping[int, Pairs] = MappingProxyType({}),
     loaded: Mapping[int, Sequence[Area]] = MappingProxyType({}),
     cut_off: bool = True,
@@ -47,9 +48,11 @@ def bring_back(
     """Have the GPU processes of an entry that are there run with their GPU state; these.
 
     `let_go` and `pairs` as in `gpu_state.resume`. `loaded`: files with all that the layout has of a process,
-    by PID. `cut_off`: somebody was killed who may have been at work on
-    them, so that the driver may still be, and other processes stand for him. Raises GpusnapError when all
-    that could be done has been.
+    by PID. `cut_off`: somebody was killed who may have been at work on them, so that the driver may still be,
+    and other processes stand for him. `check` may refuse before any of them gets GPU state back, and may ask
+    for the host's GPUs: the driver's thread of a process that was stopped in the middle of its work may hold
+    what they are asked with, until it has ended that work. Raises GpusnapError when all that could be done
+    has been.
     """
     if cut_off:
         held_threads.unblock_signals(entry.key)
@@ -67,6 +70,7 @@ def bring_back(
     try:
         if cut_off:
             run_at_once(partial(let_finish, driver), pids).raise_first()
+        check()
         stopped += _list_astray(driver, [process for process in there if process not in stopped])
         lacking = _give_back(entry, [p for p in stopped if is_suspended(driver, p.pid)], settings, loaded)
         pids = [process.pid for process in there if process.pid not in lacking]

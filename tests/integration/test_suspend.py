@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ import gpuhost
 import pytest
 from conftest import SRC
 from storehost import COMMAND, done, gpusnap
-from support import GPUS_CONF, Container, faults, good, kill_at, podman, sentence, until
+from support import GPUS_CONF, STATE, Container, faults, good, kill_at, podman, run, sentence, until
 from suspendhost import (
     ends_without_a_trace,
     gpu_memory,
@@ -285,6 +286,37 @@ def test_killed_resume(real: str) -> None:
         assert container.inspect()["State"]["Status"] == "running", step
         container.goes_on()
         nothing_left()
+
+
+@pytest.mark.parametrize("way", ["suspend", "resume"])
+def test_killed_while_the_driver_has_a_lock(crun: None, way: str) -> None:
+    """Its thread stands with that until it is let run: before, `recover` asks nobody who waits for it."""
+    container = Container.start("w", "--procs", "2", workers=2)
+    if way == "resume":
+        suspended(container)
+    faults(f"{'checkpoint' if way == 'suspend' else 'restore'} hang=600000 keeps-gpu count=1")
+    with subprocess.Popen([COMMAND, way, "w"], stdin=subprocess.DEVNULL) as command:
+        until(is_gpu_kept, "the driver's lock")
+        command.kill()
+    faults("")
+    assert is_gpu_kept()
+    said = run(COMMAND, "recover", seconds=60)
+    assert said.code == 0, said.err
+    container.goes_on()
+    nothing_left()
+
+
+def is_gpu_kept() -> bool:
+    """Whether somebody has the lock of a GPU's memory (softgpu/src/store.h)."""
+    for folder in (STATE / "mem").iterdir():
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+    return False
 
 
 def test_killed_at_any_moment(crun: None) -> None:
