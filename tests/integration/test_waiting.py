@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import host_state
 import pytest
+import waiting
 from storehost import COMMAND
-from support import STATE, Container, faults, good, podman, run
+from support import DEADLINE, STATE, Container, faults, good, podman, run, until
 from waiting import TookTooLong
+
+LOCKS = Path("/proc/locks")
 
 
 def test_it_says_what_kept_a_command(crun: None) -> None:
@@ -20,14 +25,17 @@ def test_it_says_what_kept_a_command(crun: None) -> None:
     lock = os.open(memory, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(TookTooLong) as caught:
-            run(COMMAND, "gpus", seconds=3)
+        with subprocess.Popen(
+            [COMMAND, "gpus"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as command:
+            until(lambda: f"-> FLOCK  ADVISORY  WRITE {command.pid} " in LOCKS.read_text(), "its wait")
+            with pytest.raises(TookTooLong) as caught:
+                waiting.communicate(command, 0.1)
     finally:
         os.close(lock)
     said = str(caught.value)
-    assert f"it had not ended within 3 s: {COMMAND} gpus" in said
-    waits = next(line for line in said.splitlines() if "call 73(" in line or "flock" in line)
-    assert "S, in locks_lock_inode_wait" in waits
+    assert f"it had not ended within 0.1 s: {COMMAND} gpus" in said
+    assert f"{command.pid} gpusnap: S, in " in said
     assert f"{os.getpid()} has {memory} open: " in said
     assert "Fatal Python error: Aborted" in said
     assert 'nvml.py", line ' in said
@@ -36,9 +44,11 @@ def test_it_says_what_kept_a_command(crun: None) -> None:
 def test_a_command_that_leaves_its_output_open(crun: None) -> None:
     """It has ended, and who has its output open is listed."""
     code = "import subprocess; print('begun', flush=True); subprocess.Popen(['sleep', '100'])"
-    with pytest.raises(TookTooLong) as caught:
-        run(sys.executable, "-c", code, seconds=2)
-    assert "its output had not ended within 2 s" in str(caught.value)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as command:
+        command.wait(DEADLINE)
+        with pytest.raises(TookTooLong) as caught:
+            waiting.communicate(command, 0.1)
+    assert "its output had not ended within 0.1 s" in str(caught.value)
     assert ": sleep 100\n" in str(caught.value)
     assert "--- what it printed\nbegun\n" in str(caught.value)
     run("pkill", "-x", "sleep")
