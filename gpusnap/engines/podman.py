@@ -365,7 +365,7 @@ def _is_paused_after_all(container_id: str) -> bool:
     """
     deadline = time.monotonic() + _PAUSING
     while (pid := _find_pause(container_id)) is not None:
-        note(f"waiting for podman pause of the container {container_id[:12]} (process {pid})")
+        note(f"waiting for podman pause of the container {container_id[:12]} (process {pid})", code="GPS-020")
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -380,6 +380,7 @@ def _is_paused_after_all(container_id: str) -> bool:
                     f"podman pause of the container {container_id[:12]} (process {pid}) has not ended within "
                     f"{_PAUSING:g} s",
                     hint="end it, then try again",
+                    code="GPS-020",
                 )
         finally:
             os.close(descriptor)
