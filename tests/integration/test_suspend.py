@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import random
 import signal
@@ -17,7 +16,20 @@ import pytest
 import waiting
 from conftest import SRC
 from storehost import COMMAND, done, gpusnap
-from support import GPUS_CONF, STATE, Container, faults, good, kill_at, podman, run, sentence, until
+from support import (
+    DEADLINE,
+    GPUS_CONF,
+    STATE,
+    Container,
+    faults,
+    good,
+    kill_at,
+    members_of,
+    podman,
+    run,
+    sentence,
+    until,
+)
 from suspendhost import (
     ends_without_a_trace,
     gpu_memory,
@@ -327,7 +339,7 @@ def lets_go_on(command: subprocess.Popen[bytes], go: Path) -> None:
     assert command.stderr is not None
     said = command.stderr.readline().decode()
     go.touch()
-    waiting.communicate(command, 60)
+    waiting.communicate(command, DEADLINE)
     assert "waiting for podman pause of the container" in said
 
 
@@ -335,30 +347,29 @@ def lets_go_on(command: subprocess.Popen[bytes], go: Path) -> None:
 def test_killed_while_the_driver_has_a_lock(crun: None, way: str) -> None:
     """Its thread stands with that until it is let run: before, `recover` asks nobody who waits for it."""
     container = Container.start("w", "--procs", "2", workers=2)
+    init = container.pid
     if way == "resume":
         suspended(container)
     faults(f"{'checkpoint' if way == 'suspend' else 'restore'} hang=600000 keeps-gpu count=1")
     with subprocess.Popen([COMMAND, way, "w"], stdin=subprocess.DEVNULL) as command:
-        until(is_gpu_kept, "the driver's lock")
+        until(lambda: keeps_gpu(init), "the driver's lock")
         command.kill()
     faults("")
-    assert is_gpu_kept()
-    said = run(COMMAND, "recover", seconds=60)
+    assert keeps_gpu(init)
+    said = run(COMMAND, "recover", seconds=DEADLINE)
     assert said.code == 0, said.err
     container.goes_on()
     nothing_left()
 
 
-def is_gpu_kept() -> bool:
-    """Whether somebody has the lock of a GPU's memory (softgpu/src/store.h)."""
-    for folder in (STATE / "mem").iterdir():
-        lock = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(lock)
+def keeps_gpu(init: int) -> bool:
+    """Whether a process of a container, given by its init, has the lock of a GPU (softgpu/src/store.h)."""
+    for pid in members_of(init):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                locks = Path(f"/proc/{pid}/fdinfo/{file.name}").read_text()
+                if file.readlink().parent == STATE / "mem" and "FLOCK" in locks:
+                    return True
     return False
 
 
