@@ -124,7 +124,8 @@ def _list_notes() -> Iterator[str]:
         if file.is_relative_to(NOTES / "stage"):
             yield f"{file}: {file.stat().st_size} bytes"
         elif text := _read(file).strip():
-            yield f"{file}: {text[:_LONGEST_NOTE]}"
+            # Some are not text.
+            yield f"{file}: {text[:_LONGEST_NOTE] if text.isprintable() else ascii(text[:_LONGEST_NOTE])}"
 
 
 def _say() -> None:
