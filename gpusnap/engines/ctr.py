@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _DIGEST = compile_later(r"sha256:[0-9a-f]{64}", re.ASCII)
 _LONGEST = 64 << 10
+# Seconds for an answer, as containerd may unpack an image or have a container paused for it; and for a ctr to
+# go that was killed.
+_PATIENCE, _DYING = 900.0, 5.0
 _HINT = "check that containerd is running, that CONTAINERD_ADDRESS names its socket, and that you may use it"
 
 
@@ -182,7 +185,13 @@ def _ask(namespace: str, *words: str) -> str:
         output() as out,
         _start(namespace, *words, out=out) as (child, err),
     ):
-        if child.wait():
+        try:
+            code = child.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise GpusnapError(
+                f"ctr {words[0]} {words[1]} did not finish within {_PATIENCE:g} s", hint=_HINT, code="GPS-901"
+            ) from None
+        if code:
             raise GpusnapError(
                 f"ctr {words[0]} {words[1]} failed: {_read_last_line(err)}", hint=_HINT, code="GPS-901"
             )
@@ -213,7 +222,8 @@ def _start(
             for pipe in (child.stdout, child.stdin):
                 if pipe is not None:
                     _close(pipe)
-            child.wait()
+            with suppress(subprocess.TimeoutExpired):  # one that waits for a disk does not go
+                child.wait(_DYING)
 
 
 def _close(pipe: IO[bytes]) -> None:

@@ -26,7 +26,10 @@ from gpusnap.engines.podman_command import (
 from gpusnap.engines.podman_options import Option
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError
+from gpusnap.runtime_shim.deadlines import wait_for_end
+from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError, reason
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
 from gpusnap.user_errors import NotFound
 
 # Seconds for which a list of containers counts as new.
@@ -37,6 +40,8 @@ _EVERY = 0.25
 _MOST = 4 << 20
 
 
+# Seconds for a Podman to pause a container, which another one has just told of: its lock is free.
+_PAUSING = 60.0
 # Ended, and Podman has not cleaned up after it: that does who waits for its end, unless it is killed.
 _NOT_CLEANED_UP = "stopped"
 
@@ -337,15 +342,58 @@ def pause(container_id: str) -> None:
 
 
 def go_on(container_id: str) -> None:
-    """Let a container go on, if it is paused. Raises GpusnapError."""
+    """Let a container go on, if it is paused, or is about to be. Raises GpusnapError."""
     done = ask("unpause", container_id)
-    if not done.code:
-        return
-    if _inspect_field(container_id, "{{.State.Status}}", command=PODMAN, seconds=PATIENCE) == "paused":
+    if done.code and _is_paused_after_all(container_id):
+        done = ask("unpause", container_id)
+    if done.code and _is_paused(container_id):
         raise GpusnapError(
             f"the container {container_id[:12]} cannot be unpaused: {sentence(done)}",
             hint=f"podman unpause {container_id[:12]}",
         )
+
+
+def _is_paused(container_id: str) -> bool:
+    return _inspect_field(container_id, "{{.State.Status}}", command=PODMAN, seconds=PATIENCE) == "paused"
+
+
+def _is_paused_after_all(container_id: str) -> bool:
+    """Whether a container is paused when no `pause` of this module is under way for it any more.
+
+    A gpusnap that is killed or interrupted leaves its Podman, which may not have begun yet when the next one
+    looks; and once it has paused the container, nobody would let that go on. Raises GpusnapError.
+    """
+    deadline = time.monotonic() + _PAUSING
+    while (pid := _find_pause(container_id)) is not None:
+        note(f"waiting for podman pause of the container {container_id[:12]} (process {pid})", code="GPS-020")
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        except OSError as error:
+            raise GpusnapError(
+                f"process {pid} cannot be waited for: {reason(error)}", hint="try again"
+            ) from error
+        try:
+            if not wait_for_end(descriptor, max(0.0, deadline - time.monotonic())):
+                raise GpusnapError(
+                    f"podman pause of the container {container_id[:12]} (process {pid}) has not ended within "
+                    f"{_PAUSING:g} s",
+                    hint="end it, then try again",
+                    code="GPS-020",
+                )
+        finally:
+            os.close(descriptor)
+    return _is_paused(container_id)
+
+
+def _find_pause(container_id: str) -> int | None:
+    """The Podman that pauses a container for a gpusnap; by the full ID, which people do not type."""
+    for pid in proc.pids():
+        # The name first: who is asked for its command line may keep us waiting.
+        if proc.comm(pid) == PODMAN[0] and proc.command(pid)[-2:] == ("pause", container_id):
+            return pid
+    return None
 
 
 def to_restore(found: Container) -> str:

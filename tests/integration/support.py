@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import host_state
+import waiting
+
 RUNTIME = "/usr/local/bin/gpusnap-runtime"
 GPUWORK = "/usr/local/bin/gpuwork"
 # It rests, so that it leaves the cores to what is tested: each tick checks every byte.
@@ -55,7 +58,7 @@ def until(condition: Callable[[], Any], what: str, *, deadline: float = DEADLINE
         if found:
             return found
         if now > end:
-            raise AssertionError(f"not within {deadline:g} s: {what}")
+            raise AssertionError(f"not within {deadline:g} s: {what}\n{host_state.describe()}")
         # A condition that runs a command must not take a core from what it waits for.
         time.sleep(max(0.02, now - begun))
 
@@ -74,19 +77,24 @@ def _environment() -> dict[str, str]:
     return {"HOME": "/root", **{name: os.environ[name] for name in ("PATH", "GOGC") if name in os.environ}}
 
 
-def run(*argv: str | os.PathLike[str], env: dict[str, str] | None = None) -> Done:
-    """Run a command to its end, whatever its exit code."""
-    environment = _environment() if env is None else env
-    done = subprocess.run(
+def run(
+    *argv: str | os.PathLike[str], env: dict[str, str] | None = None, seconds: float = 2 * DEADLINE
+) -> Done:
+    """Run a command to its end, whatever its exit code. Raises TookTooLong after so many seconds."""
+    with subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        env=environment,
-        timeout=2 * DEADLINE,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+        env=_environment() if env is None else env,
+    ) as process:
+        try:
+            out, err = waiting.communicate(process, seconds)
+        except BaseException:
+            process.kill()
+            raise
+    return Done(process.returncode, out, err)
 
 
 def kill_at(

@@ -8,7 +8,7 @@ import pytest
 from containerd_layouts import BASE, IMAGE, FakeCtr, Made, a_checkpoint
 
 from gpusnap.checkpoints.formats.containerd import blob_of
-from gpusnap.engines.ctr import InContainerd, Target, find_digest, unpack
+from gpusnap.engines.ctr import InContainerd, Target, find_digest, pause, unpack
 from gpusnap.oci.base.errors import BlobError
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Descriptor
@@ -124,3 +124,13 @@ def test_an_import_that_is_given_up(ctr: FakeCtr) -> None:
     with pytest.raises(ImageError, match="broken"):
         break_off()
     assert not ctr.imported.exists()
+
+
+def test_a_containerd_that_does_not_answer(ctr: FakeCtr, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for so long, and its ctr ends."""
+    program = ctr.folder / "ctr"
+    program.write_text(f"#!/bin/sh\necho $$ >{ctr.folder}/pid\nexec sleep 1000\n")
+    monkeypatch.setattr("gpusnap.engines.ctr._PATIENCE", 2.0)
+    with pytest.raises(GpusnapError, match=r"ctr tasks pause did not finish within 2 s"):
+        pause("team", "w")
+    assert not Path("/proc", (ctr.folder / "pid").read_text().strip()).exists()
