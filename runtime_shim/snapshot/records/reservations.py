@@ -30,7 +30,7 @@ from typing import Any, TypeGuard
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
 from gpusnap.runtime_shim.process import proc
 
 FOLDER = "/run/gpusnap/room"
@@ -131,8 +131,11 @@ def read_reserved(folder: str = FOLDER) -> Mapping[str, int]:
     except FileNotFoundError:
         return {}
     except OSError as error:
+        lack = advise(error)
         raise GpusnapError(
-            f"{folder} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"{folder} cannot be read: {reason(error)}",
+            hint=lack or "run it as root",
+            code="" if lack else "GPS-005",
         ) from error
 
 
@@ -147,7 +150,7 @@ def sweep(folder: str = FOLDER) -> None:
 def _make_unusable_error(path: str, error: OSError) -> GpusnapError:
     return GpusnapError(
         f"memory cannot be reserved in {path}: {reason(error)}",
-        hint="gpusnap needs root and a writable /run",
+        hint=advise(error) or "gpusnap needs root and a writable /run",
     )
 
 
