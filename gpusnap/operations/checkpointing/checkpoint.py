@@ -40,6 +40,7 @@ from gpusnap.operations.checkpointing.failed_export import Export, explain_expor
 from gpusnap.operations.push_pull import PushResult
 from gpusnap.progress import Progress, Tick, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim.errors import (
     ContainerError,
     GpusnapError,
@@ -151,7 +152,7 @@ def checkpoint(
         made_there = locator.InStore(Store(made.store), made.digest)
         pushed = push_pull.push(made_there, wish.to, plain_http=wish.plain_http, progress=progress)
     except (GpusnapError, KeyboardInterrupt) as error:
-        said = error if isinstance(error, GpusnapError) else Interrupted("interrupted")
+        said = error if isinstance(error, GpusnapError) else stop_signals.make_interrupted()
         plain_http = " --plain-http" if wish.plain_http or wish.to.plain_http else ""
         raise type(said)(
             f"the checkpoint is in {made.store} as {made.name}, but was not pushed: {said}",
