@@ -11,6 +11,7 @@ same holds for RAM (RAM in place of a UUID), because the kernel would kill someb
     with claim() as room:
         …                     read the inventory, plan with room.reserved
         room.take({uuid: n})  from here on others may plan
+        room.shrink({uuid: m})  all but m bytes of it are used: those are no longer free
         …                     restore
 
 A file counts while the process that wrote it lives: a killed restore needs no cleaning up. Files are written
@@ -74,15 +75,27 @@ class GpuClaim:
 
         Raises GpusnapError where it cannot be written; the lock is then still held.
         """
-        pid, start = state_files.owner()
-        if not start:
-            raise GpusnapError(f"{proc.PROC} does not show this process", hint=f"mount {proc.PROC}")
         try:
-            entry = {"pid": pid, "start": start, "bytes": dict(wanted)}
-            state_files.write(self._path, json.dumps(entry).encode())
+            self._write(wanted)
         except OSError as error:
             raise _make_unusable_error(self._path, error) from error
         self._lock.close()
+
+    def shrink(self, left: Mapping[str, int]) -> None:
+        """Write down what is still to come of what was taken: the rest is used by now, and no longer free.
+
+        Without the lock: others read the claims before they look at what is free. Where it cannot be written,
+        the earlier one stands, which counts the rest twice.
+        """
+        with contextlib.suppress(OSError, GpusnapError):
+            self._write(left)
+
+    def _write(self, wanted: Mapping[str, int]) -> None:
+        pid, start = state_files.owner()
+        if not start:
+            raise GpusnapError(f"{proc.PROC} does not show this process", hint=f"mount {proc.PROC}")
+        entry = {"pid": pid, "start": start, "bytes": dict(wanted)}
+        state_files.write(self._path, json.dumps(entry).encode())
 
     def _leave(self) -> None:
         with contextlib.suppress(OSError):  # if it stays, it counts for no longer than this process lives

@@ -282,6 +282,22 @@ def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> Non
         assert ours.reserved == {}
 
 
+def test_what_is_left_of_a_claim(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts from then on, whoever is choosing meanwhile; where it cannot be written, all of it does."""
+    with claim(folder) as ours:
+        ours.take({A: 5, reservations.RAM: 9})
+        with claim(folder) as others:
+            assert others.reserved == {A: 5, reservations.RAM: 9}
+            ours.shrink({A: 5, reservations.RAM: 2})
+        assert read_reserved(folder) == {A: 5, reservations.RAM: 2}
+        monkeypatch.setattr(os, "replace", refusing("replace", errno.ENOSPC))
+        ours.shrink({reservations.RAM: 1})
+        monkeypatch.undo()
+        assert read_reserved(folder) == {A: 5, reservations.RAM: 2}
+        assert len(os.listdir(folder)) == 1
+    assert os.listdir(folder) == []
+
+
 def test_the_wait_has_an_end(folder: str) -> None:
     """Where others do not stop choosing, an error names the folder and what to look at."""
     with claim(folder):
