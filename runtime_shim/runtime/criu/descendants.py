@@ -100,7 +100,8 @@ def _watch(over: threading.Event, others: Collection[int]) -> None:
                     name = proc.comm(each[0])
                     pidfd.send(each[0], signal.SIGCONT)
                     note(
-                        f"{name} (process {each[0]}) was stopped by a signal, and has to go on: SIGCONT sent"
+                        f"{name} (process {each[0]}) was stopped by a signal, and has to go on: SIGCONT sent",
+                        code="GPS-524",
                     )
 
 

@@ -149,6 +149,7 @@ class Gate:
                 self.error = self.error or RuntimeFailed(
                     f"the program that CRIU runs at its stages, process {pid}, was stopped by a signal",
                     hint="find out what sends SIGSTOP to gpusnap's processes, then restore again",
+                    code="GPS-524",
                 )
                 with contextlib.suppress(OSError, GpusnapError):  # the next time, then
                     pidfd.send(pid, signal.SIGKILL)
