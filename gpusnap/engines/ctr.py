@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING
 from gpusnap.oci.base.errors import reason
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
-from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError
+from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError, advise
 from gpusnap.runtime_shim.runtime.child_process import Child, output
 from gpusnap.user_errors import NotFound
 
@@ -182,7 +182,7 @@ def _find_image(namespace: str, name: str) -> tuple[str, str] | None:
 def _ask(namespace: str, *words: str) -> str:
     """What ctr prints."""
     with (
-        output() as out,
+        _open_output() as out,
         _start(namespace, *words, out=out) as (child, err),
     ):
         try:
@@ -205,15 +205,11 @@ def _start(
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """ctr as a child, and the file of what it says; it has ended when the block has."""
     argv: Sequence[str] = ["ctr", "--namespace", namespace, *words]
-    with output() as err:
+    with _open_output() as err:
         try:
             child = Child(argv, stdin=to, stdout=out, stderr=err)
         except OSError as error:
-            raise GpusnapError(
-                f"ctr cannot be run: {reason(error)}",
-                hint="install containerd, and check that ctr is in PATH",
-                code="GPS-901",
-            ) from error
+            raise _make_not_run_error(error) from error
         try:
             yield child, err
         finally:
@@ -224,6 +220,22 @@ def _start(
                     _close(pipe)
             with suppress(subprocess.TimeoutExpired):  # one that waits for a disk does not go
                 child.wait(_DYING)
+
+
+def _open_output() -> IO[bytes]:
+    try:
+        return output()
+    except OSError as error:
+        raise _make_not_run_error(error) from error
+
+
+def _make_not_run_error(error: OSError) -> GpusnapError:
+    lack = advise(error)
+    return GpusnapError(
+        f"ctr cannot be run: {reason(error)}",
+        hint=lack or "install containerd, and check that ctr is in PATH",
+        code="" if lack else "GPS-901",
+    )
 
 
 def _close(pipe: IO[bytes]) -> None:

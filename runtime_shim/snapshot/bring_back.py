@@ -48,11 +48,11 @@ def bring_back(
     """Let the living GPU processes of an entry run with their GPU state; return them.
 
     `let_go` and `pairs`: as in `gpu_state.resume`. `loaded`: files with everything that the layout has of a
-    process, by PID. `cut_off`: a gpusnap was killed that may have been working on the processes, so the driver
-    may still be working, and other processes may be stopped because of it. `check` may refuse before any of
-    them gets GPU state back, and may ask for the host's GPUs: the driver's thread of a process that was
-    stopped in the middle of its work may hold what is needed for the answer, until it has ended that work.
-    Raises GpusnapError after doing everything that could be done.
+    process, by PID. `cut_off`: a gpusnap was killed that may have been working on the processes, so the
+    driver may still be working, and other processes may be stopped because of it. `check` may refuse before
+    any of them gets GPU state back, and may ask for the host's GPUs: the driver's thread of a process that
+    was stopped in the middle of its work may hold what is needed for the answer, until it has ended that
+    work. Raises GpusnapError after doing everything that could be done.
     """
     if cut_off:
         held_threads.unblock_signals(entry.key)

@@ -314,6 +314,14 @@ def test_a_process_ends_before_the_copy(held: Held) -> None:
     assert "GPS-523" in held.fails()
 
 
+@pytest.mark.parametrize("real", ["crun"], indirect=True)
+def test_the_program_at_the_gate_is_stopped(held: Held) -> None:
+    """CRIU waits for it: gpusnap ends it long before Podman would end the restore, and says why."""
+    signal_all(at_the_gate(), signal.SIGSTOP)
+    signal_all(held.runtimes, signal.SIGCONT)
+    assert "was stopped by a signal" in held.fails()
+
+
 def named(comm: str) -> list[int]:
     return [pid for pid in proc.pids() if proc.comm(pid) == comm]
 

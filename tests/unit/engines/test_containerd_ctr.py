@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,20 @@ def test_no_containerd(ctr: FakeCtr, tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(GpusnapError, match="ctr cannot be run: it does not exist") as caught:
         InContainerd("team", IMAGE)
     assert "install containerd" in caught.value.hint
+
+
+@pytest.mark.parametrize("where", ["os.memfd_create", "gpusnap.engines.ctr.Child"])
+def test_no_ctr_for_want_of_files(ctr: FakeCtr, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """That says nothing about containerd's being installed."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(where, fail)
+    with pytest.raises(GpusnapError, match="ctr cannot be run: Too many open files") as caught:
+        InContainerd("team", IMAGE)
+    assert caught.value.hint.startswith("raise the limit on open files")
+    assert "GPS-901" not in caught.value.sentence()
 
 
 def test_into_it(ctr: FakeCtr) -> None:

@@ -706,6 +706,23 @@ def test_two_at_once(room: str, record: Manifest, layout: Layout, monkeypatch: p
     assert load_process._loaders == [first]
 
 
+def test_what_is_loaded_is_claimed_no_more(
+    room: str, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in use by then: who counted it twice would refuse what fits."""
+    monkeypatch.setattr(load_process, "_STEP", 1)
+    gate = Gate(layout, memory_blobs(record))
+    monkeypatch.setattr(load_process, "Layout", lambda _: gate)
+    assert load_process.load(record, layout.path, Memory(threads=2))
+    (one,) = load_process._loaders
+    left = {reservations.RAM: needed(record) - record.files[0].table.size}
+    with closing(one):
+        wait_for(lambda: reservations.read_reserved(room) == left, "the file's size to be given up")
+        gate.open()
+        wait_for(lambda: reservations.read_reserved(room) == {}, "the end of its claim")
+    assert reservations.read_reserved(room) == {}
+
+
 def test_a_claim_goes_with_its_load_process(
     room: str, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
