@@ -14,8 +14,8 @@ whose runtime never starts. Nothing depends on the load process: if it has ended
 runtime kills it, loads the rest itself, and reports what is wrong with a chunk. It ends with the command.
 
 Until everything is loaded, it claims the RAM for that (records/reservations.py), as checkpoints and other
-restores do; it stops claiming what is loaded. If too little RAM is free beside their claims, it loads nothing.
-A claim ends with its process.
+restores do; it stops claiming what is loaded. If too little RAM is free beside their claims, it loads
+nothing. A claim ends with its process.
 """
 
 from __future__ import annotations
