@@ -13,11 +13,11 @@ A library that may not answer is asked in a worker of its own, a Companion. What
 question stays for the next, and it imports modules at the same time, on another core.
 
 gpusnap's sends and receives have deadlines, because a child may be stopped (SIGSTOP). A worker that is
-stopped for some seconds is killed, and another one is asked. The children's sends and receives have no deadlines: a
-child ends when gpusnap does, because only gpusnap has the other ends of their sockets, and gpusnap kills its
-children when it ends, in case one is stopped. A child is killed by its pidfd. The pidfd of a worker comes
-from the forker, which never waits for a worker: when the forker has ended, another process may have the worker's
-PID.
+stopped for some seconds is killed, and another one is asked. The children's sends and receives have no
+deadlines: a child ends when gpusnap does, because only gpusnap has the other ends of their sockets, and
+gpusnap kills its children when it ends, in case one is stopped. A child is killed by its pidfd. The pidfd of
+a worker comes from the forker, which never waits for a worker: when the forker has ended, another process may
+have the worker's PID.
 
 A worker has a session of its own, and no terminal, file, lock or shared memory of gpusnap: only its end of a
 pair of sockets. A question is a function of a module, with arguments that can be pickled. A wait only for the
