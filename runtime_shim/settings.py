@@ -99,7 +99,7 @@ class Memory:
     chunk_size: int = 8 << 20
     """Bytes of a chunk."""
     level: int = 1
-    """zstd's level for chunks, 1 to 19; 0 does not compress."""
+    """zstd's level for chunks, 1 to 19; 0 does not compress. Planes of numbers do not depend on it."""
     ceiling: int = 0
     """Bytes of RAM that gpusnap may use, including the memory that it stages. 0: it stages what the driver
     would have put into the process, and uses at most a quarter of the available RAM for chunks."""
