@@ -116,7 +116,7 @@ def _explain_by_hand(
 
 
 def files(root: str = "/") -> list[str]:
-    """Return the files that containerd reads, importing files first. A file other than TOML imports nothing."""
+    """Return the files that containerd reads, importing files first. A file that is no TOML has none."""
     found, waiting = list[str](), [CONFIG]
     while waiting and len(found) < _MOST_FILES:
         path = waiting.pop(0)

@@ -109,7 +109,7 @@ def _containerd() -> Iterator[ShimContainer]:
 
 
 def _list_monitored() -> Iterator[ShimContainer]:
-    """Yield containers of CRI-O, and of Podman's other storages, by their monitors: conmon -r RUNTIME -c ID."""
+    """Yield CRI-O's containers, and those of Podman's other storages, by monitor: conmon -r RUNTIME -c ID."""
     # In a chroot to a node's root, as in a pod, /proc shows the node's processes, and 1 is the node's.
     here = {_namespace("self"), _namespace("1")} - {""}
     for entry in sorted(os.listdir(_PROC)):
