@@ -135,7 +135,7 @@ def _sessions(of: Subject) -> Iterator[Check]:
 
 
 def _drivers(of: Subject) -> set[str]:
-    """Return the driver's mounts that gpusnap declares, and its other files, which CRIU is told of too."""
+    """Return the driver's mounts that gpusnap declares, and its other files, which CRIU must know too."""
     declared, _ = criu_mounts.list_undeclared(of.container.pid, of.config)
     every = {mount.destination for mount in proc.mounts(of.container.pid)}
     return {mount.destination for mount in declared} | {path for path in every if is_driver_file(path)}

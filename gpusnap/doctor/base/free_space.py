@@ -103,7 +103,7 @@ def check_unpacking(gpus: Sequence[Gpu], root: str = "/", folder: str = "/tmp") 
 
 
 def speed(folder: str, *, most: int = _MOST, seconds: float = _SECONDS) -> Speed | None:
-    """Write and read a file without a name for so long at most; None where that cannot be done there.
+    """Measure writing and reading with a file without a name, for at most `seconds`; None if impossible.
 
     The kernel takes it away with its descriptor, also when we are killed (open(2), O_TMPFILE).
     """
