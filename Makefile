@@ -32,8 +32,9 @@ build/docs/ready: | testhost
 	@build/docs/bin/pip install -q --disable-pip-version-check 'rich==15.0.0'
 	@touch $@
 
+# Style and types are checked while the tests begin: mypy uses one core.
 test: .venv/ready testhost
-	@.venv/bin/tox run
+	@.venv/bin/tox run-parallel --parallel all --parallel-live --parallel-no-spinner
 
 unit integration lint type: .venv/ready
 	@.venv/bin/tox run -e $@

@@ -76,7 +76,7 @@ class Hung(Bad):
 
 
 def descendants(root: int) -> dict[int, str]:
-    """Return processes below `root` and itself, by PID, with their programs; omits those that end meanwhile."""
+    """Return processes below `root` and itself, by PID, with their programs, without those that end."""
     children: dict[int, list[int]] = {}
     for each in Path("/proc").iterdir():
         if each.name.isdigit():

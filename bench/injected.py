@@ -1,8 +1,9 @@
-"""ENOSPC, EIO, ENOMEM and EMFILE at every system call of a checkpoint and of a restore in turn.
+"""ENOSPC, EDQUOT, EIO, ENOMEM and EMFILE at every system call of a checkpoint and of a restore in turn.
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/injected.py [--rounds 400 | --stride 1 | --kinds] [--seed 1]
-        [--runtimes crun] [--ways checkpoint,restore] [--errors ENOSPC,EIO,ENOMEM,EMFILE] [--pages chunks]
+        [--runtimes crun] [--ways checkpoint,restore] [--pages chunks]
+        [--errors ENOSPC,EDQUOT,EIO,ENOMEM,EMFILE]
 
 Fails calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
 (injecting.py). Each round fails one call once. --stride 1 fails each call with each error that its manual

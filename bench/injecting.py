@@ -59,6 +59,7 @@ _DESCRIPTORS = (
 # Without unlink and rmdir: what cannot be removed is left.
 FITTING = {
     "ENOSPC": f"{_FILES} setxattr fsetxattr mount",
+    "EDQUOT": f"{_FILES} setxattr fsetxattr",
     "EIO": f"{_FILES} read pread64 readv stat lstat newfstatat statx readlink readlinkat getdents64 "
     "close ptrace mount ioctl",
     "ENOMEM": f"{_BY_PATH} {_DESCRIPTORS} mmap mprotect mremap stat lstat newfstatat statx access faccessat "
@@ -67,6 +68,7 @@ FITTING = {
     "getdents64",
     "EMFILE": f"{_DESCRIPTORS} fcntl",
 }
+_NO_ROOM = ("ENOSPC", "EDQUOT")
 _OF_CONTENT = {"read", "write", "pread64", "pwrite64", "readv", "writev", "close", "sendfile"}
 _NAMES = {number: name for name, number in CALLS.items()}
 _FITTING = {error: set(names.split()) for error, names in FITTING.items()}
@@ -209,7 +211,7 @@ def _fits(tid: int, name: str, arguments: tuple[int, ...], error: str) -> bool:
     """Whether this very call could fail so."""
     if name in ("open", "openat"):
         flags = arguments[1 if name == "open" else 2]
-        return error != "ENOSPC" or bool(flags & _O_CREAT)
+        return error not in _NO_ROOM or bool(flags & _O_CREAT)
     if name == "fcntl":
         return arguments[1] in (_F_DUPFD, _F_DUPFD_CLOEXEC)
     if name == "ioctl":
@@ -221,7 +223,7 @@ def _fits(tid: int, name: str, arguments: tuple[int, ...], error: str) -> bool:
             return False
         if arguments[0] < 3 or not target.startswith("/"):
             return False
-        return error != "ENOSPC" or not target.startswith(("/proc", "/sys", "/dev/"))
+        return error not in _NO_ROOM or not target.startswith(("/proc", "/sys", "/dev/"))
     return True
 
 

@@ -3,7 +3,7 @@
     python3 bench/restore_floor.py [--gib 12] [--data random,bf16] [--rounds 3] [--procs 1] [--gpuwork]
         [--settings 'memory.level = 0'] [--folder /var/tmp] [--json restore_floor.json]
 
-For each kind of data, it makes one checkpoint into a store in --folder. Then in each round, with a warm page
+For each kind of data, it makes checkpoints into a store in --folder. Then in each round, with a warm page
 cache and with an empty one, it measures:
 
     blobs       reading the blobs of the checkpoint alone, with one thread for each core
@@ -13,7 +13,8 @@ cache and with an empty one, it measures:
 
 `floor` is the slower of blobs and driver, `ratio` is at once / floor, `beyond` is at once - floor. Medians,
 in seconds. `faults` is how often the driver touched memory that was not loaded yet. The checkpoint is made
-once; its table has
+once for each round, every time into an empty store, and the last one is restored. The table of checkpoints
+has
 
     driver      the driver's checkpoint alone: its step
     blobs       writing the checkpoint's blobs alone, each with fsync, with one thread for each core
@@ -31,6 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -88,24 +90,27 @@ class RestoreFigures:
         return dict(zip(COLUMNS, (blobs, driver, turn, once, least, once / least, once - least), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CheckpointFigures:
-    """The checkpoint of one kind of data, in seconds."""
+    """The checkpoints of one kind of data, in seconds, one per round."""
 
     data: str
-    seconds: float
-    blobs: float
+    stored: int = 0
+    """Bytes of the blobs."""
+    seconds: list[float] = field(default_factory=list)
+    blobs: list[float] = field(default_factory=list)
     """The time to write only its blobs."""
-    peak: int
+    peaks: list[int] = field(default_factory=list)
     """The most RAM that gpusnap-runtime used, in bytes."""
-    steps: dict[str, float]
+    steps: list[dict[str, float]] = field(default_factory=list)
 
     def line(self) -> str:
-        """For docs/benchmarks.md."""
-        driver = self.steps["driver checkpoint"]
-        least = max(driver, self.blobs)
-        each = (driver, self.blobs, self.seconds, self.seconds - least)
-        return f"| {self.data} | {' | '.join(f'{value:.2f}' for value in each)} | {self.peak / GIB:.1f} |"
+        """Return the medians, as a row of docs/benchmarks.md."""
+        driver = statistics.median(each["driver checkpoint"] for each in self.steps)
+        blobs, seconds = statistics.median(self.blobs), statistics.median(self.seconds)
+        each = (self.stored / GIB, driver, blobs, seconds, seconds - max(driver, blobs))
+        figures = " | ".join(f"{value:.2f}" for value in each)
+        return f"| {self.data} | {figures} | {max(self.peaks) / GIB:.1f} |"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +138,27 @@ class Bench:
         run_for_each(self.blobs(), reader("cache"), threads=len(os.sched_getaffinity(0)))
         return time.monotonic() - begun
 
-    def checkpoint(self, data: str) -> CheckpointFigures:
-        """Make the checkpoint, and write its blobs again beside the store. Raises BenchError."""
-        os.sync()
-        seconds, _ = command(COMMAND, "checkpoint", NAME)
-        report = json.loads(command(COMMAND, "inspect", "--json", NAME)[1])
-        steps = {each["step"]: each["seconds"] for each in report["timing"]}
-        return CheckpointFigures(data, seconds, self.write_alone(), report["peakMemory"], steps)
+    def checkpoint(self, case: Case, rounds: int) -> tuple[Work, CheckpointFigures]:
+        """Make checkpoints, and write the blobs of each again beside the store. Raises BenchError.
+
+        Returns the last container too, which has ended, and which the store has.
+        """
+        figures = CheckpointFigures(case.data)
+        for number in range(rounds):
+            if self.store.exists():
+                shutil.rmtree(self.store)
+            work = self.here.start(self.here.block(case), runtime="gpusnap-runtime", workers=case.procs)
+            os.sync()
+            seconds, _ = command(COMMAND, "checkpoint", NAME)
+            report = json.loads(command(COMMAND, "inspect", "--json", NAME)[1])
+            figures.stored = sum(path.stat().st_size for path in self.blobs())
+            figures.seconds.append(seconds)
+            figures.blobs.append(self.write_alone())
+            figures.peaks.append(report["peakMemory"])
+            figures.steps.append({each["step"]: each["seconds"] for each in report["timing"]})
+            work.remove()
+            print(f"{case}, checkpoint {number + 1}: {figures.line()}", file=sys.stderr, flush=True)
+        return work, figures
 
     def write_alone(self) -> float:
         """Copy all blobs with fsync, as a store does, after reading them; return the seconds."""
@@ -178,13 +197,10 @@ def drop_caches() -> None:
 
 
 def measure(bench: Bench, case: Case, rounds: int) -> tuple[CheckpointFigures, list[RestoreFigures]]:
-    """Make a checkpoint of the case, and restore it in each round."""
+    """Make checkpoints of the case, and restore the last one in each round."""
     bench.write_settings()
-    work = bench.here.start(bench.here.block(case), runtime="gpusnap-runtime", workers=case.procs)
-    made = bench.checkpoint(case.data)
-    work.remove()
-    stored = sum(path.stat().st_size for path in bench.blobs())
-    every = [RestoreFigures(case.data, cache, stored) for cache in ("warm", "cold")]
+    work, made = bench.checkpoint(case, rounds)
+    every = [RestoreFigures(case.data, cache, made.stored) for cache in ("warm", "cold")]
     for _ in range(rounds):
         for figures in every:
 
@@ -261,7 +277,8 @@ def main() -> int:
         document = {**about, "runs": runs, "checkpoints": [asdict(made) for made in checkpoints]}
         Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(about, indent=1))
-    print("| | driver | blobs | checkpoint | beyond | peak RAM, GiB |", "|---" * 6 + "|", sep="\n")
+    head = "| | GiB stored | driver | blobs | checkpoint | beyond | peak RAM, GiB |"
+    print(head, "|---" * 7 + "|", sep="\n")
     print("\n".join(made.line() for made in checkpoints), end="\n\n")
     print(table(every))
     return 0

@@ -160,6 +160,25 @@ def reason(error: OSError) -> str:
     return _REWORDED.get(number) or os.strerror(number)
 
 
+_OUT_OF = {
+    errno.EMFILE: "raise the limit on open files for gpusnap (ulimit -n, LimitNOFILE= of a unit)",
+    errno.ENFILE: "this host has too many files open: end what opens them, or raise fs.file-max",
+    errno.ENOMEM: "free some memory and try again",
+    errno.EAGAIN: "raise the limit on processes and threads for gpusnap (ulimit -u, pids.max)",
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some space there, or raise the quota",
+    errno.EIO: "look for I/O errors in the kernel log (dmesg)",
+}
+
+
+def advise(error: OSError) -> str:
+    """What to do where the kernel has run out of something, or a disk fails; "" for any other error.
+
+    Such an error says nothing about whether a program is installed, or who may open a file.
+    """
+    return _OUT_OF.get(error.errno or 0, "")
+
+
 def is_of_no_module(error: BaseException) -> bool:
     """Whether a module is empty: Python takes one whose file it cannot read for a directory."""
     return isinstance(error, AttributeError) and getattr(error.obj, "__file__", "") is None

@@ -12,10 +12,12 @@ in time, and ends when the server answers:
 A library that may not answer is asked in a worker of its own, a Companion. What it has loaded for one
 question stays for the next, and it imports modules at the same time, on another core.
 
-gpusnap's sends and receives have deadlines, because a child may be stopped (SIGSTOP). Those of the children
-have none: they end when gpusnap does, which alone has the other ends of their sockets. A child is killed by
-its pidfd. The pidfd of a worker comes from the forker, which never waits for a worker: when the forker has
-ended, another process may have the worker's PID.
+gpusnap's sends and receives have deadlines, because a child may be stopped (SIGSTOP). A worker that is
+stopped for some seconds is killed, and another one is asked. The children's sends and receives have no
+deadlines: a child ends when gpusnap does, because only gpusnap has the other ends of their sockets, and
+gpusnap kills its children when it ends, in case one is stopped. A child is killed by its pidfd. The pidfd of
+a worker comes from the forker, which never waits for a worker: when the forker has ended, another process may
+have the worker's PID.
 
 A worker has a session of its own, and no terminal, file, lock or shared memory of gpusnap: only its end of a
 pair of sockets. A question is a function of a module, with arguments that can be pickled. A wait only for the
@@ -24,6 +26,7 @@ mm->mmap_lock of a process can be killed; such questions are asked in a thread: 
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import os
@@ -51,6 +54,8 @@ _NUMBER = struct.Struct("=i")
 _READY = b"r"
 _START = 30.0  # seconds for a child to start running, as in threads.py
 _ENDING = 10.0  # seconds for a killed forker to end; it waits for nothing
+_STOPPED = 5.0  # seconds for which a worker may be stopped by a signal: nobody is to do that
+_LOOK = 1.0  # seconds between two looks for that
 # Signals that this process may have handlers for.
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
 
@@ -62,22 +67,22 @@ class Unanswered(GpusnapError):
 
 
 class _Ended(Exception):
-    """The child at the other end has ended."""
+    """The child at the other end has ended, or is stopped and will not answer."""
 
 
 class _Channel:
     """Messages of any length over a stream socket."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, look: Callable[[], None] = lambda: None) -> None:
+        """`look` is called every second while the other end is waited for, and may raise."""
         self._socket = end
+        self._look = look
 
     def send(self, data: bytes, deadline: float | None = None) -> None:
         """Raises TimeoutError when time.monotonic() is past the deadline, _Ended."""
-        self._limit(deadline)
-        try:
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise _Ended from error
+        left = memoryview(_LENGTH.pack(len(data)) + data)
+        while left:
+            left = left[self._try(self._socket.send, left, deadline) :]
 
     def receive(self, deadline: float | None = None) -> bytes:
         """As `send`."""
@@ -92,32 +97,40 @@ class _Channel:
         found = bytearray(size)
         view = memoryview(found)
         while view:
-            self._limit(deadline)
-            try:
-                count = self._socket.recv_into(view)
-            except ConnectionResetError as error:
-                raise _Ended from error
+            count = self._try(self._socket.recv_into, view, deadline)
             if not count:
                 raise _Ended
             view = view[count:]
         return bytes(found)
 
-    def _limit(self, deadline: float | None) -> None:
-        self._socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+    def _try(self, call: Callable[[memoryview], int], part: memoryview, deadline: float | None) -> int:
+        while True:
+            left = None if deadline is None else max(deadline - time.monotonic(), 1e-3)
+            self._socket.settimeout(None if left is None else min(left, _LOOK))
+            try:
+                return call(part)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise _Ended from error
+            except TimeoutError:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+                self._look()
 
 
 class _Worker:
     """A child that answers one question after another."""
 
-    def __init__(self, pid: int, descriptor: int, channel: _Channel) -> None:
-        """`descriptor`: its pidfd, which this object owns from now on."""
+    def __init__(self, pid: int, descriptor: int, end: socket.socket) -> None:
+        """`descriptor`: its pidfd, which this object owns from now on, as `end` is."""
         self.pid = pid
         self._descriptor = descriptor
-        self._channel = channel
+        self._channel = _Channel(end, self._look)
+        self._stopped: float | None = None
 
     def ask(self, question: bytes, within: float) -> Any:
         """Raises what the question raises; TimeoutError after `within` seconds, _Ended."""
         deadline = time.monotonic() + within
+        self._stopped = None
         self._channel.send(question, deadline)
         value, error = pickle.loads(self._channel.receive(deadline))  # from gpusnap's own child
         if error is not None:
@@ -132,6 +145,19 @@ class _Worker:
                 wait_for_end(self._descriptor, within)
         finally:
             self.forget()
+
+    def _look(self) -> None:
+        """Raise _Ended where it has been stopped by a signal for too long."""
+        if not _is_stopped(self.pid):
+            self._stopped = None
+        elif self._stopped is None:
+            self._stopped = time.monotonic()
+        elif time.monotonic() - self._stopped >= _STOPPED:
+            raise _Ended
+
+    def kill(self) -> None:
+        """Kill it, and wait for nothing."""
+        _kill(self._descriptor)
 
     def forget(self) -> None:
         """Close the descriptors only: it is another process's child."""
@@ -189,7 +215,11 @@ class _Forker:
             raise
         finally:
             theirs.close()
-        return _Worker(pid, found[0], _Channel(ours))
+        return _Worker(pid, found[0], ours)
+
+    def kill(self) -> None:
+        """Kill it, and wait for nothing."""
+        _kill(self._descriptor)
 
     def close(self) -> None:
         """End it; it never waits for any process but gpusnap."""
@@ -213,11 +243,20 @@ def _kill(descriptor: int) -> None:
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process (proc_pid_stat(5), state); not where nobody can see that."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2][1:2] == b"T"
+    except OSError:
+        return False
+
+
 class Companion:
     """A worker for questions of one kind. It exists once `start` was called, if the kernel permits it.
 
-    One that ends in the middle of a question is replaced, once. What ended it, such as a library that
-    crashes, would end gpusnap if gpusnap asked itself.
+    One that ends or stopped in the middle of a question is replaced, once. What ended it, such as a
+    library that crashes, would end gpusnap if gpusnap asked itself.
     """
 
     def __init__(self, *, here: bool = True) -> None:
@@ -258,10 +297,19 @@ class Companion:
         return function(*arguments)
 
     def end(self, within: float = 0.0) -> None:
-        """End the worker, unless it is answering now, and wait for that for `within` seconds."""
+        """End the worker, if it does not answer just now, and wait so many seconds for that."""
         if self._lock.acquire(blocking=False):
             try:
                 self._leave(within)
+            finally:
+                self._lock.release()
+
+    def kill(self) -> None:
+        """Kill the worker, unless it is answering now, and wait for nothing."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._worker is not None:
+                    self._worker.kill()
             finally:
                 self._lock.release()
 
@@ -364,7 +412,7 @@ def start() -> None:
     """
     with _State.lock, suppress(OSError):  # otherwise the first question reports it
         if _State.forker is None:
-            _State.forker = _Forker()
+            _State.forker = _make_forker()
 
 
 def end() -> None:
@@ -378,6 +426,21 @@ def end() -> None:
             _State.forker.close()
             _State.forker = None
         _State.unanswered.clear()
+
+
+def kill_all() -> None:
+    """Kill the children at the end of this process: one that is stopped does not see that end."""
+    for each in _State.companions:
+        with suppress(OSError):
+            each.kill()
+    if _State.lock.acquire(blocking=False):
+        try:
+            for child in (*_State.idle, _State.forker):
+                if child is not None:
+                    with suppress(OSError):
+                        child.kill()
+        finally:
+            _State.lock.release()
 
 
 def _make_unanswered_error(pid: int, what: str, within: float) -> Unanswered:
@@ -395,7 +458,7 @@ def _make_unanswered_error(pid: int, what: str, within: float) -> Unanswered:
 
 def _make_ended_error(doing: str) -> GpusnapError:
     return GpusnapError(
-        f"a child process of gpusnap that {doing} was killed",
+        f"a child process of gpusnap that {doing} was killed, or stopped by a signal",
         hint="check the kernel log (dmesg) for what kills processes, then try again",
         code="GPS-003",
     )
@@ -415,8 +478,14 @@ def _get_forker() -> _Forker:
         _State.forker.close()
         _State.forker = None
     if _State.forker is None:
-        _State.forker = _Forker()
+        _State.forker = _make_forker()
     return _State.forker
+
+
+def _make_forker() -> _Forker:
+    atexit.unregister(kill_all)
+    atexit.register(kill_all)
+    return _Forker()
 
 
 def _take_worker() -> _Worker:

@@ -21,11 +21,11 @@ from types import FrameType, TracebackType
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, make_unforeseen, reason
+from gpusnap.runtime_shim.stop_signals import STOPPING, note_signal
 
 # Characters of a step's notes: the manifest's schema allows no more.
 _NOTE = 4096
 _RECOVER = "gpusnap recover"
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,7 @@ def _make_interrupted(number: int) -> Interrupted:
 
 
 def _handler(number: int, _frame: FrameType | None) -> None:
+    note_signal(number)
     if _Signals.held or _Signals.committed or _Signals.stopping:
         _Signals.pending = number
     else:
@@ -195,7 +196,7 @@ def make_interruptible() -> Iterator[None]:
     if not _Signals.depth:
         _Signals.pending, _Signals.stopping = 0, False
     _Signals.depth += 1
-    handled = [number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _handler) for number in handled}
     try:
         yield
@@ -230,7 +231,7 @@ def forward_signals(send: Callable[[int], object]) -> Iterator[None]:
     def forward(number: int, _frame: FrameType | None) -> None:
         send(number)
 
-    before = {number: signal.signal(number, forward) for number in _STOPPING}
+    before = {number: signal.signal(number, forward) for number in STOPPING}
     number, _Signals.pending = _Signals.pending, 0
     try:
         if number:
@@ -244,7 +245,7 @@ def forward_signals(send: Callable[[int], object]) -> Iterator[None]:
 def is_asked_to_stop() -> bool:
     """Whether such a signal came in: raised, held back, or blocked and not ignored."""
     # One that is ignored (nohup) is pending as well while it is blocked.
-    blocked = (number for number in signal.sigpending() if number in _STOPPING)
+    blocked = (number for number in signal.sigpending() if number in STOPPING)
     came = _Signals.stopping or bool(_Signals.pending)
     return came or any(signal.getsignal(number) is not signal.SIG_IGN for number in blocked)
 

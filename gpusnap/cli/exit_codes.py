@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, ManifestVersion, UsageError
 from gpusnap.user_errors import Damaged, NoManifest, NotFound
 
@@ -12,7 +13,9 @@ FAILED = 1
 USAGE = 2
 NOT_FOUND = 3
 DAMAGED = 4
+HUNG_UP = 129
 INTERRUPTED = 130
+TERMINATED = 143
 
 MEANINGS: Mapping[int, str] = {
     DONE: "Success.",
@@ -20,7 +23,9 @@ MEANINGS: Mapping[int, str] = {
     USAGE: "The command line is invalid.",
     NOT_FOUND: "There is no such container, checkpoint, store, file or reference.",
     DAMAGED: "What was found is damaged: truncated, or it does not match its digests.",
-    INTERRUPTED: "The command was interrupted by Ctrl-C or a signal, and undid what it had started.",
+    HUNG_UP: "As 130, by SIGHUP, which is sent when a terminal is closed.",
+    INTERRUPTED: "The command was interrupted by Ctrl-C (SIGINT), and undid what it had started.",
+    TERMINATED: "As 130, by SIGTERM.",
 }
 
 # From the most specific to the base: the first that fits counts.
@@ -31,10 +36,11 @@ _CODES: tuple[tuple[type[GpusnapError], int], ...] = (
     (NoManifest, FAILED),
     (ManifestVersion, FAILED),
     (ManifestError, DAMAGED),
-    (Interrupted, INTERRUPTED),
 )
 
 
 def exit_code(error: GpusnapError) -> int:
-    """The exit code for an error."""
+    """The exit code for an error; of one that a signal interrupted, 128 and the signal's number."""
+    if isinstance(error, Interrupted):
+        return 128 + stop_signals.find_first()
     return next((code for kind, code in _CODES if isinstance(error, kind)), FAILED)

@@ -12,11 +12,10 @@ from gpusnap.cli import debugging, exit_codes
 from gpusnap.cli.group import Group
 from gpusnap.cli.streams import forgive_closed_pipes
 from gpusnap.oci.base.errors import OciError
-from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim import stop_signals, threads
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import (
     GpusnapError,
-    Interrupted,
     is_of_no_module,
     is_of_no_thread,
     make_unforeseen,
@@ -66,6 +65,11 @@ def main() -> int:
     threads.bound_thread_starts()
     if "_GPUSNAP_COMPLETE" in os.environ:
         import gpusnap.cli.completion  # noqa: F401 (our own way for bash is in place then)
+    with stop_signals.raise_interrupts():
+        return _run()
+
+
+def _run() -> int:
     try:
         command.main(prog_name="gpusnap", standalone_mode=False)
         if sys.stdout is not None:
@@ -75,8 +79,8 @@ def main() -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except click.Abort:
-        return _report_error(Interrupted("interrupted", hint="you can run the same command again"))
+    except (click.Abort, KeyboardInterrupt):
+        return _report_error(stop_signals.make_interrupted(hint="you can run the same command again"))
     except GpusnapError as error:
         return _report_error(error)
     except OciError as error:

@@ -54,10 +54,16 @@ codecs.register_error("gpusnap-alike", _replace_unencodable)
 class _Pipe(io.FileIO):
     """A descriptor to write to; what comes after its reader has gone, or after a failure, is dropped."""
 
-    _failed = False
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._failed = False
+        self._is_terminal = self.isatty()  # one that is closed no longer says so
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """As FileIO.write, but for a pipe that nobody reads; a full disk (ENOSPC) and the like raise once."""
+        """As FileIO.write, but for a pipe that nobody reads, or a terminal that was closed.
+
+        A full disk (ENOSPC) and the like raise once.
+        """
         if not self._failed:
             try:
                 return super().write(data)
@@ -65,7 +71,8 @@ class _Pipe(io.FileIO):
                 pass
             except OSError as error:
                 self._failed = error.errno != errno.EINTR
-                raise
+                if not (self._is_terminal and error.errno == errno.EIO):
+                    raise
         return memoryview(data).nbytes
 
 
@@ -79,7 +86,7 @@ def forgive_closed_pipes() -> None:
 
 def _wrap_stream(stream: TextIO) -> TextIO:
     stream.flush()
-    file = io.BufferedWriter(_Pipe(stream.fileno(), "wb", closefd=False))
+    file = io.BufferedWriter(_Pipe(stream.fileno()))
     lines = stream is sys.__stderr__ or stream.isatty()
     encoding = "ascii" if _is_c_locale() else stream.encoding
     # Bytes of a file's name that are no text (surrogates) go out as they came in.

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING
 from gpusnap.oci.base.errors import reason
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
-from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError
+from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError, advise
 from gpusnap.runtime_shim.runtime.child_process import Child, output
 from gpusnap.user_errors import NotFound
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _DIGEST = compile_later(r"sha256:[0-9a-f]{64}", re.ASCII)
 _LONGEST = 64 << 10
+# Seconds for an answer, as containerd may unpack an image or have a container paused for it; and for a ctr to
+# go that was killed.
+_PATIENCE, _DYING = 900.0, 5.0
 _HINT = "check that containerd is running, that CONTAINERD_ADDRESS names its socket, and that you may use it"
 
 
@@ -179,10 +182,16 @@ def _find_image(namespace: str, name: str) -> tuple[str, str] | None:
 def _ask(namespace: str, *words: str) -> str:
     """Return the output of ctr."""
     with (
-        output() as out,
+        _open_output() as out,
         _start(namespace, *words, out=out) as (child, err),
     ):
-        if child.wait():
+        try:
+            code = child.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            raise GpusnapError(
+                f"ctr {words[0]} {words[1]} did not finish within {_PATIENCE:g} s", hint=_HINT, code="GPS-901"
+            ) from None
+        if code:
             raise GpusnapError(
                 f"ctr {words[0]} {words[1]} failed: {_read_last_line(err)}", hint=_HINT, code="GPS-901"
             )
@@ -196,15 +205,11 @@ def _start(
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """Run ctr as a child, with a file for its stderr; it has ended at the end of the block."""
     argv: Sequence[str] = ["ctr", "--namespace", namespace, *words]
-    with output() as err:
+    with _open_output() as err:
         try:
             child = Child(argv, stdin=to, stdout=out, stderr=err)
         except OSError as error:
-            raise GpusnapError(
-                f"ctr cannot be run: {reason(error)}",
-                hint="install containerd, and check that ctr is in PATH",
-                code="GPS-901",
-            ) from error
+            raise _make_not_run_error(error) from error
         try:
             yield child, err
         finally:
@@ -213,7 +218,24 @@ def _start(
             for pipe in (child.stdout, child.stdin):
                 if pipe is not None:
                     _close(pipe)
-            child.wait()
+            with suppress(subprocess.TimeoutExpired):  # one that waits for a disk does not go
+                child.wait(_DYING)
+
+
+def _open_output() -> IO[bytes]:
+    try:
+        return output()
+    except OSError as error:
+        raise _make_not_run_error(error) from error
+
+
+def _make_not_run_error(error: OSError) -> GpusnapError:
+    lack = advise(error)
+    return GpusnapError(
+        f"ctr cannot be run: {reason(error)}",
+        hint=lack or "install containerd, and check that ctr is in PATH",
+        code="" if lack else "GPS-901",
+    )
 
 
 def _close(pipe: IO[bytes]) -> None:

@@ -26,7 +26,10 @@ from gpusnap.engines.podman_command import (
 from gpusnap.engines.podman_options import Option
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError
+from gpusnap.runtime_shim.deadlines import wait_for_end
+from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError, reason
+from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.process import proc
 from gpusnap.user_errors import NotFound
 
 # Seconds for which a list of containers counts as new.
@@ -37,6 +40,8 @@ _EVERY = 0.25
 _MOST = 4 << 20
 
 
+# Seconds for a Podman to pause a container, whose lock is free: another Podman has just described it.
+_PAUSING = 60.0
 # The container has ended, and Podman has not cleaned up: whoever waits for its end does that, unless killed.
 _NOT_CLEANED_UP = "stopped"
 
@@ -337,15 +342,58 @@ def pause(container_id: str) -> None:
 
 
 def go_on(container_id: str) -> None:
-    """Unpause a container, if it is paused. Raises GpusnapError."""
+    """Unpause a container, if it is paused, or is about to be. Raises GpusnapError."""
     done = ask("unpause", container_id)
-    if not done.code:
-        return
-    if _inspect_field(container_id, "{{.State.Status}}", command=PODMAN, seconds=PATIENCE) == "paused":
+    if done.code and _is_paused_after_all(container_id):
+        done = ask("unpause", container_id)
+    if done.code and _is_paused(container_id):
         raise GpusnapError(
             f"the container {container_id[:12]} cannot be unpaused: {sentence(done)}",
             hint=f"podman unpause {container_id[:12]}",
         )
+
+
+def _is_paused(container_id: str) -> bool:
+    return _inspect_field(container_id, "{{.State.Status}}", command=PODMAN, seconds=PATIENCE) == "paused"
+
+
+def _is_paused_after_all(container_id: str) -> bool:
+    """Return whether a container is paused, after waiting for every running `pause` of this module.
+
+    A gpusnap that is killed or interrupted leaves its Podman, which may not have begun yet when the next
+    gpusnap checks; and once it has paused the container, nobody would unpause it. Raises GpusnapError.
+    """
+    deadline = time.monotonic() + _PAUSING
+    while (pid := _find_pause(container_id)) is not None:
+        note(f"waiting for podman pause of the container {container_id[:12]} (process {pid})", code="GPS-020")
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        except OSError as error:
+            raise GpusnapError(
+                f"process {pid} cannot be waited for: {reason(error)}", hint="try again"
+            ) from error
+        try:
+            if not wait_for_end(descriptor, max(0.0, deadline - time.monotonic())):
+                raise GpusnapError(
+                    f"podman pause of the container {container_id[:12]} (process {pid}) has not ended within "
+                    f"{_PAUSING:g} s",
+                    hint="end it, then try again",
+                    code="GPS-020",
+                )
+        finally:
+            os.close(descriptor)
+    return _is_paused(container_id)
+
+
+def _find_pause(container_id: str) -> int | None:
+    """Return the PID of a gpusnap's podman pause: it has the full ID, which users do not type."""
+    for pid in proc.pids():
+        # The name first: reading the command line of a process may block.
+        if proc.comm(pid) == PODMAN[0] and proc.command(pid)[-2:] == ("pause", container_id):
+            return pid
+    return None
 
 
 def to_restore(found: Container) -> str:

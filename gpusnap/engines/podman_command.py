@@ -14,7 +14,7 @@ from typing import IO
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
 from gpusnap.runtime_shim.log import NOTE
 from gpusnap.runtime_shim.runtime.child_process import Child, output
 
@@ -82,8 +82,9 @@ def ask(*words: str, command: Sequence[str] = PODMAN, seconds: float | None = No
 def start(
     words: Sequence[str], environment: Mapping[str, str], command: Sequence[str] = PODMAN
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
-    with output() as out, output() as err:
+    with ExitStack() as files:
         try:
+            out, err = files.enter_context(output()), files.enter_context(output())
             child = Child(
                 [*command, *words],
                 stdin=subprocess.DEVNULL,
@@ -93,10 +94,11 @@ def start(
                 process_group=0,
             )
         except OSError as error:
+            lack = advise(error)
             raise GpusnapError(
                 f"podman cannot be run: {reason(error)}",
-                hint="install Podman, and check that it is in PATH",
-                code="GPS-901",
+                hint=lack or "install Podman, and check that it is in PATH",
+                code="" if lack else "GPS-901",
             ) from error
         yield child, out, err
 

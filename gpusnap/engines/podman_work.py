@@ -22,11 +22,11 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, split_code
 from gpusnap.runtime_shim.log import NOTE, note
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.stop_signals import STOPPING, note_signal
 from gpusnap.user_errors import Killed
 
 # In the environment of Podman; the runtime of a restore inherits it from conmon.
 _MARK = "GPUSNAP_CALLER"
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EVERY = 0.25
 # Podman's messages about a killed runtime: its own child at a checkpoint, a child of conmon at a restore.
 _KILLED = compile_later(r"^Error: .*(?:failed: signal: killed|no logs from conmon)", re.MULTILINE)
@@ -158,6 +158,7 @@ class _Relay:
 
     def pass_on(self, number: int, _frame: object) -> None:
         """Handle a signal."""
+        note_signal(number)
         self.came.append(number)
         if self._podman:
             self._send(number)
@@ -202,7 +203,7 @@ def _handle_signals(handler: Callable[[int, object], object]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # other threads get no signals
         return
-    ours = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    ours = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in ours}
     try:
         yield

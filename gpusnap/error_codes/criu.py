@@ -176,4 +176,13 @@ CODES = (
         "Raise the container's memory limit, or free memory, and restore again. With "
         "`memory.parallel-restore = false`, CRIU restores all memory itself.",
     ),
+    ErrorCode(
+        "GPS-524",
+        "stopped-by-a-signal",
+        "A signal (SIGSTOP) had stopped CRIU, the runtime, or the program that CRIU runs for gpusnap. In a "
+        "checkpoint, gpusnap lets it go on after 10 seconds, and says so as a note. In a restore, gpusnap "
+        "ends it: the incomplete container was removed, and the checkpoint is unharmed.",
+        "Find out what sends SIGSTOP to these processes, such as a script that stops processes by their "
+        "names. After a failed restore, try again.",
+    ),
 )

@@ -58,7 +58,7 @@ CODES = (
     ErrorCode(
         "GPS-020",
         "at-work",
-        "Another gpusnap, or a runtime and CRIU that a killed gpusnap started, is working on the same "
+        "Another gpusnap, or a Podman, runtime or CRIU that a killed gpusnap started, is working on the same "
         "container. Two at once would damage each other's work.",
         "Wait until it has finished. If the message names processes of a killed gpusnap, wait for them or "
         "kill them, then run `gpusnap recover`.",

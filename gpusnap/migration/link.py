@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from gpusnap.migration.frames import Channel, LinkLost
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError, printable, reason
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError, advise, printable, reason
 
 # Seconds for ssh to ask for a password, and to connect; its own deadline is ConnectTimeout.
 _CONNECTING = 120.0
@@ -86,8 +86,11 @@ def connect(route: Route) -> Iterator[Channel]:
                 )
         except (OSError, ValueError) as error:
             why = reason(error) if isinstance(error, OSError) else str(error)
+            lack = advise(error) if isinstance(error, OSError) else ""
             raise GpusnapError(
-                f"{command[0]} cannot be run: {why}", hint="install OpenSSH's client", code="GPS-820"
+                f"{command[0]} cannot be run: {why}",
+                hint=lack or "install OpenSSH's client",
+                code="" if lack else "GPS-820",
             ) from error
         assert child.stdin is not None
         assert child.stdout is not None

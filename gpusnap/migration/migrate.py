@@ -17,13 +17,11 @@ is killed, and `gpusnap recover` asks again (gpusnap/migration/unfinished.py).
 from __future__ import annotations
 
 import platform
-import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, field, replace
 from datetime import UTC, datetime
-from types import FrameType
 from typing import Any
 
 from gpusnap.checkpoints import locator
@@ -43,6 +41,7 @@ from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing.checkpoint import CheckpointResult
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
 from gpusnap.runtime_shim.gpu import find_driver
@@ -105,7 +104,7 @@ def migrate(parameters: MigrationRequest, progress: Progress) -> MigrationResult
     found = podman.inspect_container(parameters.container)
     podman.check(found)
     podman_objects.check_options(found, force=parameters.force)
-    with _make_interruptible(), ExitStack() as link:
+    with ExitStack() as link:
         progress.stage(f"asking {parameters.route.to}")
         channel = link.enter_context(connect(parameters.route))
         channel.patience, progress.watched = parameters.patience, True
@@ -284,7 +283,7 @@ class _Move:
         return found
 
     def _restore_here(self, made: CheckpointResult, error: BaseException) -> GpusnapError:
-        why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        why = str(stop_signals.make_interrupted() if isinstance(error, KeyboardInterrupt) else error)
         hint, code = (error.hint, error.code) if isinstance(error, GpusnapError) else ("", "")
         name = self._found.name
         self._progress.stage(f"restore of {name} on this host")
@@ -374,18 +373,3 @@ def _gpus(found: podman.Container, driver: Driver | None) -> list[GpuRecord]:
 
 def _pairs(answer: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(str(old), str(new)) for old, new in answer["pairs"]]
-
-
-@contextmanager
-def _make_interruptible() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP undo everything, like Ctrl-C."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

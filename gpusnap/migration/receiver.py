@@ -18,7 +18,7 @@ from typing import Any
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
-from gpusnap.engines import podman
+from gpusnap.engines import podman, podman_work
 from gpusnap.migration import records
 from gpusnap.migration.blobs import Remote
 from gpusnap.migration.frames import LONGEST_PATIENCE, VERSION, Channel, LinkLost, error_frame
@@ -224,15 +224,15 @@ class _Receiver:
         """Remove what came ahead, and a container that was not confirmed."""
         if (record := self._record) is None:
             return
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._record = None
-        if record.state == "coming":
+        with podman_work.ignore_signals():
+            self._record = None
+            if record.state == "coming":
+                records.remove_ahead(record.ahead)
+                records.end_record(record)
+                return
+            records.remove_restored(record)
             records.remove_ahead(record.ahead)
-            records.end_record(record)
-            return
-        records.remove_restored(record)
-        records.remove_ahead(record.ahead)
-        replace(record, state="undone").write()
+            replace(record, state="undone").write()
 
 
 def _patience(value: object) -> float:

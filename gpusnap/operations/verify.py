@@ -36,6 +36,7 @@ from gpusnap.oci.base.errors import (
     OciError,
     RegistryError,
 )
+from gpusnap.oci.base.files import write_all
 from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks.artifact import Artifact
@@ -101,10 +102,10 @@ def _verify_kept(word: str, place: InStore, progress: Progress) -> VerifyResult:
 def verify_all(store: Store, progress: Progress = lambda done, whole: None) -> VerifyResult:
     """Check everything that has a name in a store, each blob once. Raises Damaged for a broken index."""
     places: dict[str, list[str]] = defaultdict(list)
-    with convert_errors(), tempfile.TemporaryDirectory(prefix="gpusnap-") as folder:
+    with convert_errors():
         found = list_named(open_store(store))
         tables = (table for each in found for table in tables_of(each.root, store.layout))
-        layout, index = _join_all(store, found, folder)
+        layout, index = _join_all(store, found)
         checked, faults = _check_all(layout, index, tables, progress)
         faults = _select_still_named(store, found, faults)
         for each in found if not faults else ():
@@ -144,21 +145,28 @@ def _select_still_named(
 class _Joined(Layout):
     """A layout and one more document: an index of everything to check."""
 
-    def __init__(self, path: str, index: bytes, folder: str) -> None:
+    def __init__(self, path: str, index: bytes) -> None:
         super().__init__(path)
-        self._digest, self._file = digest_of(index), os.path.join(folder, "index.json")
-        with open(self._file, "wb") as file:
-            file.write(index)
+        self._digest, self._index = digest_of(index), index
 
     def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
-        """Do the same as Layout.open_blob."""
-        return io.FileIO(self._file) if digest == self._digest else super().open_blob(digest, size)
+        """Do the same as Layout.open_blob, but for the index: a file in RAM, which ends with this process."""
+        if digest != self._digest:
+            return super().open_blob(digest, size)
+        file = io.FileIO(os.memfd_create("gpusnap-index"), "r+b")
+        try:
+            write_all(file.fileno(), self._index)
+            file.seek(0)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
 
-def _join_all(store: Store, found: Sequence[NamedDigest], folder: str) -> tuple[Layout, Descriptor]:
+def _join_all(store: Store, found: Sequence[NamedDigest]) -> tuple[Layout, Descriptor]:
     plain = tuple(replace(each.root, annotations={}) for each in found)
     index = encode_document(Index(plain).to_json())
-    return _Joined(store.path, index, folder), Descriptor(INDEX, digest_of(index), len(index))
+    return _Joined(store.path, index), Descriptor(INDEX, digest_of(index), len(index))
 
 
 def _check_all(

@@ -39,7 +39,7 @@ ZSTD = 0
 """Used instead of the width of numbers in planes: only zstd."""
 _WHOLE = _SAMPLES * SAMPLE
 # The memory of an EncodingChooser: its own buffers, the compressed samples, and zstd's memory to unpack them.
-MEMORY = 3 * _WHOLE + _WHOLE // 2 + _WHOLE + (1 << 18)
+MEMORY = 3 * _WHOLE + _WHOLE // 2 + _WHOLE + (1 << 18) + planes.COMPRESSOR_MEMORY
 
 
 class DecodeTimes:
@@ -121,6 +121,7 @@ class EncodingChooser:
         self._sample, self._plain = Memory(_WHOLE), Memory(_WHOLE)
         self._low, self._top = Memory(_WHOLE), Memory(_WHOLE // 2)
         self._compressor = zstandard.ZstdCompressor(level=1)
+        self._of_planes = planes.make_compressor()
         self._decompressor = zstandard.ZstdDecompressor()
 
     def free(self) -> None:
@@ -181,7 +182,7 @@ class EncodingChooser:
             return self._compressor.compress(sample)
         low, top = self._get_planes(sample.nbytes, width)
         planes.split(sample, low, top, width)
-        return self._compressor.compress(top)
+        return self._of_planes.compress(top)
 
     def _prepare_unpacking(self, width: int, sample: memoryview) -> Callable[[], object]:
         """Return a function that decodes a sample."""

@@ -31,7 +31,7 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
@@ -62,6 +62,8 @@ from gpusnap.oci.layout.unsynced import Unsynced
 
 VERSION = "1.0.0"
 _PIECE = 1 << 20
+# What they wait for is a flush of the disk's own cache, which many may share.
+_SYNC_THREADS = 32
 
 
 class Layout:
@@ -284,13 +286,16 @@ class Layout:
 
     # Durability
 
-    def sync_blobs(self, names: Collection[str] | None = None, *, threads: int = 8) -> None:
+    def sync_blobs(
+        self, names: Mapping[str, os.stat_result] | None = None, *, threads: int = _SYNC_THREADS
+    ) -> None:
         """Sync all blobs that this object wrote, linked or found there; with `names`, only these.
 
+        `names`: each with its status. One that this object has made durable already is left alone.
         Raises DiskError, also if an earlier fsync of one has failed; BlobError for one that is gone.
         """
-        for name in names or ():
-            self._unsynced.note_existing(name)
+        for name, status in (names or {}).items():
+            self._unsynced.note_existing(name, status)
         try:
             self._unsynced.sync(self._open_file, threads=threads, names=names)
         except OSError as error:
@@ -299,7 +304,7 @@ class Layout:
                 size = os.stat(self._join_path("blobs", "sha256", error.filename)).st_size
             raise disk_error(error, self.path, "a blob", size) from error
 
-    def sync(self, *, threads: int = 8) -> None:
+    def sync(self, *, threads: int = _SYNC_THREADS) -> None:
         """Do the same, and then sync the directories. Raises as that does."""
         self.sync_blobs(threads=threads)
         parent = os.path.dirname(self.path)
@@ -317,7 +322,7 @@ class Layout:
         """Close files that are written but not synced: they will be removed. May be called twice."""
         self._unsynced.close()
 
-    def commit(self, index: Index, *, threads: int = 8) -> None:
+    def commit(self, index: Index, *, threads: int = _SYNC_THREADS) -> None:
         """Sync the layout, and only then write that index. Raises as sync and write_index do."""
         self.sync(threads=threads)
         self.write_index(index)

@@ -5,8 +5,15 @@ lib/errseq.c), and considers these pages clean afterwards. So a descriptor that 
 error, and a second fsync succeeds without having written anything. Hence the rules:
 
 - The descriptor that wrote a file stays open until its fsync.
-- There are never more than `most` of them: adding one more first syncs the oldest.
+- There are never more than `most` of them: adding one more first syncs the oldest. That waits for
+  the journal of the file system, which waits for what others write meanwhile, 30 ms for each file on a busy
+  disk; at the end, when the kernel has written the pages already, many at once take little. So `most` is as
+  large as the limit on descriptors allows.
 - A file whose fsync has failed never counts as synced, whatever a later one says, until it is written again.
+
+The kernel begins to write each when it is noted. By itself it begins only when a tenth of the memory is dirty
+or half a minute has passed (Documentation/admin-guide/sysctl/vm.rst): the disk would be idle when its speed
+decides how long a checkpoint takes.
 
 syncfs(2) would need one descriptor for all, but it waits for everything that anybody writes to that file
 system, and fails for their errors.
@@ -16,13 +23,23 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.threads import run_for_each
 
-MOST = 256
+if TYPE_CHECKING:
+    from ctypes import CDLL
+
+MOST = 4096
+# So much of this process' descriptors one folder may hold.
+_PART = 4
+# linux/fs.h, SYNC_FILE_RANGE_WRITE
+_WRITE = 2
 # No more descriptors can be opened, by this process or on this host.
 _NONE_LEFT = {errno.EMFILE, errno.ENFILE}
 
@@ -30,13 +47,16 @@ _NONE_LEFT = {errno.EMFILE, errno.ENFILE}
 class Unsynced:
     """The files of one directory by name; threads may share it."""
 
-    def __init__(self, *, most: int = MOST) -> None:
-        self._most = most
+    def __init__(self, *, most: int = 0) -> None:
+        """`most`: descriptors; by default a part of those that this process may have."""
+        self._most = most or count_descriptors()
         self._lock = threading.Lock()
         # Oldest first. Two descriptors have the same name if a file replaced another one.
         self._open: list[tuple[str, int]] = []
         self._found: set[str] = set()
         self._failed: dict[str, OSError] = {}
+        # The file that an fsync made durable, by name: device, inode, time of the last write.
+        self._durable: dict[str, tuple[int, int, int]] = {}
 
     def __del__(self) -> None:
         self.close()
@@ -52,18 +72,24 @@ class Unsynced:
                 self._failed.pop(name, None)
             self._sync(name, descriptor)
             return
+        _start_writeback(own)
         with self._lock:
             self._failed.pop(name, None)
+            self._durable.pop(name, None)
             self._found.discard(name)
             self._open.append((name, own))
             oldest = self._open.pop(0) if len(self._open) > self._most else None
         if oldest is not None:
             self._sync_and_close(oldest)
 
-    def note_existing(self, name: str) -> None:
-        """Record that the file existed already: its writer may have been killed before it synced it."""
+    def note_existing(self, name: str, status: os.stat_result | None = None) -> None:
+        """Record that the file existed already: its writer may have been killed before it synced it.
+
+        `status`: the file's, if it is known; the file is left out where it is one that was made durable here.
+        """
         with self._lock:
-            self._found.add(name)
+            if status is None or self._durable.get(name) != _identify(status):
+                self._found.add(name)
 
     def sync(
         self, opened: Callable[[str], int], *, threads: int, names: Collection[str] | None = None
@@ -143,4 +169,36 @@ class Unsynced:
             failure = OSError(error.errno, error.strerror, name)
             with self._lock:
                 self._failed[name] = failure
+                self._durable.pop(name, None)
             raise failure from error
+        with suppress(OSError):  # then it is made durable again
+            durable = _identify(os.fstat(descriptor))
+            with self._lock:
+                self._durable[name] = durable
+
+
+def _start_writeback(descriptor: int) -> None:
+    """Have the kernel begin to write a file, and wait only for room in the disk's queue.
+
+    sync_file_range(2) tells no error of that, the fsync does; nor does it matter where there is no such call.
+    """
+    _libc().sync_file_range(descriptor, 0, 0, _WRITE)
+
+
+@cache
+def _libc() -> CDLL:
+    import ctypes  # which a command that writes nothing does not need
+
+    found = ctypes.CDLL(None)
+    found.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return found
+
+
+def count_descriptors() -> int:
+    """How many files may wait for their fsync: setrlimit(2), RLIMIT_NOFILE."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else max(1, min(MOST, soft // _PART))
+
+
+def _identify(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns

@@ -182,7 +182,7 @@ class Staging:
 
     def _make_durable(self, sizes: Mapping[str, int], own: int, store: int, threads: int) -> set[str]:
         """Sync the blobs of this directory; return their names. Raises BlobError for a missing one."""
-        here, new = set(), []
+        here, new = set(), dict[str, os.stat_result]()
         for name, size in sizes.items():
             found = _status(name, own)
             if found is None or not stat.S_ISREG(found.st_mode) or found.st_size != size:
@@ -193,7 +193,7 @@ class Staging:
             # A file that the store has too was synced before it got there.
             there = _status(name, store)
             if there is None or not os.path.samestat(found, there):
-                new.append(name)
+                new[name] = found
 
         def check(name: str) -> None:
             self.layout.check_blob(Descriptor("application/octet-stream", f"sha256:{name}", sizes[name]))

@@ -21,6 +21,8 @@ from gpusnap.runtime_shim.runtime.child_process import run
 
 UNIFIED = "/sys/fs/cgroup"
 """Where crun and runc look for version 2 of the cgroups."""
+# Seconds for the runtime to tell the state of a container, which it reads from a file.
+_PATIENCE = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,10 @@ class Container:
 def find(command: Sequence[str], container_id: str, *, root: str = "") -> Container:
     """Ask the real runtime for a container's state; `command` is the runtime with its global options.
 
-    `root`: for Container.root. Raises ContainerError if the runtime does not know it.
+    `root`: for Container.root. Raises ContainerError if the runtime does not know it, RuntimeFailed where
+    it does not answer.
     """
-    done = run([*command, "state", container_id])
+    done = run([*command, "state", container_id], seconds=_PATIENCE)
     if done.code != 0:
         said = runtime_message("", done.err) or f"exit code {done.code}"
         raise ContainerError(f"the state of container {container_id} cannot be read: {_reword(said)}")

@@ -66,6 +66,8 @@ def main(argv: list[str]) -> int:
             traceback.print_exception(error)
         log.report(make_unforeseen(error), log=call.globals.log, log_format=call.globals.log_format)
         return 1
+    finally:
+        question_process.kill_all()  # the entry point ends this process at once
 
 
 def _settings() -> Settings | SettingsError:

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, reason
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, advise, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.setting_keys import TABLE
@@ -102,8 +102,11 @@ def _hold_lock(path: str, container: str, *, patience: float = 0) -> AbstractCon
 
 
 def _make_unwritable_error(path: str, error: OSError) -> GpusnapError:
+    lack = advise(error)
     return GpusnapError(
-        f"{path} cannot be written: {reason(error)}", hint="run gpusnap as root", code="GPS-005"
+        f"{path} cannot be written: {reason(error)}",
+        hint=lack or "run gpusnap as root",
+        code="" if lack else "GPS-005",
     )
 
 

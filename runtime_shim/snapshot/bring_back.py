@@ -40,16 +40,19 @@ def bring_back(
     settings: Memory,
     let_go: Callable[[int], object] | None,
     *,
+    check: Callable[[], object] = tuple,
     pairs: Mapping[int, Pairs] = MappingProxyType({}),
     loaded: Mapping[int, Sequence[Area]] = MappingProxyType({}),
     cut_off: bool = True,
 ) -> tuple[JournalProcess, ...]:
     """Let the living GPU processes of an entry run with their GPU state; return them.
 
-    `let_go` and `pairs` as in `gpu_state.resume`. `loaded`: files with everything that the layout has of a
-    process, by PID. `cut_off`: a gpusnap was killed that may have been working on them, so the driver may
-    still be, and other processes may be stopped because of it. Raises GpusnapError after everything that
-    could be done.
+    `let_go` and `pairs`: as in `gpu_state.resume`. `loaded`: files with everything that the layout has of a
+    process, by PID. `cut_off`: a gpusnap was killed that may have been working on the processes, so the
+    driver may still be working, and other processes may be stopped because of it. `check` may refuse before
+    any of them gets GPU state back, and may ask for the host's GPUs: the driver's thread of a process that
+    was stopped in the middle of its work may hold what is needed for the answer, until it has ended that
+    work. Raises GpusnapError after doing everything that could be done.
     """
     if cut_off:
         held_threads.unblock_signals(entry.key)
@@ -67,6 +70,7 @@ def bring_back(
     try:
         if cut_off:
             run_at_once(partial(let_finish, driver), pids).raise_first()
+        check()
         stopped += _list_astray(driver, [process for process in there if process not in stopped])
         lacking = _give_back(entry, [p for p in stopped if is_suspended(driver, p.pid)], settings, loaded)
         pids = [process.pid for process in there if process.pid not in lacking]

@@ -42,6 +42,7 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, render
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
+from gpusnap.runtime_shim.runtime.criu import descendants
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
 from gpusnap.runtime_shim.runtime.criu.images import control_groups, dev, digests
 from gpusnap.runtime_shim.runtime.criu.images import directory as image
@@ -287,7 +288,8 @@ def _call_runtime(job: Job) -> GpusnapError | None:
             skip_in_flight=extra.criu.skip_in_flight or job.call.tcp_skip_in_flight,
             drop_connections=_connections(job) is criu_config.Connections.DROPPED,
         )
-        done = invoke(job.call, job.real, text, capture=True, environment=extra.environment)
+        with descendants.continue_stopped():
+            done = invoke(job.call, job.real, text, capture=True, environment=extra.environment)
     dumped = _has(job, manifest.INVENTORY)
     if done.code != 0 and dumped and not _is_alive(job):
         # CRIU ends the processes only when all of them are on disk: whatever failed then, the images are all

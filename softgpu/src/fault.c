@@ -28,6 +28,8 @@ static bool parse_word(char *word, struct line *line)
     char *value = strchr(word, '='), *end;
     if (strcmp(word, "die") == 0)
         return line->fault.die = true;
+    if (strcmp(word, "keeps-gpu") == 0)
+        return line->fault.keeps_gpu = true;
     if (!value || !value[1])
         return false;
     *value++ = '\0';

@@ -9,7 +9,7 @@ struct fault {
     int result; /* CUDA_SUCCESS: none asked for */
     unsigned hang_ms;
     enum { SPIN_NOT, SPIN_HANDLER, SPIN_OTHERS } spin; /* yield until that thread, or any other, has run */
-    bool die, fail;
+    bool die, fail, keeps_gpu; /* keeps_gpu: hang with the lock of a GPU's memory held */
 };
 
 /* The first line for this operation and process, and one use of it taken. All zero when there is none. */

@@ -63,6 +63,19 @@ static void gpu_dir(char *dir, size_t size, const struct gpu *gpu)
     snprintf(dir, size, "%s/mem/%s", state_dir(), gpu->uuid_text);
 }
 
+int store_lock(const struct gpu *gpu)
+{
+    char path[4096];
+    gpu_dir(path, sizeof(path), gpu);
+    return lock_dir(path);
+}
+
+void store_unlock(int descriptor)
+{
+    if (descriptor >= 0)
+        unlock_dir(descriptor);
+}
+
 /* A descriptor of this process that has the file open, or -1. */
 static int own_descriptor(const struct stat *file)
 {

@@ -43,6 +43,10 @@ int store_resize(struct client *client, const struct gpu *gpu, uint64_t used);
 /* Give all memory back and forget the file. Does nothing when not attached. */
 void store_detach(struct client *client);
 
+/* Hold the lock of a GPU's directory, as whoever attaches does. A descriptor or -errno. */
+int store_lock(const struct gpu *gpu);
+void store_unlock(int descriptor);
+
 /* Used bytes of the GPU by living processes; `visit` (or NULL) sees each. PID 0: a process outside the
  * caller's PID namespace. -errno on error. */
 int64_t store_used(const struct gpu *gpu, store_visit *visit, void *arg);

@@ -122,10 +122,19 @@ static CUresult lock(unsigned timeout_ms)
     return CUDA_SUCCESS;
 }
 
+/* The driver's own locks are held for moments of a checkpoint and a restore, in which its thread may be stopped
+ * and its caller killed. */
+static void hang(const struct fault *fault)
+{
+    int kept = fault->keeps_gpu && process.visible_count ? store_lock(&process.visible[0].gpu) : -1;
+    fault_hang(fault->hang_ms);
+    store_unlock(kept);
+}
+
 static CUresult checkpoint(void)
 {
     struct fault fault = fault_take("checkpoint");
-    fault_hang(fault.hang_ms);
+    hang(&fault);
     spin(&fault);
     if (fault.result)
         return fail(&fault);
@@ -138,7 +147,7 @@ static CUresult checkpoint(void)
 static CUresult restore(const struct request *request)
 {
     struct fault fault = fault_take("restore");
-    fault_hang(fault.hang_ms);
+    hang(&fault);
     spin(&fault);
     if (fault.result)
         return fail(&fault);

@@ -4,10 +4,10 @@
 
 A job is a file of the integration tests, in a test host of its own, or a few files of the unit tests, on the
 machine itself. Without an option these are the integration tests; `--unit`: the unit tests; `--all`: both.
-Names of files among pytest's options choose these alone. One job more runs at once than there are cores: an
-integration test waits a part of its time, for ticks, for CRIU, for a container to end. The output of a job is
-printed when it is done. Exit code 1 where a test failed. `--record` writes how long each file took to
-durations.json, by which the next runs sort.
+Names of files among pytest's options choose these alone. Two jobs for each core and one more run at once: an
+integration test waits for about half of its time, for ticks, for CRIU, for a container to end. The output of
+a job is printed when it is done. Exit code 1 where a test failed. `--record` writes how long each file took
+to durations.json, by which the next runs sort.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ IN_HOST = (
     UNIT / "runtime_shim/snapshot/test_dump_pause.py",
 )
 HOST = "tests/host/host"
-# Bytecode of gpusnap, its tests and their Python: a test host's own would be compiled anew in each.
+# Bytecode of gpusnap, its tests and their Python: each job, and each test host, would compile it anew.
 BYTECODE, BYTECODE_IN_HOST = CHECKOUT / "build/testhost-bytecode", "/var/cache/gpusnap-bytecode"
+UNIT_BYTECODE = CHECKOUT / "build/unit-bytecode"
 ENTER = ["enter", "--env", "GPUSNAP_TESTHOST=1", "--bind", f"{BYTECODE}:{BYTECODE_IN_HOST}", "--"]
 PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
 # -E: the test host has PYTHONDONTWRITEBYTECODE set for all else.
 PYTHON_IN_HOST = ["/opt/gpusnap/bin/python", "-E", "-X", f"pycache_prefix={BYTECODE_IN_HOST}"]
 DURATIONS = Path(__file__).with_name("durations.json")
 # Seconds of unit tests that are one job: long beside pytest's start, short beside the whole.
-UNIT_JOB = 45.0
+UNIT_JOB = 90.0
 # Of a file that durations.json does not have: an integration test's is begun first, in case it is long.
 UNKNOWN_UNIT, UNKNOWN_INTEGRATION = 1.0, 1000.0
 # pytest's exit code where the options select no test of a file.
@@ -84,6 +85,15 @@ def unit_jobs(files: Iterable[Path], durations: Mapping[str, float], *, seconds:
         for number, (part, length) in enumerate(zip(parts, lengths, strict=True), 1)
         if part
     ]
+
+
+def environ(job: Job) -> dict[str, str]:
+    """The environment of a job: unit tests, and the programs that they start, share their bytecode."""
+    found = dict(os.environ)
+    if not job.in_host:
+        found.pop("PYTHONDONTWRITEBYTECODE", None)
+        found["PYTHONPYCACHEPREFIX"] = str(UNIT_BYTECODE)
+    return found
 
 
 class Shards:
@@ -147,6 +157,7 @@ class Shards:
             process = subprocess.Popen(
                 self._argv(job),
                 cwd=CHECKOUT,
+                env=environ(job),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -218,7 +229,7 @@ def main() -> int:
 
 def run(shards: Shards) -> None:
     """Have all jobs done, or those that run ended at a signal."""
-    threads = [threading.Thread(target=shards.work) for _ in range((os.cpu_count() or 1) + 1)]
+    threads = [threading.Thread(target=shards.work) for _ in range(2 * (os.cpu_count() or 1) + 1)]
 
     def stop(_number: int, _frame: object) -> None:
         shards.end()

@@ -27,8 +27,15 @@ gpusnap-runtime = ["/usr/local/bin/gpusnap-runtime"]
 
 _CACHE = "/var/cache/gpusnap-bytecode"
 
+# In the test host, SIGABRT has a command print the stacks of its threads: tests/integration/waiting.py.
+_STACKS = """\
+import faulthandler
+faulthandler.enable()
+"""
+
 _SCRIPT = """#!{python}
 import sys
+{stacks}\
 sys.path[:0] = [{checkout!r}]
 sys.path += {others!r}
 from {module} import main
@@ -43,7 +50,8 @@ def install(checkout: Path, *, python: str = sys.executable, path: tuple[str, ..
     as a package's Python has hardly any of it, and an environment with PyTorch takes 0.1 s for it.
     """
     # The test host's checkout cannot be written to, and to compile all of it takes longer than to run it.
-    cache = f"Xpycache_prefix={_CACHE}" if os.environ.get("GPUSNAP_TESTHOST") == "1" else ""
+    in_test_host = os.environ.get("GPUSNAP_TESTHOST") == "1"
+    cache = f"Xpycache_prefix={_CACHE}" if in_test_host else ""
     modules = {
         ENTRY: "gpusnap.runtime_shim.shim.entry",
         COMMAND: "gpusnap.cli.entry",
@@ -54,7 +62,11 @@ def install(checkout: Path, *, python: str = sys.executable, path: tuple[str, ..
         flags = f"-I{'S' if path else ''}{cache}"
         target.write_text(
             _SCRIPT.format(
-                python=f"{python} {flags}", checkout=str(checkout), others=list(path), module=module
+                python=f"{python} {flags}",
+                stacks=_STACKS if in_test_host else "",
+                checkout=str(checkout),
+                others=list(path),
+                module=module,
             )
         )
         target.chmod(0o755)

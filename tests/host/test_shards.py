@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,6 +49,19 @@ def test_what_is_not_recorded_is_first() -> None:
     """A new integration test may be the longest of all."""
     known, new = shards.host_jobs([Path("a.py"), Path("b.py")], {"a.py": 300.0})
     assert new.seconds > known.seconds
+
+
+def test_bytecode_of_unit_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is kept, in a folder of its own; a test host has another environment, which `enter` makes."""
+    monkeypatch.setattr(shards, "UNIT_BYTECODE", tmp_path / "bytecode")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (tmp_path / "once.py").write_text("import imported\n")
+    (tmp_path / "imported.py").write_text("")
+    here, in_host = (Job("a", (Path("a.py"),), 1, in_host=in_host) for in_host in (False, True))
+    subprocess.run([sys.executable, tmp_path / "once.py"], env=shards.environ(here), check=True)
+    assert len([*(tmp_path / "bytecode").rglob("imported.*.pyc")]) == 1
+    assert not (tmp_path / "__pycache__").exists()
+    assert shards.environ(in_host) == dict(os.environ)
 
 
 def test_the_longest_is_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import host_state
+import waiting
+
 RUNTIME = "/usr/local/bin/gpusnap-runtime"
 GPUWORK = "/usr/local/bin/gpuwork"
 # It rests, so that it leaves the cores to what is tested: each tick checks every byte.
@@ -41,8 +44,6 @@ SWALLOWED = re.compile(
 )
 
 _TICK = re.compile(r"pid=(\d+) tick=(\d+) (ok|BAD)")
-# The log file of each container by its name, as long as it is there.
-_log_files: dict[str, Path] = {}
 
 
 def until(condition: Callable[[], Any], what: str, *, deadline: float = DEADLINE) -> Any:
@@ -55,7 +56,7 @@ def until(condition: Callable[[], Any], what: str, *, deadline: float = DEADLINE
         if found:
             return found
         if now > end:
-            raise AssertionError(f"not within {deadline:g} s: {what}")
+            raise AssertionError(f"not within {deadline:g} s: {what}\n{host_state.describe()}")
         # A condition that runs a command must not take a core from what it waits for.
         time.sleep(max(0.02, now - begun))
 
@@ -74,19 +75,24 @@ def _environment() -> dict[str, str]:
     return {"HOME": "/root", **{name: os.environ[name] for name in ("PATH", "GOGC") if name in os.environ}}
 
 
-def run(*argv: str | os.PathLike[str], env: dict[str, str] | None = None) -> Done:
-    """Run a command to its end, whatever its exit code."""
-    environment = _environment() if env is None else env
-    done = subprocess.run(
+def run(
+    *argv: str | os.PathLike[str], env: dict[str, str] | None = None, seconds: float = 2 * DEADLINE
+) -> Done:
+    """Run a command to its end, whatever its exit code. Raises TookTooLong after so many seconds."""
+    with subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        env=environment,
-        timeout=2 * DEADLINE,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+        env=_environment() if env is None else env,
+    ) as process:
+        try:
+            out, err = waiting.communicate(process, seconds)
+        except BaseException:
+            process.kill()
+            raise
+    return Done(process.returncode, out, err)
 
 
 def kill_at(
@@ -188,16 +194,11 @@ class Container:
 
     def _read_log(self) -> str:
         """What `podman logs` prints, from the file itself: waiting for a tick reads it many times."""
-        path = _log_files.get(self.name)
-        if path is None or not path.exists():
-            said = podman("container", "inspect", "--format", "{{.HostConfig.LogConfig.Path}}", self.name)
-            if said.code:
-                return ""
-            path = _log_files[self.name] = Path(said.out.strip())
         try:
-            return log_text(path.read_text(errors="replace"))
-        except FileNotFoundError:
-            return ""
+            (own,) = ids_of(self.name)
+            return log_text((STORAGE / own / "userdata/ctr.log").read_text(errors="replace"))
+        except (FileNotFoundError, ValueError):
+            return ""  # there is no such container, or it has not begun
 
     def ticks(self) -> dict[int, list[int]]:
         """The ticks by worker; fails on the first one that found a wrong byte or left one out."""
@@ -237,11 +238,7 @@ class Container:
     @property
     def id(self) -> str:
         """As Podman's storage has it, in a file: it is asked for often."""
-        try:
-            listed = json.loads(CONTAINERS.read_text())
-        except FileNotFoundError:
-            listed = []
-        ids = [str(each["id"]) for each in listed if self.name in each.get("names", ())]
+        ids = ids_of(self.name)
         return ids[0] if len(ids) == 1 else str(self.inspect()["Id"])
 
     @property
@@ -274,6 +271,15 @@ class Container:
     def restore(cls, name: str, archive: Path, *words: str) -> Container:
         good(podman("container", "restore", "--import", archive, *words))
         return cls(name)
+
+
+def ids_of(name: str) -> list[str]:
+    """The IDs of the containers of that name: one or none."""
+    try:
+        listed = json.loads(CONTAINERS.read_text())
+    except FileNotFoundError:
+        return []
+    return [str(each["id"]) for each in listed if name in each.get("names", ())]
 
 
 def log_text(file: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import registryhost
+import waiting
 from faulty_proxy import FaultyProxy
 from holding import held
 from storehost import COMMAND, SETTINGS_BUT_RUNTIME, STORE, done, empty_store, gpusnap
@@ -263,7 +264,7 @@ def test_interrupted(store: Store, operation: str) -> None:
     until(lambda: list(JOURNAL.glob("*")), "something to undo")
     child.send_signal(signal.SIGINT)
     with no_faults_after(4.0):  # by when it has come to the runtime: nobody sees that
-        _, said = child.communicate(timeout=DEADLINE)
+        _, said = waiting.communicate(child, DEADLINE)
     assert child.returncode == 130, said
     assert "SIGINT" in said
     assert not list(JOURNAL.glob("*"))
@@ -328,7 +329,7 @@ def test_ctrl_c_while_podman_exports(store: Store) -> None:
     until(exporting, "the export")
     child.send_signal(signal.SIGINT)
     signal_all(started(child.pid), signal.SIGCONT)
-    said = child.communicate(timeout=DEADLINE)[1]
+    said = waiting.communicate(child, DEADLINE)[1]
     assert child.returncode == 130, said
     (archive,) = re.findall(r"podman container restore --import (\S+) restores it", said)
     removed(container)
@@ -359,7 +360,7 @@ def test_two_at_once(store: Store, tmp_path: Path) -> None:
         subprocess.Popen([*words, *place], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for place in places
     ]
-    errors = [child.communicate(timeout=2 * DEADLINE)[1] for child in children]
+    errors = [waiting.communicate(child, 2 * DEADLINE)[1] for child in children]
     assert 0 in [child.returncode for child in children]
     for child, said in zip(children, errors, strict=True):
         assert child.returncode == 0 or "another gpusnap checkpoint or resume of the container" in said, said

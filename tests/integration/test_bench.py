@@ -15,6 +15,7 @@ from typing import Any
 import gpuhost
 import pytest
 import shimhost
+import waiting
 from support import GPUS_CONF, STATE, STORAGE, Done, good, podman, run, until
 
 STAGE = "/run/gpusnap/stage"
@@ -189,7 +190,7 @@ def test_interrupted(tidied: Path, row: str) -> None:
                 until(lambda: list(JOURNAL.glob("*")), "a checkpoint")
         finally:
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=180)
+            _, err = waiting.communicate(process, 180)
     assert process.returncode == 130
     assert err.splitlines()[-1] == "checkpoint: interrupted; what it had made is removed"
     assert not run("pgrep", "-x", "gpuwork").out

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import shimhost
+import waiting
 from support import DEADLINE, RUNTIME, STORAGE, Container, good, podman, run, sentence, until
 
 from gpusnap.runtime_shim.process import proc
@@ -241,7 +242,7 @@ class Held:
 
     def fails(self) -> str:
         """It does, and nothing is left of it; what Podman said."""
-        said = self.engine.communicate(timeout=DEADLINE)[1]
+        said = waiting.communicate(self.engine, DEADLINE)[1]
         assert self.engine.returncode != 0
         until(lambda: not running(), "the end of the processes")
         until(lambda: not named("criu"), "the end of CRIU")
@@ -300,7 +301,7 @@ def test_a_process_is_continued_before_the_copy(held: Held) -> None:
     """SIGCONT has none of them run: they find all of their bytes right when they do."""
     signal_all(running(), signal.SIGCONT)
     signal_all(held.runtimes, signal.SIGCONT)
-    assert held.engine.wait(DEADLINE) == 0
+    assert waiting.end(held.engine, DEADLINE) == 0
     checked(Container("w"))
     assert copied(Container("w"))["processes"] == 2
 
@@ -311,6 +312,14 @@ def test_a_process_ends_before_the_copy(held: Held) -> None:
     os.kill(running()[-1], signal.SIGKILL)
     signal_all(held.runtimes, signal.SIGCONT)
     assert "GPS-523" in held.fails()
+
+
+@pytest.mark.parametrize("real", ["crun"], indirect=True)
+def test_the_program_at_the_gate_is_stopped(held: Held) -> None:
+    """CRIU waits for it: gpusnap ends it long before Podman would end the restore, and says why."""
+    signal_all(at_the_gate(), signal.SIGSTOP)
+    signal_all(held.runtimes, signal.SIGCONT)
+    assert "was stopped by a signal" in held.fails()
 
 
 def named(comm: str) -> list[int]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import registryhost
 import shimhost
+import waiting
 import yaml
 from support import DEADLINE, GPUWORK, Done, good, podman, run
 
@@ -111,7 +112,7 @@ def begun(script: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
 
 def ended(job: subprocess.Popen[str]) -> Done:
     """Its end; whether well or not, no container is left of it."""
-    out, err = job.communicate(timeout=2 * DEADLINE)
+    out, err = waiting.communicate(job, 2 * DEADLINE)
     return Done(job.returncode, out, err)
 
 

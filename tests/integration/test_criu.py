@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 
 import gpuhost
 import pytest
 import shimhost
 from conftest import SRC
-from support import GPUS_CONF, STORAGE, Container, good, manifest, members, podman, run, sentence
+from support import (
+    DEADLINE,
+    GPUS_CONF,
+    STORAGE,
+    Container,
+    good,
+    manifest,
+    members,
+    podman,
+    run,
+    sentence,
+    until,
+)
+
+from gpusnap.runtime_shim.process import proc
 
 WORK = ("--mib", "8")
 
@@ -39,6 +56,49 @@ def test_action_script(real: str, settings: shimhost.Writer, archive: Path, scri
     actions = (script.parent / "actions").read_text().split()
     assert "post-dump" in actions
     assert "post-restore" in actions
+
+
+_WAITS = """#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = post-dump ] || exit 0
+touch {met}
+while [ -e {met} ]; do sleep 0.05; done
+"""
+
+
+def test_stopped_in_a_dump(real: str, settings: shimhost.Writer, archive: Path, tmp_path: Path) -> None:
+    """A signal stops CRIU and the runtime while the container stands: they go on, and it is not lost."""
+    script, met = tmp_path / "script", tmp_path / "met"
+    script.write_text(_WAITS.format(met=met))
+    script.chmod(0o755)
+    settings(f'[criu]\naction-script = "{script}"\n')
+    container = Container.start("w", *WORK)
+    line = [
+        "podman",
+        "--runtime",
+        "gpusnap-runtime",
+        "container",
+        "checkpoint",
+        "--export",
+        str(archive),
+        "w",
+    ]
+    null = subprocess.DEVNULL
+    with subprocess.Popen(line, stdin=null, stdout=null, stderr=subprocess.PIPE, text=True) as engine:
+        try:
+            until(lambda: met.exists() or engine.poll() is not None, "the end of CRIU's dump")
+            stopped = [pid for pid in proc.pids() if proc.comm(pid) in ("criu", real)]
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            assert len(stopped) >= 2, "it has ended already"
+            met.unlink()
+            said = engine.communicate(timeout=DEADLINE)[1]
+        finally:
+            met.unlink(missing_ok=True)
+            engine.kill()
+    assert engine.returncode == 0, said
+    assert "was stopped by a signal, and has to go on" in said
+    container.remove()
+    Container.restore("w", archive).goes_on()
 
 
 def test_ghost_limit(real: str, settings: shimhost.Writer, archive: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 from support import DEADLINE, RUNTIME, STORAGE, Container, Done, good, podman, run, sentence, until
 
 from gpusnap.runtime_shim.process import proc
@@ -279,7 +280,7 @@ def test_a_signal_ends_a_restore_that_makes_no_progress(
             shim.send_signal(number)
         assert shim.stderr is not None
         said = shim.stderr.read()
-        assert shim.wait(timeout=DEADLINE) != 0
+        assert waiting.end(shim, DEADLINE) != 0
     assert f"stopped by {number.name}" in said
     assert sleepers() == ""
     nothing_left()
@@ -348,7 +349,7 @@ def test_a_signal_while_criu_restores(unpacked: Path, tmp_path: Path) -> None:
                 os.kill(pid, signal.SIGTERM)
             assert restore.stderr is not None
             assert "stopped by SIGTERM" in restore.stderr.read()
-            restore.wait(timeout=DEADLINE)
+            waiting.end(restore, DEADLINE)
         podman("rm", "--force", "--all", "--time", "0")
         nothing_left()
     write_settings('runtime = "crun"\n')

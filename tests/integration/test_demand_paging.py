@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import registryhost
 import shimhost
+import waiting
 from gated_proxy import GatedProxy
 from support import DEADLINE, Container, faults, good, manifest, podman, run, sentence, until
 
@@ -141,7 +142,7 @@ def nothing_left() -> None:
 
 def failed(engine: subprocess.Popen[str]) -> str:
     """What Podman said of a restore that failed."""
-    _, said = engine.communicate(timeout=DEADLINE)
+    _, said = waiting.communicate(engine, DEADLINE)
     assert engine.returncode not in (0, None), said
     return said
 
@@ -159,7 +160,7 @@ def test_the_driver_waits(real: str, settings: shimhost.Writer, tmp_path: Path) 
             assert "is still working on container" in run(COMMAND, "recover").err
             assert in_fault() == [worker]
             checkpoint.proxy.open()
-            assert engine.wait(DEADLINE) == 0
+            assert waiting.end(engine, DEADLINE) == 0
         Container("w").goes_on()
         assert processes() == [worker]
         assert not Path("/run/gpusnap/stage").is_mount()
@@ -173,7 +174,7 @@ def test_several_processes(crun: None, tmp_path: Path) -> None:
         with restoring(checkpoint) as engine:
             assert len(checkpoint.waits(engine, 3)) == 3
             checkpoint.proxy.open()
-            assert engine.wait(DEADLINE) == 0
+            assert waiting.end(engine, DEADLINE) == 0
         Container("w").goes_on()
 
 
@@ -241,7 +242,7 @@ def test_gpusnap_is_killed(real: str, settings: shimhost.Writer, tmp_path: Path)
             for pid in processes("gpusnap-runtime"):
                 os.kill(pid, signal.SIGKILL)
             until(lambda: not processes(), "the end of the process that waited")
-            assert engine.wait(DEADLINE) != 0
+            assert waiting.end(engine, DEADLINE) != 0
         run(COMMAND, "recover")
         nothing_left()
         podman("rm", "--force", "--all", "--time", "0")
@@ -262,7 +263,7 @@ def test_the_other_processes_are_removed(crun: None, tmp_path: Path) -> None:
             said = run(COMMAND, "recover")
             assert "running: " not in said.out
             nothing_left()
-            engine.wait(DEADLINE)
+            waiting.end(engine, DEADLINE)
         podman("rm", "--force", "--all", "--time", "0")
 
 
@@ -291,7 +292,7 @@ def test_a_driver_that_fails_in_the_middle(crun: None, tmp_path: Path) -> None:
         with restoring(checkpoint) as engine:
             until(lambda: checkpoint.proxy.waiting and not Path("/run/softgpu/faults").read_text(), "it")
             checkpoint.proxy.open()
-            assert engine.wait(DEADLINE) == 0
+            assert waiting.end(engine, DEADLINE) == 0
         Container("w").goes_on()
 
 
@@ -304,7 +305,7 @@ def test_a_driver_that_waits_for_other_threads(crun: None, tmp_path: Path) -> No
         with restoring(checkpoint) as engine:
             checkpoint.waits(engine)
             checkpoint.proxy.open()
-            assert engine.wait(DEADLINE) == 0
+            assert waiting.end(engine, DEADLINE) == 0
         Container("w").goes_on()
 
 
@@ -331,7 +332,7 @@ def test_without_it(crun: None, tmp_path: Path, how: str) -> None:
                 assert '"arriving": false' in path.read_text()
                 faults("")
                 checkpoint.proxy.open()
-                assert engine.wait(DEADLINE) == 0
+                assert waiting.end(engine, DEADLINE) == 0
             Container("w").goes_on()
         finally:
             run("umount", "/dev/userfaultfd")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import good, run
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 ENVIRONMENT = {"PATH": os.environ["PATH"], "HOME": "/root", "GPUSNAP_TESTHOST": "1"}
@@ -26,17 +27,8 @@ RUNS: dict[str, tuple[tuple[str, ...], str, int]] = {
 def test_a_few_rounds(crun: None, tmp_path: Path, name: str) -> None:
     """Exit status 0, and a last line of JSON with the counts."""
     words, count, number = RUNS[name]
-    done = subprocess.run(
-        [sys.executable, "-B", BENCH / f"{name}.py", "--keep", tmp_path, *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    line: list[str | Path] = [sys.executable, "-B", BENCH / f"{name}.py", "--keep", tmp_path, *words]
+    found = json.loads(good(run(*line, env=ENVIRONMENT, seconds=300)).splitlines()[-1])
     assert (found["program"], found["failures"], found[count]) == (name, 0, number)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import shimhost
+import waiting
 from support import GPUWORK, Container, faults, good, podman, run, until
 
 from gpusnap.runtime_shim.process import proc
@@ -137,7 +138,7 @@ def test_the_runtime(real: str, *, with_criu: bool) -> None:
         runtimes = stopped(real)
         assert runtimes, "it had ended already"
         kill(*runtimes, *(outside("criu") if with_criu else ()))
-        _, said = engine.communicate(timeout=60)
+        _, said = waiting.communicate(engine, 60)
         assert engine.returncode != 0
         assert "could not restore container" in said
         nothing_left()
@@ -166,7 +167,7 @@ def _killed_all(real: str, *, early: bool) -> bool:
         until(inside if early else lambda: processes(WORK), "a process of the container")
         runtimes = stopped(real)
         if not runtimes:
-            _, failed = engine.communicate(timeout=60)
+            _, failed = waiting.communicate(engine, 60)
             assert engine.returncode == 0, failed
             good(podman("container", "checkpoint", "w"))
             return False
@@ -181,7 +182,7 @@ def _killed_all(real: str, *, early: bool) -> bool:
         assert found is not None or any(each in said for each in otherwise), said
         # A helper of CRIU's may end by itself before `recover` looks; that nobody is left was seen above.
         assert found is None or not stood or set(stood) & {int(pid) for pid in found[1].split()}
-        assert engine.wait(60) != 0
+        assert waiting.end(engine, 60) != 0
         assert engine.stderr is not None
         engine.stderr.close()
     return found is not None or (not early and "the incomplete container was removed" in said)
@@ -196,7 +197,7 @@ def test_nothing_stood(crun: None) -> None:
         kill(*processes("gpusnap-runtime"), *outside("crun", "criu"))
         kill(*until(lambda: processes(WORK), "what is left"))
         until(lambda: not processes(WORK), "their end")
-        assert engine.wait(60) != 0
+        assert waiting.end(engine, 60) != 0
         assert engine.stderr is not None
         engine.stderr.close()
         said = good(run(COMMAND, "recover"))
@@ -357,7 +358,7 @@ def test_told_to_nobody(real: str) -> None:
             or "Podman lists it as" in said
         )
         ended(ident)
-        assert engine.wait(60) != 0
+        assert waiting.end(engine, 60) != 0
         assert engine.stderr is not None
         engine.stderr.close()
     restored(container)
@@ -380,7 +381,7 @@ def test_the_podman_of_gpusnap_restore(crun: None, tmp_path: Path) -> None:
     with subprocess.Popen([COMMAND, "restore", archive], stderr=subprocess.PIPE, text=True) as command:
         until(lambda: processes(WORK), "a restored process")
         kill(*(pid for pid in processes("podman") if proc.parent(pid) == command.pid))
-        _, said = command.communicate(timeout=60)
+        _, said = waiting.communicate(command, 60)
     faults("")
     assert command.returncode == 1
     assert "podman container restore was killed by SIGKILL" in said
@@ -414,7 +415,7 @@ def test_gpusnap_at_its_end(crun: None, tmp_path: Path) -> None:
         assert unknown(said.out) == [ident], said
         assert processes(WORK)
         ended(ident)
-        assert engine.wait(60) != 0
+        assert waiting.end(engine, 60) != 0
         assert engine.stderr is not None
         engine.stderr.close()
     restored(container)

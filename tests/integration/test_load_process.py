@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
+import waiting
 from storehost import COMMAND, done, empty_store, gpusnap
 from support import STORAGE, Container, good, until
 
@@ -88,6 +89,6 @@ def test_the_load_process_ends(store: Store, signal_: signal.Signals) -> None:
         [COMMAND, "restore", name], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     ) as command:
         os.kill(until(lambda: find_load_process(command.pid), "a load process"), signal_)
-        assert command.wait(120) == 0
+        assert waiting.end(command, 120) == 0
     Container("w").goes_on()
     until(nothing_staged, "the end of what is staged")

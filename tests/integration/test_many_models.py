@@ -16,6 +16,7 @@ from typing import Any
 
 import gpuhost
 import pytest
+import waiting
 from conftest import SRC
 from storehost import gpusnap
 from support import GPUS_CONF, good, podman, until
@@ -89,7 +90,7 @@ def front(crun: None, tmp_path: Path) -> Iterator[None]:
             yield
         finally:
             process.terminate()
-            process.wait(90)
+            waiting.end(process, 90)
     podman("rm", "--force", "--all", "--time", "0")
     gpuhost.install(SRC / "softgpu" / "build", GPUS_CONF)
 

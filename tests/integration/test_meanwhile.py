@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import shimhost
+import waiting
 from support import DEADLINE, Container, faults, good, no_faults_after, podman, run, until
 
 COMMANDS = {
@@ -44,7 +45,7 @@ def under_way(container: Container, archive: Path, *options: str) -> Iterator[su
         # The driver hangs for so long yet: a command of Podman's may have to wait for the checkpoint's end.
         with no_faults_after(1.0):
             yield engine
-        engine.wait(2 * DEADLINE)
+        waiting.end(engine, 2 * DEADLINE)
 
 
 def _in_the_driver(init: int) -> bool:

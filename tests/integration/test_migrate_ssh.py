@@ -12,6 +12,7 @@ from pathlib import Path
 
 import cutting_ssh
 import pytest
+import waiting
 from otherhost import FOLDER, OtherHost, other_host
 from sshdhost import Sshd, children, sshd
 from storehost import COMMAND, SETTINGS, empty_store, gpusnap
@@ -117,7 +118,7 @@ def test_the_connection_is_cut(
         assert pids
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        _, err = migration.communicate(timeout=120)
+        _, err = waiting.communicate(migration, 120)
     said = sentence(Done(migration.returncode, "", err.decode()))
     assert "127.0.0.1" in said
     runs_here(container)

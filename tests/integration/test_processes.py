@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 from holding import held
 from support import (
     DEADLINE,
@@ -196,7 +197,7 @@ def test_stopped_by_a_signal(crun: None, archive: Path, number: signal.Signals) 
     until(lambda: "checkpoint" in _states(init), "the driver's checkpoint begins")
     os.kill(shim.pid, number)
     faults("")  # which ends what hangs
-    _, err = shim.communicate(timeout=DEADLINE)
+    _, err = waiting.communicate(shim, DEADLINE)
     assert shim.returncode == 1, err
     assert f"stopped by {number.name}" in err
     container.unharmed()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import shimhost
+import waiting
 from holding import held
 from support import DEADLINE, RUNTIME, STORAGE, Container, Done, good, kill_at, podman, run, until
 
@@ -428,7 +429,7 @@ def held_restore(folder: Path, real: str, pages: str, command: Sequence[str | Pa
         finally:
             runtime.let_go()
             recover()  # else Podman would wait for the half container for good
-            assert engine.wait(DEADLINE) != 0
+            assert waiting.end(engine, DEADLINE) != 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import gpuhost
 import pytest
+import waiting
 from conftest import SRC
 from support import GPUS_CONF, Container, Done, containers_left, good, manifest, podman, run, sentence
 
@@ -157,7 +158,7 @@ def test_two_at_once_get_one_each(real: str, become: Become, tmp_path: Path) -> 
         for archive in archives
     ]
     for command in commands:
-        _, err = command.communicate(timeout=180)
+        _, err = waiting.communicate(command, 180)
         assert command.returncode == 0, err
     seen = [nodes(Container(name)) for name in ("one", "two")]
     assert sorted(seen) == [["nvidia0"], ["nvidia1"]]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import shimhost
+import waiting
 from storehost import COMMAND, PLAIN, STORE, done, empty_store
 from support import Container, good, run, until
 
@@ -174,7 +175,7 @@ def test_preemption(store: Store, systemctl: Path, tmp_path: Path, way: str) -> 
         else:
             until(lambda: is_caught(process.pid, signal.SIGUSR1), "the script listens")
             process.send_signal(signal.SIGUSR1)
-        _, said = process.communicate(timeout=180)
+        _, said = waiting.communicate(process, 180)
     assert process.returncode == 0, said
     assert said.startswith("preempt.sh: w has 120 s\n")
     container.remove()

@@ -13,9 +13,23 @@ from pathlib import Path
 
 import gpuhost
 import pytest
+import waiting
 from conftest import SRC
 from storehost import COMMAND, done, gpusnap
-from support import GPUS_CONF, Container, faults, good, kill_at, podman, sentence, until
+from support import (
+    DEADLINE,
+    GPUS_CONF,
+    STATE,
+    Container,
+    faults,
+    good,
+    kill_at,
+    members_of,
+    podman,
+    run,
+    sentence,
+    until,
+)
 from suspendhost import (
     ends_without_a_trace,
     gpu_memory,
@@ -285,6 +299,78 @@ def test_killed_resume(real: str) -> None:
         assert container.inspect()["State"]["Status"] == "running", step
         container.goes_on()
         nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_suspend_that_ends_before_its_podman_begins(
+    crun: None, tmp_path: Path, number: signal.Signals
+) -> None:
+    """By a signal: `recover`, or its own undo, does not have the container paused afterwards."""
+    container = Container.start("w")
+    late = tmp_path / "podman"
+    late.write_text(
+        f"""#!/bin/sh
+[ "$1" != pause ] || {{ : >{tmp_path}/begun; until [ -e {tmp_path}/go ]; do sleep 0.02; done; }}
+exec /usr/bin/podman "$@"
+"""
+    )
+    late.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with begin("suspend", "w", env=environment) as command:
+        until((tmp_path / "begun").exists, "podman pause")
+        command.send_signal(number)
+        if number is signal.SIGINT:
+            lets_go_on(command, tmp_path / "go")
+    if number is signal.SIGKILL:
+        with begin("recover") as command:
+            lets_go_on(command, tmp_path / "go")
+    assert container.inspect()["State"]["Status"] == "running"
+    container.goes_on()
+    nothing_left()
+
+
+def begin(*words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """A gpusnap that goes on meanwhile."""
+    return subprocess.Popen([COMMAND, *words], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
+
+
+def lets_go_on(command: subprocess.Popen[bytes], go: Path) -> None:
+    """Have Podman begin once a command says that it waits for it, and wait for the command's end."""
+    assert command.stderr is not None
+    said = command.stderr.readline().decode()
+    go.touch()
+    waiting.communicate(command, DEADLINE)
+    assert "waiting for podman pause of the container" in said
+
+
+@pytest.mark.parametrize("way", ["suspend", "resume"])
+def test_killed_while_the_driver_has_a_lock(crun: None, way: str) -> None:
+    """Its thread stands with that until it is let run: before, `recover` asks nobody who waits for it."""
+    container = Container.start("w", "--procs", "2", workers=2)
+    init = container.pid
+    if way == "resume":
+        suspended(container)
+    faults(f"{'checkpoint' if way == 'suspend' else 'restore'} hang=600000 keeps-gpu count=1")
+    with subprocess.Popen([COMMAND, way, "w"], stdin=subprocess.DEVNULL) as command:
+        until(lambda: keeps_gpu(init), "the driver's lock")
+        command.kill()
+    faults("")
+    assert keeps_gpu(init)
+    said = run(COMMAND, "recover", seconds=DEADLINE)
+    assert said.code == 0, said.err
+    container.goes_on()
+    nothing_left()
+
+
+def keeps_gpu(init: int) -> bool:
+    """Whether a process of a container, given by its init, has the lock of a GPU (softgpu/src/store.h)."""
+    for pid in members_of(init):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                locks = Path(f"/proc/{pid}/fdinfo/{file.name}").read_text()
+                if file.readlink().parent == STATE / "mem" and "FLOCK" in locks:
+                    return True
+    return False
 
 
 def test_killed_at_any_moment(crun: None) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import gpuhost
 import pytest
+import waiting
 from conftest import SRC
 from storehost import COMMAND, PLAIN, empty_store, gpusnap
-from support import GPUS_CONF, Container, good, podman, sentence, until
+from support import GPUS_CONF, Container, good, podman, run, sentence, until
 from suspendhost import RUN, nothing_left, resumed, suspended, usage
 
 from gpusnap.oci.store.store import Store
@@ -72,12 +73,12 @@ class Swap:
     def kill(self) -> None:
         """End it as it is."""
         self._command.kill()
-        self._command.communicate(timeout=60)
+        waiting.communicate(self._command, 60)
 
     def end(self) -> tuple[int, str, str]:
         """Have it go on; its exit code, and what it printed."""
         good(podman("exec", "second", "touch", "/tmp/go"))
-        out, err = self._command.communicate(timeout=120)
+        out, err = waiting.communicate(self._command, 120)
         return self._command.returncode, out, err
 
 
@@ -199,15 +200,7 @@ def test_the_wrong_words(store: Store) -> None:
 def test_three_take_turns(small_gpus: None, tmp_path: Path) -> None:
     """Twelve swaps, two of them from the store, and nothing grows; bench/swaps.py makes hundreds."""
     line: list[str | Path] = [sys.executable, SRC / "bench" / "swaps.py", "--rounds", "12", "--mib", "16"]
-    done = subprocess.run(
-        [*line, "--keep", tmp_path / "kept"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = json.loads(done.stdout.splitlines()[-1])
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    said = good(run(*line, "--keep", tmp_path / "kept", env=environment, seconds=900))
+    counts = json.loads(said.splitlines()[-1])
     assert (counts["swaps"], counts["good"], counts["of them from the store"]) == (12, 12, 2)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import registryhost
 import shimhost
-from support import GPUWORK, good, podman
+from support import GPUWORK, good, podman, run
 
 DOCS = Path(__file__).parents[2] / "docs" / "tasks"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
@@ -70,17 +69,9 @@ def place(crun: None, image: str) -> Iterator[None]:
 def run_as_told(command: str, registry: str) -> str:
     """Run a command as somebody would who reads the page; what it printed. It must succeed."""
     environment = {"PATH": os.environ["PATH"], "HOME": "/root", "COLUMNS": "80"}
-    done = subprocess.run(
-        ["bash", "-c", command.replace("REGISTRY", registry)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
+    done = run("bash", "-c", command.replace("REGISTRY", registry), env=environment, seconds=120)
+    assert done.code == 0, f"{command}: exit code {done.code}\n{done.out}{done.err}"
+    return done.out + done.err
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -8,7 +8,10 @@ directory.
 
 from __future__ import annotations
 
+import ctypes
+import io
 import json
+import mmap
 import os
 import shlex
 import shutil
@@ -91,6 +94,26 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"{what} did not come about within {DEADLINE:g} s"
         pause.wait(0.005)
+
+
+def evict(file: io.FileIO) -> None:
+    """Have no page of a file in the page cache. A page that is in use stays, so this tries again."""
+    size, libc = os.fstat(file.fileno()).st_size, ctypes.CDLL(None, use_errno=True)
+
+    def is_evicted() -> bool:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        resident = (ctypes.c_char * -(-size // mmap.PAGESIZE))()
+        with mmap.mmap(
+            file.fileno(), size, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE
+        ) as mapping:
+            held = (ctypes.c_char * size).from_buffer(mapping)
+            address = ctypes.c_void_p(ctypes.addressof(held))
+            del held
+            assert libc.mincore(address, ctypes.c_size_t(size), resident) == 0
+        return not any(page[0] & 1 for page in resident)
+
+    wait_for(is_evicted, "the end of its pages")
 
 
 def joining(thread: int) -> bool:

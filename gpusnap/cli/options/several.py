@@ -10,6 +10,7 @@ import click
 
 from gpusnap.cli import debugging, exit_codes
 from gpusnap.oci.base.errors import OciError
+from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
 from gpusnap.user_errors import failure
 
@@ -47,7 +48,7 @@ def run_each(
         try:
             done = work(one)
         except (KeyboardInterrupt, Interrupted) as error:
-            stopped = error if isinstance(error, Interrupted) else Interrupted("interrupted")
+            stopped = error if isinstance(error, Interrupted) else stop_signals.make_interrupted()
             if as_json:
                 results.append(_make_failed_document(key, one, stopped))
                 click.echo(json.dumps({"results": results}, indent=1))

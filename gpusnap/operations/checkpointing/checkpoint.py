@@ -40,6 +40,7 @@ from gpusnap.operations.checkpointing.failed_export import Export, explain_expor
 from gpusnap.operations.push_pull import PushResult
 from gpusnap.progress import Progress, Tick, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim.errors import (
     ContainerError,
     GpusnapError,
@@ -153,7 +154,7 @@ def checkpoint(
         made_there = locator.InStore(Store(made.store), made.digest)
         pushed = push_pull.push(made_there, request.to, plain_http=request.plain_http, progress=progress)
     except (GpusnapError, KeyboardInterrupt) as error:
-        said = error if isinstance(error, GpusnapError) else Interrupted("interrupted")
+        said = error if isinstance(error, GpusnapError) else stop_signals.make_interrupted()
         plain_http = " --plain-http" if request.plain_http or request.to.plain_http else ""
         raise type(said)(
             f"the checkpoint is in {made.store} as {made.name}, but was not pushed: {said}",

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import field, replace
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator, migrations
@@ -53,7 +53,8 @@ from gpusnap.operations.restoring.volumes import PodmanObjects, VolumeChoice, fi
 from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError, make_unforeseen
+from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.progress import VARIABLE
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
@@ -70,6 +71,25 @@ _SPLIT = "--cgroup-mode=split"
 _DIGEST = compile_later("sha256:[0-9a-f]{64}")
 # Errors that concern a part of an archive: Podman's unpacking, a blob, an image.
 _OF_ITS_CONTENT = compile_later(r"^Podman failed: |sha256:|/checkpoint/|\.img\b")
+
+
+@dataclass(frozen=True, slots=True)
+class _RestoredContainer:
+    """A container that Podman has restored."""
+
+    id: str
+    name: str
+    """As the checkpoint, or whoever wished it, has it; "" where that is not known."""
+    annotated: bool
+    """It may have a command to be run now."""
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What a restore has come to: whatever goes wrong from then on, the container runs."""
+
+    container: _RestoredContainer | None = None
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +111,7 @@ class RestoreRequest:
     plain_http: bool = False
     not_migrated: bool = False
     """The caller has checked that the container runs on no host to which it was being migrated."""
+    outcome: _Outcome = field(default_factory=_Outcome, compare=False)
 
     def options(self) -> list[str]:
         """Return the options for Podman."""
@@ -127,17 +148,6 @@ class RestoreResult:
     """How the word was resolved, if it came from this host's store."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RestoredContainer:
-    """A container that Podman has restored."""
-
-    id: str
-    name: str
-    """The name in the checkpoint, or the requested one; "" if unknown."""
-    annotated: bool
-    """It may have a command to run now."""
-
-
 def restore(
     request: RestoreRequest, progress: Progress, *, asked: podman.Listing | None = None
 ) -> RestoreResult:
@@ -150,30 +160,65 @@ def restore(
     source: locator.ResolvedName | None = None
     in_use.check_name(request.name)
     settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman does not always show the reason
-    with convert_errors():
-        match request.what:
-            case locator.InFile(path):
-                found, digest = _from_file(request, path, progress)
-            case locator.InStore():
-                source = in_podman.resolve(request.what)
-                found, digest = _from_store(request, source.place, progress, asked)
-            case locator.InRegistry():
-                try:
-                    found, digest, kept_as = _from_registry(request, request.what, progress)
-                except RegistryError as error:  # before Podman was called: its runtime's error would differ
-                    copy = stand_in(request.what, error)
-                    if copy is None:
-                        raise
-                    source = copy.resolve()
-                    found, digest = _from_store(request, source.place, progress)
+    try:
+        with convert_errors():
+            match request.what:
+                case locator.InFile(path):
+                    found, digest = _from_file(request, path, progress)
+                case locator.InStore():
+                    source = in_podman.resolve(request.what)
+                    found, digest = _from_store(request, source.place, progress, asked)
+                case locator.InRegistry():
+                    try:
+                        found, digest, kept_as = _from_registry(request, request.what, progress)
+                    except RegistryError as error:
+                        # Before Podman was called: its runtime's error would another error.
+                        copy = stand_in(request.what, error) if request.outcome.container is None else None
+                        if copy is None:
+                            raise
+                        source = copy.resolve()
+                        found, digest = _from_store(request, source.place, progress)
+    except (Exception, KeyboardInterrupt) as error:
+        done = request.outcome.container
+        if done is None:
+            raise
+        if isinstance(error, KeyboardInterrupt | Interrupted):
+            name = done.name or done.id
+            raise Interrupted(f"interrupted, but the container {name} is restored already") from error
+        _note_afterwards(error)
+        found, digest = done, request.outcome.digest
     if digest and request.not_migrated:
-        migrations.forget(digest)
-    name = found.name
-    if found.annotated or not name:
-        container = podman.inspect_container(found.id)
-        name = container.name
-        run_after(container, CHECKPOINT, progress, done="the container is restored")
+        try:
+            migrations.forget(digest)
+        except (GpusnapError, OSError) as error:
+            _note_afterwards(error)
+    name = _run_command(found, progress)
     return RestoreResult(found.id, name, time.monotonic() - began, digest, kept_as, source)
+
+
+def _note_afterwards(error: Exception) -> None:
+    """Say what went wrong when a container ran already, such as the removal of what was used for it."""
+    said = error if isinstance(error, GpusnapError) else make_unforeseen(error)
+    note(f"the container is restored, but not all is tidied up: {said.sentence()}")
+
+
+def _run_command(found: _RestoredContainer, progress: Progress) -> str:
+    """Run the command after a restore, where the container names one; the container's name."""
+    if found.name and not found.annotated:
+        return found.name
+    try:
+        container = podman.inspect_container(found.id)
+    except GpusnapError as error:
+        if found.annotated:
+            raise GpusnapError(
+                f"the container is restored, but no command of its own was run in it: {error}",
+                hint=error.hint,
+                code=error.code,
+            ) from error
+        _note_afterwards(error)
+        return found.id
+    run_after(container, CHECKPOINT, progress, done="the container is restored")
+    return container.name
 
 
 def find_container_name(what: locator.Place) -> str:
@@ -196,7 +241,8 @@ def find_container_name(what: locator.Place) -> str:
 
 
 def _check_here(request: RestoreRequest, digest: str) -> None:
-    """Raise Refused if the container of a checkpoint may run on another host."""
+    """Raise Refused if the container of a checkpoint may run on another host; note its digest."""
+    request.outcome.digest = digest
     if not request.not_migrated:
         migrations.check(digest)
 
@@ -434,6 +480,7 @@ def _run(
     progress.stage("restore")
     name, annotated = request.name or choice.of.name, choice.of.annotated
     chosen = {GPU_MAP: request.gpu_map} if request.gpu_map else {}
+    outcome = request.outcome
     request = replace(request, ignore_volumes=choice.ignore)
     before = ids()
     ended = in_place.find(archive, request.options(), before)
@@ -448,13 +495,15 @@ def _run(
         variables = {**environment, **chosen}
         if ended is not None:
             found = in_place.restore(ended, variables, tick, progress.say)
-            return _RestoredContainer(found, ended.container.name, annotated)
+            outcome.container = _RestoredContainer(found, ended.container.name, annotated)
+            return outcome.container
         found = _import(
             lambda: podman_work.restore(archive, request.options(), variables, tick=tick, say=progress.say),
             name,
             before,
         )
-        return _RestoredContainer(found, name if in_use.is_name(name) else "", annotated)
+        outcome.container = _RestoredContainer(found, name if in_use.is_name(name) else "", annotated)
+        return outcome.container
 
 
 def _import(work: Callable[[], str], name: str, before: set[str]) -> str:

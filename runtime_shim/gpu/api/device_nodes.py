@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.errors import Refused, advise, reason
 from gpusnap.runtime_shim.gpu.api.device_files import LAST_GPU_MINOR, character_drivers
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Node
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
@@ -209,10 +209,11 @@ def _devices(dev: str) -> Iterator[tuple[str, int]]:
     except FileNotFoundError:
         return
     except OSError as error:
+        lack = advise(error)
         raise GpuError(
             f"the devices in {dev} cannot be listed: {reason(error)}",
-            hint="run gpusnap as root",
-            code="GPS-005",
+            hint=lack or "run gpusnap as root",
+            code="" if lack else "GPS-005",
         ) from error
     try:
         for folder in _FOLDERS:

@@ -65,7 +65,8 @@ _VAGUE = (DriverFailed, InvalidRequest, NotInitialized, PermissionRefused)
 _DYING = 0.2
 
 # Seconds for an answer of NVML. If nobody keeps the driver open, it first starts every GPU of the host.
-_NVML = 300.0
+# Less than Podman gives a restore (240 s), so that gpusnap says why it failed, and undoes what it did.
+_NVML = 180.0
 _COMPANION = Companion()
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h

@@ -1,4 +1,4 @@
-"""Kills all descendants of this process: the real runtime at a restore, and the processes that CRIU restored.
+"""Kills or continues the descendants of this process: the real runtime, CRIU, and restored processes.
 
     gpusnap-runtime ─ runtime ─┬─ CRIU ─ its helpers
                                └─ the container's init ─ …    CRIU makes it a child of its caller
@@ -6,6 +6,9 @@
 To lose none of them, gpusnap becomes their subreaper (prctl(2), PR_SET_CHILD_SUBREAPER): a process that loses
 its parent becomes a child of gpusnap, instead of conmon's or the shim's. This does not affect a successful
 restore: the container's init goes to the reaper of gpusnap's own parent.
+
+A CRIU that is killed in the middle of a dump leaves its own code in the container's processes. So one that a
+signal has stopped is not ended, but has to go on: the container would stand for as long.
 """
 
 from __future__ import annotations
@@ -14,17 +17,20 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 _PATIENCE = 30.0  # seconds that killed processes may take to end
 _INTERVAL = 0.01
 _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_STOPPED, _LOOK = 10.0, 2.0  # seconds that a signal may stop one of them, and between two looks for that
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -65,6 +71,38 @@ def kill_all(
                     code="GPS-025",
                 )
             time.sleep(_INTERVAL)
+
+
+@contextmanager
+def continue_stopped() -> Iterator[None]:
+    """While the block runs, let what it starts go on where a signal has stopped it for some seconds."""
+    over, others = threading.Event(), children()
+    thread = threading.Thread(target=_watch, args=(over, others), name="gpusnap-stopped", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread is to be had: nobody is to stop them
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(over: threading.Event, others: Collection[int]) -> None:
+    since: dict[tuple[int, int], float] = {}
+    while not over.wait(_LOOK):
+        with contextlib.suppress(GpusnapError, OSError):  # the next time, then
+            now = time.monotonic()
+            stopped = [pid for pid in _list_below(others) if proc.is_thread_stopped(pid, pid)]
+            found = [(each.pid, each.start) for each in map(proc.process, stopped) if each is not None]
+            since = {each: since.get(each, now) for each in found}
+            pidfd.remember(found)
+            for each, began in since.items():
+                if now - began >= _STOPPED and not over.is_set():
+                    name = proc.comm(each[0])
+                    pidfd.send(each[0], signal.SIGCONT)
+                    note(
+                        f"{name} (process {each[0]}) was stopped by a signal, and has to go on: SIGCONT sent",
+                        code="GPS-524",
+                    )
 
 
 @contextmanager

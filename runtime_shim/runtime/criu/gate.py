@@ -8,22 +8,27 @@ two, CRIU ends the restore and kills what it has restored (criu/cr-restore.c, re
 
 The program is the launcher (runtime_shim/launcher/gate.h). It asks gpusnap over a socket and waits for the
 answer, so that CRIU continues only if gpusnap says so. If gpusnap is killed, the connection ends, the program
-fails, and so does the restore. When crun or runc calls CRIU, it reads the option from its configuration file
-since 3.19.
+fails, and so does the restore. CRIU waits for the program without a deadline: if a signal has stopped it,
+gpusnap kills it, which ends the restore. When crun or runc calls CRIU, it reads the option from its
+configuration file since 3.19.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, make_unforeseen
+from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.runtime_shim.runtime.criu.version import criu_version
 
@@ -38,6 +43,8 @@ _LINE = 128
 # Seconds for a program to send its line after it was started, and for the probe, which takes some
 # milliseconds.
 _PATIENCE = 10.0
+# Seconds for which the program may be stopped by a signal, and between two looks for that.
+_STOPPED, _LOOK = 10.0, 2.0
 
 Busy = Callable[[], None]
 """Reports to CRIU's side that the work continues. Raises OSError if nobody waits for it any more."""
@@ -56,6 +63,8 @@ class Gate:
         self._criu = criu
         self._path, self._launcher, self._stages = path, launcher, stages
         self._probed = False
+        self._stopped: dict[tuple[int, int], float] = {}
+        """Since when programs of CRIU's are stopped, by PID and start time."""
         self.error: GpusnapError | None = None
         """The reason if CRIU was not allowed to continue."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -106,7 +115,12 @@ class Gate:
         self._socket.close()
 
     def _serve(self) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
         while True:
+            if not poll.poll(_LOOK * 1000):
+                self._end_stopped()
+                continue
             try:
                 connection = self._socket.accept()[0]
             except OSError:
@@ -120,7 +134,34 @@ class Gate:
     def _answer(self, connection: socket.socket) -> None:
         connection.settimeout(_PATIENCE)
         stage, _, init = _read_line(connection).partition(" ")
-        connection.sendall(b"y" if self._pass(stage, init, lambda: connection.sendall(b".")) else b"n")
+        connection.sendall(b"y" if self._pass(stage, init, lambda: _tell_busy(connection)) else b"n")
+
+    def _end_stopped(self) -> None:
+        """Kill programs of ours that CRIU waits for, and that a signal has stopped for too long."""
+        now = time.monotonic()
+        try:
+            found = [(each.pid, each.start) for each in self._list_stopped()]
+        except GpusnapError:
+            return  # the next time, then
+        self._stopped = {each: self._stopped.get(each, now) for each in found}
+        pidfd.remember(found)
+        for (pid, _), since in self._stopped.items():
+            if now - since >= _STOPPED:
+                self.error = self.error or RuntimeFailed(
+                    f"the program that CRIU runs at its stages, process {pid}, was stopped by a signal",
+                    hint="find out what sends SIGSTOP to gpusnap's processes, then restore again",
+                    code="GPS-524",
+                )
+                with contextlib.suppress(OSError, GpusnapError):  # the next time, then
+                    pidfd.send(pid, signal.SIGKILL)
+
+    def _list_stopped(self) -> Iterator[proc.Process]:
+        for pid in proc.pids():
+            # The state first: who is asked for its environment may keep us waiting.
+            if proc.is_thread_stopped(pid, pid) and (found := proc.process(pid)) is not None:
+                variables = proc.environment(pid)
+                if variables.get(VARIABLE) == self._path and _STAGE in variables:
+                    yield found
 
     def _pass(self, stage: str, init: str, busy: Busy) -> bool:
         if stage == _PROBE:
@@ -137,6 +178,16 @@ class Gate:
             self.error = error if isinstance(error, GpusnapError) else make_unforeseen(error)
             return False
         return True
+
+
+def _tell_busy(connection: socket.socket) -> None:
+    """Send a word that the work goes on; none to who has not read the last ones, and may be stopped.
+
+    By write(2): socket.send would wait for as long as the socket's timeout, which makes the descriptor
+    non-blocking.
+    """
+    with contextlib.suppress(BlockingIOError):
+        os.write(connection.fileno(), b".")
 
 
 def _read_line(connection: socket.socket) -> str:

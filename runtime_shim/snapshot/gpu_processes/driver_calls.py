@@ -65,6 +65,8 @@ _STOPPING = 10.0
 _ALL_RUN = 10.0
 # Seconds between two checks of the driver's threads; and until a thread that somebody has stopped is resumed.
 _LOOK, _STANDING = 0.005, 0.02
+# Seconds that one look at a thread that sleeps counts for at most.
+_GLANCE = 0.05
 
 
 class _Answer(Generic[T]):
@@ -227,17 +229,25 @@ def unlock(driver: Driver, pid: int) -> None:
 
 
 def let_finish(driver: Driver, pid: int, *, within: float, quiet: float) -> None:
-    """Let the driver's thread of a stopped process finish its work, as `gpu_state.let_finish`."""
+    """Let the driver's thread of a stopped process finish its work, as `gpu_state.let_finish`.
+
+    It may be stopped now and then, with its process (cpulimit), until the tracer lets it run on: that it does
+    not sleep then does not say that it works.
+    """
     with _detect_exit(pid):
         tid = driver.restore_thread(pid)
-        deadline = time.monotonic() + within
-        with run_only(pid, tid):
-            since, seen = time.monotonic(), proc.activity(pid, tid)
-            while time.monotonic() < min(deadline, since + quiet):
+        now = time.monotonic()
+        deadline, slept = now + within, 0.0
+        with run_only(pid, tid) as tracer:
+            _, seen = proc.activity(pid, tid)
+            while now < deadline and slept < quiet and not tracer.lost:
                 time.sleep(_LOOK)
-                now = proc.activity(pid, tid)
-                if now != seen or now[0] not in "SX":
-                    since, seen = time.monotonic(), now
+                before, now = now, time.monotonic()
+                does, ran = proc.activity(pid, tid)
+                if ran != seen or does in "RD":
+                    slept, seen = 0.0, ran
+                elif does in "SXZ":
+                    slept += min(now - before, _GLANCE)  # on a busy host nobody may have run for longer
 
 
 def _wait_while_running(answer: _Answer[T], pid: int, tid: int, within: float) -> bool:

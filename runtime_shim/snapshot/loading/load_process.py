@@ -14,7 +14,8 @@ whose runtime never starts. Nothing depends on the load process: if it has ended
 runtime kills it, loads the rest itself, and reports what is wrong with a chunk. It ends with the command.
 
 Until everything is loaded, it claims the RAM for that (records/reservations.py), as checkpoints and other
-restores do. If too little RAM is free beside their claims, it loads nothing. A claim ends with its process.
+restores do; it stops claiming what is loaded. If too little RAM is free beside their claims, it loads
+nothing. A claim ends with its process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import contextlib
 import io
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from gpusnap.oci.chunks.read_meter import ReadMeter
@@ -50,10 +51,12 @@ from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_ope
 from gpusnap.runtime_shim.snapshot.loading.prefetch import can_be_staged
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
-from gpusnap.runtime_shim.snapshot.records.reservations import RAM, claim
+from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, claim
 
 # Seconds between two checks of what the runtime waits for.
 _LOOK = 0.002
+# Bytes that are loaded between two changes of what is claimed.
+_STEP = 64 << 20
 # Blobs that are read at once until the processes are restored. CRIU opens hundreds of files. If these come
 # from the same disk, each open waits behind the reads of the blobs: 45 ms with 12 blobs of 4 MiB.
 _READS = 2
@@ -91,8 +94,11 @@ class Loader:
         settings: Memory,
         store: str = "",
         claimed: contextlib.ExitStack | None = None,
+        shrink: Callable[[int], object] = id,
     ) -> None:
         """`store`: where to record the speed of its disk. `claimed`: the claim of RAM, until all is loaded.
+
+        `shrink` is told how many bytes are loaded, from time to time: they are no free RAM any more.
 
         Raises OSError, GpusnapError, OciError, and RuntimeError if no thread can be started.
         """
@@ -100,6 +106,8 @@ class Loader:
         tables = [*(file.table for file in files), *(region.table for _, region in regions)]
         self._meter = ReadMeter(drop=space.would_evict(tables))
         self._claimed = claimed or contextlib.ExitStack()
+        self._shrink, self._loaded, self._told = shrink, 0, 0
+        self._counting = threading.Lock()
         self._stage = Unnamed()
         self._areas: list[Area] = []
         self._board: Board | None = None
@@ -141,6 +149,8 @@ class Loader:
 
         def placed(first: int, at: int, chunk: Chunk) -> None:
             board.note_loaded(self._numbers[first + at, chunk.offset])
+            with self._counting:
+                self._loaded += chunk.size
 
         pids = [pid for pid, _ in regions]
         for first, count, groups in ((0, len(files), ()), (len(files), len(regions), pids)):
@@ -200,6 +210,9 @@ class Loader:
                         each.release(self._workers)
                 for one in self._readings:
                     one.check()
+                if (loaded := self._loaded) - self._told >= _STEP:
+                    self._told = loaded
+                    self._shrink(loaded)
                 if all(one.is_complete for one in self._readings):
                     self._claimed.close()  # the RAM is in use now, and no longer counts as free
                     board.write_state(State.DONE)
@@ -230,9 +243,14 @@ def load(record: Manifest, path: str, settings: Memory) -> str:
         # CRIU needs the same amount again for the memory of the processes.
         size = 2 * sum(each.table.size for each in files) + sum(each.table.size for _, each in regions)
         room.record({RAM: size})
-        loading = Loader(files, regions, Layout(path), settings, path, claimed.pop_all())
+        shrink = partial(_shrink, room, size)
+        loading = Loader(files, regions, Layout(path), settings, path, claimed.pop_all(), shrink)
     _loaders.append(loading)
     return loading.path
+
+
+def _shrink(room: GpuClaim, size: int, loaded: int) -> None:
+    room.shrink({RAM: size - loaded})
 
 
 def choose_contents(

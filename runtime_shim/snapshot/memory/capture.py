@@ -15,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import mmap
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import partial
+from typing import TypeVar
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
@@ -42,13 +44,14 @@ from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import Destination, ImageDestination
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.memory.write_ahead import EarlyWriter
-from gpusnap.runtime_shim.snapshot.memory.writeback import Flusher
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import run_populating
 
 _DONTNEED = 4  # asm-generic/mman-common.h
 # Bytes that stay available beside what is staged.
 _RESERVE = 1 << 30
+_Piece = tuple[int, int, int]
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -103,7 +106,6 @@ class Chunks(Pages):
         self._lock = threading.Lock()
         self._staged = 0
         self._progress = Progress(0)
-        self._flusher: Flusher | None = None
         self._ahead = ahead and not settings.ceiling
         self._early: EarlyWriter | None = None
         """What is written while the driver works."""
@@ -156,7 +158,7 @@ class Chunks(Pages):
         """Write what is staged to chunks, and have them on disk: the disk must not cost the container."""
         self.write()
         if self._settings.sync:
-            self._finish_flush()
+            self._end_early()
             with transfer.as_image_error(self._layout.path):
                 self._layout.create().sync()
 
@@ -221,7 +223,7 @@ class Chunks(Pages):
         """Make the chunks durable, and the layout one that anybody can read. Raises ImageError."""
         self.write()
         tables = [each.table for _, each in self._all() if each.table is not None]
-        self._finish_flush()
+        self._end_early()
         self._destination.commit(tables, kept=kept)
         return self._destination.write_images()
 
@@ -232,7 +234,7 @@ class Chunks(Pages):
 
     def close(self) -> None:
         """The checkpoint is whole: what was staged is not needed any more."""
-        self._finish_flush()
+        self._end_early()
         self.leave()
         transfer.free(self._stage)
 
@@ -291,23 +293,12 @@ class Chunks(Pages):
         """None where nothing can be written ahead; what is wrong then the writing itself will say."""
         with contextlib.suppress(OciError), self._destination.open_known() as known:
             self._layout.create()
-            return EarlyWriter(self._layout, self._settings, known, self._flush, self._destination.speed)
+            return EarlyWriter(self._layout, self._settings, known, self._destination.speed)
         return None
 
-    def _flush(self, blob: str) -> None:
-        """Have the disk begin with a blob."""
-        with self._lock:
-            if self._flusher is None and self._settings.sync:
-                self._flusher = Flusher(self._layout)
-        if self._flusher is not None:
-            self._flusher.add(blob)
-
-    def _finish_flush(self) -> None:
+    def _end_early(self) -> None:
         if self._early is not None:
             self._early.end()
-        if self._flusher is not None:
-            self._flusher.close()
-            self._flusher = None
 
     def _all(self) -> list[tuple[int, _CapturedRegion]]:
         return [(pid, each) for pid, process in self._processes.items() for each in process.held or ()]
@@ -381,6 +372,7 @@ class Chunks(Pages):
 
         # A chunk that is only linked was not read: no process may depend on it alone.
         live = any(isinstance(source, transfer.ProcessRegion) for source in sources)
+        written_before = self._early.end() if self._early is not None else {}
         with transfer.as_image_error(self._layout.path), self._destination.open_known() as known:
             self._layout.create()
             tables = writing.write(
@@ -393,8 +385,8 @@ class Chunks(Pages):
                 speed=self._destination.speed,
                 known=known if not live else None,
                 trust=False,  # an earlier checkpoint in the same place may have been damaged
-                written_before=self._early.end() if self._early is not None else {},
-                on_written=self._flush,
+                written_before=written_before,
+                pieces=self._order(sources),
                 progress=wrote,
             )
         for (_, each), table in zip(into, tables, strict=True):
@@ -409,6 +401,18 @@ class Chunks(Pages):
         )
         now = self._progress
         self.written = ChunkTotals(now.written, now.known, now.zero)
+
+    def _order(self, sources: Sequence[transfer.ProcessRegion | Area]) -> list[_Piece]:
+        """What was written ahead among the rest: it is only hashed again, and the disk has to have work."""
+        pieces, early = list(writing.cut(sources, self._settings.chunk_size)), self._early
+        if early is None:
+            return pieces
+        written, other = list[_Piece](), list[_Piece]()
+        for at, offset, size in pieces:
+            source = sources[at]
+            ahead = isinstance(source, Area) and early.is_written(source, offset)
+            (written if ahead else other).append((at, offset, size))
+        return interleave(other, written)
 
     def _free(self, pid: int) -> None:
         """In a thread of its own for each process, which is the tracer."""
@@ -427,6 +431,12 @@ class Chunks(Pages):
                     hint="set memory.pages to criu",
                     code="GPS-513",
                 ) from error
+
+
+def interleave(first: Sequence[_T], second: Sequence[_T]) -> list[_T]:
+    """Both as one, each in its order and evenly over the whole."""
+    order = [(at / len(each), item) for each in (first, second) for at, item in enumerate(each)]
+    return [item for _, item in sorted(order, key=operator.itemgetter(0))]
 
 
 def _let_go(remote: Remote, held: _CapturedRegion) -> None:

@@ -76,7 +76,7 @@ class SuspendedChunks(Chunks):
 
     def close(self) -> None:
         """Do nothing: the files in RAM stay."""
-        self._finish_flush()
+        self._end_early()
         self.leave()
 
     def discard(self, *, layout: bool) -> None:

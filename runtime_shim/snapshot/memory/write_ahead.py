@@ -9,7 +9,7 @@ written again."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from gpusnap.oci.base.errors import OciError
@@ -26,8 +26,8 @@ from gpusnap.runtime_shim.settings import Memory
 
 # The driver copies in a thread of its own, and hashing on all cores would slow it down; on half of them it
 # does not (docs/benchmarks.md, "A checkpoint beside its disk").
-_SHARE = 2
-_MOST = 8
+_SHARE = 0.5
+_MOST = 16
 # Bytes of zeros that are looked over for one that is not.
 _AHEAD = 1 << 30
 _LOOK = 0.005  # seconds
@@ -42,21 +42,24 @@ class EarlyWriter:
         layout: Layout,
         settings: Memory,
         known: Known | None,
-        written: Callable[[str], None],
         speed: ReadSpeed | None = None,
     ) -> None:
-        """`written` is told each new blob. `speed`: as for gpusnap.oci.chunks.writer.write."""
-        self._layout, self._settings, self._known, self._tell = layout, settings, known, written
+        """`speed`: as for gpusnap.oci.chunks.writer.write."""
+        self._layout, self._settings, self._known = layout, settings, known
         self._speed = speed
         self._new: set[str] = set()
         self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._chunks: dict[str, Chunk] = {}
+        self._written: set[tuple[str, int]] = set()
 
     def begin(self, area: Area) -> None:
         """Watch a region that was just made, and is zeros so far."""
-        thread = threading.Thread(target=self._watch, args=(area,), name="gpusnap-early")
+        cores = (self._settings.threads or copies.cores()) * _SHARE
+        # Each that comes gets a smaller part of the cores, as nobody knows how many will.
+        share = max(1, min(_MOST, int(cores / (len(self._threads) + 1))))
+        thread = threading.Thread(target=self._watch, args=(area, share), name="gpusnap-early")
         self._threads.append(thread)
         thread.start()
 
@@ -68,9 +71,8 @@ class EarlyWriter:
         self._threads = []
         return self._chunks
 
-    def _watch(self, area: Area) -> None:
+    def _watch(self, area: Area, threads: int) -> None:
         size, level = self._settings.chunk_size, self._settings.level
-        threads = max(1, min(_MOST, (self._settings.threads or copies.cores()) // _SHARE))
         with suppress(OciError, OSError, ValueError):  # ValueError: it was let go of
             (table,) = writing.write(
                 [area],
@@ -82,11 +84,16 @@ class EarlyWriter:
                 speed=self._speed,
                 known=self._known,
                 trust=False,
-                on_written=self._wrote,
+                on_written=self._new.add,
                 pieces=self._filled(area, size),
             )
             with self._lock:
                 self._chunks |= {chunk.plain: chunk for chunk in table.chunks}
+                self._written |= {(area.path, chunk.offset) for chunk in table.chunks}
+
+    def is_written(self, area: Area, offset: int) -> bool:
+        """Whether something of that chunk was written ahead, so that most likely it only has to be read."""
+        return (area.path, offset) in self._written
 
     def count_chunks(self, tables: Iterable[Table]) -> ChunkTotals:
         """Of the chunks that were written ahead and are in these tables: what is new, and what was linked."""
@@ -94,10 +101,6 @@ class EarlyWriter:
         new = sum(chunk.stored for blob, chunk in used.items() if blob in self._new)
         linked = sum(chunk.size for blob, chunk in used.items() if blob not in self._new)
         return ChunkTotals(new, linked)
-
-    def _wrote(self, blob: str) -> None:
-        self._new.add(blob)
-        self._tell(blob)
 
     def _filled(self, area: Area, size: int) -> Iterator[tuple[int, int, int]]:
         """The chunks before the furthest one that has begun to be something else than zeros."""

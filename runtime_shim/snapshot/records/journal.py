@@ -28,6 +28,7 @@ their memory is. By then all of it is in files: the image's layout, or files of 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -42,7 +43,7 @@ from gpusnap.oci.base.errors import ChunkError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.chunks.table import from_json, to_json
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, make_other_namespace_error, reason
+from gpusnap.runtime_shim.errors import GpusnapError, advise, make_other_namespace_error, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import signal_masks
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Saved
@@ -364,10 +365,11 @@ def list_noted(kind: str) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     except OSError as error:
+        lack = advise(error)
         raise GpusnapError(
             f"the journal {folder} cannot be read: {reason(error)}",
-            hint="run gpusnap as root",
-            code="GPS-005",
+            hint=lack or "run gpusnap as root",
+            code="" if lack else "GPS-005",
         ) from error
     return tuple(name.removesuffix(f".{kind}") for name in names if name.endswith(f".{kind}"))
 
@@ -454,8 +456,10 @@ def _write(path: str, data: bytes) -> None:
 
 
 def _make_unwritable_error(path: str, error: OSError) -> GpusnapError:
+    lack = advise(error)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return GpusnapError(
         f"the journal {path} cannot be written: {reason(error)}",
-        hint="check that gpusnap runs as root, and that /run has free space",
-        code="GPS-007",
+        hint=lack or "check that gpusnap runs as root, and that /run has free space",
+        code="" if lack and not full else "GPS-007",
     )

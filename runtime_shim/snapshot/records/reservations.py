@@ -12,6 +12,7 @@ too little:
     with claim() as room:
         …                     read the inventory, plan with room.reserved
         room.record({uuid: n})  from here on others may plan
+        room.shrink({uuid: m})  all but m bytes of it are used: those are no longer free
         …                     restore
 
 A file counts while the process that wrote it lives, so a killed restore needs no cleanup. Files are written
@@ -32,7 +33,7 @@ from typing import Any, TypeGuard
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
 from gpusnap.runtime_shim.process import proc
 
 FOLDER = "/run/gpusnap/room"
@@ -76,15 +77,27 @@ class GpuClaim:
 
         Raises GpusnapError if it cannot be written; the lock is then still held.
         """
-        pid, start = state_files.owner()
-        if not start:
-            raise GpusnapError(f"{proc.PROC} does not show this process", hint=f"mount {proc.PROC}")
         try:
-            entry = {"pid": pid, "start": start, "bytes": dict(wanted)}
-            state_files.write(self._path, json.dumps(entry).encode())
+            self._write(wanted)
         except OSError as error:
             raise _make_unusable_error(self._path, error) from error
         self._lock.close()
+
+    def shrink(self, left: Mapping[str, int]) -> None:
+        """Write down what is still to come of what was taken: the rest is used by now, and no longer free.
+
+        Without the lock: others read the claims before they look at what is free. Where it cannot be written,
+        the earlier one stands, which counts the rest twice.
+        """
+        with contextlib.suppress(OSError, GpusnapError):
+            self._write(left)
+
+    def _write(self, wanted: Mapping[str, int]) -> None:
+        pid, start = state_files.owner()
+        if not start:
+            raise GpusnapError(f"{proc.PROC} does not show this process", hint=f"mount {proc.PROC}")
+        entry = {"pid": pid, "start": start, "bytes": dict(wanted)}
+        state_files.write(self._path, json.dumps(entry).encode())
 
     def _leave(self) -> None:
         with contextlib.suppress(OSError):  # if it stays, it counts only while this process lives
@@ -133,8 +146,11 @@ def read_reserved(folder: str = FOLDER) -> Mapping[str, int]:
     except FileNotFoundError:
         return {}
     except OSError as error:
+        lack = advise(error)
         raise GpusnapError(
-            f"{folder} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"{folder} cannot be read: {reason(error)}",
+            hint=lack or "run it as root",
+            code="" if lack else "GPS-005",
         ) from error
 
 
@@ -149,7 +165,7 @@ def sweep(folder: str = FOLDER) -> None:
 def _make_unusable_error(path: str, error: OSError) -> GpusnapError:
     return GpusnapError(
         f"memory cannot be reserved in {path}: {reason(error)}",
-        hint="gpusnap needs root and a writable /run",
+        hint=advise(error) or "gpusnap needs root and a writable /run",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.errors import Refused, advise, reason
 from gpusnap.runtime_shim.gpu import holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node
 from gpusnap.runtime_shim.process import mount_namespace, proc
@@ -82,10 +82,11 @@ def check_place() -> None:
     try:
         swapped = tmpfs.can_be_swapped()
     except OSError as error:
+        lack = advise(error)
         raise Refused(
             f"cannot determine whether suspended GPU memory would be swapped: {reason(error)}",
-            hint="run gpusnap as root",
-            code="GPS-005",
+            hint=lack or "run gpusnap as root",
+            code="" if lack else "GPS-005",
         ) from error
     if swapped:
         raise Refused(

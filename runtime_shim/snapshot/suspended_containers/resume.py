@@ -111,6 +111,7 @@ def recover(key: str, settings: Settings, driver: Driver, engine: Engine) -> str
 
     Raises GpusnapError, also if another gpusnap is working on that container.
     """
+    question_process.start()
     with make_interruptible(), journal.hold(key), Transaction() as transaction:
         found = suspensions.read(key)
         if found is None:
@@ -212,14 +213,12 @@ def _bring_back(
             let_go = paused.let_go
         with transaction.step("driver restore"):
             try:
-                if found.is_alive:
-                    init = found.init[0]
-                    device_access.check(init, found.name, driver.nodes(init), allow)
                 bring_back.bring_back(
                     entry,
                     driver,
                     settings.memory,
                     let_go,
+                    check=partial(_check_access, found, driver, allow),
                     pairs=_map_pairs(found),
                     loaded=loaded,
                     cut_off=cut_off,
@@ -235,6 +234,13 @@ def _bring_back(
         if paused is not None:
             with transaction.step("freeze"):
                 paused.freeze()
+
+
+def _check_access(found: Suspension, driver: Driver, allow: Update) -> None:
+    """See that it may open its GPUs' device nodes. Raises Refused."""
+    if found.is_alive:
+        init = found.init[0]
+        device_access.check(init, found.name, driver.nodes(init), allow)
 
 
 @contextmanager

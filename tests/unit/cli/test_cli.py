@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -239,6 +240,46 @@ def test_exit_codes(gpusnap: Run, monkeypatch: pytest.MonkeyPatch, error: Except
     monkeypatch.setattr(cli.command, "main", fail)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     assert gpusnap()[0] == code
+    assert code in exit_codes.MEANINGS
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGINT, exit_codes.INTERRUPTED, "interrupted"),
+        (signal.SIGTERM, exit_codes.TERMINATED, "interrupted by SIGTERM"),
+        (signal.SIGHUP, exit_codes.HUNG_UP, "interrupted by SIGHUP"),
+    ],
+)
+def test_signals(number: signal.Signals, code: int, said: str) -> None:
+    """Each ends a command by an exception, which undoes; what has its own handler names it as well."""
+    heard = ["env", "--default-signal=HUP,INT,TERM", sys.executable, "-B", "-c"]
+    program = (
+        "import os, signal, sys, click\n"
+        "from gpusnap.cli import main as cli\n"
+        "from gpusnap.runtime_shim.transaction import make_interruptible\n"
+        "@click.command()\n"
+        "@click.option('--inner', is_flag=True)\n"
+        "def command(inner):\n"
+        f"    send = lambda: os.kill(os.getpid(), {number.value})\n"
+        "    try:\n"
+        "        if inner:\n"
+        "            with make_interruptible():\n"
+        "                send()\n"
+        "        send()\n"
+        "    finally:\n"
+        "        print('undone')\n"
+        "cli.command = command\n"
+        "sys.exit(cli.main())\n"
+    )
+    done = subprocess.run([*heard, program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (code, "undone\n"), done.stderr
+    assert done.stderr.splitlines()[-1] == f"gpusnap: {said}; you can run the same command again"
+    done = subprocess.run(
+        [*heard, program, "--inner"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (code, "undone\n"), done.stderr
+    assert f"stopped by {number.name}" in done.stderr
     assert code in exit_codes.MEANINGS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,30 @@ PROGRAM = (
 )
 ASCII = b"a -> b... # \\xe9 \\u732b\n"
 UTF8 = "a → b… █ é 猫\n".encode()
+
+
+def test_a_terminal_that_is_closed() -> None:
+    """What would be written on it is dropped: the command goes on, as with a pipe that nobody reads."""
+    ours, terminal = pty.openpty()
+    reading, writing = os.pipe()
+    program = f"import os\n{PROGRAM}os.write({writing}, b'first')\n".replace(
+        "forgive_closed_pipes()\n", f"forgive_closed_pipes(); os.write({writing}, b'-'); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=terminal,
+        stderr=terminal,
+        pass_fds=[writing],
+    ) as child:
+        os.close(terminal)
+        os.close(writing)
+        assert os.read(reading, 1) == b"-"
+        os.close(ours)
+        child.communicate(timeout=60)
+    assert os.read(reading, 5) == b"first"
+    os.close(reading)
+    assert child.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -112,6 +114,38 @@ def test_the_one_before_fails(fake: FakePodman) -> None:
     assert "podman exec w sh -c 'sleep now'" in raised.value.hint
     assert order(fake) == ["sh -c sleep now", "sh -c wake up"]
     assert fake.status() == "running"
+
+
+_COMMAND = """
+import sys
+from pathlib import Path
+from gpusnap import privileges
+from gpusnap.runtime_shim import settings
+from gpusnap.runtime_shim.shim import overrides
+
+folder = sys.argv.pop()
+privileges.is_root = lambda: True
+found = settings.Settings(store=settings.Store(path=f"{folder}/store"))
+settings.load = settings.load_usable = lambda: found
+overrides.FOLDER = f"{folder}/orders"
+from gpusnap.cli.main import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_checkpoint(fake: FakePodman, tmp_path: Path, number: signal.Signals) -> None:
+    """While no checkpoint runs yet: what was done before is undone, and the signal named."""
+    has(fake, BOTH)
+    (fake.folder / "exec.sh").write_text(
+        f'case "$*" in *now) kill -{number.value} $PPID; exec sleep 600;; esac\n'
+    )
+    heard = "".join(f"{each}," for each in ("HUP", "INT", "TERM"))[:-1]
+    line = ["env", f"--default-signal={heard}", sys.executable, "-c", _COMMAND, "checkpoint", "w"]
+    done = subprocess.run([*line, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 128 + number, done.stderr
+    assert done.stderr.splitlines()[-1] == "gpusnap: pre-checkpoint of w was interrupted"
+    assert order(fake) == ["sh -c sleep now", "sh -c wake up"]
 
 
 def test_the_undoing_fails(fake: FakePodman, capsys: pytest.CaptureFixture[str]) -> None:

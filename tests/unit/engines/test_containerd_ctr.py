@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 from containerd_layouts import BASE, IMAGE, FakeCtr, Made, a_checkpoint
 
 from gpusnap.checkpoints.formats.containerd import blob_of
-from gpusnap.engines.ctr import InContainerd, Target, find_digest, unpack
+from gpusnap.engines.ctr import InContainerd, Target, find_digest, pause, unpack
 from gpusnap.oci.base.errors import BlobError
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Descriptor
@@ -85,6 +87,20 @@ def test_no_containerd(ctr: FakeCtr, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "install containerd" in caught.value.hint
 
 
+@pytest.mark.parametrize("where", ["os.memfd_create", "gpusnap.engines.ctr.Child"])
+def test_no_ctr_for_want_of_files(ctr: FakeCtr, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """That says nothing about containerd's being installed."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(where, fail)
+    with pytest.raises(GpusnapError, match="ctr cannot be run: Too many open files") as caught:
+        InContainerd("team", IMAGE)
+    assert caught.value.hint.startswith("raise the limit on open files")
+    assert "GPS-901" not in caught.value.sentence()
+
+
 def test_into_it(ctr: FakeCtr) -> None:
     """All that was given, and nothing is unpacked on the way."""
     with Target("team") as target:
@@ -124,3 +140,13 @@ def test_an_import_that_is_given_up(ctr: FakeCtr) -> None:
     with pytest.raises(ImageError, match="broken"):
         break_off()
     assert not ctr.imported.exists()
+
+
+def test_a_containerd_that_does_not_answer(ctr: FakeCtr, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for so long, and its ctr ends."""
+    program = ctr.folder / "ctr"
+    program.write_text(f"#!/bin/sh\necho $$ >{ctr.folder}/pid\nexec sleep 1000\n")
+    monkeypatch.setattr("gpusnap.engines.ctr._PATIENCE", 2.0)
+    with pytest.raises(GpusnapError, match=r"ctr tasks pause did not finish within 2 s"):
+        pause("team", "w")
+    assert not Path("/proc", (ctr.folder / "pid").read_text().strip()).exists()

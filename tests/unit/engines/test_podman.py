@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,3 +182,53 @@ def test_those_with_processes(fake: FakePodman) -> None:
     fake.lists('[{"Id": 1}]')
     with pytest.raises(GpusnapError, match="cannot be parsed"):
         podman_objects.with_processes()
+
+
+_PAUSES = """\
+#!/bin/sh
+F={folder}
+case "$1" in
+pause) until [ -e $F/begin ]; do sleep 0.02; done; echo paused >$F/status;;
+unpause)
+    echo >>$F/unpauses
+    [ "$(cat $F/status)" = paused ] || {{ {then}; echo 'Error: it is not paused' >&2; exit 125; }}
+    echo running >$F/status;;
+container) cat $F/status;;
+esac
+"""
+
+
+@contextmanager
+def late_pause(fake: FakePodman, then: str, *, whom: str = ID) -> Iterator[subprocess.Popen[bytes]]:
+    """A Podman that pauses the container once there is a file `begin`; `then`: what an early unpause does."""
+    (fake.folder / "podman").write_text(_PAUSES.format(folder=fake.folder, then=then))
+    (fake.folder / "status").write_text("running\n")
+    with subprocess.Popen(["podman", "pause", whom]) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def test_a_pause_that_comes_after_the_unpause(fake: FakePodman) -> None:
+    """A killed gpusnap has left it: the container goes on in the end."""
+    with late_pause(fake, "touch $F/begin") as pause:
+        podman.go_on(ID)
+        assert pause.wait(60) == 0
+    assert (fake.folder / "status").read_text() == "running\n"
+
+
+def test_a_pause_that_does_not_end(fake: FakePodman, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for so long, and named."""
+    monkeypatch.setattr(podman, "_PAUSING", 0.2)
+    with late_pause(fake, ":") as pause, pytest.raises(GpusnapError) as caught:
+        podman.go_on(ID)
+    assert f"(process {pause.pid}) has not ended within 0.2 s" in str(caught.value)
+
+
+def test_one_that_is_not_paused(fake: FakePodman) -> None:
+    """Nobody is waited for: what people pause by its name they pause on purpose."""
+    with late_pause(fake, ":", whom="w") as other:
+        podman.go_on(ID)
+        assert other.poll() is None
+    assert (fake.folder / "unpauses").read_text() == "\n"

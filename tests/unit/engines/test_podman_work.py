@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -79,6 +80,31 @@ def test_a_podman_that_was_killed(fake: FakePodman, number: signal.Signals) -> N
         podman_work.restore("x", [], {})
     assert f"podman container restore was killed by {number.name}" in str(raised.value)
     assert "run gpusnap recover" in raised.value.hint
+
+
+@pytest.mark.parametrize("where", ["os.memfd_create", "gpusnap.engines.podman_command.Child"])
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (errno.EMFILE, "raise the limit on open files"),
+        (errno.ENOMEM, "free some memory"),
+        (errno.EAGAIN, "raise the limit on processes"),
+    ],
+)
+def test_no_podman_for_want_of_something(
+    fake: FakePodman, monkeypatch: pytest.MonkeyPatch, where: str, number: int, hint: str
+) -> None:
+    """What the kernel has run out of; that says nothing about Podman's being installed."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(where, fail)
+    with pytest.raises(GpusnapError) as raised:
+        podman_work.restore("x", [], {})
+    assert str(raised.value) == f"podman cannot be run: {os.strerror(number)}"
+    assert raised.value.hint.startswith(hint)
+    assert "GPS-901" not in raised.value.sentence()
 
 
 def test_notes_are_passed_on(fake: FakePodman, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

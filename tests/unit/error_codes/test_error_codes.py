@@ -104,6 +104,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-521": "volume-as-it-is",
     "GPS-522": "pod",
     "GPS-523": "memory-not-copied",
+    "GPS-524": "stopped-by-a-signal",
     "GPS-601": "damaged",
     "GPS-602": "incomplete",
     "GPS-603": "newer-format",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import time
 from pathlib import Path
@@ -94,6 +96,19 @@ def test_no_ssh(tmp_path: Path) -> None:
         connect(Route(to=Destination("h"), ssh=f"{tmp_path}/gone")),
     ):
         raise AssertionError
+
+
+def test_no_ssh_for_want_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That says nothing about ssh's being installed."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("gpusnap.migration.link.subprocess.Popen", fail)
+    with pytest.raises(GpusnapError) as raised, connect(Route(to=Destination("h"))):
+        raise AssertionError
+    assert raised.value.hint.startswith("raise the limit on processes")
+    assert not raised.value.code
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import io
 import json
 import lzma
@@ -10,6 +11,7 @@ import os
 import signal
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.cli.exit_codes import exit_code
 from gpusnap.engines import podman, podman_objects, podman_work
+from gpusnap.oci.base.errors import StoreBusy
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
@@ -62,6 +65,98 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
 
 def restored(what: locator.Place, **more: object) -> RestoreResult:
     return restoring.restore(RestoreRequest(what=what, **more), QUIET)  # type: ignore[arg-type]
+
+
+AFTERWARDS = [
+    (MemoryError(), "this host has no memory left for gpusnap"),
+    (
+        OSError(errno.ENOMEM, "Cannot allocate memory", "/store/staging"),
+        "/store/staging: Cannot allocate memory",
+    ),
+    (StoreBusy("the store is busy"), "the store is busy"),
+    (GpusnapError("it cannot be removed"), "it cannot be removed"),
+]
+
+
+@pytest.mark.parametrize(("error", "said"), AFTERWARDS)
+@pytest.mark.parametrize("where", ["LoadProcess.__exit__", "_make_folder", "migrations.forget"])
+def test_what_fails_when_the_container_runs(
+    fake: FakePodman,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    said: str,
+    where: str,
+) -> None:
+    """Is a note: whoever is told of a failure restores again, beside a container that runs."""
+    if where == "migrations.forget" and not isinstance(error, GpusnapError | OSError):
+        pytest.skip("does not come from there")
+    digest = keep(store, an_archive(tmp_path), ["w"])
+
+    def fail(*_: object) -> None:
+        raise error
+
+    @contextmanager
+    def make_folder(of: Store) -> Iterator[str]:
+        with real(of) as found:
+            yield found
+        raise error
+
+    real = restoring._make_folder
+    path = "gpusnap.operations.restoring.restore."
+    monkeypatch.setattr(path + where, make_folder if where == "_make_folder" else fail)
+    done = restored(InStore(store, "w"), not_migrated=True)
+    assert (done.container, done.digest, done.name) == (ID, digest, "w")
+    err = capsys.readouterr().err
+    assert f"note: the container is restored, but not all is tidied up: {said}" in err
+    assert len(fake.calls()) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "")])
+def test_what_fails_before_the_container_runs(
+    fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It is the restore's own error."""
+    keep(store, an_archive(tmp_path), ["w"])
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(podman_work, "restore", fail)
+    with pytest.raises(type(error)):
+        restored(InStore(store, "w"))
+
+
+def test_ctrl_c_when_the_container_runs(
+    fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is told to restore it again."""
+    keep(store, an_archive(tmp_path), ["w"])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpusnap.operations.restoring.restore.LoadProcess.__exit__", interrupt)
+    with pytest.raises(Interrupted, match=rf"^interrupted, but the container {ID} is restored already$"):
+        restored(InStore(store, "w"))
+
+
+def test_a_podman_that_cannot_be_asked_afterwards(
+    fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the container has a command to be run, that it was not is said with what is done."""
+    from gpusnap.operations.restoring.restore import _RestoredContainer, _run_command
+
+    def fail(wanted: str) -> None:
+        raise GpusnapError("podman cannot be run: Cannot allocate memory", hint="free some memory")
+
+    monkeypatch.setattr(podman, "inspect_container", fail)
+    assert _run_command(_RestoredContainer(ID, "w", annotated=False), QUIET) == "w"
+    assert _run_command(_RestoredContainer(ID, "", annotated=False), QUIET) == ID
+    with pytest.raises(GpusnapError, match=r"^the container is restored, but no command .* Cannot allocate"):
+        _run_command(_RestoredContainer(ID, "w", annotated=True), QUIET)
 
 
 def test_from_a_store(fake: FakePodman, store: Store, tmp_path: Path) -> None:

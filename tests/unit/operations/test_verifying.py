@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -205,6 +206,22 @@ def test_a_manifest_with_a_wrong_blake3(images: Path, pack: bool, encoding: str)
     assert found.what == (
         f"holds the chunk {chunk.plain} of {chunk.size} bytes, but its table has another BLAKE3 for that"
     )
+
+
+def test_all_of_a_store_needs_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verify that is killed at any moment leaves nothing, as nothing of it is in a file with a name."""
+    store = Store(tmp_path / "store").create()
+    (tmp_path / "with").mkdir()
+    keep(store, an_archive(tmp_path), ["stays"])
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    met: list[list[str]] = []
+    found = verifying.verify_all(store, lambda done, whole: met.append(os.listdir(place)))
+    assert found.damaged == ()
+    assert met
+    assert not any(met)
 
 
 def test_all_of_a_store_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

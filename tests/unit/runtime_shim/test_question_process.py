@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -323,6 +324,89 @@ def test_a_companion_that_is_killed(companion: Companion, tmp_path: Path) -> Non
     with pytest.raises(GpusnapError, match="a child process of gpusnap that asked crash was killed"):
         companion.ask(crash, str(asked), within=9)
     assert asked.read_text() == "xx"
+
+
+def stop_this() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_children_that_are_stopped(companion: Companion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are replaced long before the deadline, once; then it is said."""
+    monkeypatch.setattr(question_process, "_STOPPED", 0.2)
+    monkeypatch.setattr(question_process, "_LOOK", 0.05)
+    pid = companion.ask(os.getpid, within=9)
+    child = ask(ME, "x", os.getpid)
+    for each in (pid, child):
+        os.kill(each, signal.SIGSTOP)
+        wait_for(lambda each=each: proc.is_still(each), "the stop")  # type: ignore[misc]
+    assert companion.ask(os.getpid, within=60) not in (ME, pid)
+    assert ask(ME, "x", os.getpid, within=60) not in (ME, child)
+    wait_for(lambda: not proc.is_running(pid) and not proc.is_running(child), "their end")
+    before = time.monotonic()
+    for question in (companion.ask, partial(ask, ME, "it")):
+        with pytest.raises(GpusnapError, match=r"child process of gpusnap that .* was killed, or stopped"):
+            question(stop_this, within=60)
+    assert time.monotonic() - before < 30
+
+
+def test_a_child_that_goes_on(companion: Companion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was stopped for a moment only is waited for, and so is one that takes long."""
+    monkeypatch.setattr(question_process, "_STOPPED", 30.0)
+    monkeypatch.setattr(question_process, "_LOOK", 0.02)
+    pid = companion.ask(os.getpid, within=9)
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: proc.is_still(pid), "the stop")
+    looks: list[bool] = []
+    is_stopped = question_process._is_stopped
+
+    def look(of: int) -> bool:
+        looks.append(is_stopped(of))
+        if len(looks) == 3:
+            os.kill(of, signal.SIGCONT)
+        return looks[-1]
+
+    monkeypatch.setattr(question_process, "_is_stopped", look)
+    assert companion.ask(os.getpid, within=60) == pid
+    assert looks[:3] == [True] * 3
+
+
+@pytest.mark.parametrize("how", ["", "runtime"])
+def test_stopped_children_end_with_us(how: str) -> None:
+    """One that is stopped does not see our end."""
+    program = f"""
+import os, signal, sys, time
+from gpusnap.runtime_shim import question_process
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.shim import dispatch
+
+worker = question_process.ask(os.getpid(), "x", os.getpid)
+companion = question_process.Companion()
+pids = worker, companion.ask(os.getpid, within=9), question_process._State.forker.pid
+for pid in pids:
+    os.kill(pid, signal.SIGSTOP)
+    while not question_process._is_stopped(pid):
+        time.sleep(0.01)
+print(*pids, flush=True)
+if {how!r}:
+    def fail(argv):
+        raise GpusnapError("no command line")
+    dispatch.parse = fail
+    try:
+        dispatch.main([])
+    except GpusnapError:
+        os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 3, done.stderr
+    try:
+        wait_for(lambda: not any(proc.is_running(pid) for pid in pids), "their end")
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def crash(asked: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -242,6 +243,31 @@ def test_fault_hang_ends_with_the_file(box: Box, caller: Agent, target: Agent) -
     wait_until(lambda: _hangs(target.pid), "the fault")
     (box.state / "faults").unlink()
     assert caller.receive() == OK
+
+
+@pytest.mark.parametrize("operation", ["checkpoint", "restore"])
+def test_fault_hang_with_the_lock_of_a_gpu(box: Box, caller: Agent, target: Agent, operation: str) -> None:
+    """Whoever sums up that GPU's memory waits until it is over."""
+    box.faults(f"{operation} hang=600000 keeps-gpu")
+    to_state(caller, target.pid, LOCKED if operation == "checkpoint" else CHECKPOINTED)
+    caller.send(operation, target.pid)
+    memory = next((box.state / "mem").iterdir())
+    wait_until(lambda: not _is_free(memory), "the lock")
+    (box.state / "faults").unlink()
+    assert caller.receive() == OK
+    assert _is_free(memory)
+
+
+def _is_free(folder: Path) -> bool:
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(lock)
 
 
 def _hangs(pid: int) -> bool:

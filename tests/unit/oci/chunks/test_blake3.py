@@ -225,6 +225,32 @@ def test_chunks_that_were_met(layout: Layout) -> None:
     assert [chunk.blake3 for chunk in again.chunks] == [OTHER, second.blake3, third.blake3]
 
 
+def test_what_was_met_is_known_by_it(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that was written ahead and is the same is not hashed by SHA-256 again; another one is."""
+    table = stored(layout)
+    met = {chunk.plain: chunk for chunk in table.chunks}
+    hashed: list[int] = []
+
+    def counted(view: memoryview) -> str:
+        hashed.append(view.nbytes)
+        return digest_of(view)
+
+    monkeypatch.setattr("gpusnap.oci.chunks.writer.digest_of", counted)
+    limits = {"threads": 2, "ceiling": CEILING, "chunk_size": MIB}
+    (again,) = write([Buffer(CONTENT)], layout, written_before=met, **limits)  # type: ignore[arg-type]
+    assert again == table
+    assert hashed == []
+    other = bytearray(CONTENT)
+    other[MIB + 5] ^= 1
+    (changed,) = write([Buffer(other)], layout, written_before=met, **limits)  # type: ignore[arg-type]
+    assert hashed
+    assert [c.plain == d.plain for c, d in zip(changed.chunks, table.chunks, strict=True)] == [
+        True,
+        False,
+        True,
+    ]
+
+
 HEX = digest_of(b"a").removeprefix("sha256:")
 
 

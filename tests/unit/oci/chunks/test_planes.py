@@ -76,6 +76,30 @@ def test_there_and_back(native: bool, width: int) -> None:
     assert bytes(planes.unpack(bytes(blob), len(plain)) or b"") == plain
 
 
+@pytest.mark.parametrize("width", planes.WIDTHS)
+def test_the_compressor_of_planes(native: bool, width: int) -> None:
+    """Smaller than with zstd as it is, and anybody's zstd reads it; its memory is what is said."""
+    plain = weights(1 << 18, width)
+    room, top = memoryview(bytearray(len(plain))), memoryview(bytearray(len(plain)))
+    own = planes.make_compressor()
+    used = planes.encode(memoryview(bytearray(plain)), width, room, top, own)
+    assert 0 < used < 0.99 * len(packed(plain, width))
+    assert unpacked(bytearray(room[:used]), len(plain)) == plain
+    assert own.memory_size() <= planes.COMPRESSOR_MEMORY < 2 << 20
+
+
+def test_runs_of_zeros(native: bool) -> None:
+    """Numbers of which many are zero in a row take hardly any room for these."""
+    dense = weights(1 << 16, 2)
+    plain = dense + bytes(3 * len(dense))
+    room, top = memoryview(bytearray(len(plain))), memoryview(bytearray(len(plain)))
+    sizes = [
+        planes.encode(memoryview(bytearray(data)), 2, room, top, planes.make_compressor()) - len(data) // 2
+        for data in (plain, dense)
+    ]
+    assert 0 < sizes[0] < 1.05 * sizes[1]
+
+
 def test_both_ways_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one writes the other reads."""
     plain = random.Random(3).randbytes(4096)

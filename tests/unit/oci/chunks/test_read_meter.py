@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from fakes import evict
 
 from gpusnap.oci.chunks.read_meter import ReadMeter, in_page_cache
 
@@ -148,9 +149,8 @@ def test_the_page_cache(tmp_path: Path, there: tuple[int, ...], cached: bool) ->
         if not os.major(os.fstat(file.fileno()).st_dev):
             pytest.skip("the folder is on no disk")
         assert in_page_cache(file, MIB)
-        os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        evict(file)
         for offset in there:
             os.pread(file.fileno(), 1, offset)
         assert in_page_cache(file, MIB) == cached
@@ -168,7 +168,7 @@ def test_a_blob_leaves_the_page_cache_as_it_was(tmp_path: Path, drop: bool) -> N
                 pytest.skip("the folder is on no disk")
             os.fsync(file.fileno())
             if not before:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                evict(file)
             meter.note_opened(file, MIB)
             with meter.around():
                 assert len(file.read()) == MIB

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
-from gpusnap.oci.layout.unsynced import Unsynced
+from gpusnap.oci.layout import unsynced as unsynced_module
+from gpusnap.oci.layout.unsynced import MOST, Unsynced, count_descriptors
 
 
 def written(folder: Path, name: str) -> int:
@@ -65,6 +67,75 @@ def test_a_bounded_number_stays_open(tmp_path: Path, synced: list[str]) -> None:
     assert open_files(tmp_path) == []
     unsynced.sync(no_other, threads=2)
     assert len(synced) == 5
+
+
+def test_the_kernel_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each file that was written, once."""
+    begun: list[str] = []
+    real = unsynced_module._libc().sync_file_range
+
+    class Libc:
+        def sync_file_range(self, descriptor: int, offset: int, size: int, flags: int) -> int:
+            assert (offset, size, flags) == (0, 0, 2)
+            begun.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+            found: int = real(descriptor, offset, size, flags)
+            assert found == 0
+            return found
+
+    monkeypatch.setattr(unsynced_module, "_libc", Libc)
+    unsynced = Unsynced()
+    (tmp_path / "other").touch()
+    unsynced.note_existing("other")
+    add(unsynced, tmp_path, "a", "b")
+    assert begun == ["a", "b"]
+
+
+def test_what_was_made_durable_here_is_not_again(tmp_path: Path, synced: list[str]) -> None:
+    """As long as it is the same file, and nobody has written to it."""
+    unsynced = Unsynced(most=3)
+
+    def there(name: str) -> os.stat_result:
+        return os.stat(tmp_path / name)
+
+    def sync() -> list[str]:
+        synced.clear()
+        unsynced.sync(lambda name: os.open(tmp_path / name, os.O_RDONLY), threads=1)
+        return sorted(synced)
+
+    add(unsynced, tmp_path, "a", "b", "c")
+    unsynced.note_existing("other", there("a"))  # another name
+    (tmp_path / "other").touch()
+    assert sync() == ["a", "b", "c", "other"]
+    os.utime(tmp_path / "b", ns=(0, 0))
+    os.unlink(tmp_path / "c")
+    (tmp_path / "c").touch()
+    for name in ("a", "b", "c"):
+        unsynced.note_existing(name, there(name))
+    assert sync() == ["b", "c"]
+    unsynced.note_existing("a")  # by somebody who does not know the file
+    assert sync() == ["a"]
+
+
+def test_what_failed_is_not_taken_for_durable(tmp_path: Path, synced: list[str]) -> None:
+    """Neither then, nor once it was written again."""
+    unsynced = Unsynced(most=3)
+    (tmp_path / "bad").touch()
+    unsynced.note_existing("bad")
+    with pytest.raises(OSError, match="bad"):
+        unsynced.sync(lambda name: os.open(tmp_path / name, os.O_RDONLY), threads=1)
+    add(unsynced, tmp_path, "bad")
+    unsynced.note_existing("bad", os.stat(tmp_path / "bad"))
+    unsynced.sync(no_other, threads=1)
+    assert synced == ["bad", "bad"]
+
+
+@pytest.mark.parametrize(
+    ("soft", "most"), [(1024, 256), (1 << 20, MOST), (resource.RLIM_INFINITY, MOST), (2, 1)]
+)
+def test_as_many_as_the_limit_allows(monkeypatch: pytest.MonkeyPatch, soft: int, most: int) -> None:
+    """A part of this process' descriptors."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
+    assert count_descriptors() == most
 
 
 def test_an_early_failure_is_not_forgotten(tmp_path: Path, synced: list[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gpusnap.doctor.base import free_space
 from gpusnap.runtime_shim import gpu
 from gpusnap.runtime_shim.gpu.api import device_files
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
@@ -106,6 +107,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
     """Kill the process and leave it a zombie, as a container's process is until its parent has looked."""
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_nvml_gives_up_before_podman() -> None:
+    """Else Podman ends the restore without a word of ours."""
+    assert nvidia._NVML <= free_space.PODMANS_LIMIT - 60
 
 
 def test_it_is_a_driver() -> None:
@@ -328,7 +334,7 @@ def test_an_nvml_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(nvml, "is_open", lambda: False)
     monkeypatch.setattr(nvidia._COMPANION, "ask", ask)
-    with pytest.raises(DriverNotReady, match="NVML did not respond within 300 s"):
+    with pytest.raises(DriverNotReady, match="NVML did not respond within 180 s"):
         Nvidia().host()
 
 

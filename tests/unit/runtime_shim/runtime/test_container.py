@@ -167,6 +167,16 @@ def test_find_nonsense(tmp_path: Path, output: str) -> None:
         find([str(runtime.path)], ID)
 
 
+def test_find_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that does not answer is waited for so long."""
+    runtime = tmp_path / "r"
+    runtime.write_text("#!/bin/sh\nexec sleep 1000\n")
+    runtime.chmod(0o755)
+    monkeypatch.setattr(container, "_PATIENCE", 0.2)
+    with pytest.raises(RuntimeFailed, match=r"did not finish within 0\.2 s"):
+        find([str(runtime)], ID)
+
+
 def test_find_without_a_runtime(tmp_path: Path) -> None:
     """A runtime that cannot be started is named, in words that Podman leaves alone."""
     with pytest.raises(RuntimeFailed) as caught:

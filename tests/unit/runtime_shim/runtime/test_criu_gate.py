@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from fakes import wait_for
 
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime.criu import gate as gates
 from gpusnap.runtime_shim.runtime.criu.gate import POST_RESTORE, PRE_RESTORE, Busy, Gate
 
@@ -104,6 +109,24 @@ def test_who_asks_ends(gate: Gate) -> None:
     assert ask(gate, b"pre-restore 0\n") == b"y"
 
 
+def test_who_asks_does_not_read(tmp_path: Path, launcher: Path) -> None:
+    """Because it is stopped, say: the work is done all the same, however often it is told."""
+    done = threading.Event()
+
+    def work(_: int, busy: Busy) -> None:
+        for _ in range(100_000):
+            busy()
+        done.set()
+
+    gate = Gate(str(tmp_path / "gate"), str(launcher), {POST_RESTORE: work})
+    with closing(gate), socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(gate.environment["GPUSNAP_GATE"])
+        asking.send(b"post-restore 7\n")
+        assert done.wait(30)
+        asking.shutdown(socket.SHUT_RDWR)
+    assert gate.error is None
+
+
 def test_it_works(gate: Gate, called: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe is none of the stages."""
     monkeypatch.setattr(gates, "criu_version", lambda: "4.1.1")
@@ -149,6 +172,46 @@ def test_a_launcher_that_cannot(
     monkeypatch.setattr(gates, "criu_version", lambda: "4.1.1")
     BROKEN[how](launcher)
     assert not gate.works()
+
+
+@contextmanager
+def stopped(path: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that CRIU has run at a stage, and that a signal has stopped."""
+    environment = {"PATH": os.environ["PATH"], gates.VARIABLE: path, "CRTOOLS_SCRIPT_ACTION": PRE_RESTORE}
+    with subprocess.Popen(["sh", "-c", "kill -STOP $$; exec sleep 600"], env=environment) as child:
+        try:
+            wait_for(lambda: proc.is_still(child.pid), "the stop")
+            yield child
+        finally:
+            child.kill()
+
+
+def test_a_program_that_is_stopped(tmp_path: Path, launcher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU would wait for it for good. It is killed, and the restore says why it failed."""
+    monkeypatch.setattr(gates, "_STOPPED", 0.3)
+    monkeypatch.setattr(gates, "_LOOK", 0.05)
+    with closing(Gate(str(tmp_path / "gate"), str(launcher), {})) as gate:
+        with stopped(str(tmp_path / "other")) as other, stopped(str(tmp_path / "gate")) as ours:
+            assert ours.wait(30) == -signal.SIGKILL
+            assert gate.error is not None
+            assert f"process {ours.pid}, was stopped by a signal" in str(gate.error)
+            assert "SIGSTOP" in gate.error.hint
+            assert other.poll() is None
+        assert ask(gate, b"probe 0\n") == b"y"
+
+
+def test_a_program_that_is_stopped_for_a_moment(
+    tmp_path: Path, launcher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on, and so may CRIU."""
+    monkeypatch.setattr(gates, "_STOPPED", 100.0)
+    monkeypatch.setattr(gates, "_LOOK", 0.02)
+    with closing(Gate(str(tmp_path / "gate"), str(launcher), {})) as gate, stopped(gate._path) as ours:
+        wait_for(lambda: (ours.pid, state_files.owner(ours.pid)[1]) in gate._stopped, "that it is seen")
+        ours.send_signal(signal.SIGCONT)
+        wait_for(lambda: not gate._stopped, "that it is forgotten")
+        assert gate.error is None
+        assert ours.poll() is None
 
 
 def test_closed(gate: Gate) -> None:

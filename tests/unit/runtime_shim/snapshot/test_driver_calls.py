@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 from fakes import FakeDriver, Family
@@ -218,3 +220,47 @@ def test_one_without_gpu_state(
     with pytest.raises(NotInitialized):  # one that is to have some may be about to end
         driver_calls.lock(driver, pid, timeout=60)
     assert patience[1:] == [driver_calls._DYING]
+
+
+def looks(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, int], lost: str = "") -> list[tuple[str, int]]:
+    """Have the driver's thread found so at each look, again and again; what was found."""
+    seen: list[tuple[str, int]] = []
+    states = itertools.cycle(found)
+
+    def look(pid: int, tid: int) -> tuple[str, int]:
+        seen.append(next(states))
+        return seen[-1]
+
+    monkeypatch.setattr(proc, "activity", look)
+    monkeypatch.setattr(driver_calls, "run_only", lambda pid, tid: nullcontext(SimpleNamespace(lost=lost)))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("found", "done"),
+    [
+        ([("S", 5)], True),
+        # Its process is stopped and let go on all day, and so the thread stops for its tracer.
+        ([("S", 5), ("t", 5), ("S", 5), ("T", 5)], True),
+        ([("S", 5), ("R", 5)], False),
+        ([("S", 5), ("D", 5)], False),
+        ([("S", 5), ("S", 6)], False),
+    ],
+)
+def test_let_finish(monkeypatch: pytest.MonkeyPatch, found: list[tuple[str, int]], done: bool) -> None:
+    """A thread is done that has slept for a while, without running; not one that only has to stand."""
+    looks(monkeypatch, *found)
+    driver = FakeDriver()
+    monkeypatch.setattr(driver, "restore_thread", lambda pid: pid)
+    began = time.monotonic()
+    driver_calls.let_finish(driver, os.getpid(), within=60 if done else 0.5, quiet=0.1)
+    assert (time.monotonic() - began < 30) if done else (time.monotonic() - began >= 0.5)
+
+
+def test_let_finish_of_one_that_cannot_be_let_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it."""
+    seen = looks(monkeypatch, ("t", 5), lost="the kernel said no")
+    driver = FakeDriver()
+    monkeypatch.setattr(driver, "restore_thread", lambda pid: pid)
+    driver_calls.let_finish(driver, os.getpid(), within=60, quiet=0.1)
+    assert len(seen) == 1

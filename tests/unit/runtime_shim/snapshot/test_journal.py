@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -91,6 +92,39 @@ def test_masks_that_nobody_can_look_for(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(journal, "exists", fail)
     with pytest.raises(GpusnapError, match=r"w\.masks cannot be read: Input/output error"):
         journal.read("w")
+
+
+@pytest.mark.parametrize(
+    ("number", "hint", "code"),
+    [
+        (errno.EROFS, "check that gpusnap runs as root, and that /run has free space", "GPS-007"),
+        (errno.ENOSPC, "free some space there", "GPS-007"),
+        (errno.EMFILE, "raise the limit on open files", ""),
+    ],
+)
+def test_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, number: int, hint: str, code: str) -> None:
+    """Only who is not root, or finds /run read-only, is told to look at that."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(GpusnapError, match=r"w\.json cannot be written: ") as caught:
+        journal.write("w", "/image", {1: ()})
+    assert caught.value.hint.startswith(hint)
+    assert caught.value.code == code
+
+
+def test_that_cannot_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likewise."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "listdir", fail)
+    with pytest.raises(GpusnapError, match="cannot be read: Cannot allocate memory") as caught:
+        journal.list_noted("paused")
+    assert (caught.value.hint, caught.value.code) == ("free some memory and try again", "")
 
 
 def test_of_an_earlier_version(folder: Path) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes import a_manifest, wait_for
+from fakes import a_manifest, evict, wait_for
 
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks.buffers import Buffer
@@ -706,6 +706,23 @@ def test_two_at_once(room: str, record: Manifest, layout: Layout, monkeypatch: p
     assert load_process._loaders == [first]
 
 
+def test_what_is_loaded_is_claimed_no_more(
+    room: str, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in use by then: who counted it twice would refuse what fits."""
+    monkeypatch.setattr(load_process, "_STEP", 1)
+    gate = Gate(layout, memory_blobs(record))
+    monkeypatch.setattr(load_process, "Layout", lambda _: gate)
+    assert load_process.load(record, layout.path, Memory(threads=2))
+    (one,) = load_process._loaders
+    left = {reservations.RAM: needed(record) - record.files[0].table.size}
+    with closing(one):
+        wait_for(lambda: reservations.read_reserved(room) == left, "the file's size to be given up")
+        gate.open()
+        wait_for(lambda: reservations.read_reserved(room) == {}, "the end of its claim")
+    assert reservations.read_reserved(room) == {}
+
+
 def test_a_claim_goes_with_its_load_process(
     room: str, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -802,8 +819,7 @@ def test_the_page_cache_where_memory_is_used_up(
         with io.FileIO(blob_path(layout, blob)) as file:
             if not os.major(os.fstat(file.fileno()).st_dev):
                 pytest.skip("the folder is on no disk")
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            evict(file)
     with loading(record, layout) as environment:
         wait_until_done(environment)
     found = []

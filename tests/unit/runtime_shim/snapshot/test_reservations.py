@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -281,6 +282,22 @@ def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> Non
         assert ours.reserved == {}
 
 
+def test_what_is_left_of_a_claim(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts from then on, whoever is choosing meanwhile; where it cannot be written, all of it does."""
+    with claim(folder) as ours:
+        ours.record({A: 5, reservations.RAM: 9})
+        with claim(folder) as others:
+            assert others.reserved == {A: 5, reservations.RAM: 9}
+            ours.shrink({A: 5, reservations.RAM: 2})
+        assert read_reserved(folder) == {A: 5, reservations.RAM: 2}
+        monkeypatch.setattr(os, "replace", refusing("replace", errno.ENOSPC))
+        ours.shrink({reservations.RAM: 1})
+        monkeypatch.undo()
+        assert read_reserved(folder) == {A: 5, reservations.RAM: 2}
+        assert len(os.listdir(folder)) == 1
+    assert os.listdir(folder) == []
+
+
 def test_the_wait_has_an_end(folder: str) -> None:
     """Where others do not stop choosing, an error names the folder and what to look at."""
     with claim(folder):
@@ -305,15 +322,28 @@ def refusing(call: str, error: int) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("call", ["mkdir", "open", "listdir"])
-@pytest.mark.parametrize("error", [1, 13, 30, 28])
-def test_no_usable_run(folder: str, monkeypatch: pytest.MonkeyPatch, call: str, error: int) -> None:
-    """Not root, a /run that cannot be written, or that is full: one sentence that Podman shows as it is."""
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (errno.EPERM, "gpusnap needs root and a writable /run"),
+        (errno.EACCES, "gpusnap needs root and a writable /run"),
+        (errno.EROFS, "gpusnap needs root and a writable /run"),
+        (errno.ENOSPC, "free some space there"),
+        (errno.EMFILE, "raise the limit on open files for gpusnap (ulimit -n, LimitNOFILE= of a unit)"),
+        (errno.ENFILE, "this host has too many files open: end what opens them, or raise fs.file-max"),
+        (errno.ENOMEM, "free some memory and try again"),
+    ],
+)
+def test_no_usable_run(
+    folder: str, monkeypatch: pytest.MonkeyPatch, call: str, error: int, hint: str
+) -> None:
+    """One sentence that Podman shows as it is: who is not root is told so, and nobody else."""
     monkeypatch.setattr(os, call, refusing(call, error))
     with pytest.raises(GpusnapError) as caught, claim(folder):
         pytest.fail("claimed nothing")
     text = caught.value.sentence()
     assert text.startswith(f"memory cannot be reserved in {folder}: ")
-    assert text.endswith("gpusnap needs root and a writable /run")
+    assert text.endswith(f"; {hint}")
     assert not any(words in text.lower() for words in POISON)
 
 
@@ -386,8 +416,14 @@ def test_show_without_a_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert read_reserved(folder) == {}
     assert not os.path.exists(folder)
     monkeypatch.setattr(os, "listdir", refusing("listdir", 13))
-    with pytest.raises(GpusnapError, match="cannot be read: access is refused"):
+    with pytest.raises(GpusnapError, match="cannot be read: access is refused") as caught:
         read_reserved(folder)
+    assert (caught.value.hint, caught.value.code) == ("run it as root", "GPS-005")
+    monkeypatch.setattr(os, "listdir", refusing("listdir", errno.EMFILE))
+    with pytest.raises(GpusnapError, match="cannot be read: Too many open files") as caught:
+        read_reserved(folder)
+    assert caught.value.hint.startswith("raise the limit on open files")
+    assert not caught.value.code
 
 
 def test_where() -> None:

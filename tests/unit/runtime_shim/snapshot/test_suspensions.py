@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from fakes import FakeDriver
 
-from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim import question_process, state_files
 from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import parse_map
@@ -392,6 +392,22 @@ def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, 
     with pytest.raises(type(error), match=str(error)):
         resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, list, cut_off=cut_off)
     assert stayed == ([] if cut_off else [found.name])
+
+
+def test_recover_has_others_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML may not answer: a child process that can be left behind is there before anybody is asked."""
+    there: list[str] = []
+    monkeypatch.setattr(question_process, "start", lambda: there.append("a child"))
+
+    def read(key: str) -> None:
+        assert there == ["a child"]
+
+    monkeypatch.setattr(suspensions, "read", read)
+    engine = SimpleNamespace(allow=list, go_on=list)
+    assert resume.recover(suspension().key, Settings(), FakeDriver(), engine) == (  # type: ignore[arg-type]
+        "another process has already repaired it"
+    )
+    assert there == ["a child"]
 
 
 class Trouble:

@@ -18,6 +18,7 @@ from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory.capture import interleave
 from gpusnap.runtime_shim.snapshot.memory.write_ahead import EarlyWriter
 
 SIZE = 64 << 10
@@ -47,8 +48,7 @@ def blobs(layout: Layout) -> set[str]:
 
 def test_what_is_there_is_written_ahead(area: Area, layout: Layout) -> None:
     """While it is filled from the beginning; then nothing is left to write but the end, and all is right."""
-    told: list[str] = []
-    early = EarlyWriter(layout, MEMORY, None, told.append)
+    early = EarlyWriter(layout, MEMORY, None)
     early.begin(area)
     content = os.urandom(SIZE * CHUNKS)
     for at in range(0, SIZE * CHUNKS, SIZE):
@@ -57,7 +57,9 @@ def test_what_is_there_is_written_ahead(area: Area, layout: Layout) -> None:
         wait_for(lambda at=at: len(blobs(layout)) >= at // SIZE, "the chunks before it")  # type: ignore[misc]
     met = early.end()
     assert len(met) == CHUNKS - 1
-    assert set(told) == {chunk.blob for chunk in met.values()}
+    assert [early.is_written(area, at) for at in range(0, SIZE * CHUNKS, SIZE)] == [True] * (CHUNKS - 1) + [
+        False
+    ]
     written: list[str] = []
     limits = {"threads": 2, "ceiling": 64 << 20}
     (table,) = writing.write(
@@ -77,6 +79,15 @@ def test_what_is_there_is_written_ahead(area: Area, layout: Layout) -> None:
     back.close()
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [("", "", ""), ("abc", "", "abc"), ("", "12", "12"), ("abcd", "12", "a1bc2d"), ("ab", "1234", "a12b34")],
+)
+def test_both_evenly(first: str, second: str, both: str) -> None:
+    """None waits until the others are done."""
+    assert "".join(interleave(first, second)) == both
+
+
 def test_for_the_disk_that_it_is_read_from(
     area: Area, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +99,7 @@ def test_for_the_disk_that_it_is_read_from(
         return (Table(area.size, ()),)
 
     monkeypatch.setattr(writing, "write", write)
-    early = EarlyWriter(layout, MEMORY, None, lambda blob: None, speed)
+    early = EarlyWriter(layout, MEMORY, None, speed)
     early.begin(area)
     early.end()
     assert asked == [speed]
@@ -96,7 +107,7 @@ def test_for_the_disk_that_it_is_read_from(
 
 def test_a_wrong_guess_costs_a_blob(area: Area, layout: Layout) -> None:
     """A chunk that changes after it was written ahead is written again, as what it is."""
-    early = EarlyWriter(layout, MEMORY, None, lambda blob: None)
+    early = EarlyWriter(layout, MEMORY, None)
     fill(area, 0, b"half" + bytes(SIZE - 4))
     fill(area, SIZE, b"begun")
     early.begin(area)
@@ -116,7 +127,7 @@ def test_a_wrong_guess_costs_a_blob(area: Area, layout: Layout) -> None:
 
 def test_zeros_in_between(area: Area, layout: Layout) -> None:
     """It looks over what stays zero to what does not, and writes no zeros."""
-    early = EarlyWriter(layout, MEMORY, None, lambda blob: None)
+    early = EarlyWriter(layout, MEMORY, None)
     early.begin(area)
     fill(area, 0, os.urandom(SIZE))
     fill(area, 20 * SIZE, os.urandom(SIZE))
@@ -133,12 +144,10 @@ def test_known_chunks_are_linked(area: Area, layout: Layout, tmp_path: Path) -> 
     tables = writing.write([area], store, threads=2, ceiling=64 << 20, chunk_size=SIZE)
     known = Known(tmp_path / "known.json")
     known.learn(tables, store)
-    told: list[str] = []
-    early = EarlyWriter(layout, MEMORY, known, told.append)
+    early = EarlyWriter(layout, MEMORY, known)
     early.begin(area)
     wait_for(lambda: len(blobs(layout)) == 3, "all but the last")
     met = early.end()
-    assert told == []
     counted = early.count_chunks(tables)
     assert (counted.stored, counted.known) == (0, len(met) * SIZE)
 
@@ -149,7 +158,7 @@ def test_nothing_here_fails(area: Area, layout: Layout, monkeypatch: pytest.Monk
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    early = EarlyWriter(layout, MEMORY, None, lambda blob: None)
+    early = EarlyWriter(layout, MEMORY, None)
     with monkeypatch.context() as patched:
         patched.setattr(Layout, "add_blob", full)
         fill(area, 0, os.urandom(8 * SIZE))
@@ -157,14 +166,14 @@ def test_nothing_here_fails(area: Area, layout: Layout, monkeypatch: pytest.Monk
         wait_for(lambda: "gpusnap-early" not in [each.name for each in threading.enumerate()], "its end")
     assert early.end() == {}
     area.close()
-    early = EarlyWriter(layout, MEMORY, None, lambda blob: None)
+    early = EarlyWriter(layout, MEMORY, None)
     early.begin(area)
     assert early.end() == {}
 
 
 def test_an_empty_region(area: Area, layout: Layout) -> None:
     """Zeros all the way: there is nothing to write, and it ends when it is told to."""
-    early = EarlyWriter(layout, MEMORY, None, lambda blob: None)
+    early = EarlyWriter(layout, MEMORY, None)
     early.begin(area)
     assert early.end() == {}
     assert early.end() == {}

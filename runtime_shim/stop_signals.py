@@ -1,0 +1,78 @@
+"""The signals that ask gpusnap to stop: SIGINT (Ctrl-C), SIGTERM and SIGHUP.
+
+`gpusnap` has the last two raise what Python raises for the first, a KeyboardInterrupt: what undoes something
+for Ctrl-C does so for each. While Podman or a transaction is at work they have handlers of their own
+(gpusnap.engines.podman_work, gpusnap.runtime_shim.transaction). The first one that came decides on the exit
+status, 128 and its number as in a shell.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from gpusnap.runtime_shim.errors import Interrupted
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Seconds in which a second signal is of the same wish. When a terminal is closed, the kernel and the shell
+# each send SIGHUP (setsid(2), bash(1)): the second shall not break into what undoes because of the first.
+_SAME = 1.0
+
+
+class _First:
+    """The first that came while `raise_interrupts` has them: 0 before it came, None outside of that."""
+
+    number: int | None = None
+
+
+def note_signal(number: int) -> None:
+    """One came."""
+    if _First.number == 0:
+        _First.number = number
+
+
+def find_first() -> int:
+    """The first that came; SIGINT where nobody noted one."""
+    return _First.number or signal.SIGINT
+
+
+def make_interrupted(*, hint: str = "") -> Interrupted:
+    """The error for the KeyboardInterrupt of such a signal."""
+    number = find_first()
+    said = "interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}"
+    return Interrupted(said, hint=hint)
+
+
+@contextmanager
+def raise_interrupts() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt while the block runs, unless they are ignored (nohup).
+
+    In the main thread, which alone gets signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _First.number = 0
+    last = -_SAME
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        note_signal(number)
+        now = time.monotonic()
+        before, last = last, now
+        if now - before >= _SAME:
+            raise KeyboardInterrupt
+
+    ours = (signal.SIGTERM, signal.SIGHUP)
+    handled = [number for number in ours if signal.getsignal(number) is not signal.SIG_IGN]
+    replaced = {number: signal.signal(number, stop) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
+        _First.number = None
