@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _DIGEST = compile_later(r"sha256:[0-9a-f]{64}", re.ASCII)
 _LONGEST = 64 << 10
-# Seconds for an answer, as containerd may unpack an image or have a container paused for it; and for a ctr to
-# go that was killed.
+# Seconds for an answer, because containerd may unpack an image or pause a container for it; and for a killed
+# ctr to end.
 _PATIENCE, _DYING = 900.0, 5.0
 _HINT = "check that containerd is running, that CONTAINERD_ADDRESS names its socket, and that you may use it"
 
