@@ -29,7 +29,7 @@ __all__ = ["SIDES", "TURNS", "Bare"]
 
 _, _POPULATED, _STAGED = BARE
 TURNS = ((PLAIN, _POPULATED, _STAGED), (_STAGED, _POPULATED, PLAIN), (PLAIN, _STAGED, _POPULATED))
-"""Who comes first and last changes, so that none is always after the same one."""
+"""The order changes, so that none is always after the same one."""
 SIDES: dict[Literal["checkpoint", "restore"], tuple[str, ...]] = {
     "checkpoint": ("lock", "driver checkpoint", "let go"),
     "restore": ("map back", "driver restore", "unlock"),
@@ -45,14 +45,14 @@ class Bare:
     driver: Driver
     pids: Sequence[int]
     gpu_bytes: int
-    """What they hold."""
+    """Bytes of their GPU memory."""
     name: str
     """Of the stage, and of the journal's entry meanwhile."""
     folder: Path
     memory: Memory
 
     def rows(self, well: Callable[[], object]) -> list[Line]:
-        """All three, in turn, medians of three; `well` waits until the processes have checked their bytes."""
+        """Measure all three, in turn, medians of three; `well` waits until memory has been checked."""
         found: dict[tuple[str, str], list[Line]] = {}
         # A process' first checkpoint grows its heap and finds everything cold: it counts for none of them.
         self.round(PLAIN)
@@ -67,7 +67,7 @@ class Bare:
         return [middle(found[row, side]) for row in BARE for side in SIDES]
 
     def round(self, row: str) -> tuple[dict[str, float], str]:
-        """Suspend and resume once, in a row's way: seconds of each step, and what there is to say."""
+        """Suspend and resume once, in a row's way; return seconds of each step, and a remark."""
         if row != _STAGED:
             return self._round(run_only if row == PLAIN else run_populating)
         with self._staging() as chunks:
@@ -75,7 +75,7 @@ class Bare:
 
     @contextmanager
     def _staging(self) -> Iterator[Chunks]:
-        """What a checkpoint puts the GPU's memory into by default."""
+        """Return the default destination of a checkpoint's GPU memory."""
         image = self.folder / "staged"
         image.mkdir()
         # Nothing is kept: no round is to depend on an earlier one.

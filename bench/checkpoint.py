@@ -53,7 +53,7 @@ QUICK_SETTINGS = ['memory.chunk-size = "1M"']
 
 
 class Report:
-    """All that was found, put into --json after each row."""
+    """All results, written to --json after each row."""
 
     def __init__(self, about: dict[str, Any], path: str | None) -> None:
         self.about, self.path = about, path
@@ -78,7 +78,7 @@ class Report:
 
 
 def attempt(run: Run, name: str, action: Callable[[], None]) -> None:
-    """Do a row; what fails is noted, and the next one is done all the same."""
+    """Run a row; note a failure, and continue with the next row."""
     print(f"{run.case}: {name}", file=sys.stderr, flush=True)
     try:
         action()
@@ -94,7 +94,7 @@ def attempt(run: Run, name: str, action: Callable[[], None]) -> None:
 
 
 def measure(options: argparse.Namespace, here: Place, plan: Plan, report: Report) -> None:
-    """Every row of every case."""
+    """Run every row of every case."""
     driver = Nvidia()
     wanted = [name for name in NAMES if name in (options.only or NAMES)]
     cases = [Case(*each) for each in product(options.sizes, options.data, options.procs)]
@@ -115,7 +115,7 @@ def measure(options: argparse.Namespace, here: Place, plan: Plan, report: Report
 
 
 def row(name: str, bench: Bench, report: Report) -> None:
-    """One row of a case; the floor is measured once for a size."""
+    """Run one row of a case; the floor is measured once for a size."""
     if name == "steady":
         report.steady = steady(bench)
     elif name == "floor":
@@ -186,7 +186,7 @@ def arguments() -> argparse.Namespace:
 
 
 def obstacle(*, software: bool) -> str:
-    """Why nothing can be measured here; empty if it can."""
+    """Say why nothing can be measured here; empty if it can."""
     if os.geteuid() != 0:
         return "checkpoints of containers need root"
     if software:
@@ -210,7 +210,7 @@ def main() -> int:
 
 
 def benchmark(options: argparse.Namespace, *, software: bool) -> int:
-    """All of it; the exit code."""
+    """Run everything; return the exit code."""
     with contextlib.ExitStack() as stack:
         try:
             minor = None if software else Nvidia().host().gpus[0].minor

@@ -58,7 +58,7 @@ STORE = Path("/var/lib/gpusnap-faults")
 LIMIT = 90.0
 """Seconds for a command; Podman's own limits are below that."""
 SETTLING = 20.0
-"""Seconds until what Podman does behind a container's end has been done."""
+"""Seconds until Podman has done its work after a container's end."""
 _LARGEST_MESSAGE = 64 << 10  # bytes on stderr
 # What appears in /run/gpusnap and stays: locks, and an unnamed file that the next writer replaces.
 _STAYS = ("lock", ".new")
@@ -76,7 +76,7 @@ class Hung(Bad):
 
 
 def descendants(root: int) -> dict[int, str]:
-    """The processes below `root` and itself, by PID, and what each runs; without those that end meanwhile."""
+    """Return processes below `root` and itself, by PID, with their programs, without those that end."""
     children: dict[int, list[int]] = {}
     for each in Path("/proc").iterdir():
         if each.name.isdigit():
@@ -93,7 +93,7 @@ def descendants(root: int) -> dict[int, str]:
 
 
 def program(pid: int) -> str:
-    """What a process runs: gpusnap, gpusnap-runtime, or the name of its program; "" where it has ended."""
+    """Return a process's program: gpusnap, gpusnap-runtime, or its name; "" if it has ended."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         name = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -158,7 +158,7 @@ def _end(root: int) -> None:
 
 
 def _stands(root: int) -> str:
-    """Where the threads below `root`, and of the workload, stand."""
+    """Return where the threads below `root`, and of the workload, wait."""
     lines = []
     pids = {*descendants(root), *(int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit())}
     for pid in sorted(pids):
@@ -171,7 +171,7 @@ def _stands(root: int) -> str:
 
 
 def wait_for(condition: Callable[[], Any], *, seconds: float = SETTLING) -> Any:
-    """What the condition gives once it is true, or at the deadline."""
+    """Return the condition's value once it is true, or at the deadline."""
     end = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -201,7 +201,7 @@ def goes_on(identity: str, more: int = 3) -> None:
 
 
 def checked_message(done: Done) -> str:
-    """The last line on stderr of a command that failed; Bad where it is none for people."""
+    """Return the last line on stderr of a failed command; raises Bad if it is not meant for people."""
     if "Traceback (most recent call last)" in done.err:
         raise Bad(f"a traceback:\n{done.err[-4000:]}")
     if len(done.err) + len(done.out) > _LARGEST_MESSAGE:
@@ -229,7 +229,7 @@ class State:
         return cls(Counter(_things()))
 
     def left(self, *, seconds: float = SETTLING) -> list[str]:
-        """What has been left since; what goes away within `seconds` is not."""
+        """Return what has been left since, except what disappears within `seconds`."""
         new: list[str] = []
 
         def gone() -> bool:
@@ -257,7 +257,7 @@ def _things() -> list[str]:
 
 
 def _is_kept(path: Path) -> bool:
-    """Whether that is what gpusnap keeps of a container for as long as it runs."""
+    """Return whether it is what gpusnap stores for a container while it runs."""
     if path.suffix != ".restored":
         return False
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -267,7 +267,7 @@ def _is_kept(path: Path) -> bool:
 
 
 def processes() -> dict[int, str]:
-    """All that run but for this program and kernel threads; zombies are left out."""
+    """Return all processes except this program, kernel threads and zombies."""
     found = {}
     for each in Path("/proc").iterdir():
         if not each.name.isdigit() or int(each.name) == os.getpid():
@@ -282,7 +282,7 @@ def processes() -> dict[int, str]:
 
 @dataclass
 class Report:
-    """What has become of the rounds. A failure keeps what is needed to repeat it in a folder of its own."""
+    """The results of the rounds. A failure stores what is needed to repeat it in a folder of its own."""
 
     program: str
     seed: int
@@ -293,7 +293,7 @@ class Report:
     begun: float = field(default_factory=time.monotonic)
 
     def failed(self, name: str, error: BaseException, *files: Path) -> None:
-        """Print what happened, and keep it with the files that show it again."""
+        """Print what happened, and store it with the files that reproduce it."""
         self.failures += 1
         self.counts["hung" if isinstance(error, Hung) else "bad"] += 1
         folder = self.keep / f"{self.program}-{self.seed}-{self.failures}"
@@ -311,17 +311,17 @@ class Report:
         print(f"BAD {name}: {text[:3000]}\n    kept in {folder}", flush=True)
 
     def note(self, line: str) -> None:
-        """Add a line to the list of rounds that is kept."""
+        """Add a line to the list of rounds."""
         self.keep.mkdir(parents=True, exist_ok=True)
         with (self.keep / f"{self.program}-{self.seed}.log").open("a") as file:
             file.write(f"{time.monotonic() - self.begun:7.1f} {line}\n")
 
     def over(self, seconds: float) -> bool:
-        """Whether no further round is to begin."""
+        """Return whether no further round is to begin."""
         return time.monotonic() - self.begun > seconds
 
     def end(self) -> int:
-        """Print the counts as the last line; the exit status."""
+        """Print the counts as the last line; return the exit status."""
         for said, number in self.said.most_common(40):
             print(f"{number:5} {said}")
         found = {
@@ -336,14 +336,14 @@ class Report:
 
 
 def plain(message: str) -> str:
-    """A message without what differs from round to round, to count those that are alike."""
+    """Return a message without the parts that differ from round to round, to count similar ones."""
     message = re.sub(r"^.*?gpusnap: ", "", message)
     message = re.sub(r"\b[0-9a-f]{12,64}\b", "ID", message)
     return re.sub(r"\d+", "N", message)[:160]
 
 
 def parser(description: str, rounds: int) -> argparse.ArgumentParser:
-    """The options that all of them have."""
+    """Return the options that all of these programs have."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -362,7 +362,7 @@ def parser(description: str, rounds: int) -> argparse.ArgumentParser:
 
 
 def prepare(program: str, given: argparse.Namespace) -> Report:
-    """Put gpusnap and softgpu in place; a report, and random numbers by the seed."""
+    """Install gpusnap and softgpu; return a report, and random numbers by the seed."""
     if os.environ.get("GPUSNAP_TESTHOST") != "1":
         print(f"{program}: it changes this machine: run it in the test host, as --help says", file=sys.stderr)
         raise SystemExit(2)
@@ -382,12 +382,12 @@ def settings(runtime: str, *, pages: str = "chunks") -> None:
 
 
 def start(name: str, *words: str) -> Container:
-    """A container of the workload on GPU 0, which checks its GPU memory at each tick."""
+    """Start a container of the workload on GPU 0, which checks its GPU memory at each tick."""
     return Container.start(name, "--mib", "6", *words, gpus=("0",))
 
 
 def remove_all() -> None:
-    """Remove all containers, whatever state they are in."""
+    """Remove all containers in any state."""
     for name in run("podman", "ps", "--all", "--quiet", "--no-trunc").out.split():
         podman("rm", "--force", "--time", "0", name)
     for runtime in ("crun", "runc"):

@@ -18,14 +18,14 @@ STOCK = {"checkpoint": (11.6, 6.2), "restore": (8.5, 2.65)}
 PLAIN = "driver-plain"
 """The row of the driver's calls as they come."""
 BARE = (PLAIN, "driver-populated", "driver-staged")
-"""The rows of the driver's calls, with no runtime and no container about them."""
+"""The rows of the driver's calls, without a runtime and a container."""
 DRIVERS = ("lock", "driver checkpoint", "resume")
 """Steps of a checkpoint that leaves the container running which are the driver's own work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the workload holds on the GPU."""
+    """The workload's GPU memory."""
 
     gib: float
     data: str
@@ -33,12 +33,12 @@ class Case:
 
     @property
     def size(self) -> int:
-        """Bytes, whole MiB."""
+        """Return bytes, whole MiB."""
         return self.mib << 20
 
     @property
     def mib(self) -> int:
-        """At least 4 for each process, the least that its program takes."""
+        """Return at least 4 for each process, the least that its program takes."""
         return max(round(self.gib * 1024), 4 * self.procs)
 
     def __str__(self) -> str:
@@ -47,31 +47,31 @@ class Case:
 
 @dataclass(slots=True)
 class Line:
-    """One operation of a row. Seconds and bytes; None where it is not known, or makes no sense."""
+    """One operation of a row. Seconds and bytes; None if unknown or meaningless."""
 
     row: str
     what: str
     side: Literal["checkpoint", "restore"]
-    """Which of the stock tools' and of the floor's figures stand against it."""
+    """Which of the stock tools' and of the floor's figures to compare it with."""
     seconds: float
-    """Of the whole command, or of the calls where there is none."""
+    """Of the whole command, or of the calls if there is none."""
     gpu_bytes: int
     runtime: float | None = None
-    """Of that, the runtime's part, as Podman says."""
+    """The runtime's part of that, as Podman reports it."""
     stages: dict[str, float] = field(default_factory=dict)
     written: int | None = None
-    """What was written of the GPU's memory: files of the checkpoint's gpusnap/, or CRIU's pages."""
+    """Bytes written of the GPU's memory: files of the checkpoint's gpusnap/, or CRIU's pages."""
     image: int | None = None
-    """All of the checkpoint: the archive, or the folder where none was made."""
+    """Bytes of the whole checkpoint: the archive, or the folder if none was made."""
     peak: int | None = None
-    """RAM that the shim held at most."""
+    """Most RAM that the shim used."""
     pause: float | None = None
-    """As the workload saw it by its own clock."""
+    """Measured by the workload with its own clock."""
     scaled: bool = False
-    """Not measured, but reckoned from a measurement elsewhere."""
+    """Not measured, but calculated from a measurement elsewhere."""
     note: str = ""
     rounds: list[float] = field(default_factory=list)
-    """Seconds of each, where the line is the median of several."""
+    """Seconds of each, if the line is the median of several."""
     to_stock: float | None = None
     """The stock tools' time divided by this: above 1 is faster than they are. None for the bare driver."""
     to_floor: float | None = None
@@ -85,12 +85,12 @@ class Line:
 
     @property
     def counted(self) -> float:
-        """The seconds that ratios and GiB/s go by: the runtime's, where it has a part of its own."""
+        """Return the seconds for ratios and GiB/s: the runtime's, if it has a part of its own."""
         return self.seconds if self.runtime is None else self.runtime
 
     @property
     def rate(self) -> float:
-        """GiB/s."""
+        """Return GiB/s."""
         return self.gpu_bytes / GIB / self.counted if self.counted else 0.0
 
 
@@ -102,12 +102,12 @@ class Steady:
 
     @property
     def ratios(self) -> list[float]:
-        """Ours divided by the plain runtime's, from the least to the greatest."""
+        """Return ours divided by the plain runtime's, sorted."""
         return sorted(ours / plain for plain, ours in self.pairs)
 
     @property
     def ratio(self) -> float:
-        """The middle one."""
+        """Return the median."""
         found = self.ratios
         return found[len(found) // 2]
 
@@ -127,17 +127,17 @@ class Steady:
 
 @dataclass(slots=True)
 class Run:
-    """All of one case."""
+    """All results of one case."""
 
     case: Case
     floor: Floor | None = None
     lines: list[Line] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    """By row, why."""
+    """The reason, by row."""
     failed: dict[str, str] = field(default_factory=dict)
 
     def find(self, row: str, side: str) -> Line | None:
-        """The first line of a row for a side."""
+        """Return the first line of a row for a side."""
         return next((line for line in self.lines if (line.row, line.side) == (row, side)), None)
 
     def record(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class Run:
 
 
 def scaled_stock(side: Literal["checkpoint", "restore"], plain: Line) -> Line:
-    """The stock tools' time, by how fast the driver's plain call is here; never a measurement."""
+    """Return the stock tools' time, scaled by the driver's plain call here; never a measurement."""
     stock, driver = STOCK[side]
     took = stock * plain.seconds / driver
     note = f"scaled: {stock:g} s × {plain.seconds:.2f} s of the driver's here ÷ {driver:g} s there"
@@ -157,14 +157,14 @@ def scaled_stock(side: Literal["checkpoint", "restore"], plain: Line) -> Line:
 
 
 def middle(lines: Sequence[Line]) -> Line:
-    """Of the same operation done several times the median, whole, with the seconds of all of them."""
+    """Return the median of several runs of the same operation, with the seconds of all of them."""
     found = sorted(lines, key=lambda line: line.seconds)[len(lines) // 2]
     found.rounds = [line.seconds for line in lines]
     return found
 
 
 def ratios(run: Run) -> None:
-    """Put each line in relation to the stock tools, to the floor and to the driver's calls of its run."""
+    """Calculate each line's ratios to the stock tools, to the floor and to the driver's calls of its run."""
     both = [run.find(PLAIN, side) for side in STOCK]
     driver = sum(line.counted for line in both if line is not None) if None not in both else None
     for line in run.lines:
@@ -188,7 +188,7 @@ _HEAD = (
 
 
 def table(runs: Iterable[Run], steady: Steady | None) -> str:
-    """For people, as Markdown."""
+    """Return Markdown."""
     parts = [part for run in runs for part in _of_run(run)]
     return "\n".join([*parts, *([str(steady)] if steady else [])])
 

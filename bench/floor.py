@@ -31,14 +31,14 @@ _ROOM = 512 * MIB  # of the disk that stays free
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """GiB/s; None where it could not be measured, and `notes` say why."""
+    """GiB/s; None if it could not be measured, and `notes` say why."""
 
     size: int
     """Bytes written and read."""
     to_host: float | None
     to_device: float | None
     sha256: float
-    """Of one core."""
+    """With one core."""
     write: float | None = None
     """Through the page cache, until fsync has returned."""
     read: float | None = None
@@ -48,12 +48,12 @@ class Floor:
     notes: tuple[str, ...] = ()
 
     def checkpoint(self, size: int) -> float | None:
-        """Seconds for so many bytes over the link and durably to the disk, the faster way."""
+        """Return seconds for so many bytes over the link and durably to the disk, the faster way."""
         written = max((rate for rate in (self.write, self.direct_write) if rate), default=None)
         return _seconds(size, self.to_host, written)
 
     def restore(self, size: int) -> float | None:
-        """Seconds for so many bytes from the page cache, and over the link."""
+        """Return seconds for so many bytes from the page cache, and over the link."""
         return _seconds(size, self.read, self.to_device)
 
 
@@ -63,7 +63,7 @@ def _seconds(size: int, *rates: float | None) -> float | None:
 
 
 def measure(folder: Path, size: int, *, software: bool) -> Floor:
-    """Everything, in an empty folder that is on the disk in question; `software`: there is no link."""
+    """Measure everything, in an empty folder on the disk in question; `software`: there is no link."""
     sample = Memory(_SAMPLE)
     for at in range(0, _SAMPLE, _PIECE):
         sample.view[at : at + _PIECE] = os.urandom(_PIECE)

@@ -61,13 +61,13 @@ def base(folder: Path) -> Base:
 
 
 def since(moment: int) -> list[str]:
-    """What each tick found that was logged after a moment, in nanoseconds since 1970."""
+    """Return what each tick found that was logged after a moment, in nanoseconds since 1970."""
     log = podman("logs", "--since", f"{moment // 10**9}.{moment % 10**9:09}", NAME).out
     return [found for _, found in _TICK.findall(log)]
 
 
 def goes_on() -> str:
-    """Whether what was restored goes on: "right", "wrong", "ended" where its process has, or "stands"."""
+    """Return how a restored container goes on: "right", "wrong", "ended", or "stands" if it does not."""
     # Of the log that came with it the last tick may be cut off.
     before = int(podman("inspect", "--format", "{{.State.StartedAt.UnixNano}}", NAME).out.strip() or 0)
 
@@ -85,7 +85,7 @@ def goes_on() -> str:
 
 
 def try_restore(locator: str, by_podman: bool) -> tuple[str, str]:
-    """What a restore said, or "" and how what was restored went on."""
+    """Return the error of a restore, or "" and how the container went on."""
     if by_podman and not locator.startswith("oci:"):
         line = ["podman", "--runtime", "gpusnap-runtime", "container", "restore", "--import", locator]
     else:
@@ -97,7 +97,7 @@ def try_restore(locator: str, by_podman: bool) -> tuple[str, str]:
 def round_of(
     case: Case, folder: Path, *, by_podman: bool, strict: bool, report: Report, before: State
 ) -> None:
-    """One case, from making it to having removed all of it. Raises Bad."""
+    """Run one case, from making it to removing it. Raises Bad."""
     locator = case.make(folder)
     verify = run_limited([COMMAND, "verify", locator])
     verdict = _verdict(verify)
@@ -118,7 +118,7 @@ def round_of(
 
 
 def _verdict(verify: Done) -> str:
-    """Why verify refuses; "" where it accepts."""
+    """Return verify's error; "" if it accepts."""
     if verify.code == 0:
         return ""
     if verify.code not in (1, 3, 4):
@@ -129,7 +129,7 @@ def _verdict(verify: Done) -> str:
 
 
 def _outcome(case: Case, verdict: str, said: str, how: str, *, strict: bool) -> str:
-    """What the round counts as. Raises Bad where that may not be."""
+    """Return the result of the round. Raises Bad if it is not allowed."""
     if verdict and said:
         return "refused"
     if not verdict and how == "right":
@@ -142,7 +142,7 @@ def _outcome(case: Case, verdict: str, said: str, how: str, *, strict: bool) -> 
 
 
 def choose(whole: Base, rounds: int, only: str | None) -> list[Case]:
-    """Cases by hand, as many of each group, and as many at random."""
+    """Return hand-written cases, as many of each group, and as many random ones."""
     groups = by_hand(whole)
     print({group: len(cases) for group, cases in groups.items()}, flush=True)
     if only:

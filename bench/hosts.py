@@ -58,14 +58,14 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A file in which workers say their ticks."""
+    """A file in which workers log their ticks."""
 
     path: Path
 
     _LINE = re.compile(rb"pid=(\d+) tick=(\d+) (ok|BAD)[^\n]*?(?: changes=(\d+))? at=([\d.]+)")
 
     def stamps(self, since: float = 0.0) -> dict[int, list[Stamp]]:
-        """By worker, those from a time of day on. Raises BenchError where one found a wrong word."""
+        """Return ticks by worker since a time of day. Raises BenchError if one found a wrong word."""
         found: dict[int, list[Stamp]] = {}
         for match in self._LINE.finditer(self.path.read_bytes()):
             pid, tick, word, changes, at = match.groups()
@@ -78,7 +78,7 @@ class Log:
     def wait(
         self, workers: int, *, since: float, ticks: int = SLICES + 1, changes: int = 0, deadline: float = 60
     ) -> None:
-        """Until each worker has ticked so often since then, and has changed its memory so often."""
+        """Wait until each worker has ticked so often since then, and has changed its memory so often."""
 
         def there() -> bool:
             found = self.stamps(since).values()
@@ -88,7 +88,7 @@ class Log:
         until(there, f"{ticks} ticks of each worker", deadline=deadline)
 
     def pause(self, since: float) -> float:
-        """The longest time between two ticks of a worker since then, less its usual one."""
+        """Return the longest time between two ticks of a worker since then, less its usual one."""
         gaps = [
             [late.at - early.at for early, late in pairwise(stamps)] for stamps in self.stamps(since).values()
         ]
@@ -104,29 +104,29 @@ class Work(Container):
 
     @property
     def static(self) -> Path:
-        """Podman's folder for it, where the runtime's logs of a restore go."""
+        """Return Podman's folder for it, which has the runtime's logs of a restore."""
         return Path(self.inspect()["StaticDir"])
 
     def remove(self) -> None:
-        """It, whether it runs or not."""
+        """Remove it, running or not."""
         podman("rm", "--force", "--time", "0", self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How workloads start here."""
+    """How workloads are started here."""
 
     software: bool
     image: str
     options: tuple[str, ...]
-    """Of `podman run`: the GPU, the program, a log in a file."""
+    """Options of `podman run`: the GPU, the program, a log in a file."""
     deadline: float
     """Seconds for the first ticks."""
     gpuwork: bool = False
-    """Whether that holds the block, and not PyTorch."""
+    """Whether that program holds the block, and not PyTorch."""
 
     def block(self, case: Case, *, inside: bool = True) -> list[str]:
-        """The command of the program that holds a block, in a container or outside of any."""
+        """Return the command of the program that holds a block, in a container or outside of any."""
         if not self.gpuwork:
             folder = "/programs" if inside else str(CHECKOUT / "tests/gpu/programs")
             words = ["--mib", str(case.mib), "--procs", str(case.procs), "--pause", str(_TICK)]
@@ -144,13 +144,13 @@ class Place:
         return ["/gpuwork" if inside else GPUWORK, *words, "--slices", str(slices), "--touch", "2", "--clock"]
 
     def with_gpuwork(self) -> Place:
-        """Here, with gpuwork in the place of PyTorch's program, and less that it checks on the CPU."""
+        """Return this place with gpuwork instead of PyTorch's program, and fewer checks on the CPU."""
         if self.gpuwork:
             return self
         return replace(self, gpuwork=True, options=(*self.options, *realhost.Workload.gpuwork(0).options()))
 
     def training(self) -> list[str]:
-        """The command of a program that computes as fast as it can."""
+        """Return the command of a program that computes as fast as it can."""
         if self.software:
             return ["/gpuwork", "--mib", "4", "--tick", "0", "--clock"]
         return [sys.executable, "/programs/torch_train.py", "--mib", "256", "--pause", "0"]
@@ -174,7 +174,7 @@ class Place:
 
     @contextmanager
     def bare(self, case: Case, folder: Path) -> Iterator[Log]:
-        """The block's program outside of any container, gone when the block of code ends."""
+        """Run the block's program outside of any container; it is gone when the block of code ends."""
         path = folder / "bare.log"
         with path.open("wb") as out:
             line = self.block(case, inside=False)
@@ -226,7 +226,7 @@ def _softgpu() -> Iterator[tuple[str, ...]]:
 
 
 def _find_message(err: str) -> str:
-    """gpusnap's sentence if it said one, else the end of what Podman said."""
+    """Return gpusnap's error message, if there is one, else the end of Podman's output."""
     found = [line.partition("gpusnap: ")[2] for line in err.splitlines() if "gpusnap: " in line]
     return found[0] if found else err.strip()[-400:]
 

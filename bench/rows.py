@@ -47,16 +47,16 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What holds for the whole run."""
+    """Parameters of the whole run."""
 
     runtime: str
-    """The real one: crun, runc."""
+    """The real runtime: crun, runc."""
     settings: tuple[str, ...]
     """Lines of gpusnap.toml for every row."""
     folder: Path
-    """For archives; what is in it when the run ends is removed."""
+    """The folder for archives; its content is removed at the end of the run."""
     pair_seconds: float
-    """That each half of a steady-state pair is watched for."""
+    """Seconds for which each half of a steady-state pair is watched."""
     pairs: int = 3
 
 
@@ -74,7 +74,7 @@ def check_settings(lines: Sequence[str]) -> Settings:
 
 @dataclass
 class Bench:
-    """One case under way: its container is started once, by the first row that needs it."""
+    """One case in progress: its container is started once, by the first row that needs it."""
 
     place: Place
     plan: Plan
@@ -92,7 +92,7 @@ class Bench:
         return self.plan.folder / "checkpoint.tar"
 
     def settings(self, *lines: str) -> None:
-        """Put these in place. Raises SettingsError where gpusnap would not take them."""
+        """Write these settings. Raises SettingsError if gpusnap would refuse them."""
         own = [f'runtime = "{self.plan.runtime}"', f'memory.keep-folder = "{KEEPING}"']
         if self.case.procs > 1 and not self.place.software:
             own.append("nvidia.allow-nccl = true")  # PyTorch loads it, and these processes never use it
@@ -101,7 +101,7 @@ class Bench:
         shimhost.write_settings("\n".join(text) + "\n")
 
     def container(self, runtime: str = SHIM) -> Work:
-        """The workload's, running under that runtime."""
+        """Return the workload's container, running under that runtime."""
         if self.work is not None and self._runtime != runtime:
             self.drop()
         if self.work is None:
@@ -192,7 +192,7 @@ def _steps(timing: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _read_archive(line: Line, archive: Path) -> None:
-    """What the archive says of the checkpoint: its manifest, and the sizes of what is in it."""
+    """Return the archive's figures about the checkpoint: its manifest, and the sizes of its parts."""
     line.image = archive.stat().st_size
     blobs = pages = 0
     with tarfile.open(archive) as tar:
@@ -248,7 +248,7 @@ def stock(bench: Bench) -> list[Line]:
 
 
 def pause(bench: Bench) -> list[Line]:
-    """A checkpoint with --leave-running, in chunks: how long the workload stood still."""
+    """A checkpoint with --leave-running, in chunks: for how long the workload was stopped."""
     bench.settings(*IN_CHUNKS)
     return [_checkpoint_running(bench, "pause", "checkpoint")]
 
@@ -321,4 +321,4 @@ ROWS: dict[str, Callable[[Bench], list[Line]]] = {
     "pause": pause,
     "again": again,
 }
-"""Those that are measured for each case, in this order; the names are --only's, beside floor and steady."""
+"""The rows that are measured for each case, in this order; names for --only, beside floor and steady."""

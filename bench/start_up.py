@@ -113,7 +113,7 @@ class Notes:
 
 
 def run_timed(line: list[str], environment: dict[str, str]) -> Notes:
-    """Run a command to its end. Raises AssertionError where it fails."""
+    """Run a command until its end. Raises AssertionError if it fails."""
     _NOTES.unlink(missing_ok=True)
     begin = time.time()
     done = run_limited(line, env=environment)

@@ -53,7 +53,7 @@ class Hung(Exception):
 
 
 def run_limited(*line: str | os.PathLike[str]) -> Done:
-    """Run a command; Hung where it does not end in time, with where everybody stands."""
+    """Run a command; raises Hung if it does not end in time, with the place of each process."""
     try:
         return run(*line)
     except subprocess.TimeoutExpired as error:

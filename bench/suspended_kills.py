@@ -65,7 +65,7 @@ class Pair(Bench):
         return "in the store" if spilled else "in RAM"
 
     def states(self) -> dict[str, str]:
-        """How gpusnap and Podman have each. Raises Bad where they differ."""
+        """Return each container's state in gpusnap and Podman. Raises Bad if they differ."""
         listed = json.loads(good(run_limited([COMMAND, "ps", "--json"])))["containers"]
         found = {each["name"]: each["state"] for each in listed}
         for name, state in found.items():

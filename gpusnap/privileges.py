@@ -1,4 +1,4 @@
-"""What is said where gpusnap was not run as root: that, and not what follows from it."""
+"""Errors for commands that need root: they name the missing privilege, and not its consequences."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _REFUSED = (errno.EACCES, errno.EPERM)
 
 
 def is_root() -> bool:
-    """Whether this process is root's."""
+    """Return whether this process runs as root."""
     return os.geteuid() == 0
 
 
 def require_root(command: str) -> None:
-    """Raise GpusnapError where a command that only root can do anything with is not root's."""
+    """Raise GpusnapError if a command that needs root is run by another user."""
     if not is_root():
         raise GpusnapError(
             f"gpusnap {command} was not run as root, but only containers of root can be checkpointed",
@@ -28,7 +28,7 @@ def require_root(command: str) -> None:
 
 
 def check_access(path: str) -> None:
-    """Raise GpusnapError where a user may not see whether there is something at a path."""
+    """Raise GpusnapError if this user may not see whether a path exists."""
     if is_root():
         return
     try:
@@ -39,7 +39,7 @@ def check_access(path: str) -> None:
 
 
 def explain_error(error: GpusnapError) -> GpusnapError:
-    """The same error; one that comes of an access that was refused to a user says who is not refused."""
+    """Return the error; if a user's access was denied, with the advice to run the command as root."""
     if is_root() or error.hint == _HINT or not _is_refused(error):
         return error
     hint = f"{_HINT}; {error.hint}" if error.hint else _HINT

@@ -1,7 +1,7 @@
-"""What is going on: the stage, bytes of how many, bytes a second, the time that is left.
+"""Progress of a command: the stage, bytes of how many, bytes per second, the remaining time.
 
 On a terminal it is the last line, which changes; elsewhere a line every ten seconds, so that a pipeline's log
-shows that something moves. It goes to stderr: stdout is for results.
+shows progress. It goes to stderr: stdout is for results.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 Tick = Callable[[], None]
 
 EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
-# What the steps of gpusnap-runtime are for who waits; those that are not here are short.
+"""Seconds between two lines without a terminal."""
+# What to show for the steps of gpusnap-runtime; steps that are missing here are short.
 _CHECKPOINT = {
     "inspect": "inspecting its processes",
     "hold": "stopping its processes",
@@ -44,28 +44,28 @@ _RESTORE = {
     "driver restore": "memory to the GPU",
 }
 _UNDO = "undo: "
-_WORTH_SHOWING = 1 << 20  # bytes: less is directories and records
-_LOOK = 4  # calls of a tick between two looks at how much there is
+_WORTH_SHOWING = 1 << 20  # bytes: smaller amounts are directories and records
+_LOOK = 4  # calls of a tick between two measurements
 
 
 class Line(Protocol):
-    """Where it is shown."""
+    """A display of progress."""
 
     def stage(self, what: str) -> None:
-        """Something else begins; how long it will take is not known yet."""
+        """Begin another stage, of unknown duration."""
 
     def at(self, done: int, whole: int | None) -> None:
-        """So many bytes are done, of `whole`."""
+        """Show that `done` of `whole` bytes are done."""
 
     def say(self, text: str) -> None:
-        """A sentence that stays."""
+        """Print a permanent line."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """End the display."""
 
 
 class Lines:
-    """Without a terminal: a line now and then."""
+    """The display without a terminal: a line every few seconds."""
 
     def __init__(self, every: float = EVERY, clock: Callable[[], float] = time.monotonic) -> None:
         self._every, self._clock = every, clock
@@ -89,7 +89,7 @@ class Lines:
         print(f"gpusnap: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def _show(self, how_far: str) -> None:
         now = self._clock()
@@ -99,31 +99,31 @@ class Lines:
 
 
 class SilentLine:
-    """With --quiet."""
+    """The display with --quiet."""
 
     def stage(self, what: str) -> None:
-        """Not shown."""
+        """Show nothing."""
 
     def at(self, done: int, whole: int | None) -> None:
-        """Not shown."""
+        """Show nothing."""
 
     def say(self, text: str) -> None:
-        """What is being undone is said all the same."""
+        """Print the line even so: it says what is being undone."""
         print(f"gpusnap: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class Progress:
-    """What is shown while the `with` block runs."""
+    """Shows progress while the `with` block runs."""
 
     quiet = False
-    """Whether nothing shall be shown, for all of them (--quiet)."""
+    """Show nothing, for all instances (--quiet)."""
 
     def __init__(self, *, shown: bool | None = None) -> None:
-        """`shown`: whether there is a line that changes; by default on a terminal only."""
-        # One that cannot take a line back would keep an empty one (terminfo(5), dumb).
+        """`shown`: use a line that changes; by default only on a terminal."""
+        # A terminal that cannot erase a line would keep an empty one (terminfo(5), dumb).
         terminal = (
             sys.stderr is not None
             and sys.stderr.isatty()
@@ -131,9 +131,9 @@ class Progress:
         )
         self.shown = (terminal if shown is None else shown) and not self.quiet
         self.mark = ("", 0)
-        """What goes on now, and how many bytes of it are done: where it changes, something moves."""
+        """The present stage, and how many bytes of it are done: a change means progress."""
         self.watched = False
-        """Whether somebody reads the mark, also where nothing is shown."""
+        """Whether somebody reads the mark, even if nothing is shown."""
         self._line: Line = SilentLine() if self.quiet or sys.stderr is None else Lines()
         if self.shown:
             # Imported here: it takes 50 ms, and most commands have no terminal.
@@ -150,32 +150,32 @@ class Progress:
         self._line.close()
 
     def stage(self, what: str) -> None:
-        """Something else begins; how long it will take is not known yet."""
+        """Begin another stage, of unknown duration."""
         self.mark = (what, 0)
         self._line.stage(what)
 
     def at(self, done: int, whole: int | None = None) -> None:
-        """So many bytes are done, of `whole`."""
+        """Show that `done` of `whole` bytes are done."""
         self.mark = (self.mark[0], done)
         self._line.at(done, whole)
 
     def say(self, text: str) -> None:
-        """Say a sentence that stays."""
+        """Print a permanent line."""
         self._line.say(text)
 
     def show_transfer(self, now: TransferProgress) -> None:
-        """For gpusnap.oci.registry.copy."""
+        """Show the progress of gpusnap.oci.registry.copy."""
         self.at(now.moved.bytes + now.moved.skipped_bytes, now.all_bytes)
 
     def chunks(self, now: ChunkProgress) -> None:
-        """For what counts in chunks, or in bytes of an archive."""
+        """Show progress in chunks, or in bytes of an archive."""
         self.at(now.done, now.total)
 
     def follow(self, board: Board | None, what: str, measure: Callable[[], int]) -> Tick:
-        """Something to call often, four times a second: it shows what gpusnap-runtime writes on a board.
+        """Return a function to call four times a second; it shows what gpusnap-runtime writes on a board.
 
-        `what`: "checkpoint of NAME" or the like. At times, where the board tells of no bytes, it shows what
-        `measure` finds, a number of bytes.
+        `what`: "checkpoint of NAME" or the like. While the board has no bytes, it sometimes shows the result
+        of `measure`, a number of bytes.
         """
         calls = 0
         every = _LOOK if self.shown else _LOOK * 10
@@ -200,7 +200,7 @@ class Progress:
 
 @contextmanager
 def board() -> Iterator[Board | None]:
-    """A board for the runtime; None where this host has no memory for one."""
+    """Return a board for the runtime; None if this host has no memory for one."""
     try:
         made = Board()
     except OSError:
@@ -211,7 +211,7 @@ def board() -> Iterator[Board | None]:
 
 
 def in_words(what: str, now: Record) -> str:
-    """A step of gpusnap-runtime as it is shown."""
+    """Return a step of gpusnap-runtime as text."""
     if now.step.startswith(_UNDO):
         return f"{what}: being undone"
     words = {**_RESTORE, **_CHECKPOINT}.get(now.step, "")
@@ -221,7 +221,7 @@ def in_words(what: str, now: Record) -> str:
 
 
 def watch_growth(folder: str) -> Callable[[], int]:
-    """A function that adds up the files in folders that come to be in `folder` from now on, in bytes."""
+    """Return a function that returns the bytes of files in folders that are made in `folder` from now on."""
     before = set(_names(folder))
 
     def measure() -> int:
@@ -247,6 +247,6 @@ def _size(path: str) -> int:
         for name in names:
             try:
                 size += os.lstat(os.path.join(folder, name)).st_size
-            except OSError:  # it has just gone
+            except OSError:  # it was just removed
                 continue
     return size

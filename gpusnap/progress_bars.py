@@ -1,4 +1,4 @@
-"""How the line of gpusnap.progress looks on a terminal."""
+"""The display of gpusnap.progress on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpusnap.runtime_shim.units import amount
 
 
 class _Bytes(TextColumn):
-    """So many of so many bytes, how fast, and for how long still."""
+    """Bytes of how many, how fast, and the remaining time."""
 
     def __init__(self) -> None:
         super().__init__("")

@@ -1,12 +1,12 @@
-"""What goes wrong below, in the terms of who typed the command: a sentence, a hint, and what kind it is.
+"""Errors for users: a sentence, a hint, and a kind.
 
     GpusnapError
     ├── NotFound    there is no such container, name, file or reference
-    ├── Damaged     it is there, and is not what its digests, or its format, say
-    ├── NoManifest  it is a checkpoint, and gpusnap's manifest is not in it
-    └── Killed      Podman was killed at work for us, and what it had begun goes on
+    ├── Damaged     it exists, but does not match its digests or its format
+    ├── NoManifest  it is a checkpoint without gpusnap's manifest
+    └── Killed      Podman was killed while it worked for us, and the processes that it started continue
 
-The first two have exit codes of their own. Whatever else the packages below raise is a GpusnapError.
+The first two have exit codes of their own. Any other exception of the packages below is a GpusnapError.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class NotFound(GpusnapError):
 
 
 class Damaged(GpusnapError):
-    """What was found is not what its digests, or its format, say."""
+    """Something does not match its digests or its format."""
 
     code = "GPS-601"
 
 
 class NoManifest(ManifestError):
-    """A checkpoint that has no manifest of gpusnap's, as those of containers without a GPU."""
+    """A checkpoint without gpusnap's manifest, such as that of a container without a GPU."""
 
 
 class Killed(GpusnapError):
-    """Podman was killed; what it had started goes on."""
+    """Podman was killed; the processes that it started continue."""
 
 
-# From the most specific to the base: the first that fits counts.
+# From the most specific class to the base: the first match counts.
 _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.NotThere, NotFound, "gpusnap ls lists the checkpoints"),
     (errors.Ambiguous, GpusnapError, "give the full name or digest; gpusnap ls lists them"),
@@ -58,7 +58,7 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.Cancelled, Interrupted, ""),
 )
 
-# What could not be read for one of these may be right.
+# With these errors, the data that could not be read may be undamaged.
 _NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
 
 # By the engine that restores an image.
@@ -67,7 +67,7 @@ _OF_IMAGES = {
     "cri": "use it as the image of a container in a new pod",
 }
 
-# Another attempt does not help there.
+# Another attempt is useless for these.
 _TLS = (
     ("does not speak TLS", "give --plain-http, or http:// before the reference"),
     ("speaks TLS", "omit --plain-http, and http:// before the reference"),
@@ -84,12 +84,12 @@ _AGAIN = "run the same command again later; a transfer continues where it stoppe
 
 
 def is_tls(error: errors.OciError) -> bool:
-    """Whether a registry is there, and its TLS, or that it has none, is what is wrong."""
+    """Return whether a registry answers, but its TLS, or the lack of it, causes the error."""
     return isinstance(error, errors.Unreachable) and any(words in str(error) for words, _ in _TLS)
 
 
 def failure(error: errors.OciError) -> GpusnapError:
-    """The same as an error for users: its sentence, and what to do about it."""
+    """Return an error for users: its sentence, and what to do about it."""
     for words, hint in _TLS:
         if isinstance(error, errors.Unreachable) and words in str(error):
             return GpusnapError(str(error), hint=hint, code=error.code)
@@ -109,7 +109,7 @@ def failure(error: errors.OciError) -> GpusnapError:
 
 @contextmanager
 def convert_errors() -> Iterator[None]:
-    """Turn errors of the `oci` package into those of users."""
+    """Convert errors of the `oci` package into errors for users."""
     try:
         yield
     except errors.OciError as error:

@@ -172,7 +172,7 @@ _OUT_OF = {
 
 
 def advise(error: OSError) -> str:
-    """What to do where the kernel has run out of something, or a disk fails; "" for any other error.
+    """Return what to do if the kernel has run out of something, or a disk fails; "" for other errors.
 
     Such an error says nothing about whether a program is installed, or who may open a file.
     """

@@ -244,7 +244,7 @@ def _kill(descriptor: int) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process (proc_pid_stat(5), state); not where nobody can see that."""
+    """Return whether a signal has stopped a process (proc_pid_stat(5), state); False if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2][1:2] == b"T"

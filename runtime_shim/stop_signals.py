@@ -1,9 +1,9 @@
 """The signals that ask gpusnap to stop: SIGINT (Ctrl-C), SIGTERM and SIGHUP.
 
-`gpusnap` has the last two raise what Python raises for the first, a KeyboardInterrupt: what undoes something
-for Ctrl-C does so for each. While Podman or a transaction is at work they have handlers of their own
-(gpusnap.engines.podman_work, gpusnap.runtime_shim.transaction). The first one that came decides on the exit
-status, 128 and its number as in a shell.
+`gpusnap` lets the last two raise what Python raises for the first, a KeyboardInterrupt: code that undoes
+something after Ctrl-C does so for all three. While Podman or a transaction is at work, they have handlers of
+their own (gpusnap.engines.podman_work, gpusnap.runtime_shim.transaction). The first signal determines the
+exit status: 128 plus its number, as in a shell.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from types import FrameType
 from gpusnap.runtime_shim.errors import Interrupted
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Seconds in which a second signal is of the same wish. When a terminal is closed, the kernel and the shell
-# each send SIGHUP (setsid(2), bash(1)): the second shall not break into what undoes because of the first.
+# Seconds within which a second signal belongs to the first. When a terminal is closed, the kernel and the
+# shell each send SIGHUP (setsid(2), bash(1)): the second must not interrupt the cleanup after the first.
 _SAME = 1.0
 
 
 class _First:
-    """The first that came while `raise_interrupts` has them: 0 before it came, None outside of that."""
+    """The first signal while `raise_interrupts` handles them: 0 before it comes, None outside of that."""
 
     number: int | None = None
 
 
 def note_signal(number: int) -> None:
-    """One came."""
+    """Note a signal."""
     if _First.number == 0:
         _First.number = number
 
 
 def find_first() -> int:
-    """The first that came; SIGINT where nobody noted one."""
+    """Return the first signal; SIGINT if none was noted."""
     return _First.number or signal.SIGINT
 
 
 def make_interrupted(*, hint: str = "") -> Interrupted:
-    """The error for the KeyboardInterrupt of such a signal."""
+    """Return the error for the KeyboardInterrupt of such a signal."""
     number = find_first()
     said = "interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}"
     return Interrupted(said, hint=hint)
@@ -49,9 +49,9 @@ def make_interrupted(*, hint: str = "") -> Interrupted:
 
 @contextmanager
 def raise_interrupts() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise KeyboardInterrupt while the block runs, unless they are ignored (nohup).
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt while the block runs, unless they are ignored (nohup).
 
-    In the main thread, which alone gets signals.
+    Only the main thread gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -40,7 +40,7 @@ class Step:
 
 
 class _Announced:
-    """The function that is told of each step as it begins."""
+    """The function that is called with each step when it begins."""
 
     to: Callable[[str], object] | None = None
 

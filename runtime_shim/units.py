@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def human(size: int) -> str:
-    """Bytes in binary units, with one decimal from KiB on."""
+    """Return bytes in binary units, with one decimal from KiB on."""
     value, units = float(size), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -12,7 +12,7 @@ def human(size: int) -> str:
 
 
 def amount(done: int, whole: int | None, speed: float) -> str:
-    """So many bytes of so many, how fast (bytes a second), and for how long still."""
+    """Return bytes of how many, the speed (bytes per second), and the remaining time."""
     if not done:
         return ""
     text = human(done)

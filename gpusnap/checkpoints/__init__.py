@@ -1,1 +1,1 @@
-"""A checkpoint at rest: where it is, what it consists of, in which form."""
+"""Stored checkpoints: their places, parts and formats."""

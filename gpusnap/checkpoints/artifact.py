@@ -1,4 +1,4 @@
-"""A checkpoint that is kept as an artifact: its parts, and what it is to Podman."""
+"""A checkpoint that is stored as an artifact: its parts, and whether Podman or containerd can restore it."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ class ArtifactParts:
     config: bytes
     """manifest.json; empty for a container without GPU state."""
     record: manifest.Manifest | None
-    """The same, decoded."""
+    """The decoded manifest.json."""
 
     @property
     def tables(self) -> list[Table]:
-        """Of all regions, and of images that are in chunks."""
+        """Return the tables of all regions, and of images that are in chunks."""
         return self.record.tables if self.record is not None else []
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes that the container used of its GPUs."""
+        """Return how many bytes of GPU memory the container used."""
         return sum(gpu.memory_used for gpu in self.record.gpus) if self.record is not None else 0
 
     @property
     def size(self) -> int:
-        """Bytes of all its blobs and manifests."""
+        """Return the size of all its blobs and manifests in bytes."""
         return sum(each.size for each in self.parts)
 
     @property
     def parts(self) -> tuple[Descriptor, ...]:
-        """All its blobs and manifests."""
+        """Return all its blobs and manifests."""
         return (*self.artifact.blobs(), *self.artifact.documents)
 
     def check_podman(self) -> None:
-        """Raise Refused where Podman cannot restore it: it is not whole, or containerd's."""
+        """Raise Refused if Podman cannot restore it: it is incomplete, or containerd's."""
         self.check_whole()
         if self.artifact.is_image:
             raise Refused(
@@ -70,7 +70,7 @@ class ArtifactParts:
             )
 
     def check_containerd(self) -> None:
-        """Raise Refused where containerd cannot restore it: it is not whole, or Podman's."""
+        """Raise Refused if containerd cannot restore it: it is incomplete, or Podman's."""
         self.check_whole()
         if not self.artifact.is_image:
             raise Refused(
@@ -81,7 +81,7 @@ class ArtifactParts:
             )
 
     def check_whole(self) -> None:
-        """Raise Refused where it is only the GPU side of a checkpoint that Podman has."""
+        """Raise Refused if it is only the GPU part of a checkpoint that Podman has."""
         if self.artifact.records is None:
             whose = self.record.container[:12] if self.record is not None else ""
             raise Refused(
@@ -95,10 +95,10 @@ class ArtifactParts:
 def load(
     root: Descriptor, layout: Layout, read: Callable[[Descriptor], bytes] | None = None
 ) -> ArtifactParts:
-    """Read an artifact and its config from a layout, manifests by `read` where that is given.
+    """Read an artifact and its config from a layout; `read` reads manifests, if given.
 
-    Raises OciError, ManifestError, and Damaged, also for one whose config names chunks that are no layers of
-    it: no pull would bring those, and gc would take them.
+    Raises OciError, ManifestError, and Damaged, also if its config names chunks that are none of its layers:
+    a pull would not fetch those, and gc would remove them.
     """
     whole = artifacts.read(root, read or layout.read_blob)
     config = whole.config
@@ -125,7 +125,7 @@ def load(
 
 @contextmanager
 def hold_artifact(place: locator.InStore) -> Iterator[tuple[Store, ArtifactParts]]:
-    """What a store has, and no gc takes while the block runs. Raises NotFound, OciError, ManifestError."""
+    """Open an artifact in a store, and protect it from gc. Raises NotFound, OciError, ManifestError."""
     store = locator.open_store(place.store)
     root = place.entry().descriptor
     with ExitStack() as stack:
@@ -134,9 +134,9 @@ def hold_artifact(place: locator.InStore) -> Iterator[tuple[Store, ArtifactParts
 
 
 def hold(store: Store, digest: str, stack: ExitStack) -> None:
-    """Keep a manifest and all below it from gc while `stack` lasts. Raises NotThere, DiskError.
+    """Protect a manifest and all blobs below it from gc until `stack` closes. Raises NotThere, DiskError.
 
-    Where a store is mounted read-only, or is only another tool's layout, there is no gc, and no hold either.
+    A store that is mounted read-only, or is another tool's layout, has no gc, and needs no protection.
     """
     try:
         stack.enter_context(store.hold(digest))
@@ -155,7 +155,7 @@ def _is_foreign(store: Store) -> bool:
 
 
 def _is_read_only(error: OciError, store: Store) -> bool:
-    """Whether an error is that of a store on a file system that is mounted read-only."""
+    """Return whether an error comes from a store on a read-only file system."""
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.errno == errno.EROFS:
         return True
@@ -165,31 +165,32 @@ def _is_read_only(error: OciError, store: Store) -> bool:
 
 
 def roots(store: Store) -> set[str]:
-    """The digests of all that a store names."""
+    """Return the digests of everything that has a name in a store."""
     return {each.descriptor.digest for each in store.entries()}
 
 
 def pages_of(found: ArtifactParts, staging: Layout, before: set[str]) -> str:
-    """The digest of what a runtime has put into the index of it: memory without records; see Staging.commit.
+    """Return the digest of the runtime's index entry for it: memory without records; see Staging.commit.
 
-    Empty where it has none, or that was there `before`.
+    Empty if there is none, or if it existed `before`.
     """
     pages = write_artifact(staging, found.record).digest if found.record is not None else ""
     return "" if pages in before else pages
 
 
 def forget_pages_of(store: Store, container: str, since: datetime, before: set[str]) -> None:
-    """Take out of the index what a runtime put there since `before` for a checkpoint that came to nothing.
+    """Remove the index entries that a runtime has made since `before` for a checkpoint that failed.
 
-    That of a container (its full ID), and no other's: others make checkpoints into the same store meanwhile.
-    `since`: when it began. The blobs stay. What cannot be told or done is left, and shown by `gpusnap ls`.
+    Only those of this container (its full ID): others make checkpoints in the same store meanwhile. `since`:
+    when the checkpoint began. The blobs stay. An entry that cannot be identified or removed is left, and
+    `gpusnap ls` shows it.
     """
 
     def ours(found: Artifact) -> bool:
         notes = found.annotations
         try:
             created = datetime.fromisoformat(notes.get(_CREATED, ""))
-            # It is written in whole seconds.
+            # The time is recorded in whole seconds.
             return notes.get(_CONTAINER) == container and created >= since.replace(microsecond=0)
         except (ValueError, TypeError):
             return False

@@ -1,4 +1,4 @@
-"""What a damaged blob of a checkpoint belongs to: which region, which image, or which of the other parts."""
+"""Determines which part of a checkpoint a damaged blob belongs to: a region, an image, or another part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.units import human
 
 Progress = Callable[[int, int], object]
-"""Called with bytes that were checked, and of how many."""
+"""Called with the number of bytes that were checked, and the total."""
 
 _WHAT = {
     artifacts.CONFIG: "gpusnap's manifest",
@@ -31,13 +31,13 @@ _WHAT = {
     artifacts.ROOTFS: "the rootfs diff",
     artifacts.BLOB: "containerd's image: the files that changed, or the base image",
 }
-# Of one blob; a chunk that is used a thousand times need not be told a thousand times.
+# For each blob; a chunk that is used a thousand times need not be listed a thousand times.
 _MOST_PLACES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A blob that is wrong, what is wrong with it, and which parts of a checkpoint it belongs to."""
+    """A damaged blob, its fault, and the parts of a checkpoint that it belongs to."""
 
     digest: str
     media_type: str
@@ -48,22 +48,22 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What was looked at: the word for it, its blobs and their bytes, and what is damaged."""
+    """What was verified: the user's word, the number and bytes of its blobs, and the damaged ones."""
 
     what: str
     digest: str
-    """Of its manifest; empty for a file."""
+    """Digest of its manifest; empty for a file."""
     blobs: int
     size: int
     read: bool
-    """False where a registry was only asked whether it has them."""
+    """False if a registry was only asked whether it has the blobs."""
     damaged: tuple[Damage, ...]
     note: str = ""
-    """What could not be looked at."""
+    """What could not be verified."""
 
 
 def describe_damage(fault: Fault, places: Mapping[str, Sequence[str]]) -> Damage:
-    """A fault, and what it belongs to by `places` or, for a blob that these lack, by its media type."""
+    """Return a fault with the parts it belongs to, by `places` or, for other blobs, by its media type."""
     blob = fault.descriptor
     found = list(places.get(blob.digest, ())) or [_describe_by_type(blob)]
     if len(found) > _MOST_PLACES:
@@ -72,7 +72,7 @@ def describe_damage(fault: Fault, places: Mapping[str, Sequence[str]]) -> Damage
 
 
 def _describe_by_type(blob: Descriptor) -> str:
-    """What a blob is by its descriptor alone."""
+    """Say what a blob is by its descriptor alone."""
     if is_document(blob):
         return "the list of the checkpoint's parts"
     if blob.media_type in MEDIA_TYPES.values():
@@ -83,7 +83,7 @@ def _describe_by_type(blob: Descriptor) -> str:
 
 
 def map_blobs(root: Descriptor, layout: Layout) -> dict[str, list[str]]:
-    """What each blob below `root` belongs to, as far as manifests and config can still be read."""
+    """Return the parts that each blob below `root` belongs to, if manifests and config can still be read."""
     try:
         artifact = artifacts.read(root, layout.read_blob)
     except (LayoutError, DigestError):
@@ -99,7 +99,7 @@ def config_of(artifact: Artifact, layout: Layout) -> Manifest | None:
 
 
 def tables_of(root: Descriptor, layout: Layout) -> tuple[Table, ...]:
-    """The tables of an artifact's config; () where manifests or config cannot be read."""
+    """Return the tables of an artifact's config; () if manifests or config cannot be read."""
     try:
         record = config_of(artifacts.read(root, layout.read_blob), layout)
     except (LayoutError, DigestError):
@@ -121,7 +121,7 @@ def map_artifact_blobs(artifact: Artifact, record: Manifest | None) -> dict[str,
 
 
 def map_manifest_chunks(record: Manifest | None) -> dict[str, list[str]]:
-    """Where each chunk is used."""
+    """Return the places in which each chunk is used."""
     found: dict[str, list[str]] = defaultdict(list)
     names = {process.pid: process.name for process in record.processes} if record else {}
     for part in parts(record):

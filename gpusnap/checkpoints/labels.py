@@ -1,6 +1,6 @@
-"""Labels of checkpoints: KEY=VALUE, kept as annotations of the artifact's manifest, with a prefix of ours.
+"""Labels of checkpoints: KEY=VALUE, stored as annotations of the artifact's manifest, with our prefix.
 
-image-spec v1.1, annotations.md: keys are of reverse domain notation, values are texts.
+image-spec v1.1, annotations.md: keys are in reverse domain notation, values are strings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST = 64
 
 
 def parse_labels(words: Iterable[str]) -> dict[str, str]:
-    """KEY=VALUE each; a KEY alone has an empty value. Raises UsageError."""
+    """Parse KEY=VALUE words; a KEY alone has an empty value. Raises UsageError."""
     found: dict[str, str] = {}
     for word in words:
         key, _, value = word.partition("=")
@@ -41,21 +41,21 @@ def parse_labels(words: Iterable[str]) -> dict[str, str]:
 
 
 def as_annotations(labels: Mapping[str, str]) -> dict[str, str]:
-    """Labels as annotations of a manifest."""
+    """Return labels as annotations of a manifest."""
     return {_PREFIX + key: value for key, value in labels.items()}
 
 
 def is_label(annotation: str) -> bool:
-    """Whether an annotation of that key is a label."""
+    """Return whether an annotation's key is that of a label."""
     return annotation.startswith(_PREFIX)
 
 
 def written_labels(labels: Mapping[str, str]) -> str:
-    """Labels for people, as they are given."""
+    """Return labels as text, in the form in which they are given."""
     return ", ".join(f"{key}={value}" if value else key for key, value in labels.items())
 
 
 def labels_in(annotations: Mapping[str, str]) -> dict[str, str]:
-    """The labels among annotations, which anybody may have written, in order."""
+    """Return the labels among annotations, in order; anybody may have written those."""
     found = {key.removeprefix(_PREFIX): text for key, text in annotations.items() if is_label(key)}
     return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""What a store, or a repository, has: one row for each manifest, with what it takes on disk."""
+"""Lists a store or a repository: one row for each manifest, with its size on disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind: TypeAlias = Literal["checkpoint", "pages", "referrer", "image", "other", "
 
 @dataclass(frozen=True, slots=True)
 class NamedDigest:
-    """What a store's index names: a digest, with all its names in order."""
+    """A digest in a store's index, with all its names in order."""
 
     root: Descriptor
     names: tuple[str, ...]
@@ -33,43 +33,43 @@ class NamedDigest:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One of them, and what its manifest says; sizes in bytes, texts empty where it says nothing."""
+    """A manifest in a list; sizes in bytes, texts empty if the manifest lacks them."""
 
     digest: str
     names: tuple[str, ...]
     created: str
     """RFC 3339."""
     kind: Kind
-    """pages: the chunks of a checkpoint whose archive lies elsewhere. referrer: a signature or the like, of
+    """pages: the chunks of a checkpoint whose archive is elsewhere. referrer: a signature or the like, of
     `subject`. image: a checkpoint in a registry that is an ordinary image for an engine. other: not
     gpusnap's. damaged: a manifest of it is missing or broken."""
     container: str
-    """Its name."""
+    """The container's name."""
     container_id: str
     gpus: str
-    """Number and model."""
+    """Number and model of the GPUs."""
     driver: str
     """The version of the GPUs' driver."""
     memory: int
-    """Of the GPUs, used."""
+    """GPU memory in use."""
     processes: int
-    """With GPU state."""
+    """Number of processes with GPU state."""
     size: int
-    """Of all blobs."""
+    """Size of all blobs."""
     own: int
-    """Of those that nothing else in the store has."""
+    """Size of the blobs that nothing else in the store uses."""
     subject: str
-    """The digest of what a referrer refers to."""
+    """The digest that a referrer refers to."""
     fault: str
-    """Why it cannot be restored: a manifest, or where `listing` has looked for them, a blob is not there."""
+    """Why it cannot be restored: a manifest is missing, or a blob, if `listing` has checked for that."""
     labels: Mapping[str, str]
     migrating: str = ""
-    """The other host that its container may run on: a migration to it has not ended."""
+    """The other host that may run its container, while a migration to that has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A store, the newest checkpoint last; `blobs` and `size` are of all that it names, each blob once."""
+    """A store, the newest checkpoint last; `blobs` and `size` count all that has a name, each blob once."""
 
     store: str
     rows: tuple[Row, ...]
@@ -79,7 +79,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class _Looked:
-    """What is below one digest."""
+    """The blobs and manifests below one digest."""
 
     blobs: Mapping[str, int]
     annotations: Mapping[str, str]
@@ -89,7 +89,7 @@ class _Looked:
 
 
 def list_named(store: Store) -> tuple[NamedDigest, ...]:
-    """All that the index names, each digest once. Raises LayoutError."""
+    """Return everything that the index names, each digest once. Raises LayoutError."""
     found: dict[str, list[tuple[Descriptor, str, str]]] = {}
     for entry in store.entries():
         found.setdefault(entry.descriptor.digest, []).append((entry.descriptor, entry.name, entry.created))
@@ -104,17 +104,17 @@ def list_named(store: Store) -> tuple[NamedDigest, ...]:
 
 
 def blobs_of(store: Store, root: Descriptor) -> dict[str, int]:
-    """Digest and bytes of every blob from `root` on. Raises LayoutError, DigestError."""
+    """Return digest and bytes of every blob from `root` on. Raises LayoutError, DigestError."""
     return {each.digest: each.size for each, _ in walk(root, store.read)}
 
 
 def listing(
     store: Store, step: Callable[[], object] = lambda: None, *, look_for_blobs: bool = False
 ) -> Listing:
-    """All of a store; what is damaged is a row as well. Raises LayoutError for a broken index.
+    """List a store; damaged entries have a row as well. Raises LayoutError for a broken index.
 
-    step: called after each manifest. look_for_blobs: of checkpoints, also a blob that is not there in its
-    size is a fault; none is read.
+    step: called after each manifest. look_for_blobs: for checkpoints, a blob that is missing or has another
+    size is also a fault; no blob is read.
     """
     found = []
     for each in list_named(store):
@@ -153,7 +153,7 @@ def _look_below(store: Store, root: Descriptor) -> _Looked:
 
 
 def _find_missing(store: Store, every: Iterable[Mapping[str, int]]) -> frozenset[tuple[str, int]]:
-    """Digest and bytes of those blobs that are not there; each is asked for once."""
+    """Return digest and bytes of the blobs that are missing; each is checked once."""
     wanted = {blob for blobs in every for blob in blobs.items() if blob[0].startswith(PREFIX)}
     lacks = store.layout.list_missing(Descriptor(OCTETS, digest, size) for digest, size in wanted)
     return frozenset((each.digest, each.size) for each in lacks)
@@ -202,7 +202,7 @@ def _row(each: NamedDigest, looked: _Looked, uses: Mapping[str, int]) -> Row:
 def describe(
     digest: str, names: tuple[str, ...], kind: Kind, blobs: Mapping[str, int], notes: Mapping[str, str]
 ) -> Row:
-    """The row of something with these blobs (digest and bytes), by its annotations."""
+    """Return the row of a manifest with these blobs (digest and bytes), by its annotations."""
     return Row(
         digest=digest,
         names=names,
@@ -223,5 +223,5 @@ def describe(
 
 
 def _number(text: str) -> int:
-    """An annotation's number; 0 for one that is none, as anybody may have written it."""
+    """Return an annotation as a number; 0 if it is none, because anybody may have written it."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0

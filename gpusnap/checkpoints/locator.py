@@ -1,4 +1,4 @@
-"""What somebody means by a word that stands for a checkpoint, or for the place of a new one.
+"""Resolves a word of the user's to a checkpoint, or to the place for a new one.
 
     oci:DIR[:NAME]              the store in the folder DIR, which has no colon; NAME in it
     FILE                        an archive: it is there, or begins with / ./ ../, or ends like an archive
@@ -44,26 +44,27 @@ from gpusnap.user_errors import NotFound, convert_errors
 _STORE = "oci:"
 _CONTAINERD = "containerd:"
 _LAYOUT_FILE = "oci-archive:"
-# containerd's grammars: pkg/identifiers of its namespaces; names of images are free, these are what there is.
+# containerd's grammars: pkg/identifiers of its namespaces; image names are not restricted, this covers all in
+# use.
 _NAMESPACE = compile_later(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", re.ASCII)
 _IMAGE = compile_later(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
 _KUBERNETES = "k8s.io"
 _ENDINGS = (".tar", ".tar.zst", ".tar.gz", ".tgz")
 _BEGINNINGS = ("/", "./", "../")
 _DIGEST = compile_later(r"(?:sha256:)?[0-9a-f]{6,64}", re.ASCII)
-# What a folder of CRIU images has, or the folder that holds it.
+# Files of a folder of CRIU images, and of its parent.
 _IMAGES = ("inventory.img", "gpusnap", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
 class InStore:
-    """In a store; `wanted` is a name, a digest or the beginning of one, and may be empty in a destination."""
+    """A place in a store; `wanted` is a name or a digest or its prefix, and may be empty in a destination."""
 
     store: Store
     wanted: str
 
     def entry(self) -> Entry:
-        """What the store has of it. Raises NotFound, GpusnapError."""
+        """Return the store's entry for it. Raises NotFound, GpusnapError."""
         path = self.store.path
         with convert_errors():
             if self.wanted:
@@ -75,7 +76,7 @@ class InStore:
                     hint = f"gpusnap ls oci:{path} lists the checkpoints"
                     raise NotFound(str(error), hint=hint, code=error.code) from error
             entries = self.store.entries()
-            # What refers to another one, such as its signature, is not what is meant.
+            # A referrer of another entry, such as its signature, is not meant.
             one = {each.descriptor.digest: each for each in entries if not self._is_referrer(each)}
             if len(one) == 1:
                 return next(iter(one.values()))
@@ -86,9 +87,9 @@ class InStore:
         )
 
     def resolve(self) -> ResolvedName:
-        """What a word means now, by its digest: a moment later it may mean another one.
+        """Resolve the word to a digest: a moment later it may refer to another one.
 
-        Raises as `entry` does.
+        Raises like `entry`.
         """
         open_store(self.store)
         entry = self.entry()
@@ -108,10 +109,10 @@ class InStore:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedName:
-    """What a word meant in a store."""
+    """A word that was resolved in a store."""
 
     place: InStore
-    """By its digest."""
+    """The place, by digest."""
     entry: Entry
     later: tuple[str, ...]
     """Names with a tag that are newer than the name without one."""
@@ -119,28 +120,28 @@ class ResolvedName:
 
 @dataclass(frozen=True, slots=True)
 class InFile:
-    """An archive, or a folder of images; as a destination an archive to be written."""
+    """An archive, or a folder of images; as a destination, an archive to write."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class InLayoutFile:
-    """An image layout in a file that is to be written; one to be read is InFile."""
+    """An image layout in a file, to write; for reading it is InFile."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class InRegistry:
-    """In a registry; `plain_http`: the word said so."""
+    """A place in a registry; `plain_http`: the word begins with http:."""
 
     reference: Reference
     plain_http: bool = False
 
     @property
     def repository(self) -> str:
-        """As store.pull-from takes it."""
+        """Return the repository in the form of store.pull-from."""
         return (PLAIN_HTTP if self.plain_http else "") + self.reference.name
 
 
@@ -156,10 +157,10 @@ Place = InStore | InFile | InRegistry
 
 
 def find(word: str, *, remote: bool = True) -> Place:
-    """Where the checkpoint is that a word stands for; whether a store or registry has it is not asked yet.
+    """Find the place that a word refers to; does not check whether a store or registry has the checkpoint.
 
-    Without `remote` no word stands for a registry: one that looks so may be a name in the store. A store
-    must be there. Raises NotFound, UsageError, SettingsError.
+    Without `remote`, no word refers to a registry: one of that form may be a name in the store. A store must
+    exist. Raises NotFound, UsageError, SettingsError.
     """
     _check_not_containerd(word)
     if word.startswith(_STORE):
@@ -181,7 +182,7 @@ def find(word: str, *, remote: bool = True) -> Place:
 
 
 def in_file(path: str) -> InFile:
-    """A file or a folder of that path. Raises NotFound, UsageError for what cannot be read as one."""
+    """Return a file or folder as a place. Raises NotFound, UsageError if it cannot be read."""
     check_access(path)
     try:
         status = os.stat(path)
@@ -201,7 +202,7 @@ def in_file(path: str) -> InFile:
 
 
 def in_containerd(word: str) -> InContainerd | None:
-    """An image in containerd; None for a word that stands for something else. Raises UsageError."""
+    """Return an image in containerd; None if the word has another form. Raises UsageError."""
     if not word.startswith(_CONTAINERD):
         return None
     name = word.removeprefix(_CONTAINERD)
@@ -222,14 +223,14 @@ def in_containerd(word: str) -> InContainerd | None:
 
 
 def in_store(word: str) -> InStore:
-    """As `find`, for a command that only looks into stores. Raises as that does."""
+    """Do the same as `find`, for a command that only reads stores. Raises like that."""
     if word.startswith(_STORE):
         return _in_folder(word)
     return InStore(default_store(), parse_name_or_digest(word))
 
 
 def parse_name_or_digest(word: str) -> str:
-    """A word that can be a name in a store, a digest, or the beginning of one. Raises UsageError."""
+    """Parse a name in a store, a digest, or a prefix of one. Raises UsageError."""
     if not _DIGEST.fullmatch(word):
         try:
             check_name(word)
@@ -241,7 +242,7 @@ def parse_name_or_digest(word: str) -> str:
 
 
 def parse_name(word: str) -> str:
-    """A word that shall be a name in a store. Raises UsageError."""
+    """Parse a name in a store. Raises UsageError."""
     try:
         return check_name(word)
     except StoreError as error:
@@ -249,7 +250,7 @@ def parse_name(word: str) -> str:
 
 
 def destination(word: str) -> Place:
-    """Where a new checkpoint shall go: a store, which need not be there yet, an archive, or a registry.
+    """Return the place for a new checkpoint: a store, which may not exist yet, an archive, or a registry.
 
     Raises UsageError.
     """
@@ -276,7 +277,7 @@ def destination(word: str) -> Place:
 
 
 def copy_destination(word: str) -> Place | InLayoutFile | InContainerd:
-    """As `destination`, for a copy: oci-archive:FILE, containerd:IMAGE and a NAME in this host's store, too.
+    """Do the same for a copy: also oci-archive:FILE, containerd:IMAGE and a NAME in this host's store.
 
     Raises UsageError, SettingsError.
     """
@@ -290,7 +291,7 @@ def copy_destination(word: str) -> Place | InLayoutFile | InContainerd:
 
 
 def parse_registry(word: str) -> InRegistry:
-    """A word that must stand for something in a registry. Raises UsageError."""
+    """Parse a word that must be a reference in a registry. Raises UsageError."""
     try:
         return InRegistry(*reference.parse_plain(word))
     except RegistryError as error:
@@ -298,21 +299,21 @@ def parse_registry(word: str) -> InRegistry:
 
 
 def default_store() -> Store:
-    """This host's, by the settings; it need not be there. Raises SettingsError."""
+    """Return this host's store, by the settings; it may not exist. Raises SettingsError."""
     return Store(settings_file.load().store.path)
 
 
 def is_default(path: str) -> bool:
-    """Whether that is the store of this host's settings; no where these cannot be read."""
+    """Return whether that is the store in this host's settings; False if these cannot be read."""
     with suppress(GpusnapError):
         return path == default_store().path
     return False
 
 
 def open_store(store: Store, *, write: bool = False) -> Store:
-    """The same store, once it is known to be one that can be read.
+    """Check that a store can be read, and return it.
 
-    With `write` a layout that another tool has made becomes a store; else it is left as it is. Raises
+    With `write`, a layout that another tool has made becomes a store; else it is not changed. Raises
     NotFound, GpusnapError.
     """
     layout = os.path.join(store.path, "oci-layout")
@@ -367,7 +368,7 @@ def _in_folder(word: str, *, new: bool = False) -> InStore:
 
 
 def registry_or_none(word: str) -> InRegistry | None:
-    """None for what is no reference and does not claim to be one. Raises UsageError."""
+    """Parse a reference; None if the word is none and does not have its form. Raises UsageError."""
     try:
         return parse_registry(word)
     except UsageError:
@@ -388,7 +389,7 @@ def _is_file(word: str, *, endings_only: bool = False) -> bool:
 
 
 def _check_no_name(word: str) -> None:
-    """Raise UsageError for a file in the working directory whose name this host's store has, too."""
+    """Raise UsageError for a file in the working directory if this host's store also has that name."""
     if word.startswith(_BEGINNINGS) or word.endswith(_ENDINGS):
         return
     try:

@@ -1,13 +1,13 @@
-"""Containers that leave this host by `gpusnap migrate`: a note on disk until it is known where each one runs.
+"""Records of containers that leave this host by `gpusnap migrate`, until it is known where each one runs.
 
     /var/lib/gpusnap/migrations/    0700; on disk, since the other host may run a container after this boot
-        <migration>.leaving         the memory goes ahead, and the container runs here
-        <64 hex>.leaving            the digest of the checkpoint that ended the container; there before the
+        <migration>.leaving         the memory is being sent, and the container runs here
+        <64 hex>.leaving            the digest of the checkpoint that ended the container; written before the
                                     other host is asked to restore that
         <migration>.coming          of a container that comes to this host: gpusnap/migration/records.py
 
-While the second one stands, the container may run on the other host, and that checkpoint is not restored
-here. It goes when the other host has said what became of the container, and this host has done what follows.
+While the second file exists, the container may run on the other host, and that checkpoint is not restored
+here. It is removed after the other host has reported the result, and this host has acted on it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutgoingMigration:
-    """A container that goes to another host."""
+    """A container that is migrated to another host."""
 
     id: str
-    """Of the migration."""
+    """The ID of the migration."""
     container: str
     """Its ID here."""
     name: str
@@ -47,35 +47,35 @@ class OutgoingMigration:
     host: str
     """The other host, for messages."""
     route: tuple[str, ...]
-    """How it is reached: the user, the port, the ssh command, and the command of gpusnap there."""
+    """How to connect to it: the user, the port, the ssh command, and the command of gpusnap there."""
     store: str
-    """The store of the checkpoint."""
+    """The store with the checkpoint."""
     checkpoint: str
     """The name of the checkpoint in it."""
     digest: str = ""
-    """Of the checkpoint that ended the container; empty while that runs here."""
+    """Digest of the checkpoint that ended the container; empty while the container runs here."""
     keep: bool = False
-    """The ended container and its checkpoint stay here."""
+    """The ended container and its checkpoint are kept here."""
     auto_remove: bool = False
     """Podman has removed the container itself."""
     since: str = ""
-    """When it began: UTC, as ISO 8601 has it."""
+    """When it began: UTC, in ISO 8601."""
     owner: tuple[int, int] = (0, 0)
-    """PID and start time of the gpusnap that migrates it."""
+    """PID and start time of the gpusnap process that migrates it."""
     boot: str = ""
 
     @property
     def at_work(self) -> bool:
-        """Whether the gpusnap that migrates it is still there."""
+        """Return whether the gpusnap process that migrates it still exists."""
         return is_alive(self.owner, self.boot)
 
     def write(self) -> None:
-        """Put it on disk, with this process as its owner. Raises GpusnapError."""
+        """Write the record to disk, with this process as its owner. Raises GpusnapError."""
         value = {**asdict(self), "version": _VERSION, **owner()}
         write(self._path(), value)
 
     def remove(self) -> None:
-        """It is known where the container runs. Raises GpusnapError."""
+        """Remove the record: it is known where the container runs. Raises GpusnapError."""
         try:
             state_files.remove(self._path())
         except OSError as error:
@@ -90,7 +90,7 @@ class OutgoingMigration:
 
 
 def find(digest: str) -> OutgoingMigration | None:
-    """The migration of a checkpoint that may run on another host. Raises GpusnapError."""
+    """Return the migration of a checkpoint that may run on another host. Raises GpusnapError."""
     path = _path(digest)
     try:
         return _from_json(state_files.read(path, limit=_LIMIT))
@@ -107,7 +107,7 @@ def find(digest: str) -> OutgoingMigration | None:
 
 
 def host_of(digest: str) -> str:
-    """The other host that the container of a checkpoint may run on; "" for none."""
+    """Return the other host that may run the container of a checkpoint; "" if none."""
     try:
         found = find(digest)
     except GpusnapError:
@@ -116,13 +116,13 @@ def host_of(digest: str) -> str:
 
 
 def list_outgoing() -> tuple[OutgoingMigration, ...]:
-    """All of this host, the oldest first. Raises GpusnapError for one that cannot be read."""
+    """Return all migrations from this host, the oldest first. Raises GpusnapError if one is unreadable."""
     found = (find(name.removesuffix(_ENDING)) for name in names(_NAME))
     return tuple(sorted((each for each in found if each is not None), key=lambda each: each.since))
 
 
 def check(digest: str) -> None:
-    """Raise Refused where the container of a checkpoint may run on another host. Raises GpusnapError."""
+    """Raise Refused if the container of a checkpoint may run on another host. Raises GpusnapError."""
     found = find(digest)
     if found is None:
         return
@@ -143,19 +143,19 @@ def check(digest: str) -> None:
 
 
 def forget(digest: str) -> None:
-    """Somebody has looked: the container of a checkpoint runs on no other host. Raises GpusnapError."""
+    """Record that a user has checked: a checkpoint's container runs on no other host. Raises GpusnapError."""
     found = find(digest)
     if found is not None:
         found.remove()
 
 
 def owner() -> dict[str, Any]:
-    """Who writes a file, for `is_alive`."""
+    """Return the process that writes a file, for `is_alive`."""
     return {"owner": state_files.owner(), "boot": state_files.boot()}
 
 
 def is_alive(owner: object, boot: object) -> bool:
-    """Whether the process that wrote a file is still there; this one does not count."""
+    """Return whether the process that wrote a file still exists; this process does not count."""
     match owner:
         case (int(pid), int(start)) | [int(pid), int(start)]:
             return boot == state_files.boot() and pid != os.getpid() and proc.is_same(pid, start)
@@ -163,7 +163,7 @@ def is_alive(owner: object, boot: object) -> bool:
 
 
 def write(path: str, value: object) -> None:
-    """Put a file into the folder. Raises GpusnapError."""
+    """Write a file into the folder. Raises GpusnapError."""
     try:
         state_files.write_durably(path, json.dumps(value).encode())
     except OSError as error:
@@ -175,7 +175,7 @@ def write(path: str, value: object) -> None:
 
 
 def names(pattern: re.Pattern[str]) -> Iterator[str]:
-    """The files in the folder that a pattern fits, in order. Raises GpusnapError."""
+    """Yield the files in the folder that match a pattern, in order. Raises GpusnapError."""
     try:
         found = sorted(os.listdir(FOLDER))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What checkpoints and containers are called in a store."""
+"""Names of checkpoints and containers in a store."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LONGEST = 200
 
 
 def store_name(of: Reference) -> str:
-    """What a store calls something that is pushed to a reference, or comes from there."""
+    """Return the name in a store for a checkpoint that is pushed to, or pulled from, a reference."""
     try:
         return check_name(str(of))
-    except StoreError:  # names of stores are narrower: no brackets, no __
+    except StoreError:  # names in stores are more restricted: no brackets, no __
         plain = re.sub(r"[^A-Za-z0-9]*([^A-Za-z0-9])[^A-Za-z0-9]*", _replace_match, str(of)).strip("-._:@/+")
         return check_name(plain)
 
@@ -34,19 +34,19 @@ def _replace_match(match: re.Match[str]) -> str:
 
 
 def dated_name(container: str, container_id: str, when: datetime) -> str:
-    """What a checkpoint is called where nobody says so: CONTAINER:UTC time. Raises StoreError."""
+    """Return the default name of a checkpoint: CONTAINER:UTC time. Raises StoreError."""
     return check_name(f"{container_name(container, container_id)}:{when.astimezone(UTC):%Y%m%d-%H%M%S}")
 
 
 def is_time(tag: str) -> bool:
-    """Whether a tag is a date or a time, as `dated_name` or date(1) with +%F or +%Y%m%d-%H%M writes it."""
+    """Return whether a tag is a date or a time of `dated_name` or of date(1) with +%F or +%Y%m%d-%H%M."""
     return _TIME.fullmatch(tag) is not None
 
 
 def container_name(container: str, container_id: str) -> str:
-    """What a store calls a container: its name, or its ID without one.
+    """Return a container's name in a store: its own name, or its ID if it has none.
 
-    A name that no store takes, such as my__app, has one like it, with a digest: my_app is another container.
+    A name that no store accepts, such as my__app, is changed and gets a digest: my_app is another container.
     """
     with suppress(StoreError):
         if _CONTAINER.fullmatch(container):

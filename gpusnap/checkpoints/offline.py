@@ -1,8 +1,8 @@
-"""What this host's store has of a checkpoint that stands in a registry, where the registry does not give it.
+"""Finds this host's copy of a checkpoint in a registry, if the registry does not deliver it.
 
-A checkpoint that was pushed from here or pulled is in the store under its reference. Where the registry does
-not answer at all, that copy is taken, with a note; where it answers that it has no such thing, or nobody may
-see it, or its TLS is not right, the error names the copy.
+A checkpoint that was pushed from here or pulled is in the store under its reference. If the registry does not
+answer at all, that copy is used, with a note. If it answers that the checkpoint does not exist or may not be
+read, or if its TLS is not valid, the error names the copy.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gpusnap.user_errors import failure, is_tls
 
 
 def stand_in(place: InRegistry, error: RegistryError) -> InStore | None:
-    """The store's copy, to be taken in the place of the registry's; None where it has none.
+    """Return the store's copy, to be used instead of the registry's; None if it has none.
 
-    Says on stderr that it is taken. Raises `error` in the terms of users, with the copy's name, where it
-    should not be taken.
+    Prints a note on stderr that it is used. If it should not be used, raises a user error made of `error`,
+    with the copy's name.
     """
     if not isinstance(error, Unreachable) or is_tls(error):
         raise_named(place, error)
@@ -38,7 +38,7 @@ def stand_in(place: InRegistry, error: RegistryError) -> InStore | None:
 
 
 def raise_named(place: InRegistry, error: RegistryError) -> None:
-    """Raise `error` in the terms of users, with the name of the store's copy, where there is one."""
+    """Raise a user error made of `error`, with the name of the store's copy, if there is one."""
     found = copy_of(place)
     if found is not None:
         said = failure(error)
@@ -48,7 +48,7 @@ def raise_named(place: InRegistry, error: RegistryError) -> None:
 
 
 def copy_of(place: InRegistry) -> InStore | None:
-    """By its name in this host's store, or by the digest in the reference; None where it is not there."""
+    """Find the copy by its name in this host's store, or by the reference's digest; None if there is none."""
     with suppress(GpusnapError, OciError):
         store = default_store()
         if os.path.exists(os.path.join(store.path, "oci-layout")):

@@ -1,6 +1,6 @@
-"""The processes of a checkpoint, as CRIU's images have them: their tree, files, sockets and memory.
+"""The processes of a checkpoint, from CRIU's images: their tree, files, sockets and memory.
 
-Images come from anywhere: names and numbers in them are text and integers here, bounded, and nothing else.
+Images may come from anybody: their names and numbers are used only as text and integers, within bounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpusnap.runtime_shim.runtime.criu.images import inet_sockets, pagemap
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source, decode_messages
 
 KINDS = ("pstree", "core", "ids", "mm", "pagemap", "fdinfo", "files")
-"""The images that are needed; `kind_of` tells an image's kind."""
+"""The images that are needed; `kind_of` returns an image's kind."""
 
 # compel/include/uapi/task-state.h and criu/include/pstree.h
 _STATES = {1: "alive", 2: "dead", 3: "stopped", 6: "zombie"}
@@ -46,20 +46,20 @@ _TYPES = {
 _UNIX = {1: "unix stream", 2: "unix dgram", 5: "unix seqpacket"}
 _UNIX_STATES = {1: "established", 7: "unconnected", 10: "listening"}
 _PAGE = 4096
-# Of a command line: what is shown of one is less.
+# Bytes of a command line; less than that is shown.
 _LONGEST = 4096
-# Entries of an image, and open files and threads of all processes: each takes some hundred bytes here.
+# Entries of an image, and open files and threads of all processes: each takes some hundred bytes of memory.
 _MOST = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """An open file that is no socket."""
+    """An open file other than a socket."""
 
     descriptor: int
     kind: str
     path: str
-    """Empty for one that has none."""
+    """Empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +75,19 @@ class Socket:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """In bytes."""
+    """Memory of a process in bytes."""
 
     mapped: int
-    """All mappings together."""
+    """Size of all mappings."""
     stored: int
-    """In the pages of this checkpoint."""
+    """Bytes in the pages of this checkpoint."""
     earlier: int
-    """In the pages of an earlier dump."""
+    """Bytes in the pages of an earlier dump."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in an image of pages something is."""
+    """A position in an image of pages."""
 
     image: str
     offset: int
@@ -99,21 +99,21 @@ class Process:
     """A process of the container."""
 
     pid: int
-    """In the container's PID namespace; so are the others."""
+    """In the container's PID namespace, like the other IDs."""
     parent: int
     name: str
     state: str
     command: tuple[str, ...]
-    """Empty where the images do not have it, as with memory in chunks."""
+    """Empty if the images do not have it, as with memory in chunks."""
     threads: tuple[int, ...]
     files: tuple[File, ...]
     sockets: tuple[Socket, ...]
     memory: Memory | None
-    """None where an image of it is missing or too large."""
+    """None if an image of it is missing or too large."""
 
 
 def read(images: Mapping[str, bytes], where: str) -> tuple[Process, ...]:
-    """The processes, each behind its parent. `images` has those of `KINDS` by name; `where` names them.
+    """Return the processes, each after its parent. `images`: those of `KINDS` by name; `where`: for messages.
 
     Raises ImageError, and Refused without pycriu.
     """
@@ -160,7 +160,7 @@ _HINT = "use another copy of the checkpoint"
 
 
 def arguments(images: Mapping[str, bytes]) -> dict[int, Place]:
-    """Where the command line of each process is, by PID; of those whose images say so. Raises as `read`."""
+    """Return the positions of command lines by PID, if the images have them. Raises like `read`."""
     found = {}
     for name in images:
         if not name.startswith("mm-"):
@@ -172,7 +172,7 @@ def arguments(images: Mapping[str, bytes]) -> dict[int, Place]:
             source.begin("pagemap")
             place = pagemap.locate(source, mm.mm_arg_start)
         except (KeyError, ValueError, Damage):
-            continue  # read() says so
+            continue  # read() reports it
         if place is not None and pid.isdecimal() and mm.mm_arg_end > mm.mm_arg_start:
             number, offset, left = place
             size = min(mm.mm_arg_end - mm.mm_arg_start, left, _LONGEST)
@@ -192,13 +192,13 @@ def _process(images: Mapping[str, bytes], entry: Any) -> Process:
     [core, *_] = [*_decode_image(images, f"core-{entry.pid}.img", "core")] or [None]
     name = _text(core.tc.comm) if core is not None else ""
     state = _STATES.get(core.tc.task_state, "") if core is not None else ""
-    # CRIU notes a thread for a zombie too, and leaves its number unset.
+    # CRIU records a thread for a zombie too, and leaves its number unset.
     threads = tuple(entry.threads) if entry.pid in entry.threads else ()
     return Process(entry.pid, entry.ppid, name, state, (), threads, (), (), None)
 
 
 def _files_number(images: Mapping[str, bytes], pid: int) -> int:
-    """The number of the image of a process' descriptors."""
+    """Return the number of the image of a process's descriptors."""
     if f"ids-{pid}.img" in images:
         for ids in _decode_image(images, f"ids-{pid}.img", "ids"):
             return int(ids.files_id)
@@ -210,7 +210,7 @@ def _files_number(images: Mapping[str, bytes], pid: int) -> int:
 def _list_open_files(
     descriptors: Any, files: Mapping[int, Any], most: int
 ) -> tuple[tuple[File, ...], tuple[Socket, ...]]:
-    """Several processes may name the same image of descriptors; so those of all are counted."""
+    """Several processes may name the same image of descriptors; so the limit counts all together."""
     found: list[File] = []
     sockets: list[Socket] = []
     for each in descriptors:
@@ -267,7 +267,7 @@ def _pages(data: bytes) -> pagemap.Pagemap:
 
 
 def _memory(images: Mapping[str, bytes], pid: int, pages: pagemap.Pagemap) -> Memory | None:
-    """None where the image of the mappings is missing, damaged, or too large to be looked at."""
+    """Return None if the image of the mappings is missing, damaged, or too large to read."""
     try:
         [mm] = _decode_image(images, f"mm-{pid}.img", "mm")
     except (KeyError, ValueError, Damage):
@@ -277,7 +277,7 @@ def _memory(images: Mapping[str, bytes], pid: int, pages: pagemap.Pagemap) -> Me
 
 
 def _in_order(processes: list[Process]) -> Iterator[Process]:
-    """Each behind its parent, by PID; one whose parents are a circle comes last."""
+    """Yield each process after its parent, by PID; one whose parents form a circle comes last."""
     children: dict[int, list[Process]] = {}
     pids = {each.pid for each in processes}
     for each in sorted(processes, key=lambda process: -process.pid):
@@ -295,5 +295,5 @@ def _in_order(processes: list[Process]) -> Iterator[Process]:
 
 
 def _text(value: str | bytes) -> str:
-    """A string; protobuf in C gives bytes for what is not UTF-8."""
+    """Return a string; protobuf in C returns bytes for text that is not UTF-8."""
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

@@ -1,6 +1,6 @@
-"""What is in checkpoints, and what two of them share: figures from their manifests, no blob is read.
+"""Figures about the contents of checkpoints, and what two of them share, from their manifests alone.
 
-Bytes of memory are plain bytes, zeros included; bytes of blobs are what lies on disk.
+Bytes of memory are uncompressed bytes, zeros included; bytes of blobs are bytes on disk.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from gpusnap.runtime_shim.records.manifest import GpuProcess, GpuRecord, Manifes
 from gpusnap.runtime_shim.transaction import Step
 
 # Steps of a checkpoint's timeline, see gpusnap.runtime_shim.snapshot: the first of these stops the processes,
-# and they run again after the last, or have ended.
+# and after the last they run again, or have ended.
 _STOPS = ("lock", "dump")
 _RUNS = ("resume", "dump")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that is in chunks: a region of a process's memory, or an image of CRIU's."""
+    """A part that is in chunks: a region of a process's memory, or an image of CRIU's."""
 
     process: int | None
     """The PID in the container; None for an image."""
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The chunks of one checkpoint, those of all parts together."""
+    """The chunks of one checkpoint, all parts together."""
 
     size: int
     """Bytes of memory."""
@@ -40,34 +40,34 @@ class Statistics:
     repeated: int
     """Of these, bytes of chunks whose content occurred before in the same checkpoint."""
     chunks: int
-    """As often as they are used."""
+    """Number of uses of chunks."""
     blobs: int
     plain: int
-    """Of the blobs, those stored as they are."""
+    """Number of blobs that are stored uncompressed."""
     zstd: int
     planes: int
     stored: int
     """Bytes of the blobs."""
     ratio: float
-    """Bytes of memory for each byte of a blob; 0 where there is no blob."""
+    """Bytes of memory for each byte of a blob; 0 if there is no blob."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedChunks:
-    """What a checkpoint has together with another one."""
+    """The chunks that a checkpoint shares with another one."""
 
     digest: str
-    """Of the other one."""
+    """Digest of the other one."""
     names: tuple[str, ...]
     size: int
     """Bytes of blobs."""
     share: float
-    """Of this one's bytes, from 0 to 1."""
+    """As a part of this checkpoint's bytes, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Memory of A and of B, compared place by place; bytes."""
+    """Memory of A and of B, compared offset by offset; bytes."""
 
     same: int = 0
     changed: int = 0
@@ -94,7 +94,7 @@ class PartComparison:
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """The blobs of B that A does not have: what B costs beside A, on disk and in a push."""
+    """The blobs of B that A does not have: the additional cost of B on disk and in a push."""
 
     blobs: int
     size: int
@@ -102,7 +102,7 @@ class New:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPair:
-    """A process that both have, with another command."""
+    """A process that both have, with different commands."""
 
     a: GpuProcess
     b: GpuProcess
@@ -133,7 +133,7 @@ class Comparison:
 
 
 def parts(record: Manifest | None) -> tuple[Part, ...]:
-    """All that is in chunks: regions by process, then images."""
+    """Return all parts that are in chunks: regions by process, then images."""
     if record is None:
         return ()
     regions = [Part(p.pid, f"{r.start:x}", r.table) for p in record.processes for r in p.regions]
@@ -141,12 +141,12 @@ def parts(record: Manifest | None) -> tuple[Part, ...]:
 
 
 def count_zeros(table: Table) -> int:
-    """Bytes of a table that are in no chunk."""
+    """Return how many bytes of a table are in no chunk."""
     return table.size - sum(chunk.size for chunk in table.chunks)
 
 
 def statistics(record: Manifest | None) -> Statistics:
-    """The figures of a checkpoint's chunks."""
+    """Return the figures of a checkpoint's chunks."""
     found = parts(record)
     seen: set[str] = set()
     blobs: dict[str, Chunk] = {}
@@ -175,7 +175,7 @@ def statistics(record: Manifest | None) -> Statistics:
 def find_shared(
     own: Mapping[str, int], others: Iterable[tuple[str, tuple[str, ...], Mapping[str, int]]]
 ) -> tuple[SharedChunks, ...]:
-    """What a checkpoint shares with others, the largest first; those that share nothing are left out.
+    """Return what a checkpoint shares with others, the largest first; others that share nothing are omitted.
 
     own: its blobs by digest, with their bytes. others: digest, names and blobs of each.
     """
@@ -189,7 +189,7 @@ def find_shared(
 
 
 def compare_tables(a: Table, b: Table) -> Span:
-    """Two tables, place by place: the same content at the same offset, or not."""
+    """Compare two tables offset by offset."""
     same = changed = at = 0
     end = min(a.size, b.size)
     ours, theirs = _stretches(a), _stretches(b)
@@ -211,7 +211,7 @@ def compare_tables(a: Table, b: Table) -> Span:
 
 
 def compare(a: Manifest | None, b: Manifest | None) -> Comparison:
-    """What B has otherwise than A."""
+    """Compare two manifests."""
     compared = tuple(_compare_parts(a, b))
     processes_a, processes_b = _processes(a), _processes(b)
     both = [(processes_a[pid], processes_b[pid]) for pid in processes_a if pid in processes_b]
@@ -244,13 +244,13 @@ def _compare_parts(a: Manifest | None, b: Manifest | None) -> Iterator[PartCompa
 
 
 def _order(part: tuple[int | None, str]) -> tuple[bool, int, int, str]:
-    """Regions by process and address, then images by name."""
+    """Sort regions by process and address, then images by name."""
     process, name = part
     return process is None, process or 0, int(name, 16) if process is not None else 0, name
 
 
 def _stretches(table: Table) -> Iterator[tuple[int, object]]:
-    """Where each stretch of a table ends, and what makes it the same as another; None for zeros."""
+    """Yield the end of each stretch of a table, and a value that identifies its content; None for zeros."""
     at = 0
     for chunk in table.chunks:
         if chunk.offset > at:
@@ -277,7 +277,7 @@ def _gpus(record: Manifest | None) -> dict[str, GpuRecord]:
 
 
 def measure_stopped(timing: Sequence[Step]) -> float | None:
-    """Seconds from the first step that stops the processes until they run again, or have ended."""
+    """Return seconds from the first step that stops the processes until they run again, or have ended."""
     starts = [step.start for step in timing if step.name in _STOPS]
     ends = [step.start + step.seconds for step in timing if step.name in _RUNS]
     return round(max(ends) - min(starts), 3) if starts and ends else None

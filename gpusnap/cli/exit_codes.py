@@ -40,7 +40,7 @@ _CODES: tuple[tuple[type[GpusnapError], int], ...] = (
 
 
 def exit_code(error: GpusnapError) -> int:
-    """The exit code for an error; of one that a signal interrupted, 128 and the signal's number."""
+    """Return the exit code for an error; after a signal, 128 plus the signal's number."""
     if isinstance(error, Interrupted):
         return 128 + stop_signals.find_first()
     return next((code for kind, code in _CODES if isinstance(error, kind)), FAILED)

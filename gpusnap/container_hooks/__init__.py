@@ -1,1 +1,1 @@
-"""Commands that a container names for what comes before its checkpoint and after its restore."""
+"""Commands that a container defines for the time before its checkpoint and after its restore."""

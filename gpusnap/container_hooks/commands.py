@@ -6,9 +6,9 @@
     io.gpusnap.post-resume
     io.gpusnap.hook-timeout     seconds for each, 30 by default
 
-The value is a line for the container's shell (sh -c), or a JSON list of words where it has none. `podman
-exec` runs it, before Podman is asked for the checkpoint: nothing of it is in the image. What it left running
-is killed. As the value comes with the container, it gets nothing that this does not have: its user, its
+The value is a line for the container's shell (sh -c), or a JSON list of words for a container without one.
+`podman exec` runs it before Podman makes the checkpoint: nothing of it is in the image. Processes that it
+leaves are killed. As the value comes with the container, it gets no more rights than this has: its user, its
 files, its network.
 """
 
@@ -44,7 +44,7 @@ _LONGEST = 300
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A command before, and the one that undoes it or comes after, by the names of their annotations."""
+    """A command before, and the one that undoes it or follows, by the names of their annotations."""
 
     before: str
     after: str
@@ -55,7 +55,7 @@ SUSPEND = Pair("pre-suspend", "post-resume")
 
 
 def run_before(found: podman.Container, pair: Pair, progress: Progress) -> bool:
-    """Run the command before, if there is one; whether there is. Where it fails, the one after undoes it.
+    """Run the command before, if defined; return whether it is. If it fails, the one after undoes it.
 
     Raises SettingsError, before anything is run; ContainerError, Interrupted.
     """
@@ -75,9 +75,9 @@ def run_before(found: podman.Container, pair: Pair, progress: Progress) -> bool:
 
 
 def run_after(found: podman.Container, pair: Pair, progress: Progress, *, done: str = "") -> None:
-    """Run the command after, if there is one, in a container that runs. Raises as `run_before`.
+    """Run the command after, if defined, in a running container. Raises like `run_before`.
 
-    `done`: what stays done where the command fails, for the error.
+    `done`: what has been done even if the command fails, for the error.
     """
     if not _words(found, pair.after):
         return
@@ -90,7 +90,7 @@ def run_after(found: podman.Container, pair: Pair, progress: Progress, *, done: 
 
 
 def undo(found: podman.Container, pair: Pair, progress: Progress) -> None:
-    """Run the command after, in a container that still runs; where that fails, it is a note."""
+    """Run the command after, in a container that still runs; an error is only a note."""
     with suppress(KeyboardInterrupt):
         try:
             if podman.inspect_container(found.id).status == "running":
@@ -103,9 +103,9 @@ def undo(found: podman.Container, pair: Pair, progress: Progress) -> None:
 def run_around_checkpoint(
     found: podman.Container, progress: Progress, *, leave_running: bool
 ) -> Iterator[None]:
-    """Run both around a checkpoint: the one after only where the container still runs then.
+    """Run both around a checkpoint: the one after only if the container still runs then.
 
-    Raises as `run_before`, and ContainerError where the one after fails in one that was left running.
+    Raises like `run_before`, and ContainerError if the one after fails in a container that was left running.
     """
     ran = run_before(found, CHECKPOINT, progress)
     try:
@@ -119,7 +119,7 @@ def run_around_checkpoint(
 
 
 def _run(found: podman.Container, event: str, progress: Progress) -> None:
-    """Run one to its end, or to its deadline. Raises ContainerError."""
+    """Run a command until its end or its deadline. Raises ContainerError."""
     words, seconds, mark = _words(found, event), _timeout(found), secrets.token_hex(16)
     progress.stage(f"{event} of {found.name}")
     environment = {_MARK: mark, "GPUSNAP_EVENT": event}
@@ -140,7 +140,7 @@ def _run(found: podman.Container, event: str, progress: Progress) -> None:
 
 
 def _kill_rest(found: podman.Container, mark: str) -> None:
-    """Kill what the command has left, or what is left of it at its deadline."""
+    """Kill the remaining processes of the command."""
     with suppress(GpusnapError):
         for each in containers.processes(found.init, found.id):
             if proc.environment(each.pid).get(_MARK) == mark and proc.is_same(each.pid, each.start):
@@ -148,7 +148,7 @@ def _kill_rest(found: podman.Container, mark: str) -> None:
 
 
 def _words(found: podman.Container, event: str) -> list[str]:
-    """The command for an event; none without one. Raises SettingsError."""
+    """Return the command for an event; empty if there is none. Raises SettingsError."""
     name = f"{settings.ANNOTATION_PREFIX}{event}"
     text = found.labels.get(name, "").strip()
     if not text.startswith("["):
@@ -167,7 +167,7 @@ def _words(found: podman.Container, event: str) -> list[str]:
 
 
 def _timeout(found: podman.Container) -> float:
-    """Seconds for each command. Raises SettingsError."""
+    """Return the seconds for each command. Raises SettingsError."""
     name = f"{settings.ANNOTATION_PREFIX}hook-timeout"
     text = found.labels.get(name, "")
     if not text:

@@ -1,4 +1,4 @@
-"""All checks of one container, in the order in which they are told."""
+"""All checks of one container, in the order of the report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from gpusnap.runtime_shim.units import human
 
 
 def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
-    """What would stop a checkpoint of the container, and how long one is likely to take."""
+    """Check what would prevent a checkpoint of the container, and how long one is likely to take."""
     used: Use = {}
     found: list[Check] = [*_container(of)]
     if driver is None:
@@ -135,7 +135,7 @@ def _sessions(of: Subject) -> Iterator[Check]:
 
 
 def _drivers(of: Subject) -> set[str]:
-    """The driver's mounts that gpusnap declares, and the others of its files, which CRIU is told of too."""
+    """Return the driver's mounts that gpusnap declares, and its other files, which CRIU must know too."""
     declared, _ = criu_mounts.list_undeclared(of.container.pid, of.config)
     every = {mount.destination for mount in proc.mounts(of.container.pid)}
     return {mount.destination for mount in declared} | {path for path in every if is_driver_file(path)}

@@ -1,4 +1,4 @@
-"""All checks of a host, in the order in which they are told."""
+"""All checks of a host, in the order of the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpusnap.runtime_shim.settings import Settings
 
 
 def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE) -> tuple[Check, ...]:
-    """Everything that decides whether checkpointing works here; `runtime` instead of the settings' one."""
+    """Check whether checkpointing works here; `runtime` replaces that in the settings."""
     chosen, said = site.check_settings(settings)
     wanted, version = runtime or chosen.runtime, criu_version()
     asked_drivers = [gpus.check_driver(each) for each in find_drivers()] or [gpus.check_driver(None)]
@@ -30,7 +30,7 @@ def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE)
     nvidia = hosts.get("nvidia")
     elsewhere = tuple(kernel.check_pid_namespace(root))
     kind = ""
-    with suppress(GpusnapError):  # its own check says so
+    with suppress(GpusnapError):  # its own check reports it
         kind = engines.find_real_runtime(wanted).kind
     return run_checks(
         (

@@ -1,4 +1,4 @@
-"""What gpusnap works with on this host, each with its version. Nothing of it need be there, or work."""
+"""The programs that gpusnap works with on this host, with their versions. None of them need exist or work."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _NAMES = {"nvidia": "NVIDIA driver", "amd": "AMD driver"}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A program, a package or a driver; texts are empty where there is nothing to say."""
+    """A program, a package or a driver; texts are empty if unknown."""
 
     name: str
     version: str = ""
     path: str = ""
     note: str = ""
     fault: str = ""
-    """Why its version is not known; "not found" where it is not there."""
+    """Why its version is unknown; "not found" if it does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class Versions:
     python: Part
     kernel: Part
     runtimes: tuple[Part, ...]
-    """crun, runc, and the settings' one; the first is that of new containers of Podman."""
+    """crun, runc, and that in the settings; the first is Podman's for new containers."""
     criu: Part
     pycriu: Part
     podman: Part
     drivers: tuple[Part, ...]
 
     def parts(self) -> Iterator[Part]:
-        """Each, in the order in which they are printed."""
+        """Yield each, in the order in which they are printed."""
         yield from (self.gpusnap, self.python, self.kernel, self.podman)
         yield from self.runtimes
         yield from (self.criu, self.pycriu)
@@ -79,7 +79,7 @@ def _program(name: str, word: str, find: Find, run: Run) -> Part:
     if path is None:
         return Part(name, fault="not found")
     done = run([path, "--version"])
-    # A development version of CRIU tells its commit on a second line.
+    # A development version of CRIU prints its commit on a second line.
     found = numbers_in(done.out) if done is not None and done.code == 0 else ()
     if not found:
         return Part(name, path=path, fault=f"{word} --version does not report it")
@@ -87,7 +87,7 @@ def _program(name: str, word: str, find: Find, run: Run) -> Part:
 
 
 def _runtimes() -> Iterator[Part]:
-    """Those that gpusnap-runtime would start, each file once, in the order in which it tries them."""
+    """Yield those that gpusnap-runtime would start, each file once, in the order in which it tries them."""
     wanted = ""
     try:
         wanted = locate.setting()

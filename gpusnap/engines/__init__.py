@@ -1,1 +1,1 @@
-"""Podman and containerd, as their users call them."""
+"""Calls of Podman and containerd through their commands."""

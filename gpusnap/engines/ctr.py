@@ -1,6 +1,6 @@
-"""containerd by its ctr: images out of it, and into it.
+"""containerd through its ctr: exports and imports images.
 
-ctr has its socket from CONTAINERD_ADDRESS, /run/containerd/containerd.sock by default.
+ctr takes the socket from CONTAINERD_ADDRESS, /run/containerd/containerd.sock by default.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _DIGEST = compile_later(r"sha256:[0-9a-f]{64}", re.ASCII)
 _LONGEST = 64 << 10
-# Seconds for an answer, as containerd may unpack an image or have a container paused for it; and for a ctr to
-# go that was killed.
+# Seconds for an answer, because containerd may unpack an image or pause a container for it; and for a killed
+# ctr to end.
 _PATIENCE, _DYING = 900.0, 5.0
 _HINT = "check that containerd is running, that CONTAINERD_ADDRESS names its socket, and that you may use it"
 
@@ -47,7 +47,7 @@ class InContainerd:
         self.root = Descriptor(media_type, digest, self._size(digest) if media_type == INDEX else 0)
 
     def has(self, wanted: Descriptor) -> bool:
-        """Whether containerd has that blob."""
+        """Return whether containerd has that blob."""
         if self._all is None:
             said = _ask(self._namespace, "content", "ls", "--quiet")
             self._all = frozenset(_DIGEST.findall(said))
@@ -55,24 +55,24 @@ class InContainerd:
 
     @contextmanager
     def open(self, wanted: Descriptor) -> Iterator[Readable]:
-        """A blob; read it to its end. Raises GpusnapError."""
+        """Open a blob; read it to its end. Raises GpusnapError."""
         with _start(self._namespace, "content", "get", wanted.digest, out=subprocess.PIPE) as (child, err):
             yield _Output(child, err, f"the blob {wanted.digest}", f"ctr -n {self._namespace} images check")
 
     def _size(self, digest: str) -> int:
-        """Bytes of the index, which nothing tells beforehand; of a huge one as many as are too many."""
+        """Return the size of the index, which is unknown before; of a huge one, a size beyond the limit."""
         with self.open(Descriptor(INDEX, digest, 0)) as file:
             return len(file.read(DOCUMENT_LIMIT + 1))
 
 
 class _Output:
-    """What ctr prints, as long as all is well with it."""
+    """The output of ctr, unless ctr fails."""
 
     def __init__(self, child: subprocess.Popen[bytes], err: IO[bytes], what: str, look: str) -> None:
         self._child, self._err, self._what, self._look = child, err, what, look
 
     def read(self, size: int, /) -> bytes:
-        """At most `size` bytes, less only at the end. Raises GpusnapError."""
+        """Return at most `size` bytes, fewer only at the end. Raises GpusnapError."""
         assert self._child.stdout is not None
         data = self._child.stdout.read(size)
         if not data and size and self._child.wait():
@@ -85,7 +85,7 @@ class _Output:
 
 
 class Target:
-    """An image on its way into containerd, as the tar of a layout; in a `with` block that ends well, or not.
+    """An import of an image into containerd, from the tar of a layout; a `with` block completes or aborts it.
 
     Raises GpusnapError.
     """
@@ -94,7 +94,7 @@ class Target:
         self._namespace = namespace
 
     def __enter__(self) -> Target:
-        # As it is: to unpack it is another step, and ctr takes a checkpoint for an image of layers.
+        # Without unpacking, which is a separate step: ctr takes a checkpoint for an image of layers.
         self._open = _start(
             self._namespace,
             "images",
@@ -108,7 +108,7 @@ class Target:
         return self
 
     def append(self, data: bytes) -> None:
-        """A piece of the tar."""
+        """Write a piece of the tar."""
         assert self._child.stdin is not None
         try:
             self._child.stdin.write(data)
@@ -123,7 +123,7 @@ class Target:
             if error is None:
                 self._end()
         finally:
-            # Before its input ends: what has come by then could pass for all of it.
+            # Before its input ends: ctr could otherwise take an incomplete tar for a complete one.
             if self._child.poll() is None:
                 self._child.kill()
             self._open.__exit__(None, None, None)
@@ -141,13 +141,13 @@ class Target:
 
 
 def find_digest(namespace: str, name: str) -> str:
-    """The digest of an image; "" where there is none of that name. Raises GpusnapError."""
+    """Return the digest of an image; "" if there is none of that name. Raises GpusnapError."""
     found = _find_image(namespace, name)
     return found[0] if found is not None else ""
 
 
 def unpack(namespace: str, digest: str, snapshotter: str) -> None:
-    """Have an image's files ready for containers. Raises GpusnapError."""
+    """Unpack an image's files for containers. Raises GpusnapError."""
     chosen = ("--snapshotter", snapshotter) if snapshotter else ()
     _ask(namespace, "snapshots", *chosen, "unpack", digest)
 
@@ -163,14 +163,14 @@ def pause(namespace: str, container_id: str) -> None:
 
 
 def go_on(namespace: str, container_id: str) -> None:
-    """Let a task go on, if it is paused. Raises GpusnapError."""
+    """Unpause a task, if it is paused. Raises GpusnapError."""
     lines = (line.split() for line in _ask(namespace, "tasks", "ls").splitlines())
     if any(words[:1] == [container_id] and words[-1] == "PAUSED" for words in lines):
         _ask(namespace, "tasks", "resume", container_id)
 
 
 def _find_image(namespace: str, name: str) -> tuple[str, str] | None:
-    """Digest and media type of an image."""
+    """Return digest and media type of an image."""
     said = _ask(namespace, "images", "ls", f'name=="{name}"')
     for line in said.splitlines():
         words = line.split()
@@ -180,7 +180,7 @@ def _find_image(namespace: str, name: str) -> tuple[str, str] | None:
 
 
 def _ask(namespace: str, *words: str) -> str:
-    """What ctr prints."""
+    """Return the output of ctr."""
     with (
         _open_output() as out,
         _start(namespace, *words, out=out) as (child, err),
@@ -203,7 +203,7 @@ def _ask(namespace: str, *words: str) -> str:
 def _start(
     namespace: str, *words: str, out: int | IO[bytes], to: int = subprocess.DEVNULL
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """ctr as a child, and the file of what it says; it has ended when the block has."""
+    """Run ctr as a child, with a file for its stderr; it has ended at the end of the block."""
     argv: Sequence[str] = ["ctr", "--namespace", namespace, *words]
     with _open_output() as err:
         try:
@@ -239,12 +239,12 @@ def _make_not_run_error(error: OSError) -> GpusnapError:
 
 
 def _close(pipe: IO[bytes]) -> None:
-    with suppress(OSError):  # what is left in it has no reader
+    with suppress(OSError):  # the rest in it has no reader
         pipe.close()
 
 
 def _read_last_line(err: IO[bytes]) -> str:
-    """The end of what ctr said."""
+    """Return the last line of ctr's stderr."""
     err.seek(max(0, err.seek(0, os.SEEK_END) - _LONGEST))
     lines = [line.strip() for line in err.read().decode(errors="replace").splitlines() if line.strip()]
     return lines[-1].removeprefix("ctr: ") if lines else "it reported no reason"

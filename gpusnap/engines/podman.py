@@ -1,4 +1,4 @@
-"""What Podman knows of containers, and what it does at once."""
+"""Podman's information about containers, and its short commands."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from gpusnap.user_errors import NotFound
 
 # Seconds for which a list of containers counts as new.
 _FRESH = 1.0
-# How often a command in a container is looked at.
+# Seconds between checks of a command in a container.
 _EVERY = 0.25
-# Bytes on disk of what it prints, from which on only what comes next is kept.
+# Limit on its output on disk in bytes; above it, only later output is kept.
 _MOST = 4 << 20
 
 
-# Seconds for a Podman to pause a container, which another one has just told of: its lock is free.
+# Seconds for a Podman to pause a container, whose lock is free: another Podman has just described it.
 _PAUSING = 60.0
-# Ended, and Podman has not cleaned up after it: that does who waits for its end, unless it is killed.
+# The container has ended, and Podman has not cleaned up: whoever waits for its end does that, unless killed.
 _NOT_CLEANED_UP = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What Podman says of a container."""
+    """Podman's description of a container."""
 
     id: str
     name: str
@@ -57,39 +57,39 @@ class Container:
     status: str
     """running, paused, exited, …"""
     checkpoint_path: str = ""
-    """Where its last checkpoint is in Podman's storage, if there is one."""
+    """The path of its last checkpoint in Podman's storage, if there is one."""
     init: int = 0
-    """The PID of its first process; 0 where it does not run."""
+    """The PID of its first process; 0 if it does not run."""
     auto_remove: bool = False
-    """Podman removes it when it ends, as with --rm, and its checkpoint with it."""
+    """Podman removes it when it ends, as with --rm, together with its checkpoint."""
     upper: str = ""
-    """The folder of the files that it has changed (overlay); empty where the storage has no such folder."""
+    """The folder with the files that it has changed (overlay); empty if the storage has no such folder."""
     checkpointed: bool = False
-    """A checkpoint ended it, and Podman can restore it from there."""
+    """A checkpoint ended it, and Podman can restore it from its storage."""
     volumes: Mapping[str, str] = field(default_factory=dict)
-    """Its named volumes, and where on this host each has its files."""
+    """Its named volumes, with the folder on this host for each."""
     pod: str = ""
     """The ID of its pod."""
     dependencies: tuple[str, ...] = ()
-    """The IDs of containers whose namespaces it uses, or that have to run before it."""
+    """The IDs of containers whose namespaces it uses, or that must run before it."""
     unrestored: tuple[Option, ...] = ()
-    """What it has that Podman does not bring back."""
+    """Its options that Podman does not restore."""
     image: str = ""
-    """The name of its image, by which a restore looks for that."""
+    """The name of its image, by which a restore finds the image."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Its labels and annotations; of two with one name, the annotation."""
+    """Its labels and annotations; if both have a name, the annotation."""
 
 
 class Inspection:
-    """What Podman tells of a container: asked when this is made, and waited for when it is needed.
+    """Podman's description of a container: requested at once, and waited for when it is needed.
 
     with Inspection(wanted) as asked:
-        …                               what takes time, and does not need it
+        …                               slow work that does not need it
         found = asked.container()
     """
 
     def __init__(self, wanted: str, *, seconds: float | None = None) -> None:
-        """By name or by ID, or the beginning of one. `seconds`: how long its answer is waited for."""
+        """`wanted`: a name, an ID or a prefix of an ID. `seconds`: how long to wait for the answer."""
         self._wanted = wanted
         self._seconds = seconds
         self._found: Container | None = None
@@ -108,7 +108,7 @@ class Inspection:
             self._question.close()
 
     def container(self) -> Container:
-        """The answer, the same each time. Raises NotFound, GpusnapError."""
+        """Return the answer, the same each time. Raises NotFound, GpusnapError."""
         if self._found is None and self._failed is None:
             assert self._question is not None
             try:
@@ -122,7 +122,7 @@ class Inspection:
 
 
 def inspect_container(wanted: str) -> Container:
-    """By name or by ID, or the beginning of one. Raises NotFound, GpusnapError."""
+    """Inspect a container by its name, its ID or a prefix of that. Raises NotFound, GpusnapError."""
     return _parse_answer(wanted, ask("container", "inspect", "--", wanted))
 
 
@@ -144,7 +144,7 @@ def _parse_answer(wanted: str, done: FinishedPodman) -> Container:
 
 
 def _container(found: Mapping[str, Any]) -> Container:
-    """Of what `podman container inspect` prints. Raises what a document of another form does."""
+    """Decode the output of `podman container inspect`. Raises various errors for another form of it."""
     state, driver = found["State"], found.get("GraphDriver") or {}
     own = found.get("StaticDir") or ""
     return Container(
@@ -152,7 +152,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         name=str(found["Name"]),
         runtime=str(found["OCIRuntime"]),
         status=str(state["Status"]),
-        # Podman keeps the path only of a checkpoint that it called done (libpod, ContainerState).
+        # Podman keeps the path only of a checkpoint that it considers complete (libpod, ContainerState).
         checkpoint_path=str(state.get("CheckpointPath") or (os.path.join(own, "checkpoint") if own else "")),
         init=int(state.get("Pid") or 0),
         auto_remove=bool((found.get("HostConfig") or {}).get("AutoRemove")),
@@ -177,10 +177,10 @@ def _texts(found: Mapping[str, Any], key: str) -> dict[str, str]:
 
 
 class Listing:
-    """The IDs of all containers: asked for when this is entered, and waited for when they are needed.
+    """The IDs of all containers: requested at the start of a `with` block, and waited for when needed.
 
-    They are asked for again where that was a second before, or somebody has had them: what is not among them
-    may be taken for new.
+    They are requested again if that was more than a second ago, or if they have been used: a container that
+    is not among them may be regarded as new.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class Listing:
             self._question.close()
 
     def ids(self) -> set[str]:
-        """As they are now. Raises GpusnapError, also where Podman cannot be run."""
+        """Return the present IDs. Raises GpusnapError, also if Podman cannot be run."""
         if self._question is not None and time.monotonic() - self._asked > _FRESH:
             self._question.close()
             self._question = None
@@ -222,7 +222,7 @@ class Listing:
 
 
 def names(*, seconds: float) -> dict[str, str]:
-    """The names of all containers, by ID. Raises GpusnapError where Podman has not answered by then."""
+    """Return the names of all containers, by ID. Raises GpusnapError if Podman has not answered by then."""
     done = ask("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Names}}", seconds=seconds)
     if done.code:
         raise GpusnapError(f"Podman cannot list its containers: {sentence(done)}")
@@ -231,16 +231,16 @@ def names(*, seconds: float) -> dict[str, str]:
 
 
 def ids() -> set[str]:
-    """Of all containers. Raises GpusnapError."""
+    """Return the IDs of all containers. Raises GpusnapError."""
     with Listing() as asked:
         return asked.ids()
 
 
 def status(container_id: str, *, command: Sequence[str], seconds: float) -> str:
-    """What a Podman, named with its global options, has a container as; "" where it knows none of that ID.
+    """Return a container's status in the Podman of `command`, with global options; "" if it has no such ID.
 
-    It answers when nobody restores or checkpoints the container: who does has its lock. Raises GpusnapError
-    where it has not answered by then.
+    Podman answers only while nobody restores or checkpoints the container, which holds its lock. Raises
+    GpusnapError if it has not answered by then.
     """
     found = _inspect_field(container_id, "{{.State.Status}}", command=command, seconds=seconds)
     if found == "":
@@ -251,14 +251,14 @@ def status(container_id: str, *, command: Sequence[str], seconds: float) -> str:
 
 
 def full_id(wanted: str, *, seconds: float) -> str:
-    """The ID of the container that has exactly this name; "" where Podman knows none. Raises GpusnapError."""
+    """Return the ID of the container with exactly this name; "" if there is none. Raises GpusnapError."""
     told = _inspect_field(wanted, "{{.Id}} {{.Name}}", command=PODMAN, seconds=seconds) or ""
     found, _, name = told.partition(" ")
     return found if name == wanted else ""
 
 
 def _inspect_field(wanted: str, what: str, *, command: Sequence[str], seconds: float) -> str | None:
-    """What a Podman tells of a container, by a template; None where it knows none. Raises GpusnapError."""
+    """Return a container's field, by a template; None if there is no such container. Raises GpusnapError."""
     words = ("container", "inspect", "--format", what, "--", wanted)
     done = ask(*words, command=command, seconds=seconds)
     if not done.code:
@@ -269,7 +269,7 @@ def _inspect_field(wanted: str, what: str, *, command: Sequence[str], seconds: f
 
 
 def run_query(*words: str, wanted: str) -> str:
-    """What a command of Podman's prints that only asks, or is done at once. Raises GpusnapError."""
+    """Return the output of a query of Podman's, or of a short command. Raises GpusnapError."""
     done = ask(*words)
     if done.code:
         raise GpusnapError(f"Podman does not report {wanted}: {sentence(done)}")
@@ -279,10 +279,10 @@ def run_query(*words: str, wanted: str) -> str:
 def execute(
     container_id: str, words: Sequence[str], environment: Mapping[str, str], *, seconds: float
 ) -> tuple[int | None, str]:
-    """Run a command in a running container: podman-exec(1). Its exit code, and what it and Podman said.
+    """Run a command in a running container, see podman-exec(1); return its exit code and the output.
 
-    None for the code where it has not ended by then: Podman is killed, and what it began in the container
-    goes on. Raises GpusnapError where Podman cannot be run.
+    The code is None if the command has not ended in time: Podman is killed, and processes in the container
+    continue. Raises GpusnapError if Podman cannot be run.
     """
     options = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
     with start(("exec", *options, container_id, *words), os.environ) as (child, out, err):
@@ -304,15 +304,15 @@ def execute(
 
 
 def _shorten(file: IO[bytes]) -> None:
-    """Free the disk of what is printed without end; its writer goes on behind a hole."""
+    """Free the disk space of endless output; its writer continues after a hole."""
     if os.fstat(file.fileno()).st_blocks * 512 > _MOST:
         os.ftruncate(file.fileno(), 0)
 
 
 def exists(kind: str, wanted: str) -> bool:
-    """Whether Podman has a pod, an image or the like of that name or ID: podman-pod-exists(1) and others.
+    """Return whether Podman has a pod, an image etc. of that name or ID: podman-pod-exists(1) and others.
 
-    Raises GpusnapError where Podman cannot say.
+    Raises GpusnapError if Podman does not answer.
     """
     done = ask(kind, "exists", wanted)
     if done.code not in (0, 1):
@@ -325,7 +325,7 @@ def exists(kind: str, wanted: str) -> bool:
 def remove(container_id: str) -> None:
     """Remove a container that does not run. Raises GpusnapError.
 
-    Without --force: Podman looks whether it runs while it has its lock, and not as we did before.
+    Without --force: Podman checks whether it runs while it holds the lock; our own check was earlier.
     """
     done = ask("rm", container_id)
     if done.code:
@@ -333,7 +333,7 @@ def remove(container_id: str) -> None:
 
 
 def pause(container_id: str) -> None:
-    """Pause a container that runs. Raises AlreadyPaused, GpusnapError."""
+    """Pause a running container. Raises AlreadyPaused, GpusnapError."""
     done = ask("pause", container_id)
     if done.code and "already paused" in done.err:  # libpod, container_api.go
         raise AlreadyPaused(container_id[:12])
@@ -342,7 +342,7 @@ def pause(container_id: str) -> None:
 
 
 def go_on(container_id: str) -> None:
-    """Let a container go on, if it is paused, or is about to be. Raises GpusnapError."""
+    """Unpause a container, if it is paused, or is about to be. Raises GpusnapError."""
     done = ask("unpause", container_id)
     if done.code and _is_paused_after_all(container_id):
         done = ask("unpause", container_id)
@@ -358,10 +358,10 @@ def _is_paused(container_id: str) -> bool:
 
 
 def _is_paused_after_all(container_id: str) -> bool:
-    """Whether a container is paused when no `pause` of this module is under way for it any more.
+    """Return whether a container is paused, after waiting for every running `pause` of this module.
 
-    A gpusnap that is killed or interrupted leaves its Podman, which may not have begun yet when the next one
-    looks; and once it has paused the container, nobody would let that go on. Raises GpusnapError.
+    A gpusnap that is killed or interrupted leaves its Podman, which may not have begun yet when the next
+    gpusnap checks; and once it has paused the container, nobody would unpause it. Raises GpusnapError.
     """
     deadline = time.monotonic() + _PAUSING
     while (pid := _find_pause(container_id)) is not None:
@@ -388,31 +388,31 @@ def _is_paused_after_all(container_id: str) -> bool:
 
 
 def _find_pause(container_id: str) -> int | None:
-    """The Podman that pauses a container for a gpusnap; by the full ID, which people do not type."""
+    """Return the PID of a gpusnap's podman pause: it has the full ID, which users do not type."""
     for pid in proc.pids():
-        # The name first: who is asked for its command line may keep us waiting.
+        # The name first: reading the command line of a process may block.
         if proc.comm(pid) == PODMAN[0] and proc.command(pid)[-2:] == ("pause", container_id):
             return pid
     return None
 
 
 def to_restore(found: Container) -> str:
-    """The command with which Podman restores a container that has ended from its storage."""
+    """Return the command with which Podman restores an ended container from its storage."""
     first = f"podman container cleanup {found.name} && " if found.status == _NOT_CLEANED_UP else ""
     return f"{first}podman container restore {found.name}"
 
 
 def clean_up(found: Container) -> None:
-    """Do what a Podman that was killed when the container ended has not done. Raises GpusnapError.
+    """Do the cleanup that a Podman killed at the container's end has not done. Raises GpusnapError.
 
-    Until then it takes the container for one that runs, and restores it not (libpod, container_api.go).
+    Without it, Podman regards the container as running, and does not restore it (libpod, container_api.go).
     """
     if found.status == _NOT_CLEANED_UP:
         run_query("container", "cleanup", found.id, wanted=f"the clean-up of {found.name}")
 
 
 def check(found: Container, *, asleep: bool = False) -> None:
-    """Raise ContainerError where gpusnap cannot checkpoint it as it is. `asleep`: it is suspended."""
+    """Raise ContainerError if gpusnap cannot checkpoint it in this state. `asleep`: it is suspended."""
     if found.status == "paused" and not asleep:
         raise ContainerError(
             f"the container {found.name} is paused, and Podman does not checkpoint paused containers",
@@ -431,7 +431,7 @@ def check(found: Container, *, asleep: bool = False) -> None:
 
 
 def make_not_running_error(found: Container) -> ContainerError:
-    """The error for one that does not run: of one that a checkpoint ended, podman start loses the memory."""
+    """Return the error for a stopped container; after a checkpoint, podman start would lose its memory."""
     if found.checkpointed:
         return ContainerError(
             f"the container {found.name} is not running: a checkpoint stopped it",
@@ -446,7 +446,7 @@ def make_not_running_error(found: Container) -> ContainerError:
 
 
 def is_ours(runtime: str) -> bool:
-    """Whether that runtime is gpusnap's, by its own name or another's in whose place it is."""
+    """Return whether that runtime is gpusnap's, by its own name or by that of a runtime it replaces."""
     if os.path.basename(runtime) == RUNTIME:
         return True
     path = runtime

@@ -1,7 +1,7 @@
-"""A Podman as a child of ours: its answer, and the sentence of a failure.
+"""Runs Podman as a child process, and finds the message of a failure.
 
-It runs in a process group of its own, so that what a terminal sends comes to us alone. What Podman prints is
-for us: of a failure, the sentence.
+It runs in a process group of its own, so that signals of a terminal reach only gpusnap. Podman's output is
+read by gpusnap, which reports the message of a failure.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from gpusnap.runtime_shim.runtime.child_process import Child, output
 RUNTIME = "gpusnap-runtime"
 PODMAN = ("podman",)
 PATIENCE = 900.0
-"""Seconds for an answer. Podman waits for the lock of each container that it tells of, which a checkpoint or
-restore by somebody else has for minutes."""
+"""Seconds for an answer. Podman waits for the lock of each container that it describes; a checkpoint or
+restore may hold it for minutes."""
 DYING = 5.0
-"""Seconds that Podman may take to go when it was killed."""
+"""Seconds for Podman to end after it was killed."""
 _LONGEST = 64 << 10
-# How Podman names what its runtime did: by its command line, or by what it wrote into its log.
+# How Podman reports its runtime's errors: with the command line, or with lines of the runtime's log.
 _OF_THE_RUNTIME = compile_later(r"failed: (?:exit status|signal: )|OCI runtime|conmon|gpusnap: ")
 _LOG_LINE = compile_later(r'^time="[^"]*" level=\w+ msg="(.*)"$')
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedPodman:
-    """A Podman that has ended."""
+    """A Podman process that has ended."""
 
     code: int
     out: str
@@ -41,15 +41,15 @@ class FinishedPodman:
 
 
 class Question:
-    """A Podman that only tells something, or does it at once."""
+    """A Podman process for a query or a short command."""
 
     def __init__(self, *words: str, command: Sequence[str] = PODMAN) -> None:
-        """Raises GpusnapError where Podman cannot be run."""
+        """Raises GpusnapError if Podman cannot be run."""
         self._stack = ExitStack()
         self._child, self._out, self._err = self._stack.enter_context(start(words, os.environ, command))
 
     def answer(self, seconds: float | None = None) -> FinishedPodman:
-        """Wait for it, once; PATIENCE where nothing is said. Raises GpusnapError where it has not ended."""
+        """Wait for the answer, once; PATIENCE by default. Raises GpusnapError if Podman has not ended."""
         seconds = PATIENCE if seconds is None else seconds
         with self._stack:
             try:
@@ -63,14 +63,14 @@ class Question:
             return finish(self._child, self._out, self._err)
 
     def close(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Stop waiting for the answer."""
         with self._stack:
             if self._child.returncode is None:
                 self._kill()
 
     def _kill(self) -> None:
         self._child.kill()
-        with suppress(subprocess.TimeoutExpired):  # one that waits for a disk does not go
+        with suppress(subprocess.TimeoutExpired):  # a process that waits for a disk does not end
             self._child.wait(DYING)
 
 
@@ -113,7 +113,7 @@ def _text(file: IO[bytes]) -> str:
 
 
 def sentence(done: FinishedPodman) -> str:
-    """What went wrong, in the words of who failed first: gpusnap's own, or else Podman's."""
+    """Return the message of the first failure: gpusnap's own, or else Podman's."""
     own = find_runtime_error(done)
     if own:
         return own
@@ -126,11 +126,11 @@ def sentence(done: FinishedPodman) -> str:
 
 
 def find_runtime_error(done: FinishedPodman) -> str:
-    """What gpusnap-runtime said; "" where it said nothing, or Podman failed when it had done its work."""
+    """Return gpusnap-runtime's error; "" if there is none, or if Podman failed after its success."""
     lines = done.err.splitlines()
     ends = [line for line in lines if line.startswith("Error: ")]
     if ends and not _OF_THE_RUNTIME.search(ends[-1]):
-        return ""  # then what the runtime said is a note
+        return ""  # then the runtime's message is a note
     for line in lines:
         before, ours, text = line.partition("gpusnap: ")
         if ours and "level=warning" not in before and not text.startswith(NOTE):

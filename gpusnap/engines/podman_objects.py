@@ -1,4 +1,4 @@
-"""Podman's volumes and pods, which containers run, and what of a container it cannot export or restore."""
+"""Podman's volumes, pods and running containers, and options that it cannot export or restore."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from gpusnap.user_errors import NotFound
 
 
 def volumes() -> set[str]:
-    """The names of all volumes. Raises GpusnapError."""
+    """Return the names of all volumes. Raises GpusnapError."""
     return set(podman.run_query("volume", "ls", "--quiet", wanted="its volumes").split())
 
 
 def users_of(volume: str) -> tuple[str, ...]:
-    """The running containers that have a volume. Raises GpusnapError."""
+    """Return the running containers that use a volume. Raises GpusnapError."""
     words = ("ps", "--filter", f"volume={volume}", "--format", "{{.Names}}")
     return tuple(podman.run_query(*words, wanted=f"who uses the volume {volume}").split())
 
 
 def remove_volume(name: str) -> None:
-    """Remove a volume that no container has. Raises GpusnapError."""
+    """Remove a volume that no container uses. Raises GpusnapError."""
     podman.run_query("volume", "rm", name, wanted=f"the removal of the volume {name}")
 
 
 def has_pod(pod: str) -> bool:
-    """Whether there is a pod of that ID or name. Raises GpusnapError where Podman cannot say."""
+    """Return whether there is a pod of that ID or name. Raises GpusnapError if Podman does not answer."""
     return podman.exists("pod", pod)
 
 
 def latest() -> str:
-    """The name of the container that was created last. Raises NotFound, GpusnapError."""
+    """Return the name of the container that was created last. Raises NotFound, GpusnapError."""
     found = podman.run_query(
         "ps", "--latest", "--format", "{{.Names}}", wanted="its latest container"
     ).split()
@@ -42,7 +42,7 @@ def latest() -> str:
 
 
 def list_running() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The running containers by name: those of gpusnap's runtime, and others; without the infra ones of pods.
+    """Return running containers by name: those of gpusnap's runtime, and others, without infra containers.
 
     Raises GpusnapError.
     """
@@ -61,17 +61,17 @@ _WITH_PROCESSES = ("running", "paused", "stopping")  # libpod, define.ContainerS
 
 @dataclass(frozen=True, slots=True)
 class ListedContainer:
-    """A container that has processes."""
+    """A container with processes."""
 
     id: str
     name: str
     pid: int
-    """Of its first process."""
+    """The PID of its first process."""
     paused: bool
 
 
 def with_processes() -> tuple[ListedContainer, ...]:
-    """The containers that run, are paused or being stopped, of any runtime. Raises GpusnapError.
+    """Return containers that are running, paused or being stopped, of any runtime. Raises GpusnapError.
 
     Podman has no filter for one that is being stopped, which keeps its GPU memory until its process ends.
     """
@@ -89,7 +89,7 @@ def with_processes() -> tuple[ListedContainer, ...]:
 
 
 def check_options(found: Container, *, force: bool = False) -> None:
-    """Raise ContainerError where Podman would end it, and then not export it, or not restore it.
+    """Raise ContainerError if Podman would end it, and then could not export or restore it.
 
     From libpod (exportCheckpoint): it may depend on its pod's infra container, and on no other.
     """

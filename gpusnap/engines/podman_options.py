@@ -1,7 +1,7 @@
-"""Options of a container that `podman container restore` does not bring back from an archive.
+"""Options of a container that `podman container restore` does not restore from an archive.
 
-Seen with Podman 5.4 and crun: CRIU looks for mounts that Podman does not make for what it imports.
-The timer of a health check is made by init and start, and not by restore (libpod, Container.restore).
+Seen with Podman 5.4 and crun: CRIU expects mounts that Podman does not make for an imported container. The
+timer of a health check is made by init and start, and not by restore (libpod, Container.restore).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from gpusnap.oci.base.dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One of them: what the container has, and what to do about it."""
+    """An option of the container, and what to do about it."""
 
     what: str
     todo: str
     fatal: bool = True
-    """The restore fails; otherwise the container runs without it."""
+    """The restore fails; otherwise the container runs without the option."""
 
 
 _SECRET = Option(
@@ -38,7 +38,7 @@ _HEALTH = Option(
 
 
 def list_unrestored(found: Mapping[str, Any]) -> Iterator[Option]:
-    """Those of a container, by what `podman container inspect` prints."""
+    """Yield such options of a container, by the output of `podman container inspect`."""
     config = found.get("Config") or {}
     if config.get("Secrets"):
         yield _SECRET

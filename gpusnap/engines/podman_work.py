@@ -1,8 +1,8 @@
-"""A checkpoint and a restore by Podman: long, with progress, and undone when a signal comes.
+"""Checkpoints and restores with Podman: long commands with progress, which a signal undoes.
 
-We hand a signal on to the runtime that works for Podman, which undoes what it did and has Podman say so;
-where none runs yet, to Podman. Where a checkpoint has ended the container, and Podman exports it, nobody gets
-it: with --rm there is nothing else left of the container than what Podman then writes.
+A signal is passed on to the runtime that works for Podman, which undoes its work and makes Podman report it;
+if no runtime is running yet, to Podman. After a checkpoint has ended the container, while Podman exports it,
+signals are ignored: with --rm, nothing is left of the container except the file that Podman then writes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.stop_signals import STOPPING, note_signal
 from gpusnap.user_errors import Killed
 
-# In the environment of Podman, which a restore's runtime has from conmon.
+# In the environment of Podman; the runtime of a restore inherits it from conmon.
 _MARK = "GPUSNAP_CALLER"
 _EVERY = 0.25
-# How Podman says that the runtime was killed: its own child at a checkpoint, a child of conmon at a restore.
+# Podman's messages about a killed runtime: its own child at a checkpoint, a child of conmon at a restore.
 _KILLED = compile_later(r"^Error: .*(?:failed: signal: killed|no logs from conmon)", re.MULTILINE)
-# libpod, CRImportCheckpoint, of a pod that a container cannot be restored into.
+# libpod, CRImportCheckpoint, about a pod into which a container cannot be restored.
 _OTHER_POD = compile_later(r"^Podman failed: pod \S+ does not share the \w+ namespace")
 
 
@@ -42,11 +42,11 @@ def checkpoint(
     tick: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> bool:
-    """Have Podman checkpoint a container into an archive.
+    """Checkpoint a container into an archive with Podman.
 
-    `tick` is called several times a second. `say` is given a sentence when a signal came: what is done of it.
-    Whether a signal came that nobody heeded: it is the caller's to say. Raises GpusnapError with the sentence
-    of who failed; Interrupted where a signal came and it failed.
+    `tick` is called several times a second. `say` gets a sentence about the reaction to a signal. Returns
+    whether a signal was ignored, which the caller reports. Raises GpusnapError with the message of the
+    failed program; Interrupted if it failed after a signal.
     """
     words = ("container", "checkpoint", "--export", archive, *options, of.id)
     first = proc.process(of.init) if of.init else None
@@ -65,9 +65,9 @@ def restore(
     tick: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """Have Podman make a container from an archive and run it on; its ID. Parameters as in `checkpoint`.
+    """Create a container from an archive with Podman and run it; return its ID.
 
-    Raises as that does.
+    Parameters and errors as in `checkpoint`.
     """
     words = ("container", "restore", "--import", archive, *options)
     return _work(words, environment, tick, say=say)[0]
@@ -81,7 +81,7 @@ def restore_in_place(
     tick: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """Have Podman restore a container that a checkpoint ended, from its storage; its ID. Raises likewise."""
+    """Restore a container that a checkpoint ended from Podman's storage; return its ID. Raises likewise."""
     clean_up(of)
     return _work(("container", "restore", *options, of.id), environment, tick, say=say)[0]
 
@@ -94,7 +94,7 @@ def _work(
     *,
     say: Callable[[str], None],
 ) -> tuple[str, bool]:
-    """What Podman prints, and whether a signal came. `is_over`: from then on Podman is left alone."""
+    """Return Podman's output, and whether a signal came. `is_over`: once true, signals are ignored."""
     mark = secrets.token_hex(8)
     told = False
     with (
@@ -143,7 +143,7 @@ def _work(
 
 
 class _Relay:
-    """Signals on their way to who works for Podman; those that come before it runs are kept for it."""
+    """Passes signals on to the process that works for Podman; those that come before it runs are kept."""
 
     def __init__(self, mark: str, is_over: Callable[[], bool]) -> None:
         self.came: list[int] = []
@@ -151,20 +151,20 @@ class _Relay:
         self._mark, self._podman, self._is_over = mark, 0, is_over
 
     def to(self, podman: int) -> None:
-        """It runs, as this PID."""
+        """Set the PID of Podman."""
         self._podman = podman
         for number in list(self.came):
             self._send(number)
 
     def pass_on(self, number: int, _frame: object) -> None:
-        """A handler of signals."""
+        """Handle a signal."""
         note_signal(number)
         self.came.append(number)
         if self._podman:
             self._send(number)
 
     def _send(self, number: int) -> None:
-        ended = self._is_over()  # before the runtime is looked for, which may end in between
+        ended = self._is_over()  # before the runtime is searched for, which may end in between
         worker = _worker(self._podman, self._mark)
         if ended and not worker:
             return
@@ -174,7 +174,7 @@ class _Relay:
 
 
 def _decide_signal(command: str, relay: _Relay) -> str:
-    """What is done of a signal."""
+    """Return a sentence about the reaction to a signal."""
     name = signal.Signals(relay.came[0]).name
     if relay.passed:
         return f"{name}: undoing the {command}"
@@ -183,25 +183,25 @@ def _decide_signal(command: str, relay: _Relay) -> str:
 
 @contextmanager
 def _pass_signals_on(mark: str, is_over: Callable[[], bool]) -> Iterator[_Relay]:
-    """Hand signals on while the block runs."""
+    """Pass signals on while the block runs."""
     relay = _Relay(mark, is_over)
     with _handle_signals(relay.pass_on):
         yield relay
 
 
 def ignore_signals() -> AbstractContextManager[None]:
-    """Have no second signal break into what cleans up after the first one.
+    """Ignore a second signal during the cleanup after the first one.
 
-    By handlers that do nothing: what is run meanwhile would inherit SIG_IGN (execve(2)).
+    The handlers do nothing: child processes would inherit SIG_IGN (execve(2)).
     """
     return _handle_signals(lambda *_: None)
 
 
 @contextmanager
 def _handle_signals(handler: Callable[[int, object], object]) -> Iterator[None]:
-    """Handle signals by that while the block runs, except those that are ignored."""
+    """Handle signals by `handler` while the block runs, except those that are ignored."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # nobody else gets a signal
+        yield  # other threads get no signals
         return
     ours = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in ours}
@@ -213,12 +213,12 @@ def _handle_signals(handler: Callable[[int, object], object]) -> Iterator[None]:
 
 
 def _worker(podman: int, mark: str) -> int:
-    """The runtime that works for Podman at this moment; 0 where there is none."""
+    """Return the PID of the runtime that works for Podman at this moment; 0 if there is none."""
     for pid in proc.pids():
-        # The parent first: who is asked for its command line may keep us waiting.
+        # The parent first: reading the command line of a process may block.
         parent = proc.parent(pid)
         below = parent == podman
-        # At a restore it is a child of conmon, which is nobody's.
+        # At a restore, it is a child of conmon, which is no child of Podman.
         if not below and proc.comm(parent) != "conmon":
             continue
         if "--image-path" in proc.command(pid) and (below or _has(pid, mark)):

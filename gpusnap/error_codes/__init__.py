@@ -1,7 +1,7 @@
 """All codes of errors, which docs/errors.md and `gpusnap explain` show.
 
-Where an error is raised, it is given its code alone (`code="GPS-312"`), or has that of its class: nothing of
-this package is imported for it. A code is never given another meaning, and its number not used again.
+An error gets its code alone where it is raised (`code="GPS-312"`), or has that of its class: nothing of this
+package is imported for it. A code never gets another meaning, and its number is not used again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GROUPS: Mapping[str, str] = {
     "8": "Registries and other hosts",
     "9": "Podman, containerd, CRI-O and the hooks",
 }
-"""What the codes with that first digit are about."""
+"""The subject of the codes with that first digit."""
 
 CODES: Mapping[str, ErrorCode] = {
     each.code: each
@@ -44,7 +44,7 @@ CODES: Mapping[str, ErrorCode] = {
 
 
 def find(text: str) -> ErrorCode | None:
-    """The code that somebody means who writes GPS-312, gps312, [GPS-312], 312 or lock-timeout."""
+    """Find a code by GPS-312, gps312, [GPS-312], 312 or lock-timeout."""
     wanted = text.strip().strip("[]").lower()
     digits = wanted.removeprefix("gps").removeprefix("-")
     if digits.isascii() and digits.isdigit():

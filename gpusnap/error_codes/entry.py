@@ -1,4 +1,4 @@
-"""What one code says: a short name, what causes the error, and what to do about it."""
+"""One code: a short name, the cause of the error, and what to do about it."""
 
 from __future__ import annotations
 

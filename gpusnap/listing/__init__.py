@@ -1,1 +1,1 @@
-"""What `gpusnap ls` shows: which checkpoints, in which form."""
+"""The output of `gpusnap ls`: which checkpoints, in which form."""

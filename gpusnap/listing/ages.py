@@ -1,4 +1,4 @@
-"""How long ago something was, for people."""
+"""Ages for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from gpusnap.oci.store.tags import moment
 from gpusnap.runtime_shim.errors import printable
 
-# A unit begins to be used where there are so many seconds.
+# The number of seconds from which on each unit is used.
 _UNITS = (
     (2 * 365 * 86400, 365 * 86400, "year"),
     (60 * 86400, 30 * 86400, "month"),
@@ -20,7 +20,7 @@ _UNITS = (
 
 
 def format_age(created: str, now: datetime | None = None) -> str:
-    """A time (RFC 3339) as its distance from now, such as "3 hours ago"; what is none is made printable."""
+    """Return a time (RFC 3339) as an age such as "3 hours ago"; any other text is made printable."""
     made = moment(created)
     if made is None:
         return printable(created)

@@ -33,19 +33,19 @@ _DIGITS = compile_later(r"(?:sha256:)?([0-9a-f]{6,64})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the list: a checkpoint, under one of its names, which is empty where it has none."""
+    """One line of the list: a checkpoint under one of its names; the name is empty if it has none."""
 
     name: str
     row: Row
 
 
 def lines(rows: Iterable[Row]) -> tuple[Line, ...]:
-    """A line for each name."""
+    """Return a line for each name."""
     return tuple(Line(name, row) for row in rows for name in row.names or ("",))
 
 
 def filter_lines(rows: Sequence[Row], words: Sequence[str], now: datetime | None = None) -> tuple[Line, ...]:
-    """The lines that all filters let through. Raises UsageError."""
+    """Return the lines that match all filters. Raises UsageError."""
     found = lines(rows)
     tests: dict[str, list[Callable[[Line], bool]]] = {}
     for word in words:
@@ -59,7 +59,7 @@ def filter_lines(rows: Sequence[Row], words: Sequence[str], now: datetime | None
 
 
 def rows_of(found: Iterable[Line]) -> tuple[Row, ...]:
-    """Each checkpoint once, with those of its names that are left."""
+    """Return each checkpoint once, with its remaining names."""
     rows: dict[str, Row] = {}
     names: dict[str, list[str]] = {}
     for line in found:
@@ -99,7 +99,7 @@ def _check_choice(key: str, value: str, known: Sequence[str]) -> str:
 
 
 def _time(key: str, value: str, found: Sequence[Line], now: datetime) -> datetime:
-    """When a checkpoint was made, or the time that a value says."""
+    """Return when a checkpoint was made, or the time that a value says."""
     if ago := _AGO.fullmatch(value):
         try:
             return now - timedelta(**{_UNITS[ago[2]]: int(ago[1])})

@@ -28,22 +28,22 @@ _CONNECTIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class RemoteListing:
-    """A repository: the checkpoints among the tags that were looked at, the newest last."""
+    """A repository: the checkpoints among the tags that were read, the newest last."""
 
     repository: str
     rows: tuple[Row, ...]
     tags: int
-    """That it has."""
+    """Number of its tags."""
     looked_at: int
-    """Of these, the last ones by name."""
+    """Number of tags that were read, the last ones by name."""
 
 
 def listing(
     place: InRegistry, *, limit: int, plain_http: bool = False, step: Callable[[int, int], object]
 ) -> RemoteListing:
-    """The checkpoints among the last `limit` tags by name; what is none is left out.
+    """List the checkpoints among the last `limit` tags by name; omits other tags.
 
-    step: called with how many tags of how many were looked at. Raises OciError, SettingsError.
+    step: called with the number of tags that were read, and the total. Raises OciError, SettingsError.
     """
     with open_repository(place, plain_http=plain_http) as repository:
         tags = sorted(repository.read_tags())
@@ -69,7 +69,7 @@ def listing(
 
 
 def _row(repository: Repository, name: str, tag: str) -> Row | None:
-    """What a tag stands for; None where that is no checkpoint, or has gone meanwhile."""
+    """Return the row of a tag; None if it is no checkpoint, or was removed meanwhile."""
     try:
         root, read = manifests(repository, tag)
     except (NotInRegistry, BlobError):

@@ -1,8 +1,8 @@
-"""`--format` of `gpusnap ls` and `gpusnap ps`: a line for each row, by a template as for Podman.
+"""`--format` of `gpusnap ls` and `gpusnap ps`: a line for each row, by a template as in Podman.
 
-"{{.Name}} {{.Size}}" prints these fields; with "table " before it there is a heading, and tabs make columns.
-\\t and \\n are a tab and a line break. It is no program: there are fields and nothing else. What a field has
-of control characters is escaped: it may come from anybody, and is one line here.
+"{{.Name}} {{.Size}}" prints these fields; after "table " there is a heading, and tabs make columns. \\t and
+\\n are a tab and a line break. A template contains only text and fields. Control characters in a field are
+escaped: anybody may have written it, and it is one line here.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ FIELDS: Mapping[str, Callable[[Line], str]] = {
 
 
 def template(text: str) -> Callable[[Sequence[Line]], list[str]]:
-    """What makes the lines of `gpusnap ls` by a template. Raises UsageError."""
+    """Return a function that makes the lines of `gpusnap ls` by a template. Raises UsageError."""
     return template_of(text, FIELDS)
 
 
 def template_of(
     text: str, fields: Mapping[str, Callable[[_Row], str]]
 ) -> Callable[[Sequence[_Row]], list[str]]:
-    """What makes lines of rows by a template that names some of the `fields`. Raises UsageError."""
+    """Return a function that makes lines of rows by a template of `fields`. Raises UsageError."""
     body = text.removeprefix(TABLE).replace("\\t", "\t").replace("\\n", "\n")
     example = " ".join(f"{{{{.{name}}}}}" for name in [*fields][:2])
     if not [_name(match[1], fields) for match in _FIELD.finditer(body)]:
@@ -71,7 +71,7 @@ def _fill(body: str, values: Mapping[str, str]) -> str:
 
 
 def _columns(found: Sequence[str]) -> list[str]:
-    """The same with spaces for tabs, so that what is behind them stands below each other."""
+    """Return the lines with spaces instead of tabs, so that columns are aligned."""
     cells = [line.split("\t") for line in found]
     widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
     return [

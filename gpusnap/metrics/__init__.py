@@ -1,1 +1,1 @@
-"""What checkpoints and restores took, for Prometheus and the journal."""
+"""Figures about checkpoints and restores, for Prometheus and the journal."""

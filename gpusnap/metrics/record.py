@@ -1,4 +1,4 @@
-"""Record each checkpoint and restore of the command where the settings say so; it fails none of them."""
+"""Records each checkpoint and restore if the settings say so; errors do not stop the command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpusnap.runtime_shim.settings import Metrics
 from gpusnap.user_errors import NotFound
 
 _INFO = b"<30>"  # syslog(3): LOG_DAEMON | LOG_INFO
-# Of a name out of a checkpoint, which anybody may have written.
+# Limit on a name from a checkpoint, which anybody may have written.
 _LONGEST_NAME = 256
 _OF_CHECKPOINTS = {
     "seconds": "gpusnap_checkpoint_seconds",
@@ -29,11 +29,11 @@ _OF_CHECKPOINTS = {
 
 
 class Record:
-    """What is known of a checkpoint or restore."""
+    """The facts about a checkpoint or restore."""
 
     def __init__(self, container: str) -> None:
         self.container = container
-        """Its name, as far as it is known by now."""
+        """The container's name, once it is known."""
         self.figures: dict[str, float | str] = {}
         """In bytes and seconds."""
 
@@ -42,9 +42,9 @@ class Record:
 def record_operation(
     operation: str, container: str = "", *, find_name: Callable[[], str] = str
 ) -> Iterator[Record]:
-    """Record what the block does, a "checkpoint" or a "restore", also where it fails.
+    """Record the operation of the block, a "checkpoint" or a "restore", also if it fails.
 
-    find_name: finds the container's name where the block failed before that was known.
+    find_name: returns the container's name if the block failed before it was known.
     """
     record, began = Record(container), time.monotonic()
     try:
@@ -62,15 +62,15 @@ def _record(
     error: GpusnapError | None,
     find_name: Callable[[], str] = str,
 ) -> None:
-    """Into the textfile and the journal. Whatever goes wrong is a note."""
+    """Write to the textfile and the journal. Any error is only a note."""
     try:
         chosen = settings_file.load().metrics
-    except GpusnapError:  # the command itself has said so
+    except GpusnapError:  # the command itself has reported it
         return
     if not (chosen.textfile or chosen.journal):
         return
     if not record.container:
-        with suppress(Exception):  # the error of the command is what counts
+        with suppress(Exception):  # the command's own error is what counts
             record.container = printable(find_name())[:_LONGEST_NAME]
     event = {
         "operation": operation,
@@ -85,7 +85,7 @@ def _record(
             continue
         try:
             tell(chosen, event)
-        except Exception as failure:  # a full disk, no right, no such folder: the checkpoint is what counts
+        except Exception as failure:  # full disk, no permission, no folder: the checkpoint is what counts
             what = "textfile" if tell is _tell_textfile else "journal"
             said = GpusnapError(
                 f"metrics.{what}: this {operation} is not recorded: {failure}",
@@ -95,7 +95,7 @@ def _record(
 
 
 def _is_slip(error: GpusnapError) -> bool:
-    """Whether it is the command line that is wrong: nothing has been tried, and no alert is wanted."""
+    """Return whether the command line is wrong: nothing has been tried, and no alert is wanted."""
     return isinstance(error, UsageError) or (isinstance(error, NotFound) and not error.code)
 
 
@@ -125,7 +125,7 @@ def _tell_textfile(chosen: Metrics, event: Mapping[str, Any]) -> None:
 
 
 def _tell_journal(chosen: Metrics, event: Mapping[str, Any]) -> None:
-    """One line of JSON, by the socket of the system's log, which journald has too; see syslog(3)."""
+    """Send one line of JSON to the socket of the system's log, which journald reads too; see syslog(3)."""
     if not chosen.journal:
         return
     import socket
@@ -135,5 +135,5 @@ def _tell_journal(chosen: Metrics, event: Mapping[str, Any]) -> None:
         log.setblocking(False)
         try:
             log.sendto(_INFO + f"gpusnap[{os.getpid()}]: {line}".encode(), SYSTEM_LOG)
-        except OSError as error:  # which does not name the socket
+        except OSError as error:  # it does not name the socket
             raise OSError(error.errno, error.strerror, SYSTEM_LOG) from error

@@ -1,7 +1,7 @@
-"""Metrics as node_exporter's textfile collector reads them: one file of Prometheus' text format.
+"""Metrics for node_exporter's textfile collector: one file in Prometheus' text format.
 
-The file is also where the counts are kept: each writer reads it, adds to it, and puts a new one in its place,
-with the lock of a file beside it. What somebody else wrote into it is dropped. Format:
+The file also stores the counts: each writer reads it, adds to it, and replaces it, while it holds the lock of
+a file beside it. Lines of other writers are dropped. Format:
 prometheus.io/docs/instrumenting/exposition_formats, text format 0.0.4.
 """
 
@@ -20,7 +20,7 @@ NAME = "gpusnap.prom"
 _LOCK = ".gpusnap.prom.lock"
 _PATIENCE = 5.0
 _LARGEST = 4 << 20
-# A host that runs a container for each job makes new names for ever; those that were seen last stay.
+# A host that runs a container for each job makes new names forever; those that were seen last are kept.
 _MOST_CONTAINERS = 256
 
 METRICS: Mapping[str, tuple[str, str]] = {
@@ -57,16 +57,16 @@ class Values:
         self._values = values
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None:
-        """Count more of something."""
+        """Increase a counter."""
         key = _series(name, labels)
         self._values[key] = self._values.get(key, 0) + amount
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Say what something is now."""
+        """Set a gauge."""
         self._values[_series(name, labels)] = value
 
     def text(self) -> str:
-        """The file."""
+        """Return the content of the file."""
         self._forget()
         lines = []
         for name, (kind, help_) in METRICS.items():
@@ -79,7 +79,7 @@ class Values:
         return "".join(f"{line}\n" for line in lines)
 
     def _forget(self) -> None:
-        """Drop the containers that nothing was done with for longest."""
+        """Drop the containers with the oldest last operation."""
         seen: dict[str, float] = {}
         for (name, labels), value in self._values.items():
             container = dict(labels).get("container")
@@ -95,9 +95,9 @@ class Values:
 
 @contextmanager
 def update_values(folder: str) -> Iterator[Values]:
-    """The values in a folder's file, to be changed in the block, and written at its end.
+    """Read the values in a folder's file for changes in the block, and write them at its end.
 
-    Raises OSError, StoreBusy where another process has the lock for long.
+    Raises OSError, StoreBusy if another process holds the lock for long.
     """
     if not is_folder(folder):
         raise FileNotFoundError(f"there is no directory {folder}")
@@ -108,9 +108,9 @@ def update_values(folder: str) -> Iterator[Values]:
 
 
 def _replace(folder: str, data: bytes) -> None:
-    """Atomically, and for node_exporter to read, which runs as another user."""
+    """Replace the file atomically, readable for node_exporter, which runs as another user."""
     new = os.path.join(folder, f".{NAME}.new")
-    with suppress(FileNotFoundError):  # of a writer that was killed
+    with suppress(FileNotFoundError):  # a remainder of a writer that was killed
         os.unlink(new)
     try:
         with open(new, "xb") as file:
@@ -124,7 +124,7 @@ def _replace(folder: str, data: bytes) -> None:
 
 
 def _read(folder: str) -> dict[Series, float]:
-    """What the file has of our metrics; nothing where it is not there, or is no file."""
+    """Return our metrics in the file; empty if it does not exist, or is no file."""
     try:
         text = read_below(folder, NAME, limit=_LARGEST).decode("utf-8", "replace")
     except (FileNotFoundError, ValueError):

@@ -1,1 +1,1 @@
-"""`gpusnap migrate`: a running container moves to another host, its memory ahead of it."""
+"""`gpusnap migrate`: moves a running container to another host, and sends its memory ahead."""

@@ -1,8 +1,7 @@
-"""Blobs over a channel: one side asks for what its store lacks, the other one has them all.
+"""Blobs over a channel: one side requests those that its store lacks, and the other side has all of them.
 
-The requests of several threads are under way at once, and answered in their order, so that the way there and
-back costs nothing. Each blob is compared with its digest before it has its name: a wrong one never gets into
-a store.
+Several threads send requests at once, which are answered in order, so the round-trip time does not matter.
+Each blob is compared with its digest before it gets its name: a wrong one never gets into a store.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gpusnap.user_errors import failure
 
 
 class Remote:
-    """What the other side has of one manifest, as a source for gpusnap.oci.registry.copy.pull."""
+    """The other side's blobs of one manifest, as a source for gpusnap.oci.registry.copy.pull."""
 
     def __init__(self, channel: Channel, root: Descriptor) -> None:
         self._channel, self._root = channel, root
@@ -31,12 +30,12 @@ class Remote:
         self._broken = False
 
     def resolve(self, wanted: str) -> Descriptor:
-        """The manifest."""
+        """Return the manifest."""
         assert wanted == self._root.digest
         return self._root
 
     def read_manifest(self, wanted: str) -> tuple[Descriptor, bytes]:
-        """One below it, or itself; whoever takes it compares its digest. Raises GpusnapError."""
+        """Return a manifest below it, or itself; the caller compares its digest. Raises GpusnapError."""
         with self._answer(wanted) as (pieces, size):
             if not 0 < size <= DOCUMENT_LIMIT:
                 raise BlobError(f"{self._channel.who} has a manifest {wanted} of {size} bytes")
@@ -46,7 +45,7 @@ class Remote:
     def fetch_blob(
         self, wanted: Descriptor, layout: Layout, *, step: Callable[[int], object] = lambda at: None
     ) -> None:
-        """Bring a blob into a layout. Raises OciError, GpusnapError, and what `step` raises."""
+        """Fetch a blob into a layout. Raises OciError, GpusnapError, and the errors of `step`."""
         with self._answer(wanted.digest) as (pieces, size), layout.receive(wanted) as incoming:
             if size != wanted.size:
                 raise BlobError(
@@ -57,17 +56,17 @@ class Remote:
                 step(incoming.size)
 
     def interrupt(self) -> None:
-        """Each answer has a deadline of its own."""
+        """Do nothing: each answer has a deadline of its own."""
 
     @contextmanager
     def _answer(self, digest: str) -> Iterator[tuple[Iterator[bytes], int]]:
-        """The bytes of the answer, and how many; those that are not taken are passed over."""
+        """Yield the bytes of the answer, and their number; bytes that are not read are skipped."""
         with self._asking:
             self._channel.send({"want": digest})
             turn = self._asked
             self._asked += 1
         with self._turns:
-            # Each one before has a deadline of its own.
+            # Each earlier answer has a deadline of its own.
             self._turns.wait_for(lambda: self._broken or self._answered == turn)
             if self._broken:
                 raise BlobError(f"{digest} was not received, because the connection broke")
@@ -95,9 +94,9 @@ class Remote:
 def serve(
     channel: Channel, layout: Layout, allowed: Collection[str], sent: Callable[[int], object]
 ) -> dict[str, Any]:
-    """Answer requests for blobs of a layout until the other side says something else, which is returned.
+    """Answer requests for blobs of a layout until the other side sends another frame, which is returned.
 
-    allowed: the digests of the blobs that it may have. sent: called with the bytes that went so far.
+    allowed: the digests of the blobs that it may have. sent: called with the number of bytes sent so far.
     Raises LinkLost.
     """
     size = 0
@@ -135,7 +134,7 @@ def serve(
 
 
 def check_answer(frame: dict[str, Any], who: str) -> dict[str, Any]:
-    """What the other side says that it has done. Raises what it says that went wrong."""
+    """Return the other side's report of its work. Raises the error that it reports."""
     if "error" in frame:
         raise decode_error(frame, who)
     if not isinstance(frame.get("ok"), dict):

@@ -1,12 +1,12 @@
-"""The protocol between two gpusnaps, over two pipes such as those of ssh.
+"""The protocol between two gpusnap processes, over two pipes such as those of ssh.
 
-    MAGIC          first, from the one that was started: a shell's greeting is told apart
+    MAGIC          first, from the one that was started, so that a shell's greeting can be recognised
     4 bytes        the length of what follows, big endian
     JSON object    a frame; with "payload": N, so many raw bytes follow it
 
-A frame {"alive": MARK} is sent every few seconds while somebody works. So silence means that the other side,
-or the way to it, is gone: nothing here waits for a byte longer than `SILENCE`. MARK says what it works on,
-and how far that is: a side that only lives, and gets no further, is waited for no longer than `PATIENCE`.
+During work, a frame {"alive": MARK} is sent every few seconds. So silence means that the other side, or the
+connection, is gone: nothing here waits for a byte longer than `SILENCE`. MARK says what the side works on,
+and how far that is: a side that is alive but makes no progress is waited for no longer than `PATIENCE`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SILENCE = 30.0
 PATIENCE = 900.0
 """Seconds without progress, after which the other side counts as stuck."""
 LONGEST_PATIENCE = 86400
-# Seconds between two signs of life.
+# Seconds between two alive frames.
 _EVERY = 5.0
 _LONGEST = 1 << 20
 _PIECE = 1 << 20
@@ -38,20 +38,20 @@ _ALIVE = "alive"
 
 
 class LinkLost(GpusnapError):
-    """The other side ended, is silent, or says what is no frame."""
+    """The other side ended, is silent, or sent something that is no frame."""
 
     code = "GPS-820"
 
 
 class Channel:
-    """One end. Any thread may send; one at a time receives."""
+    """One end. Any thread may send; only one at a time receives."""
 
     def __init__(
         self, reading: int, writing: int, who: str, *, silence: float = SILENCE, every: float = _EVERY
     ) -> None:
-        """Two descriptors that stay the caller's; `who`: the other side, for messages.
+        """`reading`, `writing`: descriptors, which the caller closes; `who`: the other side, for messages.
 
-        every: seconds between two signs of life.
+        every: seconds between two alive frames.
         """
         self._reading, self._writing, self.who = reading, writing, who
         self._silence, self._every = silence, every
@@ -60,7 +60,7 @@ class Channel:
         os.set_blocking(writing, False)
 
     def send(self, frame: Mapping[str, Any], payload: Iterable[bytes] = (), size: int = 0) -> None:
-        """Send a frame, with `size` bytes after it. Raises LinkLost, and whatever `payload` raises."""
+        """Send a frame, followed by `size` bytes. Raises LinkLost, and the errors of `payload`."""
         data = json.dumps({**frame, **({"payload": size} if size else {})}).encode()
         with self._sending:
             self._write(len(data).to_bytes(4, "big") + data)
@@ -68,12 +68,12 @@ class Channel:
                 self._write(piece)
 
     def greet(self) -> None:
-        """Say what this is, as the one that was started. Raises LinkLost."""
+        """Send the greeting of the side that was started. Raises LinkLost."""
         with self._sending:
             self._write(MAGIC)
 
     def expect_greeting(self) -> None:
-        """Wait for `greet` of the other side. Raises LinkLost."""
+        """Wait for the other side's greeting. Raises LinkLost."""
         found = b""
         while len(found) < len(MAGIC) and MAGIC.startswith(found):
             found += self._read(len(MAGIC) - len(found))
@@ -89,7 +89,7 @@ class Channel:
             )
 
     def receive(self) -> dict[str, Any]:
-        """The next frame that is no sign of life. Raises LinkLost."""
+        """Return the next frame, without alive frames. Raises LinkLost."""
         limit, mark = time.monotonic() + self.patience, None
         while True:
             length = int.from_bytes(self._read_all(4), "big")
@@ -112,7 +112,7 @@ class Channel:
                 )
 
     def payload(self, size: int) -> Iterator[bytes]:
-        """The bytes that follow a frame, piece by piece; all have to be taken. Raises LinkLost."""
+        """Yield the bytes that follow a frame, in pieces; all must be read. Raises LinkLost."""
         while size:
             piece = self._read(min(size, _PIECE))
             size -= len(piece)
@@ -122,9 +122,9 @@ class Channel:
     def keep_alive(
         self, mark: Callable[[], object] = lambda: "", lost: Callable[[], object] = lambda: None
     ) -> Iterator[None]:
-        """Show signs of life while the block runs; `lost` is called, once, where they cannot be sent.
+        """Send alive frames while the block runs; `lost` is called once if they cannot be sent.
 
-        mark: what is being done, and how far it is, for JSON.
+        mark: returns what is being done, and how far it is, for JSON.
         """
         done = threading.Event()
 
@@ -182,7 +182,7 @@ class Channel:
 
 
 def _format_mark(mark: object) -> str:
-    """What it works on, by what Progress.mark gives."""
+    """Return what the side works on, from the value of Progress.mark."""
     match mark:
         case [str(stage), _] if stage:
             return f": {printable(stage)[:100]}"
@@ -197,11 +197,11 @@ _AGAIN = "check both hosts and the network, then run the same command again; wha
 
 
 def error_frame(error: GpusnapError) -> dict[str, Any]:
-    """An error for the other side."""
+    """Return a frame with an error for the other side."""
     return {"error": " ".join(str(error).split()), "hint": error.hint, "code": error.code}
 
 
 def decode_error(frame: Mapping[str, Any], who: str) -> GpusnapError:
-    """The error that the other side sent, as ours."""
+    """Return the error that the other side sent, as one of ours."""
     said, hint, code = (str(frame.get(key, ""))[:4000] for key in ("error", "hint", "code"))
     return GpusnapError(f"{who}: {printable(said)}", hint=printable(hint), code=code)

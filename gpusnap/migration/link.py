@@ -1,4 +1,4 @@
-"""The program that leads to the other host, ssh(1) or one like it, and the gpusnap that it runs there."""
+"""The program that connects to the other host, ssh(1) or a similar one, and the gpusnap that runs there."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError, advise, printable, reason
 
-# Seconds that ssh may take to ask for a password, and to connect; its own deadline is ConnectTimeout.
+# Seconds for ssh to ask for a password, and to connect; its own deadline is ConnectTimeout.
 _CONNECTING = 120.0
-# Seconds that it may take to end.
+# Seconds for it to end.
 _ENDING = 5.0
 _DESTINATION = compile_later(
     r"ssh://(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
@@ -28,7 +28,7 @@ _DESTINATION = compile_later(
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Another host, as ssh has it."""
+    """Another host, in ssh's terms."""
 
     host: str
     user: str = ""
@@ -38,13 +38,13 @@ class Destination:
         return self.host
 
     def words(self) -> list[str]:
-        """For the command line of ssh, without its name."""
+        """Return the words for the command line of ssh, without its name."""
         port = ["-p", str(self.port)] if self.port else []
         return ["-T", *port, "--", f"{self.user}@{self.host}" if self.user else self.host]
 
 
 def destination(text: str) -> Destination:
-    """What ssh://[USER@]HOST[:PORT] means. Raises UsageError."""
+    """Parse ssh://[USER@]HOST[:PORT]. Raises UsageError."""
     found = _DESTINATION.fullmatch(text)
     if found is None or (found["port"] and not 0 < int(found["port"]) < 1 << 16):
         raise UsageError(
@@ -57,7 +57,7 @@ def destination(text: str) -> Destination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How the other host is reached."""
+    """How to connect to the other host."""
 
     to: Destination
     ssh: str = "ssh"
@@ -66,13 +66,13 @@ class Route:
     """The command line of gpusnap there, such as sudo -n gpusnap."""
 
     def command(self) -> list[str]:
-        """The whole command line."""
+        """Return the whole command line."""
         return [*shlex.split(self.ssh), *self.to.words(), f"{self.program} migrate --server"]
 
 
 @contextmanager
 def connect(route: Route) -> Iterator[Channel]:
-    """A gpusnap on the other host that has greeted us, until the block ends. Raises GpusnapError."""
+    """Connect to a gpusnap on the other host, and wait for its greeting. Raises GpusnapError."""
     command = route.command()
     with tempfile.TemporaryFile() as said:
         try:
@@ -113,9 +113,9 @@ def connect(route: Route) -> Iterator[Channel]:
 
 @contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """What is started in the block ignores Ctrl-C, which is for us: the other side is told, and undoes all.
+    """Programs that are started in the block ignore Ctrl-C: we handle it, and the other side undoes all.
 
-    It stays in our process group, so that it may ask for a password; ssh leaves a signal ignored.
+    They stay in our process group, so that they may ask for a password; ssh leaves a signal ignored.
     """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
     try:
@@ -126,7 +126,7 @@ def _ignore_interrupts() -> Iterator[None]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    for number in (0, signal.SIGTERM, signal.SIGKILL):  # 0 asks for nothing
+    for number in (0, signal.SIGTERM, signal.SIGKILL):  # 0 sends no signal
         child.send_signal(number)
         with suppress(subprocess.TimeoutExpired):
             child.wait(_ENDING)
@@ -134,7 +134,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _read_said_lines(said: object, child: subprocess.Popen[bytes]) -> list[str]:
-    """The lines of what ssh, or the shell over there, said; it has ended, or is given a moment to."""
+    """Return the lines of stderr from ssh, or from the remote shell; waits a moment for its end."""
     with suppress(subprocess.TimeoutExpired):
         child.wait(_ENDING)
     descriptor = said.fileno()  # type: ignore[attr-defined]
@@ -157,7 +157,7 @@ def _make_unreachable_error(route: Route, error: LinkLost, lines: list[str]) -> 
     return GpusnapError(f"{route.to} cannot be reached: {last or error}", hint=hint, code="GPS-820")
 
 
-# What OpenSSH says (ssh(1) has no exit codes for it), and what to do then; the first that fits.
+# OpenSSH's messages (ssh(1) has no exit codes for them), and what to do; the first match counts.
 _HINTS = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
@@ -175,7 +175,7 @@ _TRY = "check that `ssh HOST gpusnap version` works as the same user"
 
 
 def check_command_line(text: str, option: str) -> None:
-    """Raise UsageError where an option has none."""
+    """Raise UsageError if an option has an empty command line."""
     try:
         found = shlex.split(text)
     except ValueError as error:

@@ -1,17 +1,17 @@
-"""`gpusnap migrate`: a running container goes to another host.
+"""`gpusnap migrate`: moves a running container to another host.
 
     check      the other host's release, room, image and GPUs: nothing has been changed
-    ahead      a checkpoint while the container runs, whose chunks the other store lacks go there; N times
+    ahead      a checkpoint while the container runs; sends the chunks that the other store lacks; N times
     plan       the other host chooses GPUs for that checkpoint
-    stop       the checkpoint that ends the container; what changed since goes there
+    stop       the checkpoint that ends the container; sends what changed since
     note       on disk here: from now on the container may run over there
     restore    over there
-    confirm    from here on the container is that of the other host; what is left here goes, the note last
+    confirm    from here on the container is that of the other host; removes what is left here, the note last
 
-Until `confirm` the container is ours. Where something fails after `stop`, it is restored here, but only once
-it is known that it does not run over there. If the other host cannot be asked any more at that moment, it
-stays stopped: two hosts with one container are worse than none. The note then stands, as it does where this
-gpusnap is killed, and `gpusnap recover` asks again (gpusnap/migration/unfinished.py).
+Until `confirm`, the container is ours. If something fails after `stop`, it is restored here, but only after
+it is certain that it does not run over there. If the other host cannot be asked at that moment, the container
+stays stopped: two hosts with one container are worse than none. The note is then kept, also if this gpusnap
+is killed, and `gpusnap recover` asks again (gpusnap/migration/unfinished.py).
 """
 
 from __future__ import annotations
@@ -49,57 +49,57 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
 
-# Tries to ask the other host what has become of a container.
+# Number of attempts to ask the other host about a container.
 _TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRequest:
-    """What shall go where, and how."""
+    """What to migrate, to which host, and how."""
 
     container: str
     route: Route
     name: str = ""
-    """Of the container over there; empty: the same."""
+    """The container's name over there; empty: the same."""
     gpu_map: str = ""
     ahead: int = 1
-    """Checkpoints that go ahead while the container runs."""
+    """Number of checkpoints that are sent ahead while the container runs."""
     keep: bool = False
-    """The ended container and its checkpoint stay here."""
+    """The ended container and its checkpoint are kept here."""
     ignore_volumes: bool = False
     force: bool = False
     dry_run: bool = False
     patience: float = PATIENCE
-    """Seconds for which either side may get no further."""
+    """Seconds without progress after which either side gives up."""
 
 
 @dataclass(slots=True)
 class MigrationResult:
-    """What was done. Sizes are bytes, times seconds."""
+    """The result of a migration. Sizes are in bytes, times in seconds."""
 
     container: podman.Container
     host: str
     pairs: list[tuple[str, str]] = field(default_factory=list)
     """Old and new UUID of each GPU."""
     image: bool = True
-    """The other host has its image; otherwise Podman pulls it there."""
+    """The other host has the container's image; otherwise Podman pulls it there."""
     free: int = 0
     needs: int = 0
     name: str = ""
     id: str = ""
-    """Of the container over there."""
+    """The container's ID over there."""
     digest: str = ""
     ahead: int = 0
-    """Bytes that went while the container ran."""
+    """Bytes that were sent while the container ran."""
     after: int = 0
-    """Bytes that went while it did not."""
+    """Bytes that were sent while it did not run."""
     pause: float = 0.0
-    """From when the last checkpoint began until the container ran over there."""
+    """From the start of the last checkpoint until the container ran over there."""
     seconds: float = 0.0
 
 
 def migrate(parameters: MigrationRequest, progress: Progress) -> MigrationResult:
-    """Do it. Raises NotFound, ContainerError, Refused, LinkLost, Interrupted, GpusnapError."""
+    """Migrate a container. Raises NotFound, ContainerError, Refused, LinkLost, Interrupted, GpusnapError."""
     began = time.monotonic()
     found = podman.inspect_container(parameters.container)
     podman.check(found)
@@ -118,7 +118,7 @@ def migrate(parameters: MigrationRequest, progress: Progress) -> MigrationResult
 
 
 class _Move:
-    """One migration under way."""
+    """A migration in progress."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Move:
         self.done = MigrationResult(found, self._to)
 
     def check(self) -> None:
-        """Ask whether it can go there."""
+        """Ask whether the other host can take the container."""
         parameters, found = self._parameters, self._found
         self._greet()
         driver = find_driver()
@@ -180,17 +180,17 @@ class _Move:
         )
 
     def go(self) -> None:
-        """All the rest."""
+        """Do everything else."""
         try:
             if self._parameters.ahead:
                 self._ahead.write()
                 self._send_ahead()
-            # The last moment at which a lost link costs nothing.
+            # The last moment at which a lost connection costs nothing.
             self._greet()
             self._hand_over()
         finally:
             unfinished.remove_name(Store(self._ahead.store), self._tag)
-            with suppress(GpusnapError):  # where that fails, gpusnap recover does it
+            with suppress(GpusnapError):  # if that fails, gpusnap recover does it
                 self._ahead.remove()
 
     def _send_ahead(self) -> None:
@@ -229,7 +229,7 @@ class _Move:
         self._clear()
 
     def _clear(self) -> None:
-        """Remove what is left here. Raises GpusnapError, and then its note still stands."""
+        """Remove what is left here. Raises GpusnapError, and then keeps its note."""
         try:
             unfinished.clear(self._note)
         except GpusnapError as error:
@@ -246,7 +246,7 @@ class _Move:
 
     def _checkpoint(self, *, ahead: bool) -> CheckpointResult:
         found = self._found
-        if ahead:  # the one before, or what a killed one left
+        if ahead:  # the previous one, or one that a killed migration left
             unfinished.remove_name(Store(self._ahead.store), self._tag)
         parameters = checkpointing.CheckpointRequest(
             container=found.id,
@@ -258,7 +258,7 @@ class _Move:
         return checkpointing.checkpoint(parameters, self._progress)
 
     def _send(self, made: CheckpointResult, *, ahead: bool) -> int:
-        """Have the other side fetch a checkpoint; the bytes that went there."""
+        """Let the other side fetch a checkpoint; return how many bytes were sent."""
         store = Store(made.store)
         with store.hold(made.digest) as root:
             self._progress.stage(f"memory to {self._to}")
@@ -276,7 +276,7 @@ class _Move:
         return int(check_answer(answer, self._to)["bytes"])
 
     def _bring_back(self, made: CheckpointResult, error: BaseException) -> GpusnapError:
-        """Have the container run here again; the error to raise."""
+        """Restore the container here; return the error to raise."""
         found = self._restore_here(made, error)
         if isinstance(error, KeyboardInterrupt | Interrupted):
             return Interrupted(str(found), hint=found.hint, code=found.code)
@@ -289,7 +289,7 @@ class _Move:
         self._progress.stage(f"restore of {name} on this host")
         self._hang_up()
         try:
-            self._note.remove()  # it is known not to run there
+            self._note.remove()  # it certainly does not run there
             place = locator.InStore(Store(made.store), made.digest)
             restoring.restore(restoring.RestoreRequest(what=place), self._progress)
         except (GpusnapError, KeyboardInterrupt) as failed:
@@ -306,7 +306,7 @@ class _Move:
                 hint=f"gpusnap restore {made.name} continues it here; its checkpoint is complete",
                 code="GPS-824",
             )
-        with suppress(OciError):  # where that fails, it stays, and `gpusnap ls` shows it
+        with suppress(OciError):  # if that fails, it is kept, and `gpusnap ls` shows it
             Store(made.store).remove(made.digest)
         return GpusnapError(
             f"{name} was not migrated, and runs on this host again: {why}",
@@ -315,7 +315,7 @@ class _Move:
         )
 
     def _settle(self, made: CheckpointResult, error: BaseException) -> str:
-        """What has become of the container over there, asked anew: confirmed or undone."""
+        """Ask again about the container over there: confirmed or undone."""
         self._progress.stage(f"asking {self._to} about the container")
         self._hang_up()
         last: BaseException = error
@@ -336,7 +336,7 @@ class _Move:
     def _hang_up(self, *, settled: bool = False) -> None:
         """End the connection; the other side undoes what was not confirmed. May be called twice.
 
-        settled: this host will not ask what became of the container.
+        settled: this host will not ask about the container again.
         """
         if not self._hung_up:
             self._hung_up = True
@@ -345,7 +345,7 @@ class _Move:
             self._link.close()
 
     def _ask(self, what: str, **more: Any) -> dict[str, Any]:
-        """Have the other side do something. Raises LinkLost, and what it says that went wrong."""
+        """Send a request to the other side. Raises LinkLost, and the error that it reports."""
         self._request(what, **more)
         return check_answer(self._channel.receive(), self._to)
 
@@ -354,7 +354,7 @@ class _Move:
 
 
 def _gpus(found: podman.Container, driver: Driver | None) -> list[GpuRecord]:
-    """The GPUs that its processes use, with the bytes there."""
+    """Return the GPUs that its processes use, with their bytes."""
     if driver is None or not found.init:
         return []
     used: dict[str, int] = {}

@@ -1,8 +1,8 @@
-"""The side that a container comes to: `gpusnap migrate --server`, which ssh runs for the other host.
+"""The receiving side of a migration: `gpusnap migrate --server`, which ssh runs for the other host.
 
-It answers one request after another: check, fetch, plan, restore, confirm; or settle, of an earlier
-migration. The container that it restored belongs to the other side until that confirms it: if the link breaks
-before, the container is removed here, since it is about to come back over there.
+It answers requests one by one: check, fetch, plan, restore, confirm; or settle, for an earlier migration. The
+restored container belongs to the other side until that confirms it: if the connection breaks before, the
+container is removed here, because it will be restored over there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from gpusnap.user_errors import convert_errors, failure
 
 
 def receive(reading: int, writing: int) -> None:
-    """Serve one migration over two descriptors, to its end. Raises LinkLost where it was not confirmed."""
+    """Serve one migration over two descriptors. Raises LinkLost if it was not confirmed."""
     channel = Channel(reading, writing, "the other host")
     channel.greet()
     _Receiver(channel).serve()
@@ -55,12 +55,12 @@ class _Receiver:
         self._channel = channel
         self._id = ""
         self._record: records.Record | None = None
-        """From the first checkpoint that comes until the container is confirmed, or all is undone."""
+        """From the arrival of the first checkpoint until the container is confirmed, or all is undone."""
         self._restoring = False
         self._progress = Progress(shown=False)
 
     def serve(self) -> None:
-        """Answer until the container is confirmed, or the other side ends."""
+        """Answer requests until the container is confirmed, or the other side ends."""
         try:
             with self._channel.keep_alive(lambda: self._progress.mark, self._handle_lost_link):
                 while (frame := self._channel.receive()).get("ask") != "end":
@@ -71,7 +71,7 @@ class _Receiver:
             records.forget(self._id)
 
     def _handle_lost_link(self) -> None:
-        """The other side is gone while Podman restores: have that stop."""
+        """The other side is gone while Podman restores: stop that."""
         if self._restoring:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -144,7 +144,7 @@ class _Receiver:
         remote = Remote(self._channel, root)
         self._record_coming(str(frame["of"]))
         with open_staging(store, f"migrate-{container}", "migration", self._progress) as staging:
-            # What is in the store was checked as it came; a restore compares all of it again.
+            # Blobs in the store were checked when they arrived; a restore compares all of them again.
             there = have(staging, read=False)
             transfer.pull(
                 remote,
@@ -162,7 +162,7 @@ class _Receiver:
                 remote, root.digest, staging.layout, have=there, progress=self._progress.show_transfer
             )[1]
             if frame["ahead"]:
-                # What a killed one left under that name, too.
+                # Also what a killed one left under that name.
                 with suppress(NotThere):
                     self._record_coming(str(frame["of"]), store.find_exactly(name).descriptor.digest)
                 self._record_coming(str(frame["of"]), root.digest)
@@ -171,7 +171,7 @@ class _Receiver:
         return {"blobs": moved.blobs, "bytes": moved.bytes, "skipped": moved.skipped_bytes}
 
     def _record_coming(self, container: str, *ahead: str) -> None:
-        """Have it on disk that a container comes, and what comes ahead of it, before that is there."""
+        """Record on disk that a container comes, and which checkpoints come ahead, before they arrive."""
         record = self._record
         if record is None:
             record = records.Record(self._id, "coming", container, ahead=ahead)
@@ -221,7 +221,7 @@ class _Receiver:
         return {}
 
     def _take_back(self) -> None:
-        """What came ahead goes; so does a container that was not confirmed."""
+        """Remove what came ahead, and a container that was not confirmed."""
         if (record := self._record) is None:
             return
         with podman_work.ignore_signals():
@@ -236,7 +236,7 @@ class _Receiver:
 
 
 def _patience(value: object) -> float:
-    """Seconds for which the other side may get no further. Raises ValueError."""
+    """Return the seconds without progress after which we give up on the other side. Raises ValueError."""
     seconds = float(str(value))
     if not 0 < seconds <= LONGEST_PATIENCE:
         raise ValueError(f"a patience of {seconds} s")
@@ -244,7 +244,7 @@ def _patience(value: object) -> float:
 
 
 def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether a container can come: its name, the room, its image, the GPUs. Nothing is changed."""
+    """Check whether a container can come: its name, the room, its image, the GPUs. Changes nothing."""
     name, image, needs = str(frame["name"]), str(frame["image"]), int(frame["needs"])
     if podman.full_id(name, seconds=60):
         raise Refused(
@@ -280,7 +280,7 @@ def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rough_plan(gpus: list[GpuRecord], frame: Mapping[str, Any]) -> Plan:
-    """By what the container uses now."""
+    """Plan by what the container uses now."""
     vendor = str(frame["vendor"])
     driver = next((each for each in find_drivers() if each.vendor == vendor), None)
     if driver is None:
@@ -297,7 +297,7 @@ def _rough_plan(gpus: list[GpuRecord], frame: Mapping[str, Any]) -> Plan:
 
 
 def _exact_plan(digest: str, gpu_map: str) -> Plan | None:
-    """By the manifest of a checkpoint that has come; None without GPU state."""
+    """Plan by the manifest of a checkpoint that has arrived; None without GPU state."""
     with convert_errors(), kept.hold_artifact(locator.InStore(locator.default_store(), digest)) as (_, found):
         record = found.record
     if record is None:
@@ -320,11 +320,11 @@ def _make_plan_frame(chosen: Plan | None) -> dict[str, Any]:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Major and minor number; nothing for what is none."""
+    """Return major and minor number; empty for another form."""
     parts = version.split(".")[:2]
     return tuple(int(each) for each in parts) if all(each.isdecimal() for each in parts) else ()
 
 
 def new_id() -> str:
-    """An ID for a migration."""
+    """Return an ID for a migration."""
     return secrets.token_hex(16)

@@ -1,11 +1,11 @@
-"""What a host knows of a container that is coming to it, in a file, for when the other host asks.
+"""A host's records of containers that are migrated to it, in files, for questions of the other host.
 
-The gpusnap that receives the container writes it, and names itself as its owner. While that lives, it
-decides: a container that it restored, and that the other side did not confirm, it removes. Once it is dead,
-whoever asks does so. Whoever asks before a restore has begun ends the migration: a request that was still on
+The gpusnap that receives the container writes the file, and names itself as its owner. While it lives, it
+decides: it removes a container that it restored and that the other side did not confirm. After its death,
+whoever asks does so. A question before the restore has begun ends the migration: a request that is still on
 its way then restores nothing.
 
-The files lie on disk, beside those of containers that leave (gpusnap/checkpoints/migrations.py): a host that
+The files are on disk, beside those of outgoing migrations (gpusnap/checkpoints/migrations.py): a host that
 has taken over a container says so after its next boot, too, until the other one needs no answer any more.
 """
 
@@ -31,11 +31,11 @@ from gpusnap.user_errors import NotFound
 
 MARK = "GPUSNAP_MIGRATION"
 """In the environment of Podman while it restores, with the migration's ID."""
-# Seconds for a receiver to notice that the other side is gone and to undo what it did; Podman's own limit on
-# a restore is 240 s.
+# Seconds for a receiver to notice that the other side is gone and to undo its work; Podman's own limit on a
+# restore is 240 s.
 PATIENCE = 300.0
 _EVERY = 0.2
-# Seconds for a lock that nobody has for longer than it takes to write a file.
+# Seconds for a lock, which nobody holds for longer than it takes to write a file.
 _LOCKING = 10.0
 _LIMIT = 64 << 10
 _ID = compile_later(r"[0-9a-f]{32}", re.ASCII)
@@ -47,24 +47,24 @@ _LATE = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One migration, as the receiver has it."""
+    """One migration, on the receiving side."""
 
     id: str
     state: str
     """coming, restoring, running, confirmed or undone."""
     name: str
-    """Of the container; empty for a migration that was ended by a question."""
+    """The container's name; empty for a migration that was ended by a question."""
     before: tuple[str, ...] = ()
     """The IDs of all containers before the restore."""
     container: str = ""
-    """The ID of the restored one, once it is known."""
+    """The ID of the restored container, once it is known."""
     ahead: tuple[str, ...] = ()
-    """The digests of checkpoints that came ahead of the last one."""
+    """The digests of checkpoints that came before the last one."""
     at_work: bool = False
-    """Whether the gpusnap that receives it is still there; set by `list_records`."""
+    """Whether the gpusnap that receives it still exists; set by `list_records`."""
 
     def write(self) -> None:
-        """Put it where others find it. Raises GpusnapError."""
+        """Write it to disk. Raises GpusnapError."""
         value = {
             "state": self.state,
             "name": self.name,
@@ -77,7 +77,7 @@ class Record:
 
 
 def begin(record: Record) -> None:
-    """Write the first record of a migration. Raises Refused where it has been ended, and GpusnapError."""
+    """Write the first record of a migration. Raises Refused if it has been ended, and GpusnapError."""
     _sweep()
     with _hold_lock(record.id):
         if _read(record.id) is not None:
@@ -86,7 +86,7 @@ def begin(record: Record) -> None:
 
 
 def advance(record: Record) -> None:
-    """Write the next one. Raises Refused where the migration has been ended, and GpusnapError."""
+    """Write the next record. Raises Refused if the migration has been ended, and GpusnapError."""
     with _hold_lock(record.id):
         if (_read(record.id) or {}).get("state") in (None, "undone"):
             raise _make_given_up_error()
@@ -94,23 +94,23 @@ def advance(record: Record) -> None:
 
 
 def end_record(record: Record) -> None:
-    """Whoever received it has undone all of it. Raises GpusnapError."""
+    """Record that the receiver has undone everything. Raises GpusnapError."""
     with _hold_lock(record.id):
         if (_read(record.id) or {}).get("state") == "coming":
             _remove(record.id)  # nobody asks: nothing was restored
 
 
 def forget(migration: str) -> None:
-    """The other host will not ask any more."""
+    """Forget a migration: the other host will not ask any more."""
     with suppress(GpusnapError), _hold_lock(migration):
         found = _read(migration)
-        # The word for a request that is still on its way stays; see _sweep.
+        # The mark for a request that is still on its way is kept; see _sweep.
         if found is not None and found.get("name") and found.get("state") in ("confirmed", "undone"):
             _remove(migration)
 
 
 def list_records() -> tuple[Record, ...]:
-    """The migrations to this host that have not ended. Raises GpusnapError."""
+    """Return the migrations to this host that have not ended. Raises GpusnapError."""
     read = ((name.removesuffix(_ENDING), _read(name.removesuffix(_ENDING))) for name in _names())
     return tuple(
         _record(key, found)
@@ -120,7 +120,7 @@ def list_records() -> tuple[Record, ...]:
 
 
 def check_id(value: object) -> str:
-    """The ID of a migration. Raises GpusnapError for what is none."""
+    """Return the ID of a migration. Raises GpusnapError if it is invalid."""
     if not isinstance(value, str) or not _ID.fullmatch(value):
         raise GpusnapError(
             "the other host sent no migration ID", hint="update gpusnap on both hosts", code="GPS-821"
@@ -129,9 +129,9 @@ def check_id(value: object) -> str:
 
 
 def settle(migration: str) -> str:
-    """What has become of a migration, once nobody works on it: confirmed or undone. Raises GpusnapError.
+    """Return the result of a migration, once nobody works on it: confirmed or undone. Raises GpusnapError.
 
-    A container that was restored and not confirmed is removed, and what came ahead of it.
+    A container that was restored and not confirmed is removed, with the checkpoints that came ahead of it.
     """
     limit = time.monotonic() + PATIENCE
     while True:
@@ -142,7 +142,7 @@ def settle(migration: str) -> str:
                 return state
             alive = found is not None and migrations.is_alive(found.get("owner"), found.get("boot"))
             if found is None or state == "coming":
-                # Who receives it, if he lives, takes away what came ahead by himself.
+                # The receiver, if it lives, removes the checkpoints that came ahead itself.
                 if found is not None and not alive:
                     remove_ahead(_record(migration, found).ahead)
                 Record(migration, "undone", "").write()
@@ -160,7 +160,7 @@ def settle(migration: str) -> str:
 
 
 def remove_ahead(digests: tuple[str, ...]) -> None:
-    """Take what came ahead of the last checkpoint out of the store: nobody needs it any more."""
+    """Remove checkpoints that came before the last one from the store: nobody needs them any more."""
     store = locator.default_store()
     for digest in dict.fromkeys(digests):
         with suppress(OciError):
@@ -170,7 +170,7 @@ def remove_ahead(digests: tuple[str, ...]) -> None:
 def remove_restored(record: Record) -> None:
     """Remove the container that was restored for a migration. Raises GpusnapError.
 
-    Its name may be that of another one by now, which came or was started meanwhile: that one stays.
+    Its name may belong to another container by now, which was restored or started meanwhile: that is kept.
     """
     try:
         found = podman.inspect_container(record.container or record.name)
@@ -187,9 +187,9 @@ def remove_restored(record: Record) -> None:
 
 
 def _is_of_migration(found: podman.Container, migration: str) -> bool:
-    """Whether a container's conmon, the parent of its first process, is of that migration's Podman.
+    """Return whether a container's conmon, the parent of its first process, is of that migration's Podman.
 
-    One that does not run has none, and is what a killed Podman left.
+    A container that does not run has none, and is a remainder of a killed Podman.
     """
     return not found.init or proc.environment(proc.parent(found.init)).get(MARK) == migration
 
@@ -245,7 +245,7 @@ def _remove(migration: str) -> None:
 
 
 def _sweep() -> None:
-    """Remove the words for requests that cannot be on their way any more."""
+    """Remove the marks for requests that cannot be on their way any more."""
     for name in _names():
         path = os.path.join(migrations.FOLDER, name)
         with suppress(GpusnapError, OSError):
@@ -256,7 +256,7 @@ def _sweep() -> None:
 
 
 def _podman_of(migration: str) -> bool:
-    """Whether a Podman still restores for it; conmon, and what the container runs, have the mark as well."""
+    """Return whether a Podman still restores for it; conmon and the container have MARK as well."""
     return any(
         proc.comm(pid) == "podman" and proc.environment(pid).get(MARK) == migration for pid in proc.pids()
     )

@@ -1,7 +1,7 @@
-"""A migration that was cut off: the other host is asked what became of it, and what follows is done.
+"""Completes an interrupted migration: asks the other host about the container, and does what follows.
 
-On the host that the container leaves, its note (gpusnap/checkpoints/migrations.py) stands until then. What is
-left is removed first, and the note last: whoever is killed in between leaves it for the next one.
+On the host that the container leaves, its note (gpusnap/checkpoints/migrations.py) is kept until then. The
+remains are removed first, and the note last: if the process is killed in between, the next one continues.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.user_errors import NotFound, convert_errors
 
 AHEAD = "migrating"
-"""The tag of checkpoints that go ahead, until all is over."""
+"""The tag of checkpoints that are sent ahead, until the migration ends."""
 
 
 def ahead_name(container: str, container_id: str) -> str:
-    """What a checkpoint of a container is called that goes ahead."""
+    """Return the name of a container's checkpoint that is sent ahead."""
     return f"{container_name(container, container_id)}:{AHEAD}"
 
 
 def encode_route(route: Route) -> tuple[str, ...]:
-    """A route for a note."""
+    """Return a route for a note."""
     return route.to.host, route.to.user, str(route.to.port), route.ssh, route.program
 
 
 def read_route(written: tuple[str, ...]) -> Route:
-    """The route of a note. Raises GpusnapError."""
+    """Return the route of a note. Raises GpusnapError."""
     try:
         host, user, port, ssh, program = written
         return Route(to=Destination(host, user, int(port)), ssh=ssh, program=program)
@@ -43,7 +43,7 @@ def read_route(written: tuple[str, ...]) -> Route:
 
 
 def ask(leaving: OutgoingMigration) -> str:
-    """What the other host says has become of a container: confirmed or undone. Raises GpusnapError."""
+    """Ask the other host about a container: confirmed or undone. Raises GpusnapError."""
     route = read_route(leaving.route)
     with connect(route) as channel, channel.keep_alive():
         channel.send({"ask": "settle", "migration": leaving.id})
@@ -51,7 +51,7 @@ def ask(leaving: OutgoingMigration) -> str:
 
 
 def tell_settled(leaving: OutgoingMigration) -> None:
-    """The other host need not remember it any more; where it cannot be told, it does."""
+    """Tell the other host to forget it; if that fails, it keeps its record."""
     route = read_route(leaving.route)
     with suppress(GpusnapError), connect(route) as channel, channel.keep_alive():
         channel.send({"ask": "forget", "migration": leaving.id})
@@ -59,7 +59,7 @@ def tell_settled(leaving: OutgoingMigration) -> None:
 
 
 def clear(leaving: OutgoingMigration) -> None:
-    """The container runs on the other host: remove what is left here. Raises GpusnapError."""
+    """Remove what is left here of a container that runs on the other host. Raises GpusnapError."""
     if not leaving.keep:
         if not leaving.auto_remove:
             _remove_container(leaving)
@@ -69,13 +69,13 @@ def clear(leaving: OutgoingMigration) -> None:
 
 
 def remove_name(store: Store, name: str) -> None:
-    """Take a checkpoint out of a store; where that fails, it stays, and `gpusnap ls` shows it."""
+    """Remove a checkpoint from a store; if that fails, it is kept, and `gpusnap ls` shows it."""
     with suppress(OciError):
         store.remove(store.find_exactly(name).descriptor.digest)
 
 
 def recover_leaving(leaving: OutgoingMigration) -> str:
-    """Bring one to its end whose gpusnap was killed; what was done. Raises GpusnapError."""
+    """Complete a migration whose gpusnap was killed; return what was done. Raises GpusnapError."""
     store = Store(leaving.store)
     remove_name(store, ahead_name(leaving.name, leaving.container))
     if not leaving.digest:
@@ -99,7 +99,7 @@ def recover_leaving(leaving: OutgoingMigration) -> str:
 
 
 def recover_coming(record: records.Record) -> str:
-    """Take back what a killed receiver left on this host; what was done. Raises GpusnapError."""
+    """Undo what a killed receiver left on this host; return what was done. Raises GpusnapError."""
     records.settle(record.id)
     return f"the migration of {record.name} to this host was interrupted; what had been received is removed"
 

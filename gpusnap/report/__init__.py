@@ -1,1 +1,1 @@
-"""One file for a report of a bug: what is known of the host and of a checkpoint, without secrets."""
+"""One file for a bug report: facts about the host and a checkpoint, without secrets."""

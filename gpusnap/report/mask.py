@@ -1,8 +1,8 @@
-"""Mask what looks like a secret in a text that its owner is going to show to others.
+"""Masks everything in a text that looks like a secret, before its owner shows it to others.
 
-By what stands before it (password=…, Authorization: …), by its own form (tokens of known services, keys in
-PEM, credentials in URLs), and by what is known on this host: values of the environment with such names, and
-what is in the auth files of registries.
+Secrets are recognised by the text before them (password=…, Authorization: …), by their own form (tokens of
+known services, keys in PEM, credentials in URLs), and by this host's own: values of environment variables
+with such names, and the contents of the auth files of registries.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _IS_NAME = compile_later(
     rf"{_NAMES}|[\w.-]*[\w.-][-_.](?:{_NAMES}|keys?)|[a-z0-9]*(?:password|passwd|token|secret)", re.I
 )
 _WORD = compile_later(r"[\w.-]+")
-# After a name: = or :, or a blank or the next word of a list after an option, and the value, quoted or not;
-# one that is not goes on after = or : to a delimiter, or to the next NAME=. JSON in JSON has \" for ".
+# After a name: = or :, or a space or the next word of a list after an option, and the value, quoted or not;
+# an unquoted one after = or : ends at a delimiter, or at the next NAME=. JSON in JSON has \" for ".
 _QUOTED = r"\\*(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[\"'][^\n]*)"
 _PLAIN = r"[^\s,;&\"'}\])]+"
 _VALUE = compile_later(
     rf"(?P<between>\\*[\"']?\s*[=:]\s*)(?P<value>{_QUOTED}|{_PLAIN}(?:[ \t]+(?![\w.-]+[=:]){_PLAIN})*)"
 )
 _NEXT_WORD = compile_later(rf"(?P<between>\s+(?=\S)|\\*[\"']\s*,\s*)(?P<value>{_QUOTED}|{_PLAIN})")
-# Options that mean a secret to some programs (podman login -p, mysql -p, curl -u): not where the value is a
-# port, a path or another option.
+# Options whose value is a secret for some programs (podman login -p, mysql -p, curl -u), unless the value is
+# a port, a path or another option.
 _SHORT = compile_later(
     r"(?:(?<=\s)|(?<=[\"'])|^)(?P<option>-p|-u|--user|--proxy-user)(?P<between>\s+|=|\\*[\"']\s*,\s*\\*[\"'])"
     r"(?P<value>[^\s\"'\\]+)",
@@ -50,7 +50,7 @@ _PATTERNS = (
     # scheme://user:password@host, also a user alone, which may be a token.
     (re.compile(r"(?<=://)[^/\s'\"<>]+(?=@)"), MASK),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S), MASK),
-    # Headers, all that they have: a scheme and its token, several cookies.
+    # The whole value of headers: a scheme and its token, several cookies.
     (re.compile(r"\b((?:authorization|cookie)\s*:\s*)(?![\s\"'])[^\n\"']+", re.I), rf"\1{MASK}"),
     (re.compile(r"\b(Bearer|Basic)\s+[\w.+/=~-]+", re.I), rf"\1 {MASK}"),
     # AWS, GitHub, GitLab, Hugging Face, OpenAI and alike, Slack, Docker, npm, Google, JSON Web Tokens.
@@ -63,12 +63,12 @@ _PATTERNS = (
     ),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), MASK),
 )
-# A shorter one is in every text.
+# A shorter one occurs in every text.
 _SHORTEST = 6
 
 
 def mask(text: str, known: Iterable[str] = ()) -> str:
-    """The text without what looks like a secret, and without the `known` ones."""
+    """Return the text without anything that looks like a secret, and without the `known` ones."""
     for secret in sorted({each for each in known if len(each) >= _SHORTEST}, key=len, reverse=True):
         text = text.replace(secret, MASK)
     for pattern, instead in _PATTERNS:
@@ -77,7 +77,7 @@ def mask(text: str, known: Iterable[str] = ()) -> str:
 
 
 def _mask_option(found: re.Match[str]) -> str:
-    """-p SECRET, -u NAME:SECRET; a user's or group's name alone is none."""
+    """Mask -p SECRET, -u NAME:SECRET; the name of a user or group alone is no secret."""
     value = found["value"]
     user, colon, password = value.partition(":")
     if found["option"] != "-p":
@@ -88,9 +88,9 @@ def _mask_option(found: re.Match[str]) -> str:
 
 
 def _mask_values(text: str) -> Iterator[str]:
-    """The pieces of a text, without the values of what has the name of a secret.
+    """Yield the pieces of a text, without values whose names say that they are secrets.
 
-    Word by word: the time is that of the text, whatever stands in it.
+    Works word by word: the time is linear in the text, whatever it contains.
     """
     done = at = 0
     while (word := _WORD.search(text, at)) is not None:
@@ -111,7 +111,7 @@ def _mask_values(text: str) -> Iterator[str]:
 
 
 def known_secrets(environ: Mapping[str, str] = os.environ, auth_files: Iterable[str] = ()) -> set[str]:
-    """The secrets of this process' environment, and of files of logins at registries."""
+    """Return the secrets in this process's environment, and in files of logins to registries."""
     # PWD and SSH_AUTH_SOCK are paths.
     found = {each for name, each in environ.items() if _IS_NAME.fullmatch(name) and not each.startswith("/")}
     for path in auth_files:
@@ -121,7 +121,7 @@ def known_secrets(environ: Mapping[str, str] = os.environ, auth_files: Iterable[
 
 
 def _texts(value: object, key: str = "") -> Iterator[str]:
-    """All texts of an auth file but names of helpers and registries; of `auth` what it stands for as well."""
+    """Yield all texts of an auth file except names of helpers and registries; also the decoded `auth`."""
     match value:
         case dict():
             for name, each in value.items():

@@ -1,4 +1,4 @@
-"""`gpusnap report`: what a report of a bug should say, gathered into one text."""
+"""`gpusnap report`: collects the facts for a bug report in one text."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from gpusnap.user_errors import convert_errors
 _LINES = 200
 _WIDEST = 2000
 _LARGEST = 1 << 20
-# CRIU's, in Podman's directory of the container. Not ctr.log: what the program prints is nobody else's.
+# CRIU's, in Podman's directory of the container. Not ctr.log: the program's output is private.
 _LOGS = ("dump.log", "restore.log")
 _JOURNAL = ("-t", "gpusnap", "-t", "gpusnap-runtime", "-t", "podman")
 _DEADLINE = 20.0
 
 
 def report(what: InStore | None, *, container: str = "", without: str = "") -> str:
-    """The report, of the host and, where it is given, of a checkpoint; without secrets, without escapes.
+    """Return the report about the host and, if given, a checkpoint; without secrets, without escapes.
 
-    `container`: a name or ID for Podman, where there is no checkpoint. `without`: why there is none.
+    `container`: a name or ID for Podman, if there is no checkpoint. `without`: why there is none.
     """
     now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     parts: list[tuple[str, Callable[[], Iterator[str]]]] = [
@@ -62,17 +62,17 @@ def report(what: InStore | None, *, container: str = "", without: str = "") -> s
     for title, lines_of in parts:
         lines += [f"== {title} ==", *_collect_lines(lines_of), ""]
     secrets = known_secrets(auth_files=auth_files())
-    # Cut afterwards: half a secret is not known as one.
+    # Cut afterwards: half a secret would not be recognised.
     masked = mask("\n".join(lines), secrets).split("\n")
     return "\n".join(printable(line[:_WIDEST]) for line in masked) + "\n"
 
 
 def _collect_lines(lines_of: Callable[[], Iterator[str]]) -> list[str]:
-    """The lines of a part; whatever goes wrong is the last one."""
+    """Return the lines of a part; an error is the last line."""
     found: list[str] = []
     try:
         found.extend(lines_of())
-    except Exception as error:  # a host on which something does not work is what reports are of
+    except Exception as error:  # reports are written about hosts on which something does not work
         found.append(f"not available: {type(error).__name__}: {error}")
     return found
 
@@ -99,7 +99,7 @@ def _check(check: Check) -> str:
 
 
 def _store() -> Iterator[str]:
-    """This host's store; where it cannot be read, what is there, and why not."""
+    """Yield lines about this host's store; if it cannot be read, what exists, and the error."""
     store = default_store()
     try:
         with convert_errors():
@@ -134,7 +134,7 @@ def _record(record: Manifest) -> Iterator[str]:
     for gpu in record.gpus:
         yield f"GPU {gpu.index}: {gpu.model}, {human(gpu.memory_used)} of {human(gpu.memory_total)} used"
     for process in record.processes:
-        # Not its arguments: they are where programs are given passwords.
+        # Not its arguments: they may contain passwords.
         yield f"process {process.pid} {process.name}: {human(sum(used for _, used in process.gpus))}"
     figures = statistics(record)
     yield (
@@ -147,16 +147,16 @@ def _record(record: Manifest) -> Iterator[str]:
 
 
 def _container_of(what: InStore) -> str:
-    """The ID of the container that a checkpoint is of; empty where it cannot be told."""
+    """Return the ID of a checkpoint's container; empty if unknown."""
     try:
         with kept.hold_artifact(what) as (_, found):
             return found.artifact.annotations.get("io.gpusnap.container.id", "")
-    except Exception:  # as `_collect_lines`: the part about the checkpoint says it
+    except Exception:  # as in `_collect_lines`: the part about the checkpoint reports it
         return ""
 
 
 def _container(container: str) -> Iterator[str]:
-    """What Podman says of it, and, where it runs, what would prevent a checkpoint."""
+    """Yield Podman's description, and, if the container runs, what would prevent a checkpoint."""
     found = podman.inspect_container(container)
     yield f"{found.name} {found.id}, {found.status}, runtime {found.runtime}"
     if found.status == "running":
@@ -164,7 +164,7 @@ def _container(container: str) -> Iterator[str]:
 
 
 def _logs(container: str) -> Iterator[str]:
-    """The ends of CRIU's logs, where Podman still has the container."""
+    """Yield the ends of CRIU's logs, if Podman still has the container."""
     folder = os.path.dirname(podman.inspect_container(container).checkpoint_path)
     for name in _LOGS:
         yield f"-- {name}"
@@ -189,12 +189,12 @@ def _journal() -> Iterator[str]:
     if done is None or done.code:
         yield "journalctl cannot be run, or has no messages"
         return
-    # Podman says much that is not about checkpoints.
+    # Podman logs much that is not about checkpoints.
     wanted = re.compile(r"gpusnap|checkpoint|restore|criu", re.I)
     yield from (line for line in done.out.splitlines() if wanted.search(line))
 
 
 def newest(rows: tuple[Row, ...]) -> Row | None:
-    """The newest whole checkpoint of a store."""
+    """Return the newest complete checkpoint of a store."""
     found = [row for row in rows if row.kind == "checkpoint" and row.created]
     return max(found, key=lambda row: by_age(row.created), default=None)

@@ -1,1 +1,1 @@
-"""Which checkpoints of a container stay, and which go: rules by age, and what there is of each container."""
+"""Which checkpoints of a container are kept or removed: rules by age, and each container's history."""

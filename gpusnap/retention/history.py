@@ -18,7 +18,7 @@ from gpusnap.user_errors import Damaged
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One checkpoint of a container. Sizes are bytes; texts are empty where nothing is known."""
+    """One checkpoint of a container. Sizes are in bytes; texts are empty if unknown."""
 
     digest: str
     names: tuple[str, ...]
@@ -26,23 +26,23 @@ class Moment:
     """RFC 3339."""
     container_id: str
     size: int
-    """Of all its blobs."""
+    """Size of all its blobs."""
     new: int
-    """Of those that no earlier checkpoint of the container has."""
+    """Size of the blobs that no earlier checkpoint of the container has."""
     pause: float | None
-    """Seconds for which the processes stood still, or until they had ended; None without GPU state."""
+    """Seconds for which the processes were stopped, or until they had ended; None without GPU state."""
     gpus: str
     driver: str
     labels: Mapping[str, str]
     fault: str = ""
     migrating: str = ""
-    """The other host that its container may run on: a migration to it has not ended."""
+    """The other host that may run its container, while a migration to that has not ended."""
 
 
 def history(store: Store, word: str) -> tuple[Moment, ...]:
-    """The checkpoints of a container, the oldest first; none where the store has none of it.
+    """Return the checkpoints of a container, the oldest first; empty if the store has none of it.
 
-    word: its name or ID, or what names one of its checkpoints. Raises LayoutError, Ambiguous.
+    word: its name or ID, or a name of one of its checkpoints. Raises LayoutError, Ambiguous.
     """
     rows = [row for row in listing(store).rows if row.kind == "checkpoint"]
     found = [row for row in rows if word in (row.container_id, container_of(row))]
@@ -56,7 +56,7 @@ def history(store: Store, word: str) -> tuple[Moment, ...]:
 
 
 def _moment(store: Store, row: Row, seen: set[str]) -> Moment:
-    """`seen`: the blobs of earlier ones; this one's are added."""
+    """`seen`: the blobs of earlier ones; those of this one are added."""
     blobs: Mapping[str, int] = {}
     pause: float | None = None
     driver = fault = ""

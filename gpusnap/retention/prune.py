@@ -1,12 +1,12 @@
-"""`gpusnap prune`: take out of a store the checkpoints of each container that no rule keeps.
+"""`gpusnap prune`: removes from a store the checkpoints of each container that no rule keeps.
 
-Only checkpoints of gpusnap's are looked at: not the pages of one whose records Podman has, and nothing of
-other tools. One that is not whole, with a manifest or a blob that is not there in its size, counts for no
-rule and is left: no whole one goes because of it, and a copy of what it lacks may be somewhere. What has a
-name that `gpusnap checkpoint` does not give by itself stays: somebody gave it that name. So does what another
-process reads, such as a restore, the checkpoint of a migration that has not ended, and what is dated in the
-future, by a clock that was wrong or by somebody else: as the newest one it would take the place of all
-others.
+Only gpusnap's checkpoints are considered: not the memory of one whose records Podman has, and nothing of
+other tools. An incomplete one, with a manifest or a blob that is missing or has the wrong size, counts for no
+rule and is kept: no complete one is removed because of it, and its missing parts may exist elsewhere. A
+checkpoint with a name that is not a default of `gpusnap checkpoint` is kept, because somebody gave it that
+name. Also kept are checkpoints that another process reads, such as a restore, that of an unfinished
+migration, and those dated in the future, by a wrong clock or by somebody else: as the newest one, it would
+replace all others.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import moment
 from gpusnap.retention.rules import Candidate, Rules, decide
 
-# By which the clocks of hosts may differ.
+# Possible difference between the clocks of hosts.
 _CLOCKS = timedelta(hours=1)
 _NOT_WHOLE = "not whole"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a checkpoint, and why; without a reason it goes."""
+    """What is done with a checkpoint, and why; without a reason it is removed."""
 
     digest: str
     names: tuple[str, ...]
@@ -43,21 +43,21 @@ class Verdict:
     """Bytes of the blobs that nothing else in the store uses."""
     reasons: tuple[str, ...]
     fault: str = ""
-    """What is missing of one that is not whole."""
+    """What is missing in an incomplete one."""
 
     @property
     def goes(self) -> bool:
-        """Whether it is removed."""
+        """Return whether it is removed."""
         return not self.reasons
 
 
 def prune(
     store: Store, rules: Rules, names: Sequence[str] = (), *, dry_run: bool = False
 ) -> tuple[Verdict, ...]:
-    """Remove from the store's index what no rule keeps; what became of each checkpoint, the oldest first.
+    """Remove checkpoints that no rule keeps from the store's index; return all verdicts, the oldest first.
 
-    names: patterns; see `is_of`. Of each container by itself, those that are looked at count, no others.
-    Raises LayoutError, StoreBusy, DiskFull, DiskError.
+    names: patterns; see `is_of`. For each container separately, only matching checkpoints count. Raises
+    LayoutError, StoreBusy, DiskFull, DiskError.
     """
     verdicts = plan_prune(_rows(store), rules, names)
     if dry_run:
@@ -67,7 +67,7 @@ def prune(
 
 
 def _rows(store: Store) -> tuple[Row, ...]:
-    """Those of a store. What was removed while it was read, and may miss its blobs, is not there any more."""
+    """Return the rows of a store, without those that were removed meanwhile and may lack blobs."""
     rows = listing(store, look_for_blobs=True).rows
     if not any(row.fault for row in rows):
         return rows
@@ -76,7 +76,7 @@ def _rows(store: Store) -> tuple[Row, ...]:
 
 
 def plan_prune(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> tuple[Verdict, ...]:
-    """What the rules say of the rows of a store; nothing is removed."""
+    """Apply the rules to the rows of a store; removes nothing."""
     latest = datetime.now(UTC) + _CLOCKS
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -114,7 +114,7 @@ def plan_prune(rows: Iterable[Row], rules: Rules, names: Sequence[str] = ()) -> 
 
 
 def container_of(row: Row) -> str:
-    """The name of a row's container, or its ID; of one whose manifest is gone, what its own name says."""
+    """Return the name of a row's container, or its ID; if its manifest is missing, from its own name."""
     if row.kind == "damaged" and not row.container:
         stems = [stem for stem, _, tag in (name.rpartition(":") for name in row.names) if is_time(tag)]
         return stems[0] if stems else ""
@@ -122,7 +122,7 @@ def container_of(row: Row) -> str:
 
 
 def time_of(row: Row) -> datetime | None:
-    """When it was made; None where it does not say so, or without a time zone."""
+    """Return when it was made; None if unknown, or without a time zone."""
     with suppress(ValueError):
         if datetime.fromisoformat(row.created).tzinfo is not None:
             return moment(row.created)
@@ -130,19 +130,19 @@ def time_of(row: Row) -> datetime | None:
 
 
 def is_of(row: Row, names: Sequence[str]) -> bool:
-    """Whether a row is meant by one of these patterns of fnmatch's; by none, each is.
+    """Return whether a row matches one of these fnmatch patterns; true if there are none.
 
-    A pattern is of the container's name, or of a name of the checkpoint.
+    A pattern applies to the container's name, or to a name of the checkpoint.
     """
     own = (container_of(row), *row.names)
     return not names or any(fnmatch.fnmatchcase(name, pattern) for name in own for pattern in names)
 
 
 def _explain_protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Why a row stays whatever the rules say: its container may run on another host, or somebody named it.
+    """Say why a row is kept regardless of the rules: a migration's container, or a name that somebody gave.
 
-    Such a name is neither NAME or NAME:TIME of its container, nor of a pattern. A pattern without a colon
-    means no tag of the container's: w* does not mean w:golden.
+    Such a name is neither NAME or NAME:TIME of its container, nor does a pattern match it. A pattern without
+    a colon matches no tag of the container's: w* does not match w:golden.
     """
     called = {container_of(row), container_name(row.container, row.container_id)} - {""}
 
@@ -158,7 +158,7 @@ def _explain_protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _remove_checkpoint(store: Store, verdict: Verdict) -> Verdict:
-    """Take it and what refers to it out of the index, unless somebody reads it or has named it meanwhile."""
+    """Remove it and its referrers from the index, unless somebody reads it or has named it meanwhile."""
     if not store.remove_unused(verdict.digest, verdict.names):
         return _in_use(verdict)
     for each in list_referring([entry.descriptor for entry in store.entries()], store.read, verdict.digest):

@@ -1,8 +1,8 @@
-"""Rules by which checkpoints are kept, as restic's `forget` and borg's `prune` have them. Times are UTC.
+"""Rules for keeping checkpoints, as in restic's `forget` and borg's `prune`. Times are UTC.
 
-Each rule by itself says what it keeps; what no rule keeps goes. Of the hours (days, ISO weeks, months, years)
-that have checkpoints, the last N count, and the newest checkpoint of each is kept. Applied again to what they
-have kept, the rules keep all of it.
+Each rule separately selects what it keeps; checkpoints that no rule keeps are removed. Of the hours (days,
+ISO weeks, months, years) that have checkpoints, the last N count, and the newest checkpoint of each is kept.
+Applied again to the remaining checkpoints, the rules keep all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST = timedelta(days=36500)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A checkpoint that rules decide on."""
+    """A checkpoint that is subject to rules."""
 
     digest: str
     created: datetime
@@ -31,7 +31,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How many are kept by each rule; 0: the rule is not there."""
+    """How many checkpoints each rule keeps; 0: the rule is not set."""
 
     last: int = 0
     hourly: int = 0
@@ -40,16 +40,16 @@ class Rules:
     monthly: int = 0
     yearly: int = 0
     within: timedelta = timedelta()
-    """Those that are at most so much older than the newest one."""
+    """Keep those that are at most so much older than the newest one."""
     labels: tuple[tuple[str, str | None], ...] = ()
-    """Those that have one of these, with this value or with any (None)."""
+    """Keep those that have one of these, with this value or with any (None)."""
 
     def is_empty(self) -> bool:
-        """Whether no rule keeps anything."""
+        """Return whether no rule keeps anything."""
         return self == Rules()
 
 
-# In which hour, day, week, month, year a time is.
+# Identifies the hour, day, week, month, year of a time.
 _BUCKETS: Mapping[str, Callable[[datetime], tuple[int, ...]]] = {
     "hourly": lambda at: (at.year, at.month, at.day, at.hour),
     "daily": lambda at: (at.year, at.month, at.day),
@@ -60,7 +60,7 @@ _BUCKETS: Mapping[str, Callable[[datetime], tuple[int, ...]]] = {
 
 
 def decide(found: Sequence[Candidate], rules: Rules) -> dict[str, tuple[str, ...]]:
-    """By digest, the rules that keep each checkpoint of one container; none for one that goes.
+    """Return by digest the rules that keep each checkpoint of one container; empty for one to remove.
 
     The newest is always kept.
     """
@@ -87,7 +87,7 @@ def decide(found: Sequence[Candidate], rules: Rules) -> dict[str, tuple[str, ...
 
 
 def parse_duration(text: str) -> timedelta:
-    """A duration such as 30m, 12h, 7d or 1d12h: seconds, minutes, hours, days, weeks. Raises ValueError."""
+    """Parse a duration such as 30m, 12h, 7d or 1d12h (seconds to weeks: s, m, h, d, w). Raises ValueError."""
     if not _DURATION.fullmatch(text):
         raise ValueError(f"{text[:40]!r} is not a duration: write it as 90s, 30m, 12h, 7d, 2w or 1d12h")
     numbers = re.findall(r"([0-9]+)([smhdw])", text)
@@ -98,6 +98,6 @@ def parse_duration(text: str) -> timedelta:
 
 
 def parse_label(text: str) -> tuple[str, str | None]:
-    """KEY=VALUE, or KEY for any value."""
+    """Parse KEY=VALUE, or KEY for any value."""
     key, equals, value = text.partition("=")
     return key, value if equals else None

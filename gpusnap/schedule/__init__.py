@@ -1,1 +1,1 @@
-"""Checkpoints by the clock: timers and services of systemd."""
+"""Scheduled checkpoints: timers and services of systemd."""

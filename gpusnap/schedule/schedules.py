@@ -1,6 +1,6 @@
-"""`gpusnap schedule`: a timer and a service of systemd that checkpoint a container again and again.
+"""`gpusnap schedule`: a timer and a service of systemd that checkpoint a container periodically.
 
-The service is of Type=oneshot: systemd starts it once at a time, its second command runs only when the first
+The service has Type=oneshot: systemd runs one instance at a time, its second command runs only if the first
 has succeeded, and a failure is its state, which `systemctl status` shows.
 """
 
@@ -26,17 +26,17 @@ _PREFIX = "gpusnap-checkpoint-"
 _RUNNING = "/run/systemd/system"  # sd_booted(3)
 _LONGEST = 256 - len(".service")  # unit names, systemd.unit(5)
 _SHORTEST = timedelta(seconds=30)
-# Of a container (libpod, define.NameRegex).
+# Name of a container (libpod, define.NameRegex).
 _NAME = compile_later(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*", re.ASCII)
-# Of one run: longer than any checkpoint takes, so that one that hangs ends, and the next may begin.
+# Limit on a run: longer than any checkpoint takes, so that one that hangs ends, and the next may begin.
 _RUN_LIMIT = "6h"
-# For what a checkpoint undoes when it is stopped.
+# For undoing a checkpoint that is stopped.
 _STOP_LIMIT = "10min"
 
 # Bytes of a unit file.
 _LARGEST = 1 << 16
 
-# What `systemctl show` tells of a service.
+# The properties of a service in `systemctl show`.
 _STATE = ("Result", "ActiveState", "ExecMainStartTimestampMonotonic")
 
 Run = Callable[[Sequence[str]], Answer | None]
@@ -49,27 +49,27 @@ class Schedule:
     container: str
     every: timedelta
     checkpoint: tuple[str, ...]
-    """The words after `gpusnap checkpoint --leave-running`, but for the container."""
+    """The words after `gpusnap checkpoint --leave-running`, except the container."""
     prune: tuple[str, ...] = ()
-    """The words after `gpusnap prune`; none: nothing is removed."""
+    """The words after `gpusnap prune`; empty: nothing is removed."""
     program: str = "/usr/bin/gpusnap"
     network: bool = False
     """Whether the checkpoints go to a registry."""
 
     @property
     def name(self) -> str:
-        """Of the units, without .timer and .service."""
+        """Return the name of the units, without .timer and .service."""
         return _PREFIX + unit_files.escape(self.container)
 
     def files(self) -> dict[str, str]:
-        """The content of each unit file by its name. Raises UsageError."""
+        """Return the content of each unit file by its name. Raises UsageError."""
         try:
             return {f"{self.name}.service": self._service(), f"{self.name}.timer": self._timer()}
         except ValueError as error:
             raise UsageError(f"no systemd unit can be made: {error}") from error
 
     def check(self) -> None:
-        """Raise UsageError where systemd could not have it."""
+        """Raise UsageError if systemd would not accept it."""
         if self.every < _SHORTEST:
             raise UsageError(
                 f"every {self.every.total_seconds():g} s is too often", hint="the shortest interval is 30s"
@@ -96,7 +96,7 @@ class Schedule:
         ]
         if self.prune:
             lines.append(f"ExecStart={unit_files.command_line((self.program, 'prune', *self.prune))}")
-        # A signal is for gpusnap alone: it undoes what it has begun, with the programs that it has started.
+        # Only gpusnap gets a signal: it undoes its work, including that of the programs that it has started.
         lines += ["KillMode=mixed", f"TimeoutStartSec={_RUN_LIMIT}", f"TimeoutStopSec={_STOP_LIMIT}"]
         return "\n".join((*lines, ""))
 
@@ -122,23 +122,22 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class FoundSchedule:
-    """A schedule of this host, as its unit files say it."""
+    """A schedule of this host, by its unit files."""
 
     container: str
     every: int
-    """Seconds; 0 where the timer does not say so any more."""
+    """Seconds; 0 if the timer does not have it any more."""
     commands: tuple[str, ...]
     unit: str
-    """The timer."""
+    """The name of the timer."""
     result: str
-    """Of the last run, as systemd names it: success, exit-code, timeout…; "running"; empty without one."""
+    """Result of the last run in systemd's terms: success, exit-code, timeout…; "running"; empty if none."""
 
 
 def write(schedule: Schedule, *, run: Run = ask) -> list[str]:
-    """Write the units and start the timer; the paths. One that is there is replaced.
+    """Write the units and start the timer; return the paths. An existing schedule is replaced.
 
-    Where that fails or is interrupted, there is the schedule that was there before, or none. Raises
-    GpusnapError.
+    After a failure or an interruption, the former schedule exists, or none. Raises GpusnapError.
     """
     schedule.check()
     _check_systemd()
@@ -162,22 +161,22 @@ def write(schedule: Schedule, *, run: Run = ask) -> list[str]:
 
 
 def _take_back(schedule: Schedule, paths: Iterable[str], run: Run) -> None:
-    """Remove all of a schedule."""
+    """Remove everything of a schedule."""
     with suppress(GpusnapError):
         remove(schedule.container, run=run)
-    for path in paths:  # also where systemd answers nothing at all
+    for path in paths:  # even if systemd does not answer
         with suppress(GpusnapError):
             unlink(path)
 
 
 def _restore(schedule: Schedule, before: Mapping[str, bytes], run: Run) -> bool:
-    """Have the unit files of before, and their timer; whether they are there."""
+    """Restore the former unit files, and their timer; return whether the files exist again."""
     try:
         for path, data in before.items():
             _put(path, data)
     except GpusnapError:
         return False
-    # The timer that runs is still the old one, but where its restart was what failed.
+    # The running timer is still the old one, unless its restart was what failed.
     for words in (("daemon-reload",), ("start", "--", f"{schedule.name}.timer")):
         with suppress(GpusnapError):
             _systemctl(run, *words)
@@ -194,7 +193,7 @@ def _put(path: str, data: bytes) -> None:
 
 
 def _content(path: str) -> bytes | None:
-    """Of a unit file; None where there is none."""
+    """Return the content of a unit file; None if there is none."""
     try:
         with open(path, "rb") as file:
             return file.read(_LARGEST)
@@ -203,7 +202,7 @@ def _content(path: str) -> bytes | None:
 
 
 def remove(container: str, *, run: Run = ask) -> list[str]:
-    """Stop the timer, and remove its units; the paths. A checkpoint that runs goes on to its end.
+    """Stop the timer, and remove its units; return the paths. A running checkpoint continues to its end.
 
     Raises NotFound, GpusnapError.
     """
@@ -226,7 +225,7 @@ def remove(container: str, *, run: Run = ask) -> list[str]:
 
 
 def list_schedules(*, run: Run = ask) -> Iterator[FoundSchedule]:
-    """All schedules of this host. Raises GpusnapError."""
+    """Return all schedules of this host. Raises GpusnapError."""
     try:
         names = sorted(os.listdir(FOLDER))
     except FileNotFoundError:
@@ -249,7 +248,7 @@ def list_schedules(*, run: Run = ask) -> Iterator[FoundSchedule]:
 
 
 def _settings(name: str) -> list[tuple[str, str]]:
-    """The lines KEY=VALUE of a unit file; none where it cannot be read."""
+    """Return the lines KEY=VALUE of a unit file; empty if it cannot be read."""
     try:
         with open(os.path.join(FOLDER, name), encoding="utf-8", errors="replace") as file:
             pairs = [line.strip().partition("=") for line in file.read(_LARGEST).splitlines()]
@@ -259,7 +258,7 @@ def _settings(name: str) -> list[tuple[str, str]]:
 
 
 def _result(run: Run, service: str) -> str:
-    """How the last run ended."""
+    """Return the result of the last run."""
     if not os.path.isdir(_RUNNING):
         return ""
     done = run(["systemctl", "show", f"--property={','.join(_STATE)}", "--", service])

@@ -1,4 +1,4 @@
-"""How systemd writes names and command lines in its unit files (systemd.unit(5), systemd.service(5))."""
+"""Encodes names and command lines for systemd's unit files (systemd.unit(5), systemd.service(5))."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PLAIN = compile_later(rb"[A-Za-z0-9:_.]")
 
 
 def escape(text: str) -> str:
-    """A text as a part of a unit's name, as systemd-escape(1) does."""
+    """Return a text as a part of a unit's name, as systemd-escape(1) does."""
     pieces = []
     for at, byte in enumerate(text.encode("utf-8", "surrogateescape")):
         one = bytes([byte])
@@ -25,19 +25,19 @@ def escape(text: str) -> str:
 
 
 def unescape(text: str) -> str:
-    """The text of which `escape` made this one."""
+    """Return the text that `escape` has encoded."""
     found = re.sub(rb"\\x([0-9a-f]{2})|-", lambda m: bytes([int(m[1], 16)]) if m[1] else b"/", text.encode())
     return found.decode("utf-8", "surrogateescape")
 
 
 def value(text: str) -> str:
-    """A text as the value of a setting that knows specifiers, such as Description=. Raises ValueError."""
+    """Return a text as the value of a setting with specifiers, such as Description=. Raises ValueError."""
     _check(text)
     return text.replace("%", "%%")
 
 
 def command_line(words: Iterable[str]) -> str:
-    """A program and its arguments for ExecStart=: nothing in them is expanded. Raises ValueError."""
+    """Return a program and its arguments for ExecStart=, without any expansion. Raises ValueError."""
     return " ".join(map(_word, words))
 
 

@@ -85,7 +85,7 @@ class Unsynced:
     def note_existing(self, name: str, status: os.stat_result | None = None) -> None:
         """Record that the file existed already: its writer may have been killed before it synced it.
 
-        `status`: the file's, if it is known; the file is left out where it is one that was made durable here.
+        `status`: the file's, if it is known; a file that was made durable here is skipped.
         """
         with self._lock:
             if status is None or self._durable.get(name) != _identify(status):
@@ -178,9 +178,9 @@ class Unsynced:
 
 
 def _start_writeback(descriptor: int) -> None:
-    """Have the kernel begin to write a file, and wait only for room in the disk's queue.
+    """Let the kernel begin to write a file; waits only for room in the disk's queue.
 
-    sync_file_range(2) tells no error of that, the fsync does; nor does it matter where there is no such call.
+    sync_file_range(2) reports no error of the writing, but the later fsync does. A missing call is harmless.
     """
     _libc().sync_file_range(descriptor, 0, 0, _WRITE)
 

@@ -1,8 +1,8 @@
-"""A driver that starts while whoever needs it does something else.
+"""Starts a driver in parallel to other work.
 
-NVIDIA's takes 0.2 to 0.5 s until it can be called (cuInit, nvmlInit), and the modules of a checkpoint or a
-restore take 0.1 s to be imported. At the same time they take as long as the longer. The end of its start is
-waited for, though nobody needed it: exit(3) runs what libcuda has registered.
+NVIDIA's takes 0.2 to 0.5 s until it can be called (cuInit, nvmlInit), and importing the modules of a
+checkpoint or a restore takes 0.1 s. In parallel, they take as long as the longer one. The process waits for
+the end of the driver's start even if nobody needed it: exit(3) runs functions that libcuda has registered.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from gpusnap.runtime_shim.gpu.api.driver import Driver
 
 
 def open_driver(driver: Driver | None, *, host: bool = False) -> AbstractContextManager[None]:
-    """Have a driver start while the block runs, if we call it ourselves; see threads.run_meanwhile.
+    """Start a driver while the block runs, if we call it ourselves; see threads.run_meanwhile.
 
-    `host`: also what tells of its GPUs, NVML. To be entered after question_process.start, which is for a
+    `host`: also NVML, which describes its GPUs. Must be entered after question_process.start, which needs a
     process without threads.
     """
     if driver is None or driver.plugin is not None:

@@ -47,7 +47,7 @@ _open_tree.restype = _move_mount.restype = ctypes.c_long
 
 
 def is_lasting() -> bool:
-    """Whether mounts of this process stay when it ends: its namespace is the host's, as far as can be seen.
+    """Return whether mounts of this process stay when it ends: its namespace is apparently the host's.
 
     It is not in a systemd unit with PrivateTmp=, ProtectSystem= and the like.
     """

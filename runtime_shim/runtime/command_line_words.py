@@ -1,4 +1,4 @@
-"""Words of command lines that the pass-through and argv both know; importing this costs nothing."""
+"""Words of command lines for both the pass-through and argv; importing this takes no time."""
 
 HELP = ("help", "h", "usage", "?")
 """Options that only ask for help."""

@@ -21,7 +21,7 @@ from gpusnap.runtime_shim.runtime.child_process import run
 
 UNIFIED = "/sys/fs/cgroup"
 """Where crun and runc look for version 2 of the cgroups."""
-# Seconds for the runtime to tell the state of a container, which it reads from a file.
+# Seconds for the runtime to report the state of a container, which it reads from a file.
 _PATIENCE = 120.0
 
 

@@ -81,7 +81,7 @@ def keep_alone(container: str) -> AbstractContextManager[None]:
     """Keep checkpoints of a container from beginning while the block runs, as a resume of it does.
 
     Such a checkpoint would have its engine pause it afterwards, as it found it. `container`: its full ID.
-    Raises ContainerError where one is under way, GpusnapError.
+    Raises ContainerError if a checkpoint is running, GpusnapError.
     """
     return _hold_lock(_path(container), container, patience=_SWEEPING)
 

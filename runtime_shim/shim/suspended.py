@@ -1,17 +1,17 @@
 """pause, resume and delete, while some container is suspended.
 
-The launcher leaves these three commands to Python as long as /run/gpusnap/suspended is there. All but these
-go on to the real runtime:
+The launcher starts Python for these three commands while /run/gpusnap/suspended exists. All of them go to the
+real runtime, except these:
 
 - `resume` of a suspended container (podman unpause, ctr task resume) is refused, with the command that
-  resumes it. Its GPU processes miss their memory, which may not fit on a GPU now, and an unpause says nothing
-  of GPUs; and no script or restart may let half of a container run. So is one while it is being suspended,
-  which may come to the runtime when the suspend is done.
-- `pause` of one has nothing to do, since it is frozen. `gpusnap checkpoint` of a suspended container has
-  Podman unpause and pause it around its checkpoint, and orders that both do nothing (shim/overrides.py).
-- `delete` of one that has ended also lets go of what is kept for it.
+  resumes it. Its GPU processes lack their memory, which may not fit on a GPU now, and an unpause does not
+  mention GPUs; and no script or restart may let half of a container run. It is also refused while the
+  container is being suspended, because it may reach the runtime after the suspend.
+- `pause` of one does nothing, since it is frozen. For `gpusnap checkpoint` of a suspended container, Podman
+  unpauses and pauses it around its checkpoint; gpusnap requests that both do nothing (shim/overrides.py).
+- `delete` of one that has ended also removes what is stored for it.
 
-Nothing here may keep a container from being stopped and removed: whatever else fails, the real runtime runs.
+Nothing here may prevent a container from being stopped and removed: after any error, the real runtime runs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _PASS = None
 
 
 def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[], int]) -> int | None:
-    """What becomes of a command: an exit code, or None where the real runtime is to take its line.
+    """Return the exit code of a command, or None if the real runtime is to execute it.
 
-    `words` are those behind the command, `root` is the value of --root. `run` has the real runtime take the
-    line, and gives its exit code. Raises ContainerError where the command is refused.
+    `words`: those after the command; `root`: the value of --root. `run`: executes the command with the real
+    runtime, and returns its exit code. Raises ContainerError if the command is refused.
     """
     container = next((word for word in words if not word.startswith("-")), "")
     found = _find_suspension(container, root)
@@ -49,8 +49,8 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
                 sweep.remove(found)
         return code
     if not found.is_alive:
-        return _PASS  # it is of an earlier run of the container, and whoever sweeps next removes it
-    if found.stage in (Stage.UNDONE, Stage.RESUMED):  # gpusnap itself has the engine do it
+        return _PASS  # it is of an earlier run of the container, and the next sweep removes it
+    if found.stage in (Stage.UNDONE, Stage.RESUMED):  # gpusnap itself makes the engine do it
         return _PASS
     if found.stage is Stage.SUSPENDING:
         if command == "pause" or not found.at_work:
@@ -72,7 +72,7 @@ def answer(command: str, words: Sequence[str], root: str | None, run: Callable[[
 
 
 def _find_suspension(container: str, root: str | None) -> Suspension | None:
-    """What is on file of the container that is meant."""
+    """Return the record of the container, if it is suspended."""
     if root is None:
         return suspensions.find_by_container(container) if re.fullmatch(r"[\w.+-]+", container) else None
     keys = {container_key.key(container_key.root(root, kind), container) for kind in locate.NAMES}

@@ -50,7 +50,7 @@ def iterate_waiting(pids: Iterable[int]) -> Iterator[WaitingParent]:
 def finish(pids: Iterable[int], *, timeout: float) -> None:
     """Let children among stopped processes run until they begin their programs, or end; none runs further.
 
-    `timeout`: seconds for all. Raises GpusnapError; the child is stopped where it was then.
+    `timeout`: seconds for all. Raises GpusnapError; the child then stays stopped where it was.
     """
     pids = tuple(pids)
     deadline = time.monotonic() + timeout

@@ -1,1 +1,1 @@
-"""The forms of a checkpoint: Podman's archive, containerd's image, our own artifact."""
+"""The formats of a checkpoint: Podman's archive, containerd's image, our own artifact."""

@@ -1,7 +1,7 @@
-"""What an artifact says of a checkpoint: annotations, from the engine's records and gpusnap's manifest.
+"""The annotations of an artifact about its checkpoint, from the engine's records and gpusnap's manifest.
 
 Keys are those of checkpointctl (lib/annotations.go), of image-spec v1.1 (annotations.md), and io.gpusnap's.
-The records may come from anybody: values are bounded, and printable.
+The records may come from anybody: values are limited in length, and printable.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LAST = 253402300799
 
 
 def annotations_of(config: bytes, spec: bytes, record: Manifest | None, *, written: float) -> dict[str, str]:
-    """The annotations of a checkpoint, by the content of config.dump and spec.dump, each empty if need be.
+    """Return the annotations of a checkpoint, by the contents of config.dump and spec.dump (may be empty).
 
-    written: when config.dump was, in seconds, for a checkpoint without a manifest. The name of the runtime
-    is the one that the engine calls it by, which `podman container restore IMAGE` compares with its own.
+    written: the time of config.dump in seconds, for a checkpoint without a manifest. The name of the runtime
+    is the engine's name for it, which `podman container restore IMAGE` compares with its own.
     """
     values = _object(config)
     ours = destination.make_annotations(record) if record is not None else {}
@@ -47,7 +47,7 @@ def annotations_of(config: bytes, spec: bytes, record: Manifest | None, *, writt
 
 
 def bounded(found: Mapping[str, object]) -> dict[str, str]:
-    """Those that are texts, printable and not too long; without such as are empty."""
+    """Return the values that are strings, printable and not too long, without empty ones."""
     texts = {key: _make_printable(value) for key, value in found.items() if isinstance(value, str)}
     return {key: text for key, text in sorted(texts.items()) if text}
 
@@ -61,7 +61,7 @@ def _object(data: bytes) -> Mapping[str, object]:
 
 
 def _engine(spec: Mapping[str, object]) -> str:
-    """Who wrote a spec.dump, by the annotations that each engine leaves there."""
+    """Return which engine wrote a spec.dump, by the annotations that each leaves there."""
     notes = spec.get("annotations")
     if not isinstance(notes, dict):
         return "podman"
@@ -73,7 +73,7 @@ def _engine(spec: Mapping[str, object]) -> str:
 
 
 def time_of(seconds: float) -> str:
-    """Seconds since 1970 as RFC 3339 has it, UTC."""
+    """Return seconds since 1970 in RFC 3339, UTC."""
     moment = datetime.fromtimestamp(min(max(seconds, 0), _LAST), UTC)
     return moment.isoformat(timespec="seconds").replace("+00:00", "Z")
 

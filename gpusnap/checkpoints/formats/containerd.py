@@ -53,33 +53,33 @@ RUNTIME = "io.containerd.checkpoint.runtime"
 SNAPSHOTTER = "io.containerd.checkpoint.snapshotter"
 LAYOUT: Mapping[str, object] = {"imageLayoutVersion": "1.0.0"}
 
-# What words on ctr's command line, and names of images, may be.
+# Restrictions of words on ctr's command line, and of names of images.
 _NAME = compile_later(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
 _MOST_BLOBS = 4096
 _DEEPEST = 8
 
 
 def is_name(text: str) -> bool:
-    """Whether a text is fit to name an image."""
+    """Return whether a text can name an image."""
     return bool(_NAME.fullmatch(text))
 
 
 class Source(Protocol):
-    """Where the blobs of an image of containerd's are: in an archive, or in containerd."""
+    """A source of the blobs of an image of containerd's: an archive, or containerd."""
 
     word: str
-    """What the user calls it."""
+    """The user's word for it."""
     name: str
-    """The image's name in containerd; empty where that is not known."""
+    """The image's name in containerd; empty if unknown."""
     root: Descriptor
-    """Of the checkpoint's index."""
+    """Descriptor of the checkpoint's index."""
 
     def has(self, wanted: Descriptor) -> bool:
-        """Whether that blob is there."""
+        """Return whether the source has that blob."""
         ...
 
     def open(self, wanted: Descriptor) -> AbstractContextManager[Readable]:
-        """A blob to read in order, its size and content not checked. Raises OciError, GpusnapError."""
+        """Open a blob for reading in order; its content is not checked. Raises OciError, GpusnapError."""
         ...
 
 
@@ -92,25 +92,25 @@ class Image:
     """The index."""
     criu: Descriptor
     others: tuple[Descriptor, ...]
-    """Every other blob below the index, each once, the base image's as far as they are there."""
+    """Every other blob below the index, each once; of the base image, only those that are available."""
     base: Descriptor | None
-    """The base image, where it is in the index."""
+    """The base image, if it is in the index."""
     notes: Mapping[str, str]
     """Annotations of the index."""
 
     @property
     def base_name(self) -> str:
-        """The name that containerd looks for the base image by when it restores."""
+        """Return the name by which containerd finds the base image when it restores."""
         return self.notes.get(REF_NAME, "")
 
     @property
     def config(self) -> Descriptor | None:
-        """The container's configuration."""
+        """Return the descriptor of the container's configuration."""
         return next((each for each in self.others if each.media_type == CONFIG), None)
 
 
 class CheckedBlob:
-    """A blob that is read in order; `check_end` says whether it was right."""
+    """A blob that is read in order; `check_end` checks it."""
 
     def __init__(self, file: Readable, wanted: Descriptor, seen: Callable[[int], object]) -> None:
         self._file, self._wanted, self._seen = file, wanted, seen
@@ -118,7 +118,7 @@ class CheckedBlob:
         self._left = wanted.size
 
     def read(self, size: int, /) -> bytes:
-        """At most `size` bytes, none at the end. Raises BlobError for more than the blob may have."""
+        """Return at most `size` bytes, none at the end. Raises BlobError if the blob is too long."""
         data = self._file.read(size)
         self._left -= len(data)
         if self._left < 0:
@@ -128,7 +128,7 @@ class CheckedBlob:
         return data
 
     def check_end(self) -> None:
-        """Raise BlobError unless all of it was read, and is what its digest says."""
+        """Raise BlobError unless all of it was read, and has its digest."""
         if self._left:
             raise BlobError(
                 f"the blob {self._wanted.digest} has {self._wanted.size - self._left} bytes instead of "
@@ -139,7 +139,7 @@ class CheckedBlob:
 
 
 def blob_of(source: Source, wanted: Descriptor, seen: Callable[[int], object] = lambda size: None) -> bytes:
-    """A small blob, checked. Raises BlobError, also above 4 MiB, and what the source raises."""
+    """Return a small blob, checked. Raises BlobError, also above 4 MiB, and the source's errors."""
     if wanted.size > DOCUMENT_LIMIT:
         raise BlobError(
             f"the blob {wanted.digest} has {wanted.size} bytes, but at most {DOCUMENT_LIMIT} are allowed"
@@ -154,17 +154,17 @@ def blob_of(source: Source, wanted: Descriptor, seen: Callable[[int], object] = 
 
 
 def is_checkpoint(index: Index) -> bool:
-    """Whether an index is a checkpoint of containerd's, with CRIU's images or without."""
+    """Return whether an index is a checkpoint of containerd's, with CRIU's images or without."""
     return any(each.media_type.startswith(_TYPES) for each in index.manifests)
 
 
 def load(
     root: Descriptor, read: Callable[[Descriptor], bytes], has: Callable[[Descriptor], bool], where: str
 ) -> Image:
-    """The image of an index. `read`: the content of a small blob, its digest checked; `where`: in messages.
+    """Load the image of an index. `read`: returns a small blob, its digest checked; `where`: for messages.
 
-    Raises ImageError for what is no checkpoint that can be restored, LayoutError, DigestError, and what
-    `read` raises.
+    Raises ImageError if it is no checkpoint that can be restored, LayoutError, DigestError, and the errors of
+    `read`.
     """
     if root.media_type != INDEX:
         raise ImageError(
@@ -202,7 +202,7 @@ def load(
 
 
 class _Walk:
-    """All that some descriptors name, each blob once."""
+    """All blobs that some descriptors name, each once."""
 
     def __init__(self, read: Callable[[Descriptor], bytes], has: Callable[[Descriptor], bool]) -> None:
         self.found: dict[str, Descriptor] = {}
@@ -232,7 +232,7 @@ class _Walk:
 
 
 def replace_criu_images(image: Image, criu: Descriptor) -> bytes:
-    """The index with another tar of CRIU's images in the place of its own."""
+    """Return the index with another tar of CRIU's images instead of its own."""
     index = parse_json(image.document)
     for each in index["manifests"]:
         if each["mediaType"] == CRIU:
@@ -241,16 +241,16 @@ def replace_criu_images(image: Image, criu: Descriptor) -> bytes:
 
 
 def top(image: Image, root: Descriptor, name: str) -> bytes:
-    """index.json of a layout for `ctr images import`: the checkpoint, and its base image by its name.
+    """Return index.json of a layout for `ctr images import`: the checkpoint, and its base image by name.
 
-    Without an entry of its own the base image would have no name, by which it is looked for.
+    Without an entry of its own, the base image would have no name, and a restore would not find it.
     """
     entries = [make_named_entry(image.base, image.base_name)] if image.base is not None else []
     return encode_document(Index((*entries, make_named_entry(root, name))).to_json())
 
 
 def make_named_entry(one: Descriptor, name: str) -> Descriptor:
-    """An entry of index.json that makes it an image of that name. Raises LayoutError."""
+    """Return an entry of index.json that makes it an image of that name. Raises LayoutError."""
     if not is_name(name):
         raise LayoutError(f"{name[:120]!r} is not a valid image name in containerd")
     last = name.rpartition("/")[2]
@@ -259,10 +259,10 @@ def make_named_entry(one: Descriptor, name: str) -> Descriptor:
 
 
 def container_name(config: bytes) -> str:
-    """The container's name by its configuration, a google.protobuf.Any of an OCI spec; "" without one.
+    """Return the container's name in its configuration, a google.protobuf.Any of an OCI spec; "" without one.
 
-    The spec has it as the last part of its path of control groups (containerd, oci.WithNamespacedCgroup), and
-    Kubernetes in an annotation.
+    The name is the last part of its control group's path in the spec (containerd, oci.WithNamespacedCgroup),
+    and for Kubernetes an annotation.
     """
     try:
         spec = parse_json(_value(config))
@@ -274,7 +274,7 @@ def container_name(config: bytes) -> str:
 
 
 def _value(data: bytes) -> bytes:
-    """Field 2 of a message that has fields of bytes only (protobuf.dev, Encoding: wire type 2)."""
+    """Return field 2 of a message that has only bytes fields (protobuf.dev, Encoding: wire type 2)."""
     at, found = 0, b""
     while at < len(data):
         key, at = _number(data, at)
@@ -288,7 +288,7 @@ def _value(data: bytes) -> bytes:
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """A varint of at most five bytes, and where it ends."""
+    """Return a varint of at most five bytes, and the offset of its end."""
     value = 0
     for shift in range(0, 35, 7):
         byte = data[at]
@@ -300,5 +300,5 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
 
 
 def describe_index(document: bytes) -> Descriptor:
-    """The descriptor of an index."""
+    """Return the descriptor of an index."""
     return Descriptor(INDEX, digest_of(document), len(document))

@@ -1,4 +1,4 @@
-"""An archive of `ctr images export`: an image layout that has a checkpoint of containerd's."""
+"""An archive of `ctr images export`: an image layout with a checkpoint of containerd's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gpusnap.user_errors import Damaged
 
 
 class Archive:
-    """`containerd.Source` of an archive that has one checkpoint. Close it at the end of a `with`.
+    """`containerd.Source` of an archive that has one checkpoint. A `with` block closes it.
 
-    Raises Damaged for one that is cut short, ImageError, UsageError for more than one checkpoint, and
+    Raises Damaged if it is truncated, ImageError, UsageError for more than one checkpoint, and
     ArchiveError, BlobError, LayoutError, DigestError.
     """
 
@@ -28,7 +28,7 @@ class Archive:
             try:
                 found = opened.enter_context(opened_layout(path))
             except ArchiveError as error:
-                # containerd 2.1's transfer service may drop the end, and ctr says nothing of it.
+                # containerd 2.1's transfer service may drop the end, and ctr does not report it.
                 again = "export it again, with ctr images export --local"
                 raise Damaged(str(error), hint=again) from error
             except BlobError:
@@ -50,12 +50,12 @@ class Archive:
         self._open.close()
 
     def has(self, wanted: Descriptor) -> bool:
-        """Whether the archive has that blob, in that size."""
+        """Return whether the archive has that blob, in that size."""
         return self._layout.has_blob(wanted.digest, wanted.size)
 
     @contextmanager
     def open(self, wanted: Descriptor) -> Iterator[Readable]:
-        """One of its blobs. Raises BlobError."""
+        """Open one of its blobs. Raises BlobError."""
         yield _Window(self._layout, *self._layout.place(wanted.digest, wanted.size))
 
 
@@ -63,13 +63,13 @@ _NO_IMAGE = "ctr images export writes an archive of a checkpoint"
 
 
 class _Window:
-    """A blob in an archive, to read in order."""
+    """A blob in an archive, for reading in order."""
 
     def __init__(self, layout: LayoutArchive, at: int, size: int) -> None:
         self._layout, self._at, self._end = layout, at, at + size
 
     def read(self, size: int, /) -> bytes:
-        """At most `size` bytes, none at the end. Raises ArchiveError."""
+        """Return at most `size` bytes, none at the end. Raises ArchiveError."""
         left = self._end - self._at
         data = self._layout.read_at(self._at, left if size < 0 else min(size, left))
         self._at += len(data)

@@ -1,4 +1,4 @@
-"""A checkpoint of containerd's that came from a registry, as a file for ctr, or in containerd again."""
+"""Writes a checkpoint of containerd's from a registry to a file for ctr, or into containerd again."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
 from gpusnap.user_errors import NotFound
 
-# Of containerd's (plugins/snapshots); "" is what ctr takes by itself.
+# Snapshotters of containerd (plugins/snapshots); "" is ctr's default.
 _SNAPSHOTTER = compile_later(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedImage:
-    """What containerd has now, or will have of a file."""
+    """An image that containerd has now, or will have after importing a file."""
 
     name: str
-    """Of the checkpoint's image."""
+    """The name of the checkpoint's image."""
     base: str
     """The name of the base image that a restore needs."""
     base_there: bool
-    """Whether it has that one, too."""
+    """Whether containerd has the base image, too."""
 
 
 def check_file(path: str) -> None:
-    """Raise UsageError where an archive of that name could not be for ctr."""
+    """Raise UsageError if an archive of that name could not be for ctr."""
     if not path.endswith(".tar"):
         raise UsageError(
             f"{path} would not be a plain tar archive, and ctr reads only those as checkpoints",
@@ -48,7 +48,7 @@ def check_file(path: str) -> None:
 
 
 def check_names(found: ArtifactParts, blobs: Blobs, name: str) -> None:
-    """Raise Refused where a checkpoint may not be called so: its base image is. Or OciError, ImageError."""
+    """Raise Refused if the name is that of the checkpoint's base image. Raises OciError, ImageError."""
     _check_names(containerd_writer.origin(found, blobs), name)
 
 
@@ -62,7 +62,7 @@ def _check_names(of: containerd_writer.Origin, name: str) -> None:
 
 
 def check_target(to: locator.InContainerd) -> None:
-    """Raise Refused where an image that is no checkpoint has the name, GpusnapError where ctr fails."""
+    """Raise Refused if an image that is no checkpoint has the name, GpusnapError if ctr fails."""
     try:
         source = InContainerd(to.namespace, to.name)
     except NotFound:
@@ -79,7 +79,7 @@ def check_target(to: locator.InContainerd) -> None:
 
 
 def check_base(found: ArtifactParts, blobs: Blobs, to: locator.InContainerd) -> None:
-    """Raise Refused where another image has the name of the base image, or the checkpoint would have it.
+    """Raise Refused if another image has the base image's name, or the checkpoint would get that name.
 
     Raises OciError, ImageError, GpusnapError.
     """
@@ -87,7 +87,7 @@ def check_base(found: ArtifactParts, blobs: Blobs, to: locator.InContainerd) -> 
 
 
 def _check_base(of: containerd_writer.Origin, to: locator.InContainerd) -> str:
-    """The digest of what has the base image's name; "" where nothing has."""
+    """Return the digest of the image with the base image's name; "" if there is none."""
     _check_names(of, to.name)
     base, name = of.image.base, of.image.base_name
     there = find_digest(to.namespace, name) if is_name(name) else ""
@@ -102,7 +102,7 @@ def _check_base(of: containerd_writer.Origin, to: locator.InContainerd) -> str:
 
 
 def write(found: ArtifactParts, layout: Layout, path: str, name: str, progress: Progress) -> ImportedImage:
-    """Write an archive for `ctr images import`; what that sets. `name`: of the image.
+    """Write an archive for `ctr images import`; return the image that it makes. `name`: of the image.
 
     Raises UsageError, Refused, OciError.
     """
@@ -117,14 +117,14 @@ def write(found: ArtifactParts, layout: Layout, path: str, name: str, progress: 
 def bring(
     found: ArtifactParts, layout: Layout, to: locator.InContainerd, progress: Progress
 ) -> ImportedImage:
-    """Have it as an image in containerd, and its base image if that came along, ready to be used.
+    """Import it as an image into containerd, together with its base image if it was copied, ready for use.
 
-    Raises Refused where another image has the name of the base image, or one that is no checkpoint has the
-    name that it shall have; OciError, GpusnapError.
+    Raises Refused if another image has the name of the base image, or one that is no checkpoint has the new
+    name; OciError, GpusnapError.
     """
     of = containerd_writer.origin(found, layout)
     base, name = of.image.base, of.image.base_name
-    # Somebody may have made one since it was looked for.
+    # Somebody may have made an image of that name since the first check.
     check_target(to)
     there = _check_base(of, to)
     with Target(to.namespace) as target:

@@ -1,9 +1,9 @@
-"""A checkpoint of containerd's as an artifact.
+"""Converts a checkpoint of containerd's into an artifact.
 
-Its index, and its blobs of up to 1 MiB, go into the records, as a layout at `containerd/` that lacks the
-other blobs; CRIU's images beside them at `checkpoint/`, as in Podman's archives, their chunks and manifest
-where those of Podman's go; larger blobs, the files that changed and the base image's layers, are layers of
-their own. One pass over each blob, none of them in memory.
+The records contain, as a layout at `containerd/`, its index and its blobs of up to 1 MiB. Beside it at
+`checkpoint/`, they contain CRIU's images, as Podman's archives do; their chunks and manifest are stored like
+Podman's. Larger blobs (the files that changed, and the base image's layers) are layers of their own. Each
+blob is read once, and none is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def take_in(
     known: Callable[[str, int], bool] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Artifact:
-    """Take an image into a layout that nobody else uses meanwhile; parameters as of podman.take_in.
+    """Convert an image into a layout that nobody else uses meanwhile; parameters as of podman.take_in.
 
-    Chunks that lie in a store are none of the layout's then. Raises ImageError, ManifestError, OciError, and
-    what the source raises.
+    Chunks that a store has are then not in the layout. Raises ImageError, ManifestError, OciError, and the
+    source's errors.
     """
     image = load(source.root, lambda one: blob_of(source, one), source.has, source.word)
     done, whole = 0, sum(each.size for each in (image.criu, *image.others))
@@ -97,7 +97,7 @@ def take_in(
 
 
 def _sort_blobs(image: Image) -> tuple[list[Descriptor], list[Descriptor]]:
-    """Blobs for the records, and such as are layers of their own."""
+    """Return the blobs for the records, and those that are layers of their own."""
     small: list[Descriptor] = []
     large: list[Descriptor] = []
     room = _MOST_SMALL
@@ -109,7 +109,7 @@ def _sort_blobs(image: Image) -> tuple[list[Descriptor], list[Descriptor]]:
 
 
 def _make_records_head(image: Image, name: str, beside: Mapping[str, bytes]) -> Iterator[bytes]:
-    """The records' tar up to CRIU's images. `name`: the image's, if known; `beside`: blobs by digest."""
+    """Yield the records' tar up to CRIU's images. `name`: the image's; `beside`: blobs by digest."""
     index = Index((make_named_entry(image.root, name) if name else replace(image.root, annotations={}),))
     files = {
         f"{IMAGE_FOLDER}/oci-layout": encode_document(LAYOUT),
@@ -133,7 +133,7 @@ def _folder(path: str) -> bytes:
 
 
 def _images(content: Readable, where: str, written: list[float]) -> Iterator[Entry]:
-    """CRIU's images by the names that Podman's archives have; `written` gets the time of the first one."""
+    """Yield CRIU's images by their names in Podman's archives; appends the time of the first to `written`."""
     kind, content = kind_of(content)
     if kind != "none":
         raise ImageError(
@@ -152,7 +152,7 @@ def _images(content: Readable, where: str, written: list[float]) -> Iterator[Ent
 
 
 def _notes(image: Image, config: bytes, record: Manifest | None, written: Iterable[float]) -> dict[str, str]:
-    """The annotations; keys as gpusnap.checkpoints.formats.annotations has them."""
+    """Return the annotations; keys as in gpusnap.checkpoints.formats.annotations."""
     ours = destination.make_annotations(record) if record is not None else {}
     criu = "org.criu.checkpoint."
     return bounded(

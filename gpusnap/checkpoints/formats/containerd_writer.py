@@ -1,8 +1,8 @@
-"""An archive for `ctr images import`, out of an artifact that was a checkpoint of containerd's.
+"""Writes an archive for `ctr images import` from an artifact that was a checkpoint of containerd's.
 
-CRIU's images are one blob there, whose digest and size stand before it: they are read twice, so that nothing
-of that size is ever kept on the way. All the rest is what it was, but for the index, which names that blob.
-index.json and oci-layout come last, as containerd writes them: an archive that is cut short is none.
+In the archive, CRIU's images are one blob, whose digest and size precede it. So they are read twice, and
+nothing of that size is stored in between. All other blobs are unchanged, except the index, which names that
+blob. index.json and oci-layout come last, as in containerd's own archives, so a truncated archive is invalid.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MOST_BESIDE = (64 << 20) + 2 * DOCUMENT_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the records say of the image that an artifact was made of."""
+    """The image that an artifact was made of, by its records."""
 
     image: Image
     beside: Mapping[str, bytes]
@@ -82,7 +82,7 @@ def origin(found: ArtifactParts, blobs: Blobs) -> Origin:
 
 
 def _read_beside(layer: Descriptor, blobs: Blobs) -> tuple[bytes, dict[str, bytes]]:
-    """index.json in the records, and the blobs by digest."""
+    """Return index.json of the records, and the blobs by digest."""
     what = f"the records {layer.digest}"
     beside: dict[str, bytes] = {}
     index, left = b"", _MOST_BESIDE
@@ -117,11 +117,10 @@ def give_out(
     threads: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> None:
-    """Write the tar of a layout with `append`, but for the blocks of zeros at its end.
+    """Write the tar of a layout with `append`, except the blocks of zeros at its end.
 
-    name: what the checkpoint shall be called in containerd. threads: for reading chunks, all cores for 0.
-    progress: called with bytes that were read of blobs. Raises ImageError, OciError, and what `append`
-    raises.
+    name: of the checkpoint in containerd. threads: for reading chunks, all cores for 0. progress: called with
+    the number of bytes of blobs that were read. Raises ImageError, OciError, and the errors of `append`.
     """
     image, carried = of.image, {each.digest: each.size for each in found.artifact.carried}
     record = found.record
@@ -158,13 +157,13 @@ def give_out(
 
 
 class _Images:
-    """CRIU's images and what gpusnap has beside them, as the tar that containerd wants."""
+    """CRIU's images and gpusnap's files beside them, as the tar that containerd needs."""
 
     def __init__(self, found: ArtifactParts, blobs: Blobs, threads: int, seen: Callable[[int], None]) -> None:
         self._found, self._blobs, self._threads, self._seen = found, blobs, threads, seen
 
     def measure(self, media_type: str) -> Descriptor:
-        """Size and digest of the tar; everything is read for it, and the records are checked."""
+        """Return size and digest of the tar; reads everything for it, and checks the records."""
         records = self._found.artifact.records
         assert records is not None
         self._blobs.check_blob(records)
@@ -179,7 +178,7 @@ class _Images:
         return Descriptor(media_type, PREFIX + hashed.hexdigest(), size)
 
     def write(self, append: Append, wanted: Descriptor) -> None:
-        """Write it. Raises BlobError where it is not what it was when it was measured."""
+        """Write it. Raises BlobError if it has changed since it was measured."""
         hashed = hashlib.sha256()
 
         def both(piece: bytes) -> None:
@@ -206,13 +205,13 @@ class _Images:
 
 
 class _Inner:
-    """Takes the entries of an archive, and writes CRIU's images by their own names."""
+    """Accepts the entries of an archive, and writes CRIU's images by their own names."""
 
     def __init__(self, append: Append) -> None:
         self._append = append
 
     def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
-        """One more; what is containerd's is passed over. Raises ImageError, ArchiveError."""
+        """Write one entry; skips containerd's. Raises ImageError, ArchiveError."""
         first, _, name = info.name.partition("/")
         if first == IMAGE_FOLDER or info.name == _IMAGES:
             return
@@ -238,7 +237,7 @@ class _Inner:
 def _content(
     wanted: Descriptor, beside: Mapping[str, bytes], carried: Mapping[str, int], blobs: Blobs
 ) -> Iterator[bytes]:
-    """A blob of the image in pieces, checked. Raises BlobError."""
+    """Yield a blob of the image in pieces, checked. Raises BlobError."""
     if _is_beside(wanted, beside):
         yield beside[wanted.digest]
         return

@@ -1,4 +1,4 @@
-"""CRIU's images in an archive, or in the records of a kept checkpoint: the checks that a restore makes."""
+"""Checks CRIU's images in an archive, or in the records of a stored checkpoint, as a restore does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE = 1 << 20
 
 
 class Images:
-    """The images among the entries of an archive, added as these come."""
+    """The images among the entries of an archive, which are added one by one."""
 
     def __init__(self, where: str) -> None:
         """`where` names the archive in messages."""
@@ -28,7 +28,7 @@ class Images:
         self._records: list[ImageRecord] = []
 
     def add(self, entry: Entry) -> None:
-        """Look at an entry, and read it if it is an image. Raises ArchiveError."""
+        """Check an entry, and read it if it is an image. Raises ArchiveError."""
         if self._fault:
             return
         try:
@@ -40,7 +40,7 @@ class Images:
     def _look(self, entry: Entry) -> None:
         name = entry.name.removeprefix(_FOLDER)
         if name.startswith(f"{PARENT}/"):
-            name = PARENT  # a directory, which an archive need not have an entry for
+            name = PARENT  # a directory, for which an archive need not have an entry
         if not entry.name.startswith(_FOLDER) or "/" in name:
             return
         if name == PARENT:
@@ -53,7 +53,7 @@ class Images:
             self._records.append(content.record())
 
     def fault(self, record: Manifest | None) -> str:
-        """What is wrong with the first image that a restore would refuse; empty where nothing is."""
+        """Return the fault of the first image that a restore would refuse; empty if there is none."""
         if self._fault:
             return self._fault
         for each in record.files if record is not None else ():
@@ -67,7 +67,7 @@ class Images:
 
 
 class _Passing:
-    """The content of an image, and its digest when it has been read."""
+    """The content of an image, and its digest after it has been read."""
 
     def __init__(self, name: str, content: Readable) -> None:
         self._content, self._digester = content, Digester(name)
@@ -78,14 +78,14 @@ class _Passing:
         return piece
 
     def record(self) -> ImageRecord:
-        """Of all of it; what nobody has read yet is read."""
+        """Return the record of the whole image; reads the rest of it first."""
         while self.read(_PIECE):
             pass
         return self._digester.record()
 
 
 class Links:
-    """The links among the entries of an archive, added as these come."""
+    """The links among the entries of an archive, which are added one by one."""
 
     def __init__(self, where: str) -> None:
         """`where` names the archive in messages."""
@@ -93,9 +93,9 @@ class Links:
         self._symbolic: set[str] = set()
 
     def check(self, entry: Entry) -> None:
-        """Raise ImageError for a link in the place of a file that Podman or CRIU reads: both would follow it.
+        """Raise ImageError for a link in place of a file that Podman or CRIU reads: both would follow it.
 
-        A hard link is a file, unless it is one of a symbolic link. `checkpoint/parent` is a link that CRIU
+        A hard link is a file, unless it is one to a symbolic link. `checkpoint/parent` is a link that CRIU
         makes itself, to a directory beside.
         """
         info = entry.info
@@ -116,7 +116,7 @@ class Links:
 
 
 def records_fault(artifact: Artifact, record: Manifest | None, layout: Layout) -> str:
-    """The same of the records of an artifact in a layout; empty where it has none."""
+    """Return the same for the records of an artifact in a layout; empty if it has none."""
     records = artifact.records
     if records is None:
         return ""

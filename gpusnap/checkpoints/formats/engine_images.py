@@ -1,6 +1,6 @@
 """Checkpoints as ordinary images, which `gpusnap push --format podman` and Podman itself make.
 
-Their one layer is an archive of Podman's, compressed or not: what `podman container restore --import` takes.
+Their only layer is one of Podman's archives, compressed or not, for `podman container restore --import`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpusnap.runtime_shim.errors import Refused
 
 
 def archive_of(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Descriptor:
-    """The layer that is Podman's archive. Raises EngineImage, Refused for another image; LayoutError."""
+    """Return the layer with Podman's archive. Raises EngineImage, Refused for another image; LayoutError."""
     manifest = Manifest.from_json(parse_document(read(root), f"the manifest {root.digest}"))
     if engine_of(manifest) != "podman":
         raise EngineImage(
@@ -37,5 +37,5 @@ def archive_of(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Descrip
 
 
 def blob_path(layout: Layout, digest: str) -> str:
-    """The file of a blob in the folder of a layout."""
+    """Return the path of a blob in the folder of a layout."""
     return os.path.join(layout.path, "blobs", "sha256", get_hex(digest))

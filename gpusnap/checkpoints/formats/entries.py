@@ -1,6 +1,6 @@
-"""Archives, with gpusnap's files in them under the names that they stand for.
+"""Archives, with gpusnap's files in them under their ordinary names.
 
-In one of containerd's CRI plugin they have others, see runtime_shim/records/cri_layout.py.
+In an archive of containerd's CRI plugin they have others, see runtime_shim/records/cri_layout.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _IMAGES = "checkpoint/"
 
 
 def name_naturally(entry: Entry) -> Entry:
-    """An entry of an archive, or of a tar of images alone, under the name that it stands for."""
+    """Return an entry of an archive, or of a tar of images alone, under its ordinary name."""
     images = _IMAGES if entry.name.startswith(_IMAGES) else ""
     name = images + cri_layout.name_naturally(entry.name.removeprefix(images))
     if name == entry.name:
@@ -28,15 +28,15 @@ def name_naturally(entry: Entry) -> Entry:
 
 
 def entries(path: str | Readable, *, where: str = "") -> Generator[Entry, None, None]:
-    """As gpusnap.oci.tar.archive.entries. Raises as that does."""
+    """Do the same as gpusnap.oci.tar.archive.entries. Raises like that."""
     with closing(archive.entries(path, where=where)) as found:
         yield from map(name_naturally, found)
 
 
 def read_member(path: str, name: str, *, limit: int) -> bytes | None:
-    """The content of one file, at most `limit` bytes of it; None where the archive has no such file.
+    """Return at most `limit` bytes of one file's content; None if the archive has no such file.
 
-    Raises ArchiveError as `entries` does; what comes after the file is not looked at.
+    Raises ArchiveError as `entries` does; entries after the file are not read.
     """
     with closing(entries(path)) as found:
         for entry in found:

@@ -1,6 +1,6 @@
-"""An image layout in a file, such as `skopeo copy … oci-archive:FILE` writes: which checkpoint it has.
+"""An image layout in a file, such as `skopeo copy … oci-archive:FILE` writes: finds the checkpoint in it.
 
-Its index.json names it in any way or in none: skopeo sets org.opencontainers.image.ref.name only for
+Its index.json may have any name for it or none: skopeo sets org.opencontainers.image.ref.name only for
 oci-archive:FILE:NAME, and no other annotation.
 """
 
@@ -36,9 +36,9 @@ class InLayout:
 
 @contextmanager
 def opened_layout(path: str) -> Iterator[InLayout]:
-    """The one checkpoint in a file for which `is_layout` holds.
+    """Open the only checkpoint in a file for which `is_layout` returns true.
 
-    Raises UsageError where it has several, GpusnapError where it has none; LayoutError, ArchiveError.
+    Raises UsageError if it has several, GpusnapError if it has none; LayoutError, ArchiveError.
     """
     with LayoutArchive(path) as layout:
         named = {each.digest: each for each in layout.read_index().manifests}
@@ -84,7 +84,7 @@ def refuse_containerd(found: InLayout) -> None:
 
 
 def _kind(layout: LayoutArchive, root: Descriptor) -> Kind | None:
-    """What an entry of the index is; None for what is no checkpoint. Raises LayoutError, DigestError."""
+    """Return the kind of an entry; None if it is no checkpoint. Raises LayoutError, DigestError."""
     try:
         artifacts.read(root, layout.read_blob)
     except EngineImage:

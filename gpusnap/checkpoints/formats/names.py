@@ -1,4 +1,4 @@
-"""The names in a checkpoint archive that are looked at; see podman.py."""
+"""The names in a checkpoint archive that are read; see podman.py."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ OURS = f"checkpoint/{manifest.FOLDER}"
 CONFIG = f"{OURS}/{manifest.NAME}"
 BLOBS = f"{OURS}/blobs"
 LAYOUT = (f"{OURS}/oci-layout", f"{OURS}/index.json", BLOBS)
-# A link in the place of one would lead what follows elsewhere.
+# A link in place of one of these would redirect what follows.
 FOLDERS = ("checkpoint", OURS, BLOBS, f"{BLOBS}/sha256")
 ROOTFS = "rootfs-diff.tar"
 FIRST = ("config.dump", "spec.dump")
-# Of one of these; Podman's are some tens of KiB.
+# Size of one of these; Podman's have some tens of KiB.
 LARGEST_DUMP = 16 << 20
 # A layout, in the records of an image of containerd's.
 IMAGE_FOLDER = "containerd"
 IMAGE_BLOBS = f"{IMAGE_FOLDER}/blobs/sha256"
-# One that is only made on the way, in a staging of a store.
+# A temporary archive in a staging directory of a store.
 ARCHIVE = "podman.tar"
 
 PIECE = 1 << 20

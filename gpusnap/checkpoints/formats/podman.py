@@ -1,4 +1,4 @@
-"""Podman's archive taken apart into what an artifact consists of, and put together again.
+"""Splits Podman's archive into the parts of an artifact, and puts it together again.
 
 In the archive (libpod, exportCheckpoint; containerd's CRI and CRI-O write the same names):
 
@@ -9,9 +9,9 @@ In the archive (libpod, exportCheckpoint; containerd's CRI and CRI-O write the s
     volumes/NAME.tar                what is in a named volume
     …                               more of the engine's records
 
-In the artifact manifest.json is the config, blobs that the manifest's tables name are its chunks,
-rootfs-diff.tar is a layer, volumes are in chunks, and all the rest is another layer, the records. Each way is
-one pass over the archive, with no more than some blobs in memory.
+In the artifact, manifest.json is the config, the blobs that its tables name are the chunks, rootfs-diff.tar
+is a layer, volumes are in chunks, and everything else is another layer, the records. Each direction reads the
+archive once, with only some blobs in memory.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def take_in(
     written: Known | None = None,
     progress: Report | None = None,
 ) -> ArchiveContents:
-    """Take an archive apart, into a layout that nobody else uses meanwhile; it is not made durable.
+    """Convert an archive into a layout that nobody else uses meanwhile; the layout is not made durable.
 
-    threads: for zstd, and for blobs; all cores for 0. known: whether a blob (digest, size) has been put into
-    the layout from elsewhere, such as Staging.take; then the archive's is not read. written: chunks that a
-    store has, by what they hold; those of volumes are linked from there. progress: called with bytes of the
-    archive's file.
+    threads: for zstd, and for blobs; all cores for 0. known: returns whether a blob (digest, size) was put
+    into the layout from elsewhere, such as Staging.take; then the archive's is not read. written: chunks that
+    a store has, by content; those of volumes are linked from there. progress: called with the number of bytes
+    read of the archive's file.
 
-    Raises ImageError where a chunk that the manifest names is missing, or the archive is no checkpoint;
-    ManifestError; ArchiveError, BlobError, and what Layout.add_blob raises. The layout may hold blobs of no
-    use then.
+    Raises ImageError if a chunk that the manifest names is missing, or the archive is no checkpoint;
+    ManifestError; ArchiveError, BlobError, and the errors of Layout.add_blob. The layout may then contain
+    useless blobs.
     """
     try:
         size = os.stat(archive_path).st_size
@@ -90,15 +90,15 @@ def give_out(
     threads: int = 0,
     progress: Report | None = None,
 ) -> None:
-    """Write an artifact as an archive that Podman takes, under a name that no file has.
+    """Write an artifact as an archive for Podman, under a new name.
 
-    config: what becomes manifest.json; none for a checkpoint without GPU state. embed: have the chunks that
-    it names in the archive, and CRIU's images as files, so that nothing else is needed; the manifest says so
-    then. volumes: with the content of volumes. threads: for zstd, and for reading chunks; all cores for 0.
-    progress: called with bytes of blobs.
+    config: becomes manifest.json; empty for a checkpoint without GPU state. embed: include the chunks that it
+    names, and CRIU's images as files, so that nothing else is needed; the manifest then records that.
+    volumes: include the content of volumes. threads: for zstd, and for reading chunks; all cores for 0.
+    progress: called with the number of bytes of blobs.
 
-    Raises ImageError where the artifact has no records, or such as no archive has; ManifestError; BlobError
-    for a blob that is missing or wrong; ArchiveError, DiskFull, DiskError. There is no new file then.
+    Raises ImageError if the artifact has no records, or records that no archive has; ManifestError; BlobError
+    for a blob that is missing or wrong; ArchiveError, DiskFull, DiskError. Then there is no new file.
     """
     if whole.records is None:
         raise ImageError(

@@ -1,4 +1,4 @@
-"""The parts of an artifact, out of an archive; see podman.py."""
+"""Reads the parts of an artifact from an archive; see podman.py."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination, label_tables
 
-# Above that, what writes the blobs is not the processors; each thread may have a blob in memory.
+# More threads write blobs no faster; each may have a blob in memory.
 _MOST_THREADS = 16
-# Of CRIU's images and rootfs files: they are read as often as written, and disks are fast.
+# For CRIU's images and rootfs files: they are read as often as written, and disks are fast.
 _LEVEL = 1
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveContents:
-    """What an archive became: blobs of the layout, but for chunks that are in a store."""
+    """The contents of an archive: blobs of the layout, except chunks that are in a store."""
 
     config: Descriptor
     records: Descriptor
     rootfs: Descriptor | None
     chunks: tuple[Descriptor, ...]
     tables: tuple[tuple[str, Table], ...]
-    """With what each is of: a PID and an address, or the name of an image."""
+    """Each with the name of its source: a PID and an address, or the name of an image."""
     annotations: Mapping[str, str]
     volumes: tuple[volumes.Volume, ...] = ()
     """Their chunks are among the others."""
 
 
 class _Reported:
-    """What an entry holds; each piece that is read is reported."""
+    """The content of an entry; reports each piece that is read."""
 
     def __init__(self, content: Content, report: Callable[[], None]) -> None:
         self._content, self._report = content, report
@@ -76,7 +76,7 @@ class _Reported:
 
 
 class Crew:
-    """Some threads, and no more work for them than each has something in memory."""
+    """Some threads; at most one piece of work for each has its data in memory."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -91,11 +91,11 @@ class Crew:
         self.stop()
 
     def stop(self) -> None:
-        """Return when no work is under way any more. May be called twice."""
+        """Return when no work is running. May be called twice."""
         self._pool.shutdown(cancel_futures=True)
 
     def give(self, work: Callable[[], None]) -> None:
-        """Have it done; wait first while too much is under way. Raises what earlier work raised."""
+        """Start some work; wait first while too much is running. Raises errors of earlier work."""
         while len(self._given) > self._most:
             self._given.popleft().result()
         self._given.append(self._pool.submit(work))
@@ -106,7 +106,7 @@ class Crew:
 
 
 class ArchiveReader:
-    """An archive on its way into a layout; closed at the end of a `with`."""
+    """Converts an archive into a layout; a `with` block closes it."""
 
     def __init__(
         self,
@@ -120,7 +120,8 @@ class ArchiveReader:
         """`written`: chunks of volumes that a store has; they are linked, not compressed again."""
         self._path, self._layout, self._crew, self._known, self._report = path, layout, crew, known, report
         self._written = written
-        # Another one of the same folder: what is dropped in the end was never for the first one to sync.
+        # A separate layout of the same folder: blobs that are dropped at the end need no sync in the first
+        # one.
         self._inner = Layout(layout.path)
         self._added: set[str] = set()
         self._seen: set[str] = set()
@@ -144,11 +145,11 @@ class ArchiveReader:
         return as_file(compress(pieces, level=_LEVEL, threads=self._crew.threads))
 
     def records(self, file: Readable) -> Iterator[bytes]:
-        """The tar of what has no place of its own; on the way the rest goes to its place."""
+        """Yield the tar of the records; other entries are put into their places meanwhile."""
         return self.place_entries(entries(file, where=self._path))
 
     def place_entries(self, found: Iterable[Entry]) -> Iterator[bytes]:
-        """The same of the entries of an archive."""
+        """Do the same with the entries of an archive."""
         for entry in found:
             for piece in self._place_entry(entry):
                 yield piece
@@ -158,7 +159,7 @@ class ArchiveReader:
         self._report()
 
     def finish(self, records: Descriptor) -> ArchiveContents:
-        """All that the archive became; blobs that nobody names are removed."""
+        """Return all contents of the archive; removes blobs that nobody names."""
         if FIRST[0] not in self._dumps:
             raise ImageError(
                 f"{self._path} is not a checkpoint of a container: it has no {FIRST[0]}", code="GPS-605"
@@ -172,7 +173,7 @@ class ArchiveReader:
     def finish_images(
         self, records: Descriptor, notes: Callable[[manifest.Manifest | None], Mapping[str, str]]
     ) -> ArchiveContents:
-        """The same for images without an engine's configurations; `notes` are the annotations."""
+        """Do the same for images without an engine's configurations; `notes` returns the annotations."""
         if self._ours and self._record is None:
             raise ImageError(
                 f"{self._path} is incomplete: it has {OURS}, but no {CONFIG}",
@@ -196,7 +197,7 @@ class ArchiveReader:
         return ArchiveContents(self._config, records, self._rootfs, chunks, tables, annotations, own_volumes)
 
     def _place_entry(self, entry: Entry) -> Iterable[bytes]:
-        """Put an entry where it belongs; what of it goes into the records."""
+        """Put an entry into its place; yield its part for the records."""
         name = entry.name
         self._ours = self._ours or name == OURS or name.startswith(f"{OURS}/")
         if name in FOLDERS and not entry.info.isdir():
@@ -235,7 +236,7 @@ class ArchiveReader:
         return ()
 
     def _volume(self, name: str, info: tarfile.TarInfo, content: Content) -> Iterable[bytes]:
-        """Take the tar of a volume in; what stands for it in the records."""
+        """Convert the tar of a volume; yield its entry for the records."""
         self._refuse_repeated(name)
         table, digest = tar_chunks.write(
             _Reported(content, self._report), self._layout, threads=self._crew.threads, known=self._written
@@ -281,14 +282,14 @@ class ArchiveReader:
             self._report()
 
     def _blob(self, entry: Entry) -> None:
-        """Take a blob in, unless nobody names it or the store has it. Its name must be right."""
+        """Add a blob, unless nobody names it or the store has it. Its name must be right."""
         folder, _, name = entry.name.rpartition("/")
         try:
             digest = PREFIX + get_hex(check_digest(PREFIX + name)) if folder == f"{BLOBS}/sha256" else ""
         except DigestError:
             digest = ""
         if entry.info.isdir() or not digest:
-            return  # such as what a killed writer left
+            return  # for example one that a killed writer left
         content, size = self._file(entry), entry.info.size
         if self._wanted is not None and (digest, size) not in self._wanted:
             return
@@ -308,18 +309,18 @@ class ArchiveReader:
     def _add(self, data: bytes, digest: str) -> None:
         if digest_of(data) != digest:
             raise self._make_blob_error(digest)
-        # In the place of one that may be there: a writer that died may have left it torn.
+        # Replaces an existing file: a writer that died may have left an incomplete one.
         self._inner.add_blob(data, digest=digest, anew=True)
 
     def _make_blob_error(self, digest: str) -> BlobError:
         return BlobError(f"the blob {digest} in {self._path} does not match its digest")
 
     def _settle(self, chunks: Sequence[Descriptor]) -> None:
-        """See that every chunk is there."""
+        """Check that every chunk exists."""
         elsewhere = self._record is not None and self._record.pages == StoreDestination.kind
         for each in chunks:
             if self._inner.has_blob(each.digest, each.size):
-                # It is there: the layout only learns that it is one to sync.
+                # It exists: this only tells the layout to sync it.
                 self._layout.link_blob(each.digest, each.size, self._inner)
             elif not elsewhere:
                 notes = each.annotations

@@ -1,4 +1,4 @@
-"""An archive out of the parts of an artifact; see podman.py."""
+"""Writes an archive from the parts of an artifact; see podman.py."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ U = TypeVar("U")
 
 
 class Sink(Protocol):
-    """What takes the entries of an archive, such as gpusnap.oci.tar.archive.Writer."""
+    """Accepts the entries of an archive, such as gpusnap.oci.tar.archive.Writer."""
 
     def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
-        """One more, with `info.size` bytes of content."""
+        """Write one entry, with `info.size` bytes of content."""
         ...
 
 
 def make_importable(config: bytes) -> bytes:
-    """A config.dump that Podman imports.
+    """Return a config.dump that Podman imports.
 
-    Podman gives each container that it makes a parent of its control group, and refuses to import one of
-    --cgroups=split that has a parent; Quadlet makes them with split (libpod, Container.validate and
+    Podman sets a parent control group for each container that it creates, and refuses to import a container
+    of --cgroups=split that has one; Quadlet creates them with split (libpod, Container.validate and
     Runtime.setupContainer).
     """
     try:
@@ -77,7 +77,7 @@ def make_importable(config: bytes) -> bytes:
 
 
 class ArchiveWriter:
-    """An artifact on its way into an archive."""
+    """Writes an artifact into an archive."""
 
     def __init__(
         self,
@@ -89,17 +89,17 @@ class ArchiveWriter:
         *,
         volumes: bool = True,
     ) -> None:
-        """`volumes`: with the content of volumes."""
+        """`volumes`: include the content of volumes."""
         self._volumes = volumes
         self._whole, self._blobs, self._writer = whole, blobs, writer
-        # Each has a blob in memory, and one thread alone writes them.
+        # Each thread has a blob in memory, and a single thread writes them.
         self._threads, self._report = min(threads, _MOST_THREADS), report
         self._time = _seconds(whole.annotations.get(CREATED, ""))
 
     def records(self, layer: Descriptor, images: Iterable[manifest.FileRecord] = ()) -> None:
-        """The engine's own entries, its two configurations first: who reads only them need not go on.
+        """Write the engine's own entries, the two configurations first: readers of these can stop there.
 
-        At the end `images`, CRIU's that are in chunks, as files.
+        At the end come `images`, CRIU's images that are in chunks, as files.
         """
         self._check(layer)
         dumps: set[str] = set()
@@ -123,7 +123,7 @@ class ArchiveWriter:
         images: Iterable[manifest.FileRecord] = (),
         without: Container[str] = (),
     ) -> None:
-        """The entries of the records, but for those of these names, and images that are in chunks."""
+        """Write the entries of the records, except those of these names, and images that are in chunks."""
         rebuilt_ones = {f"checkpoint/{each.name}": each for each in images}
         links = Links(f"the records {layer.digest}")
         for entry in self._entries(layer):
@@ -147,7 +147,7 @@ class ArchiveWriter:
             self._report(each.table.size)
 
     def _volume(self, name: str, entry: Entry) -> None:
-        """The tar of a volume that is in chunks."""
+        """Write the tar of a volume that is in chunks."""
         where = f"the checkpoint of {self._whole.annotations.get(CREATED, 'an unknown time')}"
         data = entry.content.read(volumes_in_records.LARGEST_TABLE) if entry.content is not None else b""
         layers = {each.digest: each.size for each in self._whole.chunks}
@@ -157,7 +157,7 @@ class ArchiveWriter:
         self._writer.add(entry.info, as_file(tar))
 
     def write_rootfs(self, layer: Descriptor) -> None:
-        """The files that changed: their tar as it was."""
+        """Write the files that changed: their tar is unchanged."""
         self._check(layer)
         where = f"the blob {layer.digest}"
         with self._blobs.open_blob(layer.digest, layer.size) as file:
@@ -175,7 +175,7 @@ class ArchiveWriter:
         self._writer.add(self._header(name, len(data)), io.BytesIO(data))
 
     def write_layout(self, tables: Iterable[tuple[str, Table]], digest: str) -> None:
-        """The chunks as a layout, as a checkpoint has it from the start (memory/transfer.py, commit).
+        """Write the chunks as a layout, in the form of a new checkpoint (memory/transfer.py, commit).
 
         `digest`: of the manifest that is written beside it.
         """
@@ -214,7 +214,7 @@ class ArchiveWriter:
             yield from entries(file, where=f"the blob {layer.digest}")
 
     def _check(self, layer: Descriptor) -> None:
-        """Before anything is made of it: its parts are not in the order in which they are written."""
+        """Check the layer before it is used: its parts are read in another order than written."""
         with self._blobs.open_blob(layer.digest, layer.size) as file:
             content = _Checked(file, layer)
             while content.read(PIECE):
@@ -235,7 +235,7 @@ class ArchiveWriter:
 
 
 class _Checked:
-    """A blob that is read in order; `check_end` says whether it was right."""
+    """A blob that is read in order; `check_end` checks it."""
 
     def __init__(self, file: io.FileIO, wanted: Descriptor) -> None:
         self._file, self._wanted = file, wanted
@@ -255,7 +255,7 @@ class _Checked:
 
 
 def _work_ahead(items: Iterable[T], work: Callable[[T], U], threads: int) -> Generator[U, None, None]:
-    """What `work` makes of each item, in order; as many as there are threads are made ahead."""
+    """Yield the results of `work` for each item, in order; computes one ahead for each thread."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="gpusnap-convert")
     waiting: deque[Future[U]] = deque()
     try:
@@ -270,7 +270,7 @@ def _work_ahead(items: Iterable[T], work: Callable[[T], U], threads: int) -> Gen
 
 
 def _seconds(created: str) -> int:
-    """A time of RFC 3339 in seconds; 0 for what is none."""
+    """Return a time of RFC 3339 in seconds; 0 if it is none."""
     try:
         return max(int(datetime.fromisoformat(created).timestamp()), 0)
     except (ValueError, OverflowError):

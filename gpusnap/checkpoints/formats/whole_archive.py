@@ -1,8 +1,8 @@
-"""What a manifest says of an archive that has everything, for hosts and tools that have no store.
+"""Makes the manifest of an archive that contains everything, for hosts and tools that have no store.
 
 A checkpoint that was made into a store has CRIU's images of memory in chunks as well. In an archive they are
-images again: checkpointctl, crit and Podman look for them there. So the manifest in it says what one of
-`memory.pages = "chunks"` does: the GPUs' memory is in chunks beside the images, and nothing else is.
+images again, where checkpointctl, crit and Podman expect them. So the manifest in it is one of
+`memory.pages = "chunks"`: the GPUs' memory is in chunks beside the images, and nothing else is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpusnap.runtime_shim.snapshot.memory.destination import ImageDestination
 
 
 def make_whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
-    """The manifest of the same checkpoint with all of it in one archive, written and decoded."""
+    """Return the manifest of the same checkpoint with all of it in one archive, encoded and decoded."""
     if record.pages != "store" and not record.files:
         return config, record
     document = parse_json(config)
@@ -37,7 +37,7 @@ def make_whole(config: bytes, record: Manifest) -> tuple[bytes, Manifest]:
 
 @contextmanager
 def rebuild_image(one: FileRecord, blobs: Blobs, threads: int) -> Iterator[str]:
-    """The file of an image that is in chunks, put together and checked. Raises ImageError, SettingsError."""
+    """Rebuild the file of an image that is in chunks, and check it. Raises ImageError, SettingsError."""
     folder = tempfile.TemporaryDirectory(prefix=scratch_files.prefix("image"), dir=scratch_files.find_large())
     with folder as path:
         ceiling = transfer.ceiling(settings_file.load().memory)

@@ -1,7 +1,8 @@
-"""Named volumes in the records of a checkpoint: what stands there for the tar of each.
+"""Named volumes in the records of a checkpoint: the entry that replaces the tar of each.
 
 In Podman's archive a volume is `volumes/NAME.tar` (libpod, exportCheckpoint). In the records of an artifact
-`volumes/NAME.tar.chunks` has its place: JSON, {"content": digest of the tar, "table": its table of chunks}.
+it is replaced by `volumes/NAME.tar.chunks`: JSON, {"content": digest of the tar, "table": its table of
+chunks}.
 """
 
 from __future__ import annotations
@@ -37,37 +38,37 @@ class Volume:
 
     @property
     def label(self) -> str:
-        """What it is called among the chunks of an artifact."""
+        """Return its name among the chunks of an artifact."""
         return label(self.name)
 
     def encode(self) -> bytes:
-        """What stands for it in the records."""
+        """Return its entry in the records."""
         return json.dumps({"content": self.content, "table": to_json(self.table)}).encode() + b"\n"
 
 
 def name_of(entry: str) -> str:
-    """The volume whose tar an entry of an archive is; "" for any other entry."""
+    """Return the volume whose tar an entry of an archive is; "" for any other entry."""
     found = _TAR.fullmatch(entry)
     return found[1] if found else ""
 
 
 def name_in_chunks(entry: str) -> str:
-    """The volume that an entry of the records stands for; "" for any other entry."""
+    """Return the volume that an entry of the records replaces; "" for any other entry."""
     return name_of(entry.removesuffix(_CHUNKS)) if entry.endswith(_CHUNKS) else ""
 
 
 def label(name: str) -> str:
-    """The name of the entry in an archive that is the tar of a volume."""
+    """Return the name of an archive's entry for the tar of a volume."""
     return f"volumes/{name}.tar"
 
 
 def entry_of(name: str) -> str:
-    """The name of the entry in the records that stands for a volume."""
+    """Return the name of a volume's entry in the records."""
     return label(name) + _CHUNKS
 
 
 def summary(data: bytes) -> tuple[int, str] | None:
-    """Size and digest of a volume's tar, by what stands for it in the records; None if that is broken."""
+    """Return size and digest of a volume's tar, by its entry in the records; None if that is broken."""
     try:
         document = parse_json(data)
         return int(document["table"]["size"]), str(document["content"])
@@ -76,9 +77,9 @@ def summary(data: bytes) -> tuple[int, str] | None:
 
 
 def decode(name: str, data: bytes, layers: Mapping[str, int], where: str) -> Volume:
-    """What stands for a volume in the records; layers: digest and size of the chunks of the artifact.
+    """Decode a volume's entry in the records; layers: digest and size of the chunks of the artifact.
 
-    Raises ImageError where it is none, or names chunks that the artifact does not have.
+    Raises ImageError if it is invalid, or names chunks that the artifact does not have.
     """
     try:
         document = parse_json(data)
@@ -98,7 +99,7 @@ def decode(name: str, data: bytes, layers: Mapping[str, int], where: str) -> Vol
 
 
 def chunks(found: Iterable[Entry], layers: Mapping[str, int], where: str) -> Iterator[str]:
-    """The blobs of all volumes in some records. Raises as `decode` does."""
+    """Yield the blobs of all volumes in some records. Raises like `decode`."""
     for entry in found:
         if (name := name_in_chunks(entry.name)) and entry.content is not None:
             for chunk in decode(name, entry.content.read(LARGEST_TABLE), layers, where).table.chunks:

@@ -1,8 +1,8 @@
-"""A tar in chunks, so that what has not changed in it is kept once.
+"""A tar in chunks, so that its unchanged parts are stored once.
 
-It is cut where files are: a large one has chunks of its own, and small ones go together, with a cut after
-names that are chosen by their own hash. So a file that grows, or a new one, moves no cut of others. Where the
-cuts are matters to nobody who reads it.
+It is cut at the boundaries of files: a large file has chunks of its own, and small ones are combined, with a
+cut after names that are selected by their own hash. So a new file, or one that grows, moves no cut between
+others. Readers do not depend on where the cuts are.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.compression import Readable
 from gpusnap.oci.tar.headers import BLOCK
 
-# What is in memory at once, beside what the threads need; so also the largest chunk that is read.
+# Limits on memory, in addition to that of the threads; the first is also the largest chunk that is read.
 LARGEST = 64 << 20
 _CEILING = 256 << 20
 _PIECE = 1 << 20
-# A file from this size on has chunks of its own.
+# A file of at least this size has chunks of its own.
 _LARGE = 1 << 20
-# Of files that go together: no cut before, one after a name of so many, and one in any case.
+# Combined files: no cut before this size, one after one name in so many, and always one at this size.
 _LEAST, _ONE_OF, _MOST = 256 << 10, 16, 4 << 20
-# Entries that are no files, and have content.
+# Types of entries that are no files, and have content.
 _WITH_CONTENT = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 # A pax record of a file that is too large for the field of a header; or such a text in an extended attribute,
 # which moves a cut.
@@ -40,7 +40,7 @@ _PAX_SIZE = compile_later(rb"(?:^|\n)\d+ size=(\d{1,19})\n")
 
 
 def write(tar: Readable, layout: Layout, *, threads: int, known: Known | None = None) -> tuple[Table, str]:
-    """Write a tar as chunks; their table, and the digest of the tar. Raises as writing chunks does."""
+    """Write a tar as chunks; return their table, and the digest of the tar. Raises like writing chunks."""
     hashed = hashlib.sha256()
     chunks: list[Chunk] = []
     at = 0
@@ -55,7 +55,7 @@ def write(tar: Readable, layout: Layout, *, threads: int, known: Known | None = 
 
 
 def pieces(table: Table, blobs: Blobs, *, threads: int) -> Iterator[bytes]:
-    """The tar again, each chunk checked. Raises BlobError, ChunkError."""
+    """Yield the tar again, each chunk checked. Raises BlobError, ChunkError."""
     at = 0
     for batch in _batch_chunks(table.chunks):
         memory = [bytearray(chunk.size) for chunk in batch]
@@ -69,7 +69,7 @@ def pieces(table: Table, blobs: Blobs, *, threads: int) -> Iterator[bytes]:
 
 
 def cut(tar: Readable) -> Iterator[bytearray]:
-    """A tar in pieces of up to CHUNK_SIZE. What is no tar is cut all the same."""
+    """Cut a tar into pieces of up to CHUNK_SIZE. Data that is no tar is cut as well."""
     group = bytearray()
     longer = 0
     while block := _read(tar, BLOCK):
@@ -108,7 +108,7 @@ def cut(tar: Readable) -> Iterator[bytearray]:
 
 
 def _read(tar: Readable, size: int) -> bytearray:
-    """So many bytes, fewer only at the end."""
+    """Return `size` bytes, fewer only at the end."""
     found = bytearray()
     while len(found) < size and (piece := tar.read(min(size - len(found), _PIECE))):
         found += piece

@@ -1,1 +1,1 @@
-"""What every check of `gpusnap doctor` uses."""
+"""Common parts of the checks of `gpusnap doctor`."""

@@ -1,4 +1,4 @@
-"""What a check finds: OK, a warning or a failure, in one line, and what to do about it."""
+"""The result of a check: OK, a warning or a failure, in one line, and what to do about it."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ class Check:
     """One line of the report."""
 
     name: str
-    """Of what was looked at; docs/doctor.md explains it under this name."""
+    """The name of the check, under which docs/doctor.md explains it."""
     verdict: Verdict
     says: str
-    """What was found: one line, no full stop."""
+    """The result: one line, no full stop."""
     todo: str = ""
-    """The next thing to do; empty where there is nothing to do."""
+    """The next thing to do; empty if there is none."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """The same for programs; sizes in bytes, times in seconds."""
+    """The result for programs; sizes in bytes, times in seconds."""
     code: str = ""
-    """Of the error that was found, such as GPS-312, for `gpusnap explain`; empty where it has none."""
+    """The code of the error, such as GPS-312, for `gpusnap explain`; empty if there is none."""
 
 
 Ask = tuple[str, Callable[[], Iterable[Check]]]
-"""The name of a check, for when it cannot be made, and what makes it, or several."""
+"""The name of a check, in case it fails itself, and a function that runs it, or several."""
 
 
 def ok(name: str, says: str, **facts: Any) -> Check:
-    """Nothing to do."""
+    """Return a result with nothing to do."""
     return Check(name, Verdict.OK, says, facts=facts)
 
 
 def warning(name: str, says: str, todo: str, **facts: Any) -> Check:
-    """It will not always work, or not as well as it might."""
+    """Return a warning: it will not always work, or not as well as it could."""
     return Check(name, Verdict.WARNING, says, todo, facts)
 
 
 def failure(name: str, says: str, todo: str, **facts: Any) -> Check:
-    """It will not work."""
+    """Return a failure: it will not work."""
     return Check(name, Verdict.FAILURE, says, todo, facts)
 
 
 def make_refused(name: str, error: GpusnapError, otherwise: str = "", **facts: Any) -> Check:
-    """What gpusnap itself would refuse, in its own words; `otherwise`: what to do, where these do not say."""
+    """Return a failure that gpusnap itself would raise; `otherwise`: what to do, if its hint is missing."""
     said = " ".join(str(error).split())
     return Check(name, Verdict.FAILURE, said, error.hint or otherwise, facts, error.code)
 
 
 def run_checks(asks: Iterable[Ask]) -> tuple[Check, ...]:
-    """All checks, in order. One that cannot be made is a warning, and does not stop the others."""
+    """Run all checks, in order. One that raises an error is a warning, and does not stop the others."""
     found: list[Check] = []
     for name, ask in asks:
         try:
@@ -76,7 +76,7 @@ def run_checks(asks: Iterable[Ask]) -> tuple[Check, ...]:
             what = error.filename or "the file or program"
             found.append(warning(name, f"cannot determine: {what} cannot be used: {reason(error)}", ""))
         except ValueError as error:
-            # A file in /proc, or an answer of another program, of a form that nobody has seen.
+            # A file in /proc, or an answer of another program, has an unexpected form.
             found.append(warning(name, f"cannot determine: {' '.join(str(error).split())[:200]}", ""))
     return tuple(found)
 
@@ -86,7 +86,7 @@ def _make_untold(name: str, error: GpusnapError | OciError, todo: str = "") -> C
 
 
 def document(checks: Sequence[Check]) -> dict[str, Any]:
-    """The report for JSON."""
+    """Return the report for JSON."""
     return {
         "failures": sum(each.verdict is Verdict.FAILURE for each in checks),
         "warnings": sum(each.verdict is Verdict.WARNING for each in checks),
@@ -105,5 +105,5 @@ def document(checks: Sequence[Check]) -> dict[str, Any]:
 
 
 def plural(count: int, what: str) -> str:
-    """ "1 file", "2 files"."""
+    """Return for example "1 file", "2 files"."""
     return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('ss') else 's'}"

@@ -1,4 +1,4 @@
-"""Room: on disk and in RAM beside the GPUs' memory, and how fast the disk is."""
+"""Free space: on disk and in RAM, compared with GPU memory, and the speed of the disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GRAPH_ROOT = "/var/lib/containers/storage"
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a disk was a moment ago, in bytes a second."""
+    """The measured speed of a disk, in bytes per second."""
 
     write: float
     """To the disk itself: synced."""
@@ -34,7 +34,7 @@ class Speed:
 
 
 def graph_root(root: str = "/") -> str:
-    """Where Podman keeps containers, by containers-storage.conf(5); its checkpoints lie there, too."""
+    """Return Podman's folder for containers, by containers-storage.conf(5); it has its checkpoints, too."""
     found = _GRAPH_ROOT
     for path in _STORAGE:
         value = toml(root, path).get("storage", {}).get("graphroot")
@@ -43,7 +43,7 @@ def graph_root(root: str = "/") -> str:
 
 
 def check_disks(gpus: Sequence[Gpu], store: str, graph: str, root: str = "/") -> Iterator[Check]:
-    """Free space in the store and in Podman's storage, against the memory of the largest GPU."""
+    """Compare free space in the store and in Podman's storage with the memory of the largest GPU."""
     need = max((gpu.memory_total for gpu in gpus), default=0)
     for name, path in (("store", store), ("Podman's storage", graph)):
         _, left, size = free(join_root(root, path))
@@ -61,7 +61,7 @@ def check_disks(gpus: Sequence[Gpu], store: str, graph: str, root: str = "/") ->
 
 
 def check_memory(gpus: Sequence[Gpu], root: str = "/") -> Iterator[Check]:
-    """RAM: what a GPU holds has to move there before it goes to the disk."""
+    """Check RAM: a GPU's memory is moved there before it is written to the disk."""
     info = dict(
         line.split(":", 1) for line in (text(root, "/proc/meminfo") or "").splitlines() if ":" in line
     )
@@ -86,7 +86,7 @@ def check_memory(gpus: Sequence[Gpu], root: str = "/") -> Iterator[Check]:
 
 
 def check_unpacking(gpus: Sequence[Gpu], root: str = "/", folder: str = "/tmp") -> Iterator[Check]:
-    """Where containerd unpacks a checkpoint before it restores it (its task service: os.MkdirTemp)."""
+    """Check the folder to which containerd unpacks a checkpoint for a restore (os.MkdirTemp)."""
     largest = max((gpu.memory_total for gpu in gpus), default=0)
     _, left, size = free(join_root(root, folder))
     facts = {"path": folder, "free": left, "size": size, "largest_gpu": largest}
@@ -103,7 +103,7 @@ def check_unpacking(gpus: Sequence[Gpu], root: str = "/", folder: str = "/tmp") 
 
 
 def speed(folder: str, *, most: int = _MOST, seconds: float = _SECONDS) -> Speed | None:
-    """Write and read a file without a name for so long at most; None where that cannot be done there.
+    """Measure writing and reading with a file without a name, for at most `seconds`; None if impossible.
 
     The kernel takes it away with its descriptor, also when we are killed (open(2), O_TMPFILE).
     """
@@ -131,14 +131,14 @@ def speed(folder: str, *, most: int = _MOST, seconds: float = _SECONDS) -> Speed
 
 
 def in_memory(folder: str) -> bool:
-    """Whether a folder, or the one that it would be made in, is on a tmpfs, whose speed says nothing."""
+    """Return whether a folder, or the parent of a new one, is on a tmpfs, whose speed is irrelevant."""
     device = os.stat(free(folder)[0]).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     return any(each.device == name and each.kind in ("tmpfs", "ramfs") for each in proc.mounts("self"))
 
 
 def check_podmans_limit(gpus: Sequence[Gpu], found: Speed | None, folder: str) -> Iterator[Check]:
-    """Whether what fills the largest GPU can be read in the time that Podman waits for a restore."""
+    """Check whether the largest GPU's memory can be read in the time that Podman waits for a restore."""
     if found is None or not gpus:
         return
     largest = max(gpu.memory_total for gpu in gpus)

@@ -1,4 +1,4 @@
-"""What the checks read: files below a root, and other programs, which get a deadline."""
+"""The sources of the checks: files below a root, and other programs, which have a deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LARGEST = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a program said, as text."""
+    """The output of a program, as text."""
 
     code: int
     out: str
@@ -28,12 +28,12 @@ class Answer:
 
 
 def join_root(root: str, path: str) -> str:
-    """An absolute path below a root."""
+    """Return an absolute path below a root."""
     return os.path.join(root, path.lstrip("/"))
 
 
 def text(root: str, path: str) -> str | None:
-    """A file's text, 8 MiB of it at most; None where it is not there, or not for us to read."""
+    """Return a file's text, at most 8 MiB of it; None if it does not exist, or is not readable."""
     try:
         with open(join_root(root, path), "rb") as file:
             return file.read(_LARGEST).decode("utf-8", "surrogateescape")
@@ -42,7 +42,7 @@ def text(root: str, path: str) -> str | None:
 
 
 def toml(root: str, path: str) -> dict[str, Any]:
-    """A TOML file; empty where it is not there. Raises ValueError, with the path, where it is not TOML."""
+    """Return a TOML file; empty if it does not exist. Raises ValueError, with the path, if it is not TOML."""
     found = text(root, path)
     try:
         return tomllib.loads(found) if found else {}
@@ -51,12 +51,12 @@ def toml(root: str, path: str) -> dict[str, Any]:
 
 
 def program(name: str) -> str | None:
-    """The path of a program, in PATH or in the system's folders."""
+    """Return the path of a program, in PATH or in the system's folders."""
     return shutil.which(name) or shutil.which(name, path=_FOLDERS)
 
 
 def ask(argv: Sequence[str], *, seconds: float = _DEADLINE) -> Answer | None:
-    """Run a program to its end; None where it cannot be started, or takes longer than that."""
+    """Run a program until its end; None if it cannot be started, or takes longer than `seconds`."""
     try:
         done = subprocess.run(
             list(argv), stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
@@ -68,13 +68,13 @@ def ask(argv: Sequence[str], *, seconds: float = _DEADLINE) -> Answer | None:
 
 
 def version(found: str) -> tuple[int, ...]:
-    """The first dotted number in a text: (5, 4, 2) of "podman version 5.4.2"; empty without one."""
+    """Return the first dotted number in a text: (5, 4, 2) of "podman version 5.4.2"; empty without one."""
     match = re.search(r"\d{1,9}(?:\.\d{1,9})+", found)
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def free(path: str) -> tuple[str, int, int]:
-    """(folder, free bytes, all bytes) of the file system that a path is or would be on. Raises OSError."""
+    """Return (folder, free bytes, all bytes) of a path's present or future file system. Raises OSError."""
     while not os.path.isdir(path) and path not in ("/", ""):
         path = os.path.dirname(path)
     place = os.statvfs(path or "/")

@@ -1,4 +1,4 @@
-"""Which container is meant: Podman's by name or ID, or one of containerd's by ID, and what is in it."""
+"""The container to check: Podman's by name or ID, or one of containerd's by ID, and its processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHORT = 12
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A container that runs, or is paused, as it is at this moment."""
+    """A running or paused container, in its present state."""
 
     name: str
     engine: str
@@ -40,19 +40,19 @@ class Subject:
     config: dict[str, Any]
     """Its config.json."""
     settings: Settings
-    """This host's, with the container's annotations on top."""
+    """This host's settings, overridden by the container's annotations."""
     objection: GpusnapError | None = None
-    """Why gpusnap checkpoint would not begin with it."""
+    """Why gpusnap checkpoint would refuse it."""
     volumes: Mapping[str, str] = field(default_factory=dict)
-    """Podman's named volumes in it, and where each has its files."""
+    """Podman's named volumes in it, with the folder for each."""
     unrestored: tuple[Option, ...] = ()
-    """What of its options Podman does not bring back."""
+    """Its options that Podman does not restore."""
 
 
 def find(wanted: str, *, namespace: str = "", state: str = CONTAINERD) -> Subject:
-    """The container of that name: with `namespace` containerd's, else Podman's, or else containerd's.
+    """Find the container of that name: with `namespace`, containerd's; else Podman's, or else containerd's.
 
-    Raises NotFound; ContainerError where it does not run; SettingsError.
+    Raises NotFound; ContainerError if it does not run; SettingsError.
     """
     if namespace:
         return _containerds(wanted, state, namespace)
@@ -60,14 +60,14 @@ def find(wanted: str, *, namespace: str = "", state: str = CONTAINERD) -> Subjec
         return _podmans(wanted)
     except ContainerError:
         raise
-    except GpusnapError:  # Podman does not have it, or is not here
+    except GpusnapError:  # Podman does not have it, or is not installed
         if in_containerd(wanted, state):
             return _containerds(wanted, state, "")
         raise
 
 
 def in_containerd(wanted: str, state: str = CONTAINERD, namespace: str = "") -> tuple[str, ...]:
-    """The bundles of containerd's tasks of that ID, or beginning of one, in one namespace or in all."""
+    """Return the bundles of containerd's tasks with that ID or prefix, in one namespace or in all."""
     where = glob.escape(namespace) if namespace else "*"
     path = f"{glob.escape(state)}/{_TASKS}/{where}/{glob.escape(wanted)}"
     found = glob.glob(path)

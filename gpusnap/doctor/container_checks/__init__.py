@@ -1,1 +1,1 @@
-"""Whether one container can be checkpointed: one family of checks a module."""
+"""Checks whether one container can be checkpointed: one family of checks a module."""

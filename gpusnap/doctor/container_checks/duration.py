@@ -17,23 +17,23 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.units import human
 
-# docs/benchmarks.md, 12.7 GiB on an H200: the driver's checkpoint with its mapping prepared took 2.1 s, as it
-# comes 4.6 s; lock, CRIU's dump of what little was left, sync and the rest 0.5 to 1 s.
+# docs/benchmarks.md, 12.7 GiB on an H200: the driver's checkpoint took 2.1 s with a prepared mapping, and 4.6
+# s without; lock, CRIU's dump of the small rest, sync and other steps 0.5 to 1 s.
 _DRIVER_FAST, _DRIVER_SLOW = 6.0 * (1 << 30), 2.7 * (1 << 30)
 _REST_FAST, _REST_SLOW = 0.5, 1.5
 # CRIU writes resident memory in one thread, into the page cache or to the disk.
 _CRIU = 1.0 * (1 << 30)
 _DISK = 0.5 * (1 << 30)
-"""Bytes a second, where the disk was not measured."""
+"""Bytes per second, if the disk was not measured."""
 _AS_MUCH = 8
-"""One of less than an eighth of the bytes tells nothing of the rate: its seconds are those of other steps."""
+"""A checkpoint of less than an eighth of the bytes is no measure of the rate: other steps dominate it."""
 _PATIENCE = 0.5
 """Seconds for reading earlier checkpoints: the manifest of a large one takes a tenth of that or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Seconds, from and to."""
+    """A range of seconds."""
 
     low: float
     high: float
@@ -41,19 +41,19 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class EarlierCheckpoint:
-    """A checkpoint that was made before."""
+    """An earlier checkpoint."""
 
     container: str
     bytes: int
-    """Of GPU memory."""
+    """Bytes of GPU memory."""
     seconds: float
 
 
 def estimate(gpu: int, resident: int, disk: float | None) -> Range:
-    """For so many bytes on GPUs and in RAM; `disk` is what it writes, in bytes a second.
+    """Estimate for so many bytes on GPUs and in RAM; `disk` is its writing speed in bytes per second.
 
     The low end: the driver at its best, and chunks that are known, zero or written while it copies. The high
-    end: its slower way, and every byte written after it, and none compressed.
+    end: its slower way, and every byte written afterwards, none of it compressed.
     """
     low = _REST_FAST + gpu / _DRIVER_FAST + resident / _CRIU
     high = _REST_SLOW + gpu / _DRIVER_SLOW + (gpu + resident) / min(disk or _DISK, 16 * _DISK)
@@ -61,15 +61,15 @@ def estimate(gpu: int, resident: int, disk: float | None) -> Range:
 
 
 def from_earlier(gpu: int, before: Sequence[EarlierCheckpoint]) -> Range:
-    """From the seconds and bytes of earlier ones, of which there is one or more."""
+    """Estimate from the seconds and bytes of earlier ones, of which there is at least one."""
     each = [_REST_FAST + max(0.0, one.seconds - _REST_FAST) * gpu / one.bytes for one in before]
     return Range(min(each) * 0.8, max(each) * 1.25)
 
 
 def list_earlier(path: str, container: str, *, patience: float = _PATIENCE) -> tuple[EarlierCheckpoint, ...]:
-    """Those in the store: of this container (its full ID) where there are some, else the last ones of any.
+    """Return checkpoints in the store: of this container (its full ID), else the last ones of any container.
 
-    At most five, and no more than can be read within `patience` seconds, the last that were kept first.
+    At most five, and only those that can be read within `patience` seconds, the latest first.
     """
     end = time.monotonic() + patience
     if not os.path.exists(os.path.join(path, "oci-layout")):
@@ -108,7 +108,7 @@ def check(
     *,
     volumes: int = 0,
 ) -> Iterator[Check]:
-    """One line: from how many to how many seconds, and what that rests on; volumes: bytes of their files."""
+    """Return one line: the range of seconds, and its basis; volumes: bytes of their files."""
     before = [one for one in before if one.bytes and one.bytes * _AS_MUCH >= gpu]
     if gpu and before:
         found = from_earlier(gpu, before)

@@ -1,4 +1,4 @@
-"""Open files and mappings that CRIU cannot dump, or only when it is asked to."""
+"""Open files and mappings that CRIU cannot dump, or only with an option."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.process.proc import Process
 from gpusnap.runtime_shim.units import human
 
-# What CRIU dumps of anonymous inodes (criu/files.c, dump_one_file; pidfd from 4.1 on, bpf-map with libbpf).
+# The anonymous inodes that CRIU dumps (criu/files.c, dump_one_file; pidfd from 4.1 on, bpf-map with libbpf).
 _DUMPED = ("eventfd", "eventpoll", "inotify", "fanotify", "signalfd", "timerfd", "pidfd", "bpf-map")
 _WORDS = {
     "io_uring": "io_uring, which CRIU cannot dump",
@@ -45,20 +45,20 @@ class OpenFile:
     process: Process
     number: int
     target: str
-    """As the kernel names it: /path, socket:[7], anon_inode:[io_uring], /path (deleted)."""
+    """The kernel's name for it: /path, socket:[7], anon_inode:[io_uring], /path (deleted)."""
     info: os.stat_result | None
-    """None where it cannot be asked."""
+    """None if it is unknown."""
 
     @property
     def holder(self) -> str:
-        """For a message."""
+        """Return a description of the process for messages."""
         return f"process {self.process.pid} ({self.process.comm})"
 
 
 def list_open_files(processes: Iterable[Process], root: str = "/") -> tuple[OpenFile, ...]:
-    """Every open file of the processes, by process and number; what is closed meanwhile is left out.
+    """Return every open file of the processes, by process and number; omits files that are closed meanwhile.
 
-    Raises Unanswered where one is of a file system that does not answer.
+    Raises Unanswered if one is on a file system that does not answer.
     """
     found: list[OpenFile] = []
     for process in processes:
@@ -78,7 +78,7 @@ def list_open_files(processes: Iterable[Process], root: str = "/") -> tuple[Open
 
 
 def check_anonymous(files: Sequence[OpenFile]) -> Iterator[Check]:
-    """io_uring, perf, BPF, userfaultfd and what else CRIU does not know of the kernel's own files."""
+    """Check for io_uring, perf, BPF, userfaultfd and other kernel files that CRIU does not support."""
     found: dict[str, OpenFile] = {}
     for each in files:
         if each.target.startswith("anon_inode:"):
@@ -104,7 +104,7 @@ def check_anonymous(files: Sequence[OpenFile]) -> Iterator[Check]:
 def check_character_devices(
     files: Sequence[OpenFile], ours: Callable[[str, int], bool] = lambda path, major: False
 ) -> Iterator[Check]:
-    """Open device files that CRIU cannot dump; `ours` (path, major) are the GPU's, which are dealt with."""
+    """Check for open device files that CRIU cannot dump; `ours` (path, major): the GPU's, which we handle."""
     found: dict[str, OpenFile] = {}
     for each in files:
         if each.info is None or not stat.S_ISCHR(each.info.st_mode):
@@ -127,7 +127,7 @@ def check_character_devices(
 def check_deleted(
     processes: Iterable[Process], files: Sequence[OpenFile], limit: int, root: str = "/"
 ) -> Iterator[Check]:
-    """Deleted files that are open or mapped and larger than criu.ghost-limit, which CRIU then refuses."""
+    """Check deleted files that are open or mapped and larger than criu.ghost-limit, which CRIU refuses."""
     sizes: dict[tuple[int, int], tuple[str, int, Process]] = {}
     for each in files:
         if each.info is not None and _is_ghost(each.target, each.info):
@@ -160,7 +160,7 @@ def check_deleted(
 
 
 def _is_ghost(path: str, info: os.stat_result) -> bool:
-    """A regular file without a name. A memfd has none either, and is no ghost to CRIU (criu/memfd.c)."""
+    """Return whether it is a regular file without a name. A memfd is no ghost to CRIU (criu/memfd.c)."""
     return stat.S_ISREG(info.st_mode) and info.st_nlink == 0 and not path.startswith(("/memfd:", "/SYSV"))
 
 
@@ -169,7 +169,7 @@ def _strip_deleted(path: str) -> str:
 
 
 def _list_deleted_mappings(process: Process, root: str) -> Iterator[tuple[str, str]]:
-    """(link in map_files, path) of each mapping of a deleted file."""
+    """Yield (link in map_files, path) of each mapping of a deleted file."""
     seen: set[str] = set()
     for line in (text(root, f"/proc/{process.pid}/maps") or "").split("\n"):
         fields = line.split(maxsplit=5)
@@ -183,10 +183,10 @@ def _list_deleted_mappings(process: Process, root: str) -> Iterator[tuple[str, s
 
 
 def check_watches(files: Sequence[OpenFile], root: str = "/") -> Iterator[Check]:
-    """inotify watches on files of the container's own overlay: CRIU cannot open those by their handles.
+    """Check inotify watches on files of the container's own overlay: CRIU cannot open those by their handles.
 
-    It looks for them in a few folders (criu/irmap.c, /etc among them) and in those that it is told. Only
-    inotify's are looked at; proc_pid_fdinfo(5).
+    It searches for them in a few folders (criu/irmap.c, /etc among them) and in those of an option. Only
+    inotify is checked; proc_pid_fdinfo(5).
     """
     found: dict[int, tuple[OpenFile, int]] = {}
     tops: dict[int, int] = {}
@@ -216,7 +216,7 @@ def check_watches(files: Sequence[OpenFile], root: str = "/") -> Iterator[Check]
 
 
 def _overlay(pid: int, root: str) -> int:
-    """The number of the overlay that is the root of a process, as fdinfo writes it; 0 for no overlay."""
+    """Return the device number of a process's root overlay, as in fdinfo; 0 if it is no overlay."""
     for line in (text(root, f"/proc/{pid}/mountinfo") or "").split("\n"):
         words = line.split(" ")
         if len(words) > 5 and words[4] == "/" and " - overlay " in line:
@@ -228,9 +228,9 @@ def _overlay(pid: int, root: str) -> int:
 def check_shared_memory(
     processes: Iterable[Process], namespaces: Mapping[int, str], own: str, root: str = "/"
 ) -> Iterator[Check]:
-    """System V shared memory of the host's: CRIU dumps it only with the IPC namespace that it is in.
+    """Check System V shared memory of the host: CRIU dumps it only together with its IPC namespace.
 
-    `namespaces` by PID as /proc/PID/ns/ipc has them; `own` is the host's.
+    `namespaces`: by PID, the content of /proc/PID/ns/ipc; `own`: the host's.
     """
     for process in processes:
         maps = text(root, f"/proc/{process.pid}/maps") or ""
@@ -246,10 +246,10 @@ def check_shared_memory(
 
 
 def check_locks(files: Sequence[OpenFile], root: str = "/", driver: Iterable[str] = ()) -> Iterator[Check]:
-    """File locks, with which CRIU dumps only if it is told (proc_locks(5)).
+    """Check file locks, which CRIU dumps only with an option (proc_locks(5)).
 
-    `driver`: files and folders of the GPU's driver. Locks on those are its own, and it gives them up when it
-    is suspended, before CRIU looks.
+    `driver`: files and folders of the GPU's driver. It releases its own locks on those when it is suspended,
+    before CRIU's dump.
     """
     found = {}
     by_inode = {

@@ -1,4 +1,4 @@
-"""What a container does with GPUs, and everything by which gpusnap itself would refuse its checkpoint."""
+"""A container's use of GPUs, and every reason for which gpusnap itself would refuse its checkpoint."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.units import human
 
 Use = Mapping[Process, Record]
-"""The GPUs of each process that has GPU state, and how many bytes it has there."""
+"""The GPUs of each process that has GPU state, with its bytes there."""
 
-# The namespace of the CRI plugin's tasks, and containerd's root, below which that writes a checkpoint.
+# The namespace of the CRI plugin's tasks, and containerd's root, below which it writes a checkpoint.
 _CRI, _CRI_FOLDER = "k8s.io", "/var/lib/containerd"
 
 
 def use(driver: Driver, processes: Sequence[Process]) -> tuple[Use, dict[Process, ProcessState]]:
-    """Bytes and state of each process that has GPU state, as a checkpoint counts them: see suspension.record.
+    """Return bytes and state of each process with GPU state, as a checkpoint counts them: suspension.record.
 
     Raises Refused for one that is stopped.
     """
@@ -46,7 +46,7 @@ def use(driver: Driver, processes: Sequence[Process]) -> tuple[Use, dict[Process
 
 
 def list_use(used: Use) -> Iterator[Check]:
-    """Each GPU process with its bytes."""
+    """List each GPU process with its bytes."""
     if not used:
         yield ok("GPU processes", "no process has GPU state", processes=[])
         return
@@ -71,7 +71,7 @@ def list_use(used: Use) -> Iterator[Check]:
 def check_refusals(
     of: Subject, driver: Driver, used: Use, states: Mapping[Process, ProcessState]
 ) -> Iterator[Check]:
-    """What pre-flight would refuse, each by itself, in its own words; nothing is changed."""
+    """Report each refusal of the pre-flight checks separately, in its own words; changes nothing."""
     for each in _list_checks(of, driver, used, states):
         try:
             each.ask()
@@ -90,10 +90,10 @@ def check_refusals(
 class _Asked:
     name: str
     fine: str
-    """What is said where it does not refuse."""
+    """The text if it does not refuse."""
     ask: Callable[[], object]
     but: str = ""
-    """Why what it refuses is a warning alone."""
+    """Why its refusal is only a warning."""
 
 
 def _list_checks(
@@ -152,7 +152,7 @@ def _list_checks(
 
 
 def _check_disk(of: Subject, gpu_bytes: int, store: str) -> None:
-    """Whether it fits where the settings have it go and, of Podman's, where `gpusnap checkpoint` does."""
+    """Check that it fits into the settings' folder and, for Podman's, into that of `gpusnap checkpoint`."""
     images = _find_existing(find_image_folder(of))
     space.check_disk(images, gpu_bytes, of.processes, place=_find_existing(store))
     if of.engine == "Podman" and not store:
@@ -167,9 +167,9 @@ def _memory(gpu_bytes: Mapping[int, int], of: Subject, driver: Driver) -> None:
 
 
 def find_image_folder(of: Subject) -> str:
-    """The folder that a checkpoint's images go to: Podman's own; of containerd's where most often they do.
+    """Return the folder for a checkpoint's images: Podman's own; for containerd's, the most common one.
 
-    `ctr task checkpoint --image-path` names any; without it containerd makes one in TMPDIR.
+    `ctr task checkpoint --image-path` sets any other; without it, containerd makes one in TMPDIR.
     """
     if of.engine == "Podman":
         return of.container.bundle
@@ -179,7 +179,7 @@ def find_image_folder(of: Subject) -> str:
 
 
 def _find_existing(folder: str) -> str:
-    """The folder, or the one that it would be made in."""
+    """Return the folder, or the nearest parent that exists."""
     return free(folder)[0] if folder else ""
 
 
@@ -189,7 +189,7 @@ def _mounts(of: Subject) -> None:
 
 
 def refuse_strange_devices(of: Subject, driver: Driver, *, devices: Sequence[Any] | None = None) -> None:
-    """Raise Refused where /dev holds a device that its configuration does not give, as a checkpoint does."""
+    """Raise Refused if /dev has a device that is not in the configuration, as a checkpoint does."""
     nodes = driver.nodes(of.container.pid)
     known = {*dev.DEFAULT, *remap.iterate_given(of.config), *(("c", n.major, n.minor, n.path) for n in nodes)}
     for device in bind_mounted_nodes.device_nodes(of.container.pid) if devices is None else devices:

@@ -1,4 +1,4 @@
-"""A container of a Kubernetes pod: its pause against kubelet's probes, open files in the pod's volumes."""
+"""A container of a Kubernetes pod: its pause and kubelet's probes, open files in the pod's volumes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PERIOD, _THRESHOLD = 10, 3
 
 
 def check_probes(annotations: Mapping[str, str], pause: float) -> Iterator[Check]:
-    """What a liveness probe has to allow for a pause of so many seconds; nothing for others than pods.
+    """Say which liveness probe allows a pause of so many seconds; nothing for containers outside of pods.
 
-    A runtime is not told of a pod's probes, and kubelet keeps them in memory. The first one that fails may
-    come right after the pause has begun, and the last one comes (failureThreshold - 1) * periodSeconds later:
-    then kubelet kills the container. Readiness probes take no container away.
+    A runtime does not know a pod's probes, and kubelet keeps them in memory. The first failing one may come
+    right after the start of the pause, and the last one (failureThreshold - 1) * periodSeconds later: then
+    kubelet kills the container. Readiness probes remove no container.
     """
     if OF_CRI not in annotations:
         return
@@ -50,7 +50,7 @@ def check_probes(annotations: Mapping[str, str], pause: float) -> Iterator[Check
 
 
 def open_files(config: Mapping[str, Any], processes: Iterable[Process], limit: int) -> Iterator[Check]:
-    """Open files in emptyDirs and the pod's /dev/shm, which are taken along up to criu.ghost-limit."""
+    """Check open files in emptyDirs and the pod's /dev/shm, which are included up to criu.ghost-limit."""
     own = volumes.find(config)
     if not own:
         return

@@ -1,4 +1,4 @@
-"""Mounts of a container that its configuration does not have: CRIU asks where each comes from."""
+"""Mounts of a container that are not in its configuration: CRIU needs the source of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from gpusnap.doctor.base.check import Check, failure, ok
 from gpusnap.runtime_shim.process.proc import Mount
 
-# File systems that CRIU makes anew, content and all (criu/filesystems.c), or that have no source on the host.
+# File systems that CRIU creates anew, with their content (criu/filesystems.c), or without a source on the
+# host.
 _MADE = frozenset(
     {
         *("proc", "sysfs", "tmpfs", "devtmpfs", "devpts", "mqueue", "cgroup", "cgroup2", "binfmt_misc"),
@@ -21,14 +22,14 @@ _MADE = frozenset(
 def list_unexplained(
     mounts: Sequence[Mount], config: Mapping[str, Any], known: Collection[str] = ()
 ) -> tuple[Mount, ...]:
-    """Bind mounts from the host that the configuration does not name; `known` are destinations besides.
+    """Return bind mounts from the host that the configuration does not name; `known`: other destinations.
 
-    What lies below one that it names came with that (rbind).
+    A mount below one that it names came with that (rbind).
     """
     named = {os.path.normpath(str(each.get("destination", ""))) for each in config.get("mounts") or ()}
     linux = config.get("linux") or {}
     masked = {*(linux.get("maskedPaths") or ()), *(linux.get("readonlyPaths") or ())}
-    # A further mount of what CRIU knows already is a bind of that.
+    # Another mount of a file system that CRIU knows already is a bind of that.
     seen = {"/", *named, *known}
     roots = {(each.device, each.root.rstrip("/")) for each in mounts if each.destination in seen}
     found = []
@@ -36,9 +37,9 @@ def list_unexplained(
         path = mount.destination
         if path == "/" or path in named or path in known or path in masked:
             continue
-        if mount.kind in _MADE and mount.root == "/":  # of a part of one somebody else has the rest
+        if mount.kind in _MADE and mount.root == "/":  # a mount of a part of one comes from elsewhere
             continue
-        # /dev/console is a terminal of the engine's; devices are bound where a user namespace forbids nodes.
+        # /dev/console is a terminal of the engine's; devices are bound if a user namespace forbids nodes.
         if path == "/dev" or path.startswith("/dev/"):
             continue
         if any(path.startswith(each.rstrip("/") + "/") for each in named - {"/"}):
@@ -50,7 +51,7 @@ def list_unexplained(
 
 
 def check(mounts: Sequence[Mount], config: Mapping[str, Any], known: Collection[str] = ()) -> Iterator[Check]:
-    """As `list_unexplained`; `known` are those of the driver, which gpusnap declares to CRIU."""
+    """Report `list_unexplained`; `known` are the driver's mounts, which gpusnap declares to CRIU."""
     found = list_unexplained(mounts, config, known)
     for mount in found:
         yield failure(

@@ -1,4 +1,4 @@
-"""Options of a Podman container that a restore does not bring back."""
+"""Options of a Podman container that a restore does not restore."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpusnap.engines.podman_options import Option
 
 
 def check(found: Sequence[Option]) -> Iterator[Check]:
-    """A failure for each that makes the restore fail, and a warning for each that is only missing then."""
+    """Report a failure for each that makes the restore fail, a warning for each that is only lost."""
     for each in found:
         if each.fatal:
             says = f"the container has {each.what}, and Podman cannot restore such a container"

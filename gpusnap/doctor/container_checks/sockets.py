@@ -1,4 +1,4 @@
-"""Sockets: connections that a restore closes unless told, and protocols that CRIU does not know."""
+"""Sockets: connections that a restore closes by default, and protocols that CRIU does not support."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def check_protocols(
     ask: Ask = sockets.protocol,
     can_be_dumped: Judge = sockets.can_be_dumped,
 ) -> Iterator[Check]:
-    """Sockets of a protocol that CRIU cannot dump."""
+    """Check for sockets of a protocol that CRIU cannot dump."""
     found: dict[str, OpenFile] = {}
     for each in files:
         if sockets.inode(each.target):
             name = ask(join_root(root, f"/proc/{each.process.pid}/fd/{each.number}"))
             if name:
                 found.setdefault(name, each)
-    # One that CRIU does not know may be none that it was tried with.
+    # For a protocol that CRIU does not support, there may be no trial: see sockets.can_be_dumped.
     found = {
         name: each for name, each in found.items() if name not in sockets.DUMPED or not can_be_dumped(name)
     }
@@ -47,7 +47,7 @@ def check_protocols(
 
 
 def check_connections(files: Sequence[OpenFile], root: str = "/", *, closed: bool = True) -> Iterator[Check]:
-    """TCP connections of the container's processes; `closed`: the setting criu.tcp-close."""
+    """Report TCP connections of the container's processes; `closed`: the setting criu.tcp-close."""
     owners = {sockets.inode(each.target): each for each in files}
     found: dict[str, tuple[OpenFile, int]] = {}
     for pid in dict.fromkeys(each.process.pid for each in files):

@@ -1,4 +1,4 @@
-"""A Podman container's named volumes, which a checkpoint takes along and a restore need not bring back."""
+"""A Podman container's named volumes, which a checkpoint includes and a restore need not restore."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpusnap.runtime_shim.units import human
 
 
 def check(sizes: Mapping[str, int]) -> Iterator[Check]:
-    """What becomes of volumes, by name and bytes of their files."""
+    """Say what happens with volumes, by name and bytes of their files."""
     facts = {"volumes": [{"name": name, "size": size} for name, size in sizes.items()]}
     if not sizes:
         yield ok("volumes", "no named volume", **facts)

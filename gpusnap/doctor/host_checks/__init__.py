@@ -1,1 +1,1 @@
-"""Whether this host can checkpoint: one family of checks a module."""
+"""Checks whether this host can checkpoint: one family of checks a module."""

@@ -16,14 +16,14 @@ _MAKE = "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
 
 
 def driver_versions(spec: Spec) -> frozenset[str]:
-    """The driver versions that a specification's libraries are of."""
+    """Return the driver versions of a specification's libraries."""
     edits = (spec.edits, *(device.edits for device in spec.devices))
     paths = (mount.host_path for each in edits for mount in each.mounts)
     return frozenset(match[1] for path in paths if (match := _VERSION.search(path)))
 
 
 def list_mounted(folders: Iterable[str] = FOLDERS) -> frozenset[str]:
-    """Where containers have the files and folders that come with NVIDIA's GPUs and AMD's."""
+    """Return the container paths of the files and folders that come with NVIDIA's and AMD's GPUs."""
     specs = load(folders, report=lambda error: None)
     ours = [spec for spec in specs if spec.kind.startswith(("nvidia.com/", "amd.com/"))]
     edits = (each for spec in ours for each in (spec.edits, *(device.edits for device in spec.devices)))
@@ -32,7 +32,7 @@ def list_mounted(folders: Iterable[str] = FOLDERS) -> frozenset[str]:
 
 
 def check(driver: str, root: str = "/", folders: Iterable[str] = FOLDERS) -> Iterator[Check]:
-    """Whether the files are valid and made for the driver that runs; `driver` is its version, or empty."""
+    """Check that the files are valid and for the running driver; `driver` is its version, or empty."""
     broken: list[CdiError] = []
     specs = load([join_root(root, folder) for folder in folders], report=broken.append)
     for error in broken:

@@ -1,4 +1,4 @@
-"""CRIU: whether it is here, which one, what it says itself; what it needs for its network lock."""
+"""CRIU: whether it is installed, its version and own check, and the tools for its network lock."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 from gpusnap.runtime_shim.snapshot.preflight.sockets import NEWER_CRIU
 
-# What Podman asks for (podman, pkg/criu), and what gpusnap has been used with.
+# The version that Podman requires (podman, pkg/criu), and one that gpusnap has been used with.
 _LEAST = (3, 11)
 _KNOWN = (4, 1)
-# Linux 6.16 no longer answers getsockopt(1, 16) as CRIU before 4.2 asks it; see docs/troubleshooting.md.
+# Linux 6.16 no longer answers getsockopt(1, 16) in the form that CRIU before 4.2 uses;
+# docs/troubleshooting.md.
 _SOCKETS = ((6, 16), (4, 2))
 # A line of CRIU's configuration (criu(8), CONFIGURATION FILES).
 _NETWORK_LOCK = compile_later(r"\s*(?:--)?network-lock[\s=]+(\w+)")
@@ -26,7 +27,7 @@ Run = Callable[[list[str]], Answer | None]
 
 
 def check_criu(found: str, release: str = "", *, find: Find = program) -> Iterator[Check]:
-    """Which CRIU the runtime will start; `found` is its version, "unknown" where it does not tell."""
+    """Report the CRIU that the runtime will start; `found` is its version, "unknown" if it reports none."""
     path = find("criu")
     if path is None:
         yield failure("criu", "CRIU is not installed", "install the package criu, version 4.1 or later")
@@ -59,16 +60,16 @@ def check_criu(found: str, release: str = "", *, find: Find = program) -> Iterat
 
 
 def dumps_only_local_sockets(found: str, release: str = "") -> bool:
-    """Whether this CRIU can dump Unix and netlink sockets alone: before 4.2, on Linux 6.16 and later.
+    """Return whether this CRIU can dump only Unix and netlink sockets: before 4.2, on Linux 6.16 and later.
 
-    Seen with CRIU 4.1.1 on Linux 6.18: TCP, UDP, raw and packet sockets fail alike.
+    Seen with CRIU 4.1.1 on Linux 6.18: TCP, UDP, raw and packet sockets all fail.
     """
     numbers, linux = version(found), version(release or os.uname().release)
     return linux >= _SOCKETS[0] and bool(numbers) and numbers < _SOCKETS[1]
 
 
 def run_own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
-    """What `criu check` says, in one line; nothing where there is no CRIU."""
+    """Report the result of `criu check` in one line; nothing if CRIU is not installed."""
     path = find("criu")
     if path is None:
         return
@@ -88,7 +89,7 @@ def run_own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
             **facts,
         )
     elif done.code:
-        # "exited, status=1" is of a program that CRIU called, and rarely what is wrong.
+        # "exited, status=1" is about a program that CRIU called, and rarely the cause.
         telling = [each for each in errors if not each.startswith("exited, status")]
         rest = [_strip_source(line) for line in said if line.strip()]
         first = (telling or errors or notes or rest or ["nothing"])[0]
@@ -105,18 +106,18 @@ def run_own_check(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
 
 
 def _strip_source(line: str) -> str:
-    """A line of CRIU's without its source file: "Error (criu/cr-check.c:57): no" is "no"."""
+    """Return a line of CRIU's without its source file: "Error (criu/cr-check.c:57): no" becomes "no"."""
     return re.sub(r"^(?:Error|Warn) +\([^)]*\): *", "", line).strip()[:300]
 
 
 def check_network_lock(
     options: Sequence[str] = (), kind: str = "", *, root: str = "/", find: Find = program, run: Run = ask
 ) -> Iterator[Check]:
-    """What CRIU shuts the container's network with while it dumps; nothing where there is no CRIU.
+    """Report how CRIU locks the container's network during a dump; nothing if CRIU is not installed.
 
-    It does so for each network namespace that it dumps, under crun as under runc. Which way is its default
-    was chosen when it was built (criu(8), --network-lock; Debian: iptables), and may be set: `options` are
-    criu.options, and `kind` is the runtime's, whose file of options comes last.
+    It does so for each network namespace that it dumps, under crun and runc. The default method was chosen
+    when it was built (criu(8), --network-lock; Debian: iptables), and can be set: `options` are criu.options,
+    and `kind` is the runtime's, whose file of options comes last.
     """
     path = find("criu")
     if path is None:
@@ -148,14 +149,14 @@ def check_network_lock(
 
 
 def _default_lock(said: Answer | None) -> str:
-    """As `criu --help` tells it: "'nftables' or 'iptables' (default)"."""
+    """Return the default in `criu --help`: "'nftables' or 'iptables' (default)"."""
     shown = said.out + said.err if said is not None else ""
     match = re.search(r"--network-lock\b.{0,300}?'(\w+)'\s+\(default\)", shown, re.S)
     return match[1] if match else "iptables"
 
 
 def check_pycriu() -> Iterator[Check]:
-    """CRIU's Python package, which decodes the images that a restore checks."""
+    """Check CRIU's Python package, which decodes the images that a restore checks."""
     try:
         found = pycriu_package.load()
     except Refused as error:

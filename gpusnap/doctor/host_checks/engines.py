@@ -1,4 +1,4 @@
-"""Container engines: the real runtime, gpusnap-runtime, Podman, containerd, CRI-O; who knows of gpusnap."""
+"""Container engines and their configuration: the real runtime, gpusnap-runtime, Podman, containerd, CRI-O."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Run = Callable[[list[str]], Answer | None]
 
 
 def find_real_runtime(wanted: str) -> RealRuntime:
-    """The real runtime by the setting, or crun, or runc. Raises GpusnapError."""
+    """Return the real runtime by the setting, or crun, or runc. Raises GpusnapError."""
     return identify(find_runtime(wanted))
 
 
 def check_runtimes(wanted: str, criu: str) -> Iterator[Check]:
-    """The real runtime: which it is, whether it can checkpoint, and by what road CRIU is configured."""
+    """Check the real runtime: which it is, whether it can checkpoint, and how CRIU is configured."""
     try:
         real = find_real_runtime(wanted)
     except GpusnapError as error:
@@ -77,7 +77,7 @@ def check_runtimes(wanted: str, criu: str) -> Iterator[Check]:
 
 
 def check_cri(wanted: str, root: str = "/", *, find: Find = program) -> Iterator[Check]:
-    """Where containerd or CRI-O know of gpusnap: whether runc runs their containers; crun restores less."""
+    """If containerd or CRI-O use gpusnap, check that runc runs their containers; crun restores less."""
     here = [name for name in ("containerd", "CRI-O") if _list_known(name, root, find)]
     if not here:
         return
@@ -104,7 +104,7 @@ def _check_library(real: RealRuntime) -> GpusnapError | None:
 
 
 def check_launcher(root: str = "/", *, find: Find = program) -> Iterator[Check]:
-    """gpusnap-runtime: the files that the engines' configuration names, or else where it is found by name."""
+    """Check gpusnap-runtime: the files in the engines' configuration, or else the one found by name."""
     path, named = find(_OURS), _list_configured(root, find)
     gone = [each for each in named if each.startswith("/") and not os.path.lexists(join_root(root, each))]
     if gone:
@@ -129,12 +129,12 @@ def check_launcher(root: str = "/", *, find: Find = program) -> Iterator[Check]:
 
 
 def check_complete(root: str = "/", *, find: Find = program, run: Run = ask) -> Iterator[Check]:
-    """Whether gpusnap-runtime finds all of gpusnap when an engine starts it: by its own interpreter, and with
-    no more of an environment than Podman gives it (libpod, CheckpointContainer)."""
+    """Check that gpusnap-runtime finds all of gpusnap when an engine starts it: with its own interpreter, and
+    with no more environment than Podman gives it (libpod, CheckpointContainer)."""
     path = find(_OURS)
     for each in _list_configured(root, find) or ([path] if path else []):
         if not os.path.lexists(join_root(root, each)):
-            continue  # `check_launcher` says so
+            continue  # `check_launcher` reports it
         alone = ["env", "-i", f"PATH={os.environ.get('PATH', os.defpath)}"]
         done, said = run([*alone, each, *CHECK]), run([*alone, each, "--version"])
         yield _judge_answer(each, done, said.out if said is not None else "")
@@ -162,15 +162,15 @@ def _judge_answer(path: str, done: Answer | None, versions: str) -> Check:
 
 
 def _list_configured(root: str, find: Find) -> list[str]:
-    """The paths of gpusnap-runtime in the configuration of the engines that are here."""
+    """Return the paths of gpusnap-runtime in the configuration of the installed engines."""
     return sorted({path for name in _PROGRAMS for path in _list_known(name, root, find)})
 
 
 def _list_known(name: str, root: str, find: Find) -> set[str]:
-    """The paths of gpusnap-runtime in the configuration of an engine; none where that is not here."""
+    """Return the paths of gpusnap-runtime in an engine's configuration; empty if that is not installed."""
     found = set[str]()
     if find(_PROGRAMS[name]) is not None:
-        # A file that is no TOML is told of by `check_registered`.
+        # A file that is no TOML is reported by `check_registered`.
         with suppress(ValueError):
             documents = _containerds(root) if name == "containerd" else _documents(root, name)
             found |= {path for each in documents for _, path in _entries(each, root)}
@@ -178,7 +178,7 @@ def _list_known(name: str, root: str, find: Find) -> set[str]:
 
 
 def check_engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
-    """Podman, containerd and CRI-O: those that are here, with their versions."""
+    """Report the versions of Podman, containerd and CRI-O, as far as they are installed."""
     here = False
     for name, word in _PROGRAMS.items():
         path = find(word)
@@ -199,9 +199,9 @@ def check_engines(*, find: Find = program, run: Run = ask) -> Iterator[Check]:
 
 
 def check_registered(root: str = "/", *, find: Find = program) -> Iterator[Check]:
-    """Which engines have gpusnap-runtime in their configuration, under which names.
+    """Report which engines have gpusnap-runtime in their configuration, under which names.
 
-    One line says which have it; another, what `gpusnap install` left to be done for containerd.
+    One line says which have it; another, which step `gpusnap install` left to the user for containerd.
     """
     here = [name for name, word in _PROGRAMS.items() if find(word) is not None]
     known: dict[str, list[str]] = {}
@@ -257,12 +257,12 @@ def _documents(root: str, engine: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _containerds(root: str) -> Iterator[Mapping[str, Any]]:
-    """containerd's file and what it imports, and these in turn."""
+    """Yield containerd's file and its imports, and their imports."""
     yield from (toml(root, path) for path in containerd_files(root))
 
 
 def _entries(document: Mapping[str, Any], root: str, above: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """The names under which a document has gpusnap-runtime, with its paths.
+    """Yield the names under which a document has gpusnap-runtime, with its paths.
 
     Podman: engine.runtimes.NAME = [paths], engine.runtime. containerd: ….runtimes.NAME.options.BinaryName.
     CRI-O: crio.runtime.runtimes.NAME.runtime_path.
@@ -284,7 +284,7 @@ def _texts(value: str | list[Any]) -> list[str]:
 
 
 def _is_ours(path: str, root: str) -> bool:
-    """By its own name, or another's in whose place it is."""
+    """Return whether it is ours by its own name, or by that of a runtime it replaces."""
     if os.path.basename(path) == _OURS:
         return True
     return path.startswith("/") and os.path.basename(os.path.realpath(join_root(root, path))) == _OURS

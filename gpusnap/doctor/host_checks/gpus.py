@@ -1,4 +1,4 @@
-"""The GPUs: each vendor's driver, what NVIDIA's is set to, CRIU's plugins for GPUs."""
+"""The GPUs: each vendor's driver, the configuration of NVIDIA's, CRIU's plugins for GPUs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.units import human
 
-# cuda.h: the checkpoint functions came with CUDA 12.8 (driver 570), and the pairs of GPUs that a restore
-# takes (CUcheckpointRestoreArgs.gpuPairs) with CUDA 13.0 (driver 580).
+# cuda.h: the checkpoint functions came with CUDA 12.8 (driver 570), and the pairs of GPUs for a restore
+# (CUcheckpointRestoreArgs.gpuPairs) with CUDA 13.0 (driver 580).
 _API = 570
 _REMAP = 580
-# The kernel cuts a process' name to 15 bytes: nvidia-cuda-mps-control, nvidia-cuda-mps-server.
+# The kernel cuts a process's name to 15 bytes: nvidia-cuda-mps-control, nvidia-cuda-mps-server.
 _MPS = "nvidia-cuda-mps"
 
 
 def check_driver(found: Driver | None) -> tuple[Host | None, tuple[Check, ...]]:
-    """A vendor's driver: its version, whether it can suspend, its GPUs; and the inventory, where it has one.
+    """Check a vendor's driver: its version, GPUs and ability to suspend; also return its inventory.
 
-    Nothing is locked or checkpointed: the library is loaded and asked.
+    Nothing is locked or checkpointed: the library is only loaded and queried.
     """
     if found is None:
         return None, (_no_driver(),)
@@ -85,7 +85,7 @@ def _describe_host(host: Host, plugin: Plugin | None) -> Check:
 
 
 def _release(version: str) -> int:
-    """The first number of a driver's version; of what has none, one that is new enough."""
+    """Return the first number of a driver's version; a sufficiently new one if it has none."""
     first = version.partition(".")[0]
     return int(first) if first.isascii() and first.isdigit() else _REMAP
 
@@ -93,7 +93,7 @@ def _release(version: str) -> int:
 def check_plugin(
     wanted: Plugin, settings: Settings, find: Callable[[Plugin, Settings], str] = find_plugin
 ) -> Iterator[Check]:
-    """CRIU's plugin for a vendor's GPUs: needed for AMD's, and for NVIDIA's where nvidia.driver says so."""
+    """Check CRIU's plugin for a vendor's GPUs: needed for AMD's, for NVIDIA's if nvidia.driver says so."""
     try:
         path = find(wanted, settings)
     except GpusnapError as error:
@@ -103,7 +103,7 @@ def check_plugin(
 
 
 def check_mig(gpus: Iterable[Gpu]) -> Iterator[Check]:
-    """GPUs that are cut up: the driver cannot checkpoint a program on such an instance."""
+    """Check for GPUs with MIG: the driver cannot checkpoint a program on an instance."""
     cut = [gpu.index for gpu in gpus if gpu.mig]
     if cut:
         yield warning(
@@ -117,7 +117,7 @@ def check_mig(gpus: Iterable[Gpu]) -> Iterator[Check]:
 
 
 def check_compute_modes(gpus: Iterable[Gpu]) -> Iterator[Check]:
-    """GPUs that are kept for one process, or for none."""
+    """Check for GPUs whose compute mode allows one process, or none."""
     modes = {gpu.index: gpu.compute_mode for gpu in gpus if gpu.compute_mode != "default"}
     closed = [index for index, mode in modes.items() if mode == "prohibited"]
     todo = "nvidia-smi -i GPU --compute-mode DEFAULT"
@@ -142,7 +142,7 @@ def _join(indexes: Iterable[int]) -> str:
 
 
 def persistence_modes(gpus: Iterable[Gpu]) -> Mapping[int, bool]:
-    """By GPU whether its persistence mode is on, from NVML; those that do not tell are left out."""
+    """Return by GPU whether its persistence mode is on, from NVML; GPUs that do not report it are omitted."""
     nvml = binding()
     found: dict[int, bool] = {}
     for gpu in gpus:
@@ -157,7 +157,7 @@ def persistence_modes(gpus: Iterable[Gpu]) -> Mapping[int, bool]:
 def check_persistence(
     gpus: Iterable[Gpu], ask: Callable[[Iterable[Gpu]], Mapping[int, bool]] = persistence_modes
 ) -> Iterator[Check]:
-    """Without it the driver is started anew for each checkpoint and restore while no program uses the GPU."""
+    """Check the persistence mode: without it, each operation on an unused GPU starts the driver."""
     modes = ask(gpus)
     off = [index for index, on in modes.items() if not on]
     if off:
@@ -173,7 +173,7 @@ def check_persistence(
 
 
 def check_mps(root: str = "/") -> Iterator[Check]:
-    """The Multi-Process Service, whose programs the driver cannot suspend."""
+    """Check for the Multi-Process Service, whose programs the driver cannot suspend."""
     found = []
     for name in sorted(filter(str.isdigit, os.listdir(join_root(root, "/proc"))), key=int):
         if (text(root, f"/proc/{name}/comm") or "").startswith(_MPS):
@@ -191,7 +191,7 @@ def check_mps(root: str = "/") -> Iterator[Check]:
 
 
 def check_device_file_creation(root: str = "/") -> Iterator[Check]:
-    """ModifyDeviceFiles: with 1 a program in a container may make the nodes of GPUs that it was not given."""
+    """Check ModifyDeviceFiles: with 1, a program in a container may make nodes of other GPUs."""
     params = text(root, "/proc/driver/nvidia/params")
     match = re.search(r"^ModifyDeviceFiles:\s*(\d)", params or "", re.M)
     if match is None:

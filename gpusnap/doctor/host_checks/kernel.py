@@ -1,4 +1,4 @@
-"""The kernel: its options, what we may do, and what it is set to."""
+"""The kernel: its options, our capabilities, and its settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpusnap.runtime_shim.process.memory import userfault
 
 # criu.org, "Linux kernel configuration": without these CRIU dumps nothing.
 _NEEDED = ("CHECKPOINT_RESTORE", "NAMESPACES", "UTS_NS", "IPC_NS", "PID_NS", "NET_NS", "FHANDLE")
-# Without these, or the modules of their names, it dumps no container with such a file or socket.
+# Without these, or the modules of the same names, it dumps no container with such a file or socket.
 _USEFUL = {
     "EVENTFD": "eventfd",
     "EPOLL": "epoll",
@@ -33,7 +33,7 @@ _PTRACE_NEVER = 3  # Documentation/admin-guide/LSM/Yama.rst: no attach
 
 
 def read_configuration(root: str, release: str) -> Mapping[str, str] | None:
-    """The kernel's options without CONFIG_, those that are set ("y", "m"); None where it does not tell."""
+    """Return the kernel's set options ("y", "m") without CONFIG_; None if it does not publish them."""
     found: str | None = None
     try:
         with gzip.open(join_root(root, "/proc/config.gz"), "rt", errors="replace") as file:
@@ -47,10 +47,11 @@ def read_configuration(root: str, release: str) -> Mapping[str, str] | None:
 
 
 def check_pid_namespace(root: str = "/", pid: int | None = None) -> Iterator[Check]:
-    """Whether /proc shows this process by the PID that it has; nothing where it does (proc(5), /proc/self).
+    """Check that /proc shows this process by its own PID; no result if it does (proc(5), /proc/self).
 
-    In a chroot to a node's root, as in a pod, /proc may be of the host's PID namespace and this process in
-    one below it. What asks for itself by its PID, as CRIU does, then reads of another process.
+    In a chroot to a node's root, as in a pod, /proc may show the host's PID namespace while this process is
+    in a nested one. A program that reads about itself by its PID, such as CRIU, then reads about another
+    process.
     """
     pid = os.getpid() if pid is None else pid
     try:
@@ -69,7 +70,7 @@ def check_pid_namespace(root: str = "/", pid: int | None = None) -> Iterator[Che
 
 
 def check_kernel(root: str = "/", release: str = "") -> Iterator[Check]:
-    """The options that CRIU needs; of a kernel that keeps them to itself, how it behaves."""
+    """Check the options that CRIU needs; if the kernel does not publish them, by its behaviour."""
     release = release or os.uname().release
     options = read_configuration(root, release)
     if options is None:
@@ -108,7 +109,7 @@ def check_kernel(root: str = "/", release: str = "") -> Iterator[Check]:
 
 
 def check_capabilities(root: str = "/", user: int | None = None) -> Iterator[Check]:
-    """What this process may do; Podman and containerd run gpusnap-runtime as root."""
+    """Check the capabilities of this process; Podman and containerd run gpusnap-runtime as root."""
     user = os.geteuid() if user is None else user
     status = text(root, "/proc/self/status") or ""
     match = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", status, re.M)
@@ -147,7 +148,7 @@ def check_capabilities(root: str = "/", user: int | None = None) -> Iterator[Che
 
 
 def check_ptrace_scope(root: str = "/") -> Iterator[Check]:
-    """Yama: whether root may attach to processes."""
+    """Check Yama: whether root may attach to processes."""
     scope = (text(root, "/proc/sys/kernel/yama/ptrace_scope") or "").strip()
     if scope == str(_PTRACE_NEVER):
         yield failure(
@@ -164,7 +165,7 @@ def check_ptrace_scope(root: str = "/") -> Iterator[Check]:
 
 
 def check_userfaultfd(user: int | None = None) -> Iterator[Check]:
-    """Whether a driver can wait for memory that still comes; without it a restore takes longer."""
+    """Check whether a driver can wait for memory that is still being loaded; else a restore takes longer."""
     why = userfault.explain_missing()
     if not why:
         yield ok("userfaultfd", "a restore fills GPU memory while the driver reads it", there=True)
@@ -180,7 +181,7 @@ def check_userfaultfd(user: int | None = None) -> Iterator[Check]:
 
 
 def check_cgroups(root: str = "/") -> Iterator[Check]:
-    """Version 2, and whether containers get into a freezer of version 1 beside it."""
+    """Check for version 2, and whether containers also get into a freezer of version 1."""
     second, freezer, top = "", "", ""
     for line in (text(root, "/proc/self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
@@ -212,7 +213,7 @@ def check_cgroups(root: str = "/") -> Iterator[Check]:
 
 
 def check_huge_pages(root: str = "/") -> Iterator[Check]:
-    """Transparent huge pages: with never the driver's checkpoint takes about twice as long."""
+    """Check transparent huge pages: with never, the driver's checkpoint takes about twice as long."""
     found = text(root, "/sys/kernel/mm/transparent_hugepage/enabled") or ""
     match = re.search(r"\[(\w+)\]", found)
     mode = match[1] if match else ""

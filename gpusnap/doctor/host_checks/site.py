@@ -1,4 +1,4 @@
-"""What this site has set: the settings file, and logins to registries."""
+"""Local configuration: the settings file, and logins to registries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpusnap.runtime_shim.settings import Settings
 
 
 def check_settings(path: str = SETTINGS_FILE) -> tuple[Settings, Check]:
-    """The settings, or the defaults where the file is wrong."""
+    """Return the settings, or the defaults if the file is wrong."""
     try:
         found = settings_file.load(path)
     except SettingsError as error:
@@ -28,7 +28,7 @@ def check_settings(path: str = SETTINGS_FILE) -> tuple[Settings, Check]:
 
 
 def auth_files(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The files of credentials, in the order in which gpusnap.oci.registry.credentials looks into them."""
+    """Return the files of credentials, in the order of gpusnap.oci.registry.credentials."""
     if given := environ.get("REGISTRY_AUTH_FILE"):
         return (given,)
     home = environ.get("HOME") or os.path.expanduser("~")
@@ -42,7 +42,7 @@ def auth_files(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def check_registries(pull_from: Iterable[str], files: Iterable[str], root: str = "/") -> Iterator[Check]:
-    """For which registries there are credentials: their names, and never what they are."""
+    """Report for which registries there are credentials: only the registries' names."""
     found: dict[str, str] = {}
     for path in files:
         content = text(root, path)
@@ -51,7 +51,7 @@ def check_registries(pull_from: Iterable[str], files: Iterable[str], root: str =
         try:
             document = parse_json(content)
         except (ValueError, RecursionError):
-            # Not the parser's own words: they may have the text.
+            # Not the parser's own message: it may contain the text.
             yield warning("registries", f"{path} is not JSON", "correct it, or remove it and log in again")
             continue
         for key in _keys(document):

@@ -1,1 +1,1 @@
-"""What `gpusnap install` writes for each engine, and takes back."""
+"""The files that `gpusnap install` writes for each engine, and removes."""

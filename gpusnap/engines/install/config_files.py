@@ -1,4 +1,4 @@
-"""Configuration files of container engines, which `gpusnap install` looks into before it adds its own."""
+"""Configuration files of container engines, which `gpusnap install` reads before it adds its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = "# Written by `gpusnap install`, which overwrites it; `gpusnap uninstall`
 
 
 def read(path: str, whose: str) -> Mapping[str, Any] | None:
-    """A file of TOML; None where there is none. Raises GpusnapError; `whose` is the engine's name."""
+    """Read a TOML file; None if there is none. Raises GpusnapError; `whose` is the engine's name."""
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
@@ -32,7 +32,7 @@ def read(path: str, whose: str) -> Mapping[str, Any] | None:
 
 
 def drop_ins(root: str, folder: str, suffix: str = "") -> list[str]:
-    """The files in a folder of drop-ins, as paths of the host, in the order in which they are read."""
+    """Return the files in a folder of drop-ins, as paths of the host, in the order in which they are read."""
     try:
         names = sorted(os.listdir(join_root(root, folder)))
     except (FileNotFoundError, NotADirectoryError):
@@ -46,6 +46,6 @@ def drop_ins(root: str, folder: str, suffix: str = "") -> list[str]:
 
 
 def toml_list(words: Sequence[str]) -> str:
-    """Strings as a list of TOML, each once."""
-    # A string of JSON is one of TOML, as long as no character is written as a pair of surrogates.
+    """Return strings as a TOML array, each once."""
+    # A JSON string is a TOML string, if no character is written as a pair of surrogates.
     return "[" + ", ".join(json.dumps(word, ensure_ascii=False) for word in dict.fromkeys(words)) + "]"

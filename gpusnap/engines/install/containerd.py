@@ -10,11 +10,11 @@ its name. containerd's configuration can be added to in these ways:
 | imports conf.d | 2.x | the handler in conf.d |
 | anything else | any | FRAGMENT, which somebody has to append to it |
 
-An import does not do for 1.7: there a table of a plugin replaces the whole of it from the file before
-(services/server/config, mergeConfig), so the handler would cost all other settings of the CRI plugin, its
-handler runc among them, without which it does not load. For the same reason a file with a table of handlers
-and no runc has to name runc, too. An import has to have the version of the file that imports it: 2.1 drops
-the tables of the older one.
+An import is not enough for 1.7: there, a plugin's table replaces that of the file before (services/server/
+config, mergeConfig), so the handler would replace all other settings of the CRI plugin, including its handler
+runc, without which the plugin does not load. For the same reason, a file with a table of handlers but without
+runc must also name runc. An imported file must have the version of the file that imports it: 2.1 drops the
+tables of the older one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _IMPORTS = 'imports = ["/etc/containerd/conf.d/*.toml"]'
 
 @dataclass(frozen=True, slots=True)
 class HandlerPlan:
-    """What is to be there for containerd, and what somebody has to do himself."""
+    """The files for containerd, and the steps that are left to the user."""
 
     items: tuple[Item, ...]
     notes: tuple[str, ...] = ()
@@ -56,10 +56,10 @@ class HandlerPlan:
 def plan_handler(
     program: str, *, version: int, root: str = "/", default: bool = False, ours: bool = False
 ) -> HandlerPlan:
-    """The handler for gpusnap-runtime at `program`, the default one with `default`.
+    """Plan the handler for gpusnap-runtime at `program`, as the default one with `default`.
 
     `version` is containerd's first number; `ours`: its configuration is a file that an earlier call wrote.
-    Raises GpusnapError where the configuration cannot be read.
+    Raises GpusnapError if the configuration cannot be read.
     """
     found = None if ours else read(join_root(root, CONFIG), "containerd")
     if found is None:
@@ -116,7 +116,7 @@ def _explain_by_hand(
 
 
 def files(root: str = "/") -> list[str]:
-    """What containerd reads, each before those that it imports. A file that is no TOML imports nothing."""
+    """Return the files that containerd reads, importing files first. A file that is no TOML has none."""
     found, waiting = list[str](), [CONFIG]
     while waiting and len(found) < _MOST_FILES:
         path = waiting.pop(0)
@@ -136,7 +136,7 @@ def _glob_paths(root: str, pattern: str) -> Iterator[str]:
 
 
 def _patterns(found: Mapping[str, Any], path: str) -> list[str]:
-    """What a file imports, as absolute patterns: of a relative one it is the file's folder that counts."""
+    """Return a file's imports as absolute patterns: a relative one is relative to the file's folder."""
     patterns = found.get("imports")
     patterns = patterns if isinstance(patterns, list) else []
     return [os.path.join(os.path.dirname(path), each) for each in patterns if isinstance(each, str)]
@@ -147,7 +147,7 @@ def _has_imports(found: Mapping[str, Any]) -> bool:
 
 
 def _table(found: Any, *keys: str) -> Mapping[str, Any]:
-    """A table within another; an empty one where there is none."""
+    """Return a nested table; an empty one if there is none."""
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, Mapping) else {}
@@ -158,7 +158,7 @@ def _handlers(found: Mapping[str, Any], form: int) -> Mapping[str, Any]:
 
 
 def _program(handler: Any) -> str | None:
-    """The BinaryName of a handler, "" where it names none; None where there is no such handler."""
+    """Return the BinaryName of a handler, "" if it has none; None if there is no such handler."""
     if not isinstance(handler, Mapping):
         return None
     options = handler.get("options")
@@ -171,9 +171,9 @@ def _containerd(form: int) -> str:
 
 
 def _uses_systemd(root: str) -> bool:
-    """Whether systemd makes the cgroups of the default handler: the kubelet wants it of all or of none.
+    """Return whether systemd makes the cgroups of the default handler: the kubelet requires the same for all.
 
-    Of several files that say something the last counts. Raises GpusnapError where one cannot be read.
+    If several files set it, the last one counts. Raises GpusnapError if one cannot be read.
     """
     default, systemd = "runc", dict[str, bool]()
     for path in files(root):

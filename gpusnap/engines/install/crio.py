@@ -1,8 +1,8 @@
 """CRI-O for `gpusnap install`: a drop-in of crio.conf.d(5) with a runtime handler.
 
 CRI-O's packages name a monitor (conmon, outside PATH) in each of their handlers, and CRI-O does not start
-where one has none and PATH has no conmon; so ours takes over that of the default handler. It gets a
-runtime_root of its own: crun and runc cannot read each other's states.
+if a handler has none and PATH has no conmon; so ours uses that of the default handler. It gets its own
+runtime_root: crun and runc cannot read each other's state.
 Source: cri-o docs/crio.conf.5.md, crio.runtime.runtimes.
 """
 
@@ -26,9 +26,9 @@ _ROOT = "/run/crio-gpusnap"
 
 
 def items(program: str, *, root: str = "/", default: bool = False) -> list[Item]:
-    """The drop-in for gpusnap-runtime at `program`, the default handler with `default`.
+    """Return the drop-in for gpusnap-runtime at `program`, as the default handler with `default`.
 
-    Raises GpusnapError where a file of CRI-O's cannot be read.
+    Raises GpusnapError if a file of CRI-O's cannot be read.
     """
     lines = [HEAD]
     if default:
@@ -42,12 +42,12 @@ def items(program: str, *, root: str = "/", default: bool = False) -> list[Item]
 
 
 def files(root: str = "/") -> list[str]:
-    """What CRI-O reads, in its order."""
+    """Return the files that CRI-O reads, in its order."""
     return [_CONFIG, *drop_ins(root, os.path.dirname(DROP_IN))]
 
 
 def _monitor(root: str) -> str:
-    """The monitor of the default handler, or of another; empty where none is named."""
+    """Return the monitor of the default handler, or of another; empty if none is named."""
     default, monitors = "", dict[str, str]()
     for path in files(root):
         if path == DROP_IN:

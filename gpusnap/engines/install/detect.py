@@ -22,7 +22,7 @@ NAMES = {"podman": "Podman", "containerd": "containerd", "crio": "CRI-O"}
 
 _PROGRAM = "gpusnap-runtime"
 _PROC = "/proc"
-# Without it Podman has never had a container, and asking it would make the folder.
+# If it does not exist, Podman has never had a container, and a query would make the folder.
 _STORAGE = "/var/lib/containers/storage"
 # containerd writes the options of a task into its bundle (runtime/v2, WriteOptions in 1.7 and since).
 _BUNDLES = "/run/containerd/io.containerd.runtime.v2.task/*/*/options.json"
@@ -35,12 +35,12 @@ class ShimContainer:
     engine: str
     id: str
     name: str = ""
-    """Where the engine tells it."""
+    """The name, if the engine reports it."""
 
 
 def find(root: str = "/") -> dict[str, str]:
-    """The path of each engine's program that the host has."""
-    # Of this machine's PATH only what is the tree's, too; sudo and su leave the folders for root out.
+    """Return the path of each engine's program on the host."""
+    # Of this machine's PATH, only folders that the tree has, too; sudo and su omit the folders for root.
     on_path = os.environ.get("PATH", "").split(":") if root in ("", "/") else []
     places = [*(each for each in on_path if each.startswith("/")), *locate.SYSTEM_DIRECTORIES]
     found = {}
@@ -53,8 +53,8 @@ def find(root: str = "/") -> dict[str, str]:
 
 
 def containerd_version(path: str, root: str = "/") -> int:
-    """The first number of containerd's version; 1, for which everything is done by hand, where it is not
-    known, as in a tree, whose programs may not run here."""
+    """Return the first number of containerd's version; 1 if it is unknown, as in a tree, whose programs may
+    not run here: then the user has to do everything."""
     if path and root in ("", "/"):
         with suppress(GpusnapError):
             match = re.search(r"\sv?(\d+)\.\d+\S*", child_process.run([path, "--version"]).out)
@@ -63,9 +63,9 @@ def containerd_version(path: str, root: str = "/") -> int:
 
 
 def list_used() -> list[ShimContainer]:
-    """The containers of this host whose runtime is gpusnap-runtime, of every engine that tells.
+    """Return the containers of this host whose runtime is gpusnap-runtime, of every engine that reports them.
 
-    Raises GpusnapError where Podman is there and does not.
+    Raises GpusnapError if Podman is installed but does not answer.
     """
     found = [*_podman(), *_containerd()]
     known = {each.id for each in found}
@@ -79,7 +79,7 @@ def _podman() -> Iterator[ShimContainer]:
     ids = _ask(path, "container", "ls", "--all", "--quiet", "--no-trunc").split()
     if not ids:
         return
-    # One that is removed between the two calls is an error of the second, which says the others all the same.
+    # If one is removed between the two calls, the second fails, but still reports the others.
     form = "{{.OCIRuntime}}\t{{.Id}}\t{{.Name}}"
     done = child_process.run([path, "container", "inspect", "--format", form, *ids])
     for line in done.out.splitlines():
@@ -109,14 +109,14 @@ def _containerd() -> Iterator[ShimContainer]:
 
 
 def _list_monitored() -> Iterator[ShimContainer]:
-    """Those of CRI-O, and of Podman with another storage, by what watches each: conmon -r RUNTIME -c ID."""
+    """Yield CRI-O's containers, and those of Podman's other storages, by monitor: conmon -r RUNTIME -c ID."""
     # In a chroot to a node's root, as in a pod, /proc shows the node's processes, and 1 is the node's.
     here = {_namespace("self"), _namespace("1")} - {""}
     for entry in sorted(os.listdir(_PROC)):
         if not entry.isdigit():
             continue
         try:
-            # Those of another host within this one, as in a container with an engine of its own, are its own.
+            # Containers of a nested host, such as a container with an engine of its own, belong to that.
             if _namespace(entry) not in here:
                 continue
             with open(f"{_PROC}/{entry}/cmdline", "rb") as file:
@@ -131,7 +131,7 @@ def _list_monitored() -> Iterator[ShimContainer]:
 
 
 def _namespace(process: str) -> str:
-    """The PID namespace of a process; "" where it cannot be told, as of one that has ended."""
+    """Return the PID namespace of a process; "" if unknown, for example after its end."""
     try:
         return os.readlink(f"{_PROC}/{process}/ns/pid")
     except OSError:

@@ -1,4 +1,4 @@
-"""Files of a host, or of a tree, for `gpusnap install`: what is at a path, and each put in one step."""
+"""Files of a host, or of a tree, for `gpusnap install`: reads their states, and writes each atomically."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import suppress
 
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 
-# A file of ours is smaller; nothing larger needs a digest to be somebody else's.
+# Our files are smaller; a larger one is somebody else's, whatever its digest.
 _LARGEST = 16 << 20
 
 
 def join_root(root: str, path: str) -> str:
-    """Where a path of the host lies."""
+    """Return the path below `root` of a path of the host."""
     return path if root in ("", "/") else os.path.join(root, path.lstrip("/"))
 
 
 def check_inside(root: str, path: str) -> None:
-    """Raise GpusnapError where a link leads the folder of a path out of the tree, as an absolute one does."""
+    """Raise GpusnapError if a link, such as an absolute one, leads the folder of a path out of the tree."""
     if root in ("", "/"):
         return
     place = join_root(root, path)
@@ -32,7 +32,7 @@ def check_inside(root: str, path: str) -> None:
 
 
 def state(path: str) -> str | None:
-    """What lies at a path; None where nothing does, "other" for what is neither file nor link."""
+    """Return the state of a path; None if it does not exist, "other" if it is neither file nor link."""
     try:
         found = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -55,17 +55,17 @@ def state(path: str) -> str | None:
 
 
 def file_state(data: bytes, mode: int) -> str:
-    """The state of a file."""
+    """Return the state of a file with this content."""
     return f"sha256:{hashlib.sha256(data).hexdigest()} {mode:04o}"
 
 
 def make_pending_name(path: str) -> str:
-    """The name of a file that is being written: always the same, so that what a kill leaves is found."""
+    """Return the name of a file while it is written: always the same, so that it is found after a kill."""
     return os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.gpusnap-new")
 
 
 def make_folder(path: str) -> None:
-    """With what is missing above it; everybody may look into them, whatever the umask. Raises OSError."""
+    """Make a folder and its parents, readable by everybody, whatever the umask. Raises OSError."""
     if os.path.isdir(path):
         return
     make_folder(os.path.dirname(path))
@@ -74,7 +74,7 @@ def make_folder(path: str) -> None:
 
 
 def put_link(path: str, target: str) -> None:
-    """Raises OSError."""
+    """Write a symbolic link. Raises OSError."""
     new = make_pending_name(path)
     with suppress(FileNotFoundError):
         os.unlink(new)
@@ -83,7 +83,7 @@ def put_link(path: str, target: str) -> None:
 
 
 def put_file(path: str, data: bytes, mode: int) -> None:
-    """Raises OSError."""
+    """Write a file. Raises OSError."""
     new = make_pending_name(path)
     with suppress(FileNotFoundError):
         os.unlink(new)
@@ -101,7 +101,7 @@ def put_file(path: str, data: bytes, mode: int) -> None:
 
 
 def unlink(path: str) -> None:
-    """Remove a file, if it is there. Raises GpusnapError."""
+    """Remove a file, if it exists. Raises GpusnapError."""
     try:
         os.unlink(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -114,6 +114,6 @@ def unlink(path: str) -> None:
 
 def remove_folder(path: str) -> None:
     """Remove a folder, if it is empty."""
-    # Somebody put something into it, or has mounted something there: then it is his.
+    # If it has files, or something is mounted there, it belongs to somebody else.
     with suppress(OSError):
         os.rmdir(path)

@@ -95,10 +95,9 @@ def _check_criu_config(path: str) -> None:
 
 
 def takes_annotation(runtime: real.RealRuntime, criu: str) -> bool:
-    """Whether a runtime takes org.criu.config: every runc, and crun from 1.26 on with CRIU 4.2.
+    """Return whether a runtime accepts org.criu.config: every runc, and crun from 1.26 on with CRIU 4.2.
 
-    Source: crun src/libcrun/criu.c, which needs libcriu's criu_set_config_file. One that is not known does
-    not.
+    Source: crun src/libcrun/criu.c, which needs libcriu's criu_set_config_file. Unknown runtimes do not.
     """
     if runtime.kind == "runc":
         return True

@@ -1,13 +1,13 @@
-"""What `gpusnap install` puts on a host, the record of it, and how it is taken away again.
+"""Installs and removes files of `gpusnap install` on a host, and keeps the record of them.
 
-What is found in one of its record's states is ours; anything else is somebody's, and is neither replaced nor
-removed without `force`. The record is written before the first file, with what is there and what is to
-come, and once more after the last, each time in one step: whenever an installation is cut off, the next one
-completes it, and `uninstall` takes away what there is of it. A folder is in it where it was made, and is
-removed when it is empty. The record's own folder has to be there before the record: until that says whose it
-is, and again while it goes, the sticky bit tells that it was made for it.
+A file in one of its recorded states is ours; any other belongs to somebody else, and is neither replaced nor
+removed without `force`. The record is written before the first file, with the present and the new states, and
+again after the last one, each time atomically: if an installation is killed at any moment, the next one
+completes it, and `uninstall` removes its files. The record lists a folder if the installation made it; it is
+removed when it is empty. The record's own folder must exist before the record: until the record says whose it
+is, and while it is removed, the sticky bit marks it as made by us.
 
-Paths are those of the host; with `root` the files lie in that tree instead, for images of hosts.
+Paths are those of the host; with `root`, the files are in that tree instead, for images of hosts.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ _OWN_MODE = 0o755
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A file, or with `target` a symbolic link, that is to be there."""
+    """A file, or with `target` a symbolic link, to install."""
 
     path: str
     part: str
-    """What it is for: runtime, settings, podman, containerd, crio."""
+    """The part of the installation: runtime, settings, podman, containerd, crio."""
     data: bytes = b""
     mode: int = 0o644
     target: str = ""
     yields: bool = False
-    """One that is there already stays, whatever it holds."""
+    """An existing file is kept, whatever its content."""
 
     @property
     def state(self) -> str:
-        """How it is once it is there."""
+        """Return its state after the installation."""
         return f"link:{self.target}" if self.target else file_state(self.data, self.mode)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What became of a path, or would."""
+    """What was done with a path, or would be."""
 
     what: str
-    """written, replaced, unchanged, kept (somebody's, and meant to be), removed, gone (it was missing
-    already), left (somebody changed it)."""
+    """written, replaced, unchanged, kept (an existing file, by intention), removed, gone (it was already
+    missing), left (somebody changed it)."""
     path: str
 
 
@@ -65,12 +65,12 @@ def install(
     force: bool = False,
     dry_run: bool = False,
 ) -> list[Change]:
-    """Put the items there, in their order, and take away what an earlier call put there for the same parts.
+    """Install the items in their order, and remove stale ones that an earlier call installed for these parts.
 
-    parts: those that are installed, where that is not told by the items. What somebody has changed since an
-    earlier call, and is none of the items, stays with `force`, too. Raises GpusnapError, before anything is
-    changed, where somebody else's file is in the way and `force` is not given, or a link leads out of the
-    tree; and where a file cannot be written, after which the same call goes on.
+    parts: the parts that are installed, if the items do not show them. A stale file that somebody has changed
+    since is kept, even with `force`. Raises GpusnapError, before anything is changed, if somebody else's file
+    is in the way and `force` is not given, or a link leads out of the tree; also if a file cannot be written,
+    after which the same call continues the work.
     """
     parts = {item.part for item in items} if parts is None else parts
     _check_tree(root, (item.path for item in items))
@@ -116,7 +116,7 @@ def _install(items: Sequence[Item], parts: Collection[str], root: str, force: bo
 
 
 def _entries(before: Record, new: Sequence[Entry]) -> tuple[Entry, ...]:
-    """Those of a record with new ones in their places, or behind: the last put is the first taken away."""
+    """Return a record's entries with new ones replaced or appended: the last one is removed first."""
     by_path = {each.path: each for each in new}
     places = [by_path.pop(each.path, each) for each in before.entries]
     return (*places, *by_path.values())
@@ -160,7 +160,7 @@ def _list_stale(items: Sequence[Item], parts: Collection[str], before: Record) -
 
 
 def _list_missing(items: Sequence[Item], root: str) -> Iterator[str]:
-    """The folders that are to be made, each before what is in it."""
+    """Yield the folders to make, each before its contents."""
     seen: set[str] = set()
     for item in items:
         wanted = []
@@ -173,10 +173,10 @@ def _list_missing(items: Sequence[Item], root: str) -> Iterator[str]:
 
 
 def uninstall(*, root: str = "/", force: bool = False, dry_run: bool = False) -> list[Change]:
-    """Take away what is in the record, the last first, and the record itself.
+    """Remove everything in the record, the last first, and then the record.
 
-    What somebody changed stays without `force`. Raises GpusnapError where something cannot be removed; the
-    record is then as it was, and the same call goes on.
+    Files that somebody changed are kept without `force`. Raises GpusnapError if something cannot be removed;
+    then the record is unchanged, and the same call continues the work.
     """
     _check_tree(root, iter(()))
     record = load(root)
@@ -187,7 +187,7 @@ def uninstall(*, root: str = "/", force: bool = False, dry_run: bool = False) ->
         ]
     path = join_root(root, RECORD)
     if not os.path.lexists(path):
-        # One that was cut off at its very beginning, or at its very end, left no more than this.
+        # A call that was killed at its very beginning, or at its very end, left only this.
         files.unlink(files.make_pending_name(path))
         _leave(root)
         return []
@@ -208,7 +208,7 @@ def uninstall(*, root: str = "/", force: bool = False, dry_run: bool = False) ->
 
 
 def _remove_entry(entry: Entry, root: str, force: bool, *, dry_run: bool) -> str:
-    """Remove it, unless it is somebody's; what became of it."""
+    """Remove it, unless it is somebody else's; return what was done."""
     path = join_root(root, entry.path)
     now = state(path)
     if not dry_run:
@@ -237,7 +237,7 @@ def _put(item: Item, root: str) -> None:
 
 
 def _is_marked(root: str) -> bool:
-    """Whether the record's folder was made for it, and no record says so."""
+    """Return whether the record's folder was made by us, and there is no record yet."""
     try:
         return bool(os.stat(join_root(root, _OWN)).st_mode & stat.S_ISVTX)
     except OSError:
@@ -245,7 +245,7 @@ def _is_marked(root: str) -> bool:
 
 
 def _leave(root: str) -> None:
-    """Remove the record's folder where it was made for it; with something in it, it is somebody's now."""
+    """Remove the record's folder if it was made by us, and is empty."""
     if _is_marked(root):
         files.remove_folder(join_root(root, _OWN))
         with suppress(OSError):
@@ -254,7 +254,7 @@ def _leave(root: str) -> None:
 
 @contextmanager
 def _hold_lock(root: str) -> Iterator[None]:
-    """Nobody else installs meanwhile. The record's folder is made for it, and marked."""
+    """Exclude other installations. Makes and marks the record's folder."""
     folder = join_root(root, _OWN)
     try:
         files.make_folder(os.path.dirname(folder))

@@ -1,10 +1,10 @@
-"""gpusnap-runtime for `gpusnap install`: which program the engines are to run, and the settings file.
+"""gpusnap-runtime for `gpusnap install`: the program for the engines, and the settings file.
 
-A distribution's package has the launcher in /usr/bin, and nothing is to be put anywhere. A wheel brings the
-launcher as a file among its own: static, without a C library, with the path ENTRY compiled in, because Podman
-runs it with an environment of two variables. So it is copied to LAUNCHER, and ENTRY becomes a link to the
-console script of the environment that gpusnap runs in, wherever that is. A wheel that was built without a C
-compiler has none, and the engines run the console script: thirty milliseconds slower for each command.
+A distribution's package has the launcher in /usr/bin, and nothing needs to be installed. A wheel contains the
+launcher as a file: static, without a C library, with the path ENTRY compiled in, because Podman runs it with
+an environment of two variables. So it is copied to LAUNCHER, and ENTRY becomes a link to the console script
+of gpusnap's environment, in whichever folder that is. A wheel that was built without a C compiler has none,
+and the engines run the console script: thirty milliseconds slower for each command.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 PROGRAM = "gpusnap-runtime"
 LAUNCHER = "/usr/local/bin/gpusnap-runtime"
 ANOTHER_LAUNCHER = "/usr/local/libexec/gpusnap/launcher/gpusnap-runtime"
-"""Where that name is a link to the environment's script, as `pipx install --global` makes it."""
+"""The copy's path if that name is a link to the environment's script, as `pipx install --global` makes it."""
 ENTRY = "/usr/local/libexec/gpusnap/gpusnap-runtime"
 """The same as PYTHON_ENTRY of the launcher in a wheel; see setup.py."""
 
@@ -39,7 +39,7 @@ _PACKAGED = Path(runtime_shim.__file__).parent / "launcher" / PROGRAM
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What the engines are to run."""
+    """The program for the engines."""
 
     path: str
     items: tuple[Item, ...] = ()
@@ -47,9 +47,9 @@ class Program:
 
 
 def program(root: str = "/", packaged: Path = _PACKAGED) -> Program:
-    """What the engines are to run, and what has to be there for it.
+    """Return the program for the engines, and the files that it needs.
 
-    `packaged` is the launcher that a wheel brings. Raises GpusnapError where gpusnap is not installed.
+    `packaged` is the launcher in a wheel. Raises GpusnapError if gpusnap is not installed.
     """
     script = find_program(root)
     if script in (LAUNCHER, ENTRY):  # pip without an environment: the launcher would call itself
@@ -71,7 +71,7 @@ def program(root: str = "/", packaged: Path = _PACKAGED) -> Program:
 
 
 def _leads_to(path: str, target: str, root: str) -> bool:
-    """Whether a path is a link to what `target` is, both of the host."""
+    """Return whether a path is a link to the same file as `target`; both are paths of the host."""
     place = join_root(root, path)
     if not os.path.islink(place):
         return False
@@ -80,10 +80,10 @@ def _leads_to(path: str, target: str, root: str) -> bool:
 
 
 def find_program(root: str = "/", name: str = PROGRAM) -> str:
-    """An installed program: beside the command that runs, or where Python puts commands.
+    """Return an installed program: beside the present command, or in Python's folder for commands.
 
-    A path of the host, that is without `root`, and with the links in it: a link to the version that counts
-    is to count for the engines, too. Raises GpusnapError where there is none.
+    The result is a path of the host, that is without `root`, and with unresolved links: a link to the current
+    version should also apply to the engines. Raises GpusnapError if there is none.
     """
     own = sys.argv[0] if sys.argv and sys.argv[0] else ""
     places = [os.path.dirname(path) for path in (os.path.abspath(own), os.path.realpath(own)) if own]
@@ -105,11 +105,11 @@ def find_program(root: str = "/", name: str = PROGRAM) -> str:
 
 
 def _strip_root(path: str, root: str) -> str:
-    """A path of this machine as one of the tree `root`; as it is where it is not in there."""
+    """Return a path of this machine as a path of the tree `root`; unchanged if it is not in there."""
     if root in ("", "/"):
         return path
     relative = os.path.relpath(path, os.path.realpath(root))
-    # A tree made for it may have the same folders as this machine, as /usr/bin.
+    # A tree made for it may have the same folders as this machine, such as /usr/bin.
     return path if relative.startswith("..") else "/" + relative
 
 
@@ -122,12 +122,12 @@ def _is_script(path: str) -> bool:
 
 
 def settings_item() -> Item:
-    """The settings file with all defaults as comments; one that is there stays."""
+    """Return the settings file with all defaults as comments; an existing one is kept."""
     return Item(SETTINGS_FILE, "settings", settings_text().encode(), yields=True)
 
 
 def settings_text() -> str:
-    """All settings with their defaults, as comments."""
+    """Return all settings with their defaults, as comments."""
     lines = ["# gpusnap's settings, with their defaults; see docs/settings.md.", "#"]
     lines += ["# `gpusnap settings` checks this file and shows the settings in effect.", ""]
     section = ""

@@ -1,8 +1,8 @@
-"""Who can change what root is going to run: every file and folder on the way to it.
+"""Checks who can change a program that root will run: every file and folder on the path to it.
 
 Engines run gpusnap-runtime as root. Whoever can write to the script, to its interpreter, to gpusnap's modules
-or to a folder above one of them is root with the next container. The sticky bit of a folder such as /tmp does
-not count: it keeps others from a name only as long as something has it.
+or to a folder above one of them is root with the next container. The sticky bit of a folder such as /tmp is
+not enough: it protects a name only while the file exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONGEST = 4096
 
 
 def fault(program: str, modules: str = str(Path(runtime_shim.__file__).parent)) -> str:
-    """Why somebody else than root can change what a program does, as half a sentence; "" where nobody can."""
+    """Say, as half a sentence, why a user other than root can change a program; "" if nobody can."""
     seen = set()
     for path in (program, *_interpreter(program), modules):
         for place in _way(path):
@@ -34,7 +34,7 @@ def fault(program: str, modules: str = str(Path(runtime_shim.__file__).parent)) 
 
 
 def _interpreter(program: str) -> Iterator[str]:
-    """That of a script: by its first line, or as pip writes it where that would be too long."""
+    """Yield the interpreter of a script: from its first line, or in pip's form for a long path."""
     try:
         with open(program, "rb") as file:
             lines = os.fsdecode(file.read(_LONGEST)).splitlines()
@@ -49,7 +49,7 @@ def _interpreter(program: str) -> Iterator[str]:
 
 
 def _way(path: str) -> Iterator[str]:
-    """The folders and the file that a path leads by, all links followed."""
+    """Yield the folders and the file on a path, all links followed."""
     at, links = "/", 0
     rest = path.split("/")[::-1]
     yield at

@@ -1,8 +1,8 @@
-"""Podman for `gpusnap install`: a drop-in of containers.conf(5), and with it the hooks if they are asked for.
+"""Podman for `gpusnap install`: a drop-in of containers.conf(5), and the hooks if they are requested.
 
-`runtime_supports_json` and `hooks_dir` replace what Podman has built in, and what files before them say. The
-form `["x", {append=true}]` of newer versions would append, and is an error to Podman 4.3 of Debian 12. So the
-drop-in has it all: Podman's own names, those of the host's other files, and ours; every version takes that.
+`runtime_supports_json` and `hooks_dir` replace Podman's built-in values, and those of earlier files. The form
+`["x", {append=true}]` of newer versions would append, but is an error for Podman 4.3 of Debian 12. So the
+drop-in contains Podman's own names, those of the host's other files, and ours; every version accepts that.
 Sources: containers/common, pkg/config/default.go (RuntimeSupportsJSON of Podman 4.3, and with youki of 4.9
 and 5), new.go (systemConfigs: the order of the files).
 """
@@ -21,7 +21,7 @@ from gpusnap.hooks import hooksd
 
 DROP_IN = "/etc/containers/containers.conf.d/90-gpusnap.conf"
 RUNTIME = "gpusnap-runtime"
-"""Its name among Podman's runtimes, which archives of checkpoints and their images carry."""
+"""Its name among Podman's runtimes; archives and images of checkpoints contain it."""
 HOOKS_DIRECTORY = "/etc/gpusnap/hooks.d"
 
 _FILES = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")
@@ -30,10 +30,10 @@ _HOOKS_DIRECTORIES = hooksd.SHARED_DIRECTORIES
 
 
 def items(program: str, *, root: str = "/", default: bool = False, hook: str = "") -> list[Item]:
-    """The drop-in for gpusnap-runtime at `program`, the runtime of every container with `default`.
+    """Return the drop-in for gpusnap-runtime at `program`, as the runtime of every container with `default`.
 
-    `hook` is the path of gpusnap-hook: the files of hooks.d are put there, too. Raises GpusnapError where a
-    file of Podman's cannot be read.
+    `hook` is the path of gpusnap-hook: then the files of hooks.d are included. Raises GpusnapError if a file
+    of Podman's cannot be read.
     """
     engines = [engine for _, engine in _engines(root)]
     json_names = [*_SUPPORTS_JSON, *_find_list(engines, "runtime_supports_json"), RUNTIME]
@@ -52,7 +52,7 @@ def items(program: str, *, root: str = "/", default: bool = False, hook: str = "
 
 
 def notes(program: str, *, root: str = "/", default: bool = False) -> list[str]:
-    """What another file of Podman's says that goes against the drop-in."""
+    """Return notes about other files of Podman's that contradict the drop-in."""
     said = []
     for path, engine in _engines(root):
         last = os.path.dirname(path) == os.path.dirname(DROP_IN) and path > DROP_IN
@@ -73,12 +73,12 @@ def notes(program: str, *, root: str = "/", default: bool = False) -> list[str]:
 
 
 def files(root: str = "/") -> list[str]:
-    """What Podman reads, in its order."""
+    """Return the files that Podman reads, in its order."""
     return [*_FILES, *drop_ins(root, os.path.dirname(DROP_IN), ".conf")]
 
 
 def _engines(root: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The table [engine] of each file that Podman reads but ours, in its order, with the file's path."""
+    """Yield path and table [engine] of each file that Podman reads except ours, in its order."""
     for path in files(root):
         if path == DROP_IN:
             continue
@@ -92,5 +92,5 @@ def _find_list(engines: Sequence[Mapping[str, Any]], key: str) -> list[str]:
 
 
 def _strings(value: Any) -> list[str]:
-    """The strings of a list, which may have a table {append = true} among them."""
+    """Return the strings of a list, which may also contain a table {append = true}."""
     return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []

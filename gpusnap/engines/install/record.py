@@ -1,10 +1,10 @@
-"""The record of what `gpusnap install` put on a host: /etc/gpusnap/installed.json.
+"""The record of the files that `gpusnap install` put on a host: /etc/gpusnap/installed.json.
 
     {"version": 1, "gpusnap": "0.1.0",
      "entries": [{"path", "part", "states": [STATE, …]}, …],
      "folders": [PATH, …]}
 
-A STATE is what lies at a path: "sha256:HEX MODE" of a file, "link:TARGET" of a symbolic link.
+A STATE describes a path: "sha256:HEX MODE" for a file, "link:TARGET" for a symbolic link.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ class Entry:
 
     path: str
     part: str
-    """What it is for: runtime, settings, podman, containerd, crio."""
+    """The part of the installation: runtime, settings, podman, containerd, crio."""
     states: tuple[str, ...]
-    """Those in which it is ours: more than one only while an installation is under way, or cut off."""
+    """The states in which it is ours: several only during an installation, or after a killed one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was put on this host."""
+    """What was installed on this host."""
 
     entries: tuple[Entry, ...] = ()
     folders: tuple[str, ...] = ()
-    """That were made for it, each before what is in it."""
+    """The folders that were made for it, each before its contents."""
     version: str = __version__
-    """Of the gpusnap that wrote it."""
+    """The version of the gpusnap that wrote it."""
 
     def entry(self, path: str) -> Entry | None:
-        """What it says of a path."""
+        """Return the entry of a path."""
         return next((each for each in self.entries if each.path == path), None)
 
 
 def load(root: str = "/") -> Record:
-    """The record of a host; an empty one where there is none. Raises GpusnapError where it is damaged."""
+    """Read the record of a host; an empty one if there is none. Raises GpusnapError if it is damaged."""
     check_inside(root, RECORD)
     path = join_root(root, RECORD)
     try:
@@ -86,14 +86,14 @@ def _decode(document: Any) -> Record:
 
 
 def _path(value: Any) -> str:
-    """Of a record, by which root removes files: absolute, and without a step up."""
+    """Check a path of a record, by which root removes files: absolute, and without a step up."""
     if not isinstance(value, str) or not value.startswith("/") or os.path.normpath(value) != value:
         raise ValueError(f"{value!r} is not a normalised absolute path")
     return value
 
 
 def save(record: Record, root: str, before: Record) -> None:
-    """Write the record where it says anything new. Raises GpusnapError."""
+    """Write the record if it has changed. Raises GpusnapError."""
     if replace(record, version=before.version) == before and before.version == __version__:
         return
     entries = [{"path": e.path, "part": e.part, "states": list(e.states)} for e in record.entries]

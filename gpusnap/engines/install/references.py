@@ -1,6 +1,6 @@
 """Lines of the engines' configuration that name gpusnap-runtime, for `gpusnap uninstall`.
 
-An engine whose default runtime is one that is gone starts no container at all, and CRI-O not even itself.
+An engine whose default runtime does not exist starts no container at all, and CRI-O does not even start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LARGEST = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One that names it."""
+    """A line that names it."""
 
     path: str
     number: int
@@ -36,10 +36,10 @@ class Line:
 
 
 def lines(root: str, programs: Collection[str], gone: Collection[str]) -> list[Line]:
-    """Those in the files that Podman, containerd and CRI-O read, but for the files in `gone`.
+    """Return such lines in the files that Podman, containerd and CRI-O read, except the files in `gone`.
 
-    They name one of the programs by its path, or make gpusnap-runtime the default. Raises GpusnapError where
-    a file cannot be read.
+    They name one of the programs by its path, or make gpusnap-runtime the default. Raises GpusnapError if a
+    file cannot be read.
     """
     paths = "|".join(re.escape(each) for each in programs)
     names = re.compile(
@@ -51,7 +51,7 @@ def lines(root: str, programs: Collection[str], gone: Collection[str]) -> list[L
 
 
 def _in_file(root: str, path: str) -> Iterator[Line]:
-    """The lines that are no comments."""
+    """Yield such lines of a file, without comments."""
     try:
         with open(join_root(root, path), encoding="utf-8", errors="replace") as file:
             text = file.read(_LARGEST)

@@ -86,7 +86,7 @@ class _RestoredContainer:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What a restore has come to: whatever goes wrong from then on, the container runs."""
+    """The result of a restore so far: after any later error, the container runs."""
 
     container: _RestoredContainer | None = None
     digest: str = ""
@@ -172,7 +172,7 @@ def restore(
                     try:
                         found, digest, kept_as = _from_registry(request, request.what, progress)
                     except RegistryError as error:
-                        # Before Podman was called: its runtime's error would another error.
+                        # Before Podman was called: its runtime's error would be another one.
                         copy = stand_in(request.what, error) if request.outcome.container is None else None
                         if copy is None:
                             raise
@@ -197,13 +197,13 @@ def restore(
 
 
 def _note_afterwards(error: Exception) -> None:
-    """Say what went wrong when a container ran already, such as the removal of what was used for it."""
+    """Print an error after the container runs already, for example about removing temporary files."""
     said = error if isinstance(error, GpusnapError) else make_unforeseen(error)
     note(f"the container is restored, but not all is tidied up: {said.sentence()}")
 
 
 def _run_command(found: _RestoredContainer, progress: Progress) -> str:
-    """Run the command after a restore, where the container names one; the container's name."""
+    """Run the container's command after a restore, if it has one; return the container's name."""
     if found.name and not found.annotated:
         return found.name
     try:

@@ -227,9 +227,9 @@ class Remote:
 def enter_thread(pid: int, tid: int | None = None) -> Iterator[Remote]:
     """Hold one thread of a process, stopped or not, and let it make system calls for gpusnap.
 
-    The caller's thread is the tracer. A process that was stopped is so at the end, and none of its threads
-    has run an instruction of its own. Without `tid` a thread is taken that sits in a system call. Raises
-    OSError where it cannot be traced, GpusnapError as `Remote`.
+    The caller's thread is the tracer. A process that was stopped is stopped at the end, and none of its
+    threads has run an instruction of its own. Without `tid`, a thread inside a system call is chosen. Raises
+    OSError if it cannot be traced, GpusnapError like `Remote`.
     """
     machine = this_machine()
     for candidate in _sort_idle_first(pid) if tid is None else [tid]:

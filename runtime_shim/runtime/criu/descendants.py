@@ -75,7 +75,7 @@ def kill_all(
 
 @contextmanager
 def continue_stopped() -> Iterator[None]:
-    """While the block runs, let what it starts go on where a signal has stopped it for some seconds."""
+    """While the block runs, continue processes started by it that a signal has stopped for some seconds."""
     over, others = threading.Event(), children()
     thread = threading.Thread(target=_watch, args=(over, others), name="gpusnap-stopped", daemon=True)
     with contextlib.suppress(RuntimeError):  # no thread is to be had: nobody is to stop them

@@ -43,7 +43,7 @@ _LINE = 128
 # Seconds for a program to send its line after it was started, and for the probe, which takes some
 # milliseconds.
 _PATIENCE = 10.0
-# Seconds for which the program may be stopped by a signal, and between two looks for that.
+# Seconds for which the program may be stopped by a signal, and between two checks of that.
 _STOPPED, _LOOK = 10.0, 2.0
 
 Busy = Callable[[], None]
@@ -64,7 +64,7 @@ class Gate:
         self._path, self._launcher, self._stages = path, launcher, stages
         self._probed = False
         self._stopped: dict[tuple[int, int], float] = {}
-        """Since when programs of CRIU's are stopped, by PID and start time."""
+        """When CRIU's programs were first seen stopped, by PID and start time."""
         self.error: GpusnapError | None = None
         """The reason if CRIU was not allowed to continue."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -137,7 +137,7 @@ class Gate:
         connection.sendall(b"y" if self._pass(stage, init, lambda: _tell_busy(connection)) else b"n")
 
     def _end_stopped(self) -> None:
-        """Kill programs of ours that CRIU waits for, and that a signal has stopped for too long."""
+        """Kill our programs that CRIU waits for, if a signal has stopped them for too long."""
         now = time.monotonic()
         try:
             found = [(each.pid, each.start) for each in self._list_stopped()]
@@ -157,7 +157,7 @@ class Gate:
 
     def _list_stopped(self) -> Iterator[proc.Process]:
         for pid in proc.pids():
-            # The state first: who is asked for its environment may keep us waiting.
+            # The state first: reading the environment of a process may block.
             if proc.is_thread_stopped(pid, pid) and (found := proc.process(pid)) is not None:
                 variables = proc.environment(pid)
                 if variables.get(VARIABLE) == self._path and _STAGE in variables:
@@ -181,7 +181,7 @@ class Gate:
 
 
 def _tell_busy(connection: socket.socket) -> None:
-    """Send a word that the work goes on; none to who has not read the last ones, and may be stopped.
+    """Report that the work continues, unless the reader has not read earlier reports, and may be stopped.
 
     By write(2): socket.send would wait for as long as the socket's timeout, which makes the descriptor
     non-blocking.

@@ -65,7 +65,7 @@ _STOPPING = 10.0
 _ALL_RUN = 10.0
 # Seconds between two checks of the driver's threads; and until a thread that somebody has stopped is resumed.
 _LOOK, _STANDING = 0.005, 0.02
-# Seconds that one look at a thread that sleeps counts for at most.
+# Most seconds for which one look at a sleeping thread counts.
 _GLANCE = 0.05
 
 
@@ -229,10 +229,10 @@ def unlock(driver: Driver, pid: int) -> None:
 
 
 def let_finish(driver: Driver, pid: int, *, within: float, quiet: float) -> None:
-    """Let the driver's thread of a stopped process finish its work, as `gpu_state.let_finish`.
+    """Let the driver's thread of a stopped process finish its work, like `gpu_state.let_finish`.
 
-    It may be stopped now and then, with its process (cpulimit), until the tracer lets it run on: that it does
-    not sleep then does not say that it works.
+    It may be stopped now and then together with its process (cpulimit), until the tracer continues it: if it
+    does not sleep then, this does not show that it works.
     """
     with _detect_exit(pid):
         tid = driver.restore_thread(pid)

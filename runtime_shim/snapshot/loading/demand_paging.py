@@ -172,7 +172,7 @@ class DemandPaging:
         return WaitTotals(self._faults, max(0.0, complete) if early and self._complete else 0.0, early)
 
     def populate_zeros(self) -> None:
-        """Populate zeros where there is no chunk, in a thread: the driver would take a fault for each page.
+        """Populate zeros between the chunks, in a thread: the driver would take a fault for each page.
 
         Raises GpusnapError if no thread can be started.
         """

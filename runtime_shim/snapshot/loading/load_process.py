@@ -55,7 +55,7 @@ from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, cl
 
 # Seconds between two checks of what the runtime waits for.
 _LOOK = 0.002
-# Bytes that are loaded between two changes of what is claimed.
+# Bytes that are loaded between two updates of the claim.
 _STEP = 64 << 20
 # Blobs that are read at once until the processes are restored. CRIU opens hundreds of files. If these come
 # from the same disk, each open waits behind the reads of the blobs: 45 ms with 12 blobs of 4 MiB.

@@ -84,10 +84,10 @@ class GpuClaim:
         self._lock.close()
 
     def shrink(self, left: Mapping[str, int]) -> None:
-        """Write down what is still to come of what was taken: the rest is used by now, and no longer free.
+        """Reduce the claim to the memory that is still to be allocated: the rest is used, and no longer free.
 
-        Without the lock: others read the claims before they look at what is free. Where it cannot be written,
-        the earlier one stands, which counts the rest twice.
+        Without the lock: other processes read the claims before they check what is free. If it cannot be
+        written, the earlier claim remains, which counts the rest twice.
         """
         with contextlib.suppress(OSError, GpusnapError):
             self._write(left)

@@ -237,7 +237,7 @@ def _bring_back(
 
 
 def _check_access(found: Suspension, driver: Driver, allow: Update) -> None:
-    """See that it may open its GPUs' device nodes. Raises Refused."""
+    """Check that it may open its GPUs' device nodes. Raises Refused."""
     if found.is_alive:
         init = found.init[0]
         device_access.check(init, found.name, driver.nodes(init), allow)

@@ -64,7 +64,7 @@ OTHERS = {
     ("runtime_shim/runtime/bundle.py", "_replace"): "a new file of tempfile.mkstemp",
     (
         "runtime_shim/snapshot/loading/source.py",
-        "_target",
+        "_make_target",
     ): "a new file (O_EXCL) in a directory of tempfile.mkdtemp",
     ("runtime_shim/records/cri_layout.py", "unfold"): "the image directory itself",
     ("runtime_shim/records/cri_layout.py", "_move"): "directories, without following a link",
