@@ -18,6 +18,11 @@ RUNS: dict[str, tuple[tuple[str, ...], str, int]] = {
     "fuzz": (("--only", "rows swapped"), "refused", 2),
     "kills": (("--rounds", "3", "--runtimes", "crun", "--ways", "checkpoint,push,gc"), "good", 3),
     "injected": (("--rounds", "10", "--ways", "checkpoint"), "checkpoints", 10),
+    "injected command": (
+        ("--rounds", "6", "--ways", "command", "--pages", "store", "--errors", "ENOSPC,EDQUOT"),
+        "commands",
+        6,
+    ),
     "soak": (("--rounds", "6", "--runtimes", "crun"), "cycles", 6),
 }
 
@@ -26,8 +31,9 @@ RUNS: dict[str, tuple[tuple[str, ...], str, int]] = {
 def test_a_few_rounds(crun: None, tmp_path: Path, name: str) -> None:
     """Exit status 0, and a last line of JSON with the counts."""
     words, count, number = RUNS[name]
+    program = name.split()[0]
     done = subprocess.run(
-        [sys.executable, "-B", BENCH / f"{name}.py", "--keep", tmp_path, *words],
+        [sys.executable, "-B", BENCH / f"{program}.py", "--keep", tmp_path, *words],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -37,7 +43,7 @@ def test_a_few_rounds(crun: None, tmp_path: Path, name: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["program"], found["failures"], found[count]) == (name, 0, number)
+    assert (found["program"], found["failures"], found[count]) == (program, 0, number)
 
 
 def test_a_failure_is_kept(crun: None, tmp_path: Path) -> None:
