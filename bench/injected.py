@@ -2,21 +2,22 @@
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/injected.py [--rounds 400 | --stride 1 | --kinds] [--seed 1]
-        [--runtimes crun] [--ways checkpoint,restore] [--pages chunks]
+        [--runtimes crun] [--ways checkpoint,restore,command] [--pages chunks]
         [--errors ENOSPC,EDQUOT,EIO,ENOMEM,EMFILE]
 
 Fails calls of gpusnap-runtime itself, not of crun and CRIU, from where it begins to import its own modules
-(injecting.py). Each round fails one call once. --stride 1 fails each call with each error that its manual
-page lists. --rounds fails that many calls, spread evenly. --kinds fails one call of each kind: the same call
-on the same file (apart from random parts of the name) with the same error, and each call that starts a thread
-or a process. Then there are two correct results: the command succeeded, and the image or the container is
-right; or it printed an error message, the workload continues with every byte right (or the image is
-complete), and nothing is left.
+(injecting.py). With the way "command", it fails calls of `gpusnap checkpoint` into a store. Each round fails
+one call once. --stride 1 fails each call with each error that its manual page lists. --rounds fails that many
+calls, spread evenly. --kinds fails one call of each kind: the same call on the same file (apart from random
+parts of the name) with the same error, and each call that starts a thread or a process. Then there are two
+correct results: the command succeeded, and the image or the container is right; or it printed an error
+message, the workload continues with every byte right (or the image is complete), and nothing is left.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,10 @@ CALLS = FOLDER / "calls"
 _TRACED = [sys.executable, "-B", str(CHECKOUT / "bench/injecting.py"), "--calls", str(CALLS)]
 _BEGINNINGS = ("clone", "fork", "vfork")
 _FROM = "/runtime_shim/runtime/command_line.py"
+_FROM_OF_COMMANDS = "/operations/checkpointing/checkpoint.py"
+_RESTORES = re.compile(
+    r"gpusnap restore [^;\s]+|(GPUSNAP_STORE=\S+ )?podman container restore (--import )?[^;\s]+"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -203,6 +208,48 @@ class Checkpoints:
         goes_on(self.id)
 
 
+@dataclass
+class Commands(Checkpoints):
+    """The same by `gpusnap checkpoint` into the store: what the command itself does around Podman's work."""
+
+    def line(self) -> list[str]:
+        return [COMMAND, "checkpoint", NAME, *["--leave-running"] * self.leave]
+
+    def check(self, done: Done) -> str:
+        """The outcome. Raises Bad."""
+        outcome = "worked" if done.code == 0 else "refused"
+        if done.code:
+            checked_message(done)
+        if _waits():
+            if "gpusnap recover" not in done.err:
+                raise Bad(f"it needs `gpusnap recover`, and does not say so: {done.err[-1000:]}")
+            outcome = self._recover()
+        if Path(f"/proc/{self.pid}").exists():
+            if done.code == 0 and not self.leave:
+                raise Bad("it runs after its checkpoint")
+        else:
+            self._bring_back(done)
+            outcome += ", restored"
+        goes_on(self.id)
+        for words in (["gc"], ["verify", "--all"]):
+            good(limited([COMMAND, *words]))
+        if left := self.before.left():
+            raise Bad(f"left behind ({outcome}): {left[:10]}; {done.err[-500:]}")
+        return outcome
+
+    def _bring_back(self, done: Done) -> None:
+        """Restore it by the command that was printed."""
+        found = _RESTORES.search(done.out + done.err)
+        if found is None:
+            raise Bad(f"it has ended, and no command that restores it is said: {done.err[-1000:]}")
+        container = Container(NAME)
+        waited(lambda: container.inspect()["State"]["Status"] == "exited")
+        again = limited(["sh", "-c", found[0]])
+        if again.code:
+            raise Bad(f"it cannot be restored by {found[0]}: {again.err[-1500:]}; {done.err[-1000:]}")
+        self.id, self.pid = container.id, container.pid
+
+
 def _waits() -> bool:
     """Whether the journal has something for `gpusnap recover`."""
     return any(path.suffix not in (".lock", ".new") for path in Path("/run/gpusnap/journal").glob("*"))
@@ -284,11 +331,15 @@ def rounds(report: Report, way: str, runtime: str, given: list[str], choice: Cho
     """All rounds of a checkpoint or of a restore."""
 
     def begin() -> Checkpoints | Restores:
-        return Checkpoints.begin() if way == "checkpoint" else Restores.begin(runtime)
+        if way == "restore":
+            return Restores.begin(runtime)
+        return Commands.begin() if way == "command" else Checkpoints.begin()
+
+    after = _FROM_OF_COMMANDS if way == "command" else _FROM
 
     job = begin()
     for _ in range(2):  # the first fills caches
-        done, calls = run_traced(job.line(), None)
+        done, calls = run_traced(job.line(), None, after)
         good(done)
         job.check(done)
     chosen = points(calls, given, choice)
@@ -302,7 +353,7 @@ def rounds(report: Report, way: str, runtime: str, given: list[str], choice: Cho
         report.counts[f"{way}s"] += 1
         call = ""
         try:
-            done, calls = run_traced(job.line(), point)
+            done, calls = run_traced(job.line(), point, after)
             call = calls[0] if calls else ""
             report.counts[point.error if call else "not met"] += 1
             outcome = job.check(done)
