@@ -232,7 +232,7 @@ class Commands(Checkpoints):
             outcome += ", restored"
         goes_on(self.id)
         for words in (["gc"], ["verify", "--all"]):
-            good(limited([COMMAND, *words]))
+            good(run_limited([COMMAND, *words]))
         if left := self.before.left():
             raise Bad(f"left behind ({outcome}): {left[:10]}; {done.err[-500:]}")
         return outcome
@@ -243,8 +243,8 @@ class Commands(Checkpoints):
         if found is None:
             raise Bad(f"it has ended, and no command that restores it is said: {done.err[-1000:]}")
         container = Container(NAME)
-        waited(lambda: container.inspect()["State"]["Status"] == "exited")
-        again = limited(["sh", "-c", found[0]])
+        wait_for(lambda: container.inspect()["State"]["Status"] == "exited")
+        again = run_limited(["sh", "-c", found[0]])
         if again.code:
             raise Bad(f"it cannot be restored by {found[0]}: {again.err[-1500:]}; {done.err[-1000:]}")
         self.id, self.pid = container.id, container.pid
