@@ -260,7 +260,7 @@ class Reader:
         self._free.clear()
         self._staged.clear()
 
-    # Within
+    # Private
 
     def _check_targets(self, targets: Sequence[Target]) -> Sequence[Target]:
         if len(targets) != len(self._tables):

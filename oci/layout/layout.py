@@ -338,7 +338,7 @@ class Layout:
         except OSError as error:
             raise DiskError(f"old blobs cannot be removed from {self.path}: {reason(error)}") from error
 
-    # Within
+    # Private
 
     def _join_path(self, *names: str) -> str:
         return os.path.join(self.path, *names)

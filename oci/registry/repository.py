@@ -318,7 +318,7 @@ class Repository:
             check=lambda: step(upload.position),
         )
 
-    # Within
+    # Private
 
     def _fetch(self, wanted: Descriptor, incoming: Incoming, step: Callable[[int], object]) -> None:
         """Make one attempt to fetch the missing part of a blob."""

@@ -6,13 +6,13 @@ Until CRIU has dumped the container, each step is undone if a later one fails: t
 memory back and run on, and written data is removed. After the dump without --leave-running there is no way
 back, because the container is gone. So the manifest is on disk by then, and only has to be renamed.
 
-A paused container, as containerd has it, is kept stopped and thawed for the driver's work, and paused for the
-dump and afterwards; see snapshot/gpu_processes/paused_container.py. A running one is paused for the dump, if
-need be; see snapshot/gpu_processes/dump_pause.py.
+A container that is already paused (containerd does this) is thawed for the driver's work, with its processes
+stopped, and paused again for the dump and afterwards; see snapshot/gpu_processes/paused_container.py. A
+running container is paused for the dump if necessary; see snapshot/gpu_processes/dump_pause.py.
 
 For a suspended container (snapshot/suspended_containers/), the driver has already taken the GPU state.
-gpusnap dumps the container as it is, writes its memory from where it is kept, and asks no GPU. The container
-stays suspended.
+gpusnap dumps the container as it is, writes its memory from where it is kept, and does not use the GPU. The
+container stays suspended.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def checkpoint(
     container: containers.Container,
     asleep: Suspension | None = None,
 ) -> None:
-    """Checkpoint a running container that was given GPUs; whether any process uses one now does not matter.
+    """Checkpoint a running container that was given GPUs, whether or not any process uses one now.
 
-    Or one that is suspended: `asleep` is what is on file of it. Raises a GpusnapError; the container is then
-    as if nobody had asked, unless the error says otherwise.
+    For a suspended container, `asleep` is its record. Raises GpusnapError: the container is then in the same
+    state as before, unless the error says otherwise.
     """
     with make_interruptible():
         pages = _pages(call, settings, driver, container, asleep=asleep is not None)
@@ -102,7 +102,7 @@ def checkpoint(
                 adopt(job, asleep)
             if not call.leave_running:
                 _write(job)  # before the dump: a disk that fills up must not cost the container
-            # Once the dump has succeeded there is no way back, and no moment at which a signal may stop us.
+            # The dump cannot be undone once it has succeeded, so a signal must not interrupt what follows.
             with hold_signals():
                 _dump(job, draft)
                 transaction.commit()
@@ -112,7 +112,7 @@ def checkpoint(
 
 @contextlib.contextmanager
 def _name_whole_failure(job: Job) -> Iterator[None]:
-    """Have an error say so where the container runs as before, and nothing of the checkpoint is left."""
+    """Add a hint to an error if the container runs as before and nothing of the checkpoint is left."""
     try:
         yield
     except Interrupted:
@@ -133,7 +133,7 @@ def _pages(
     *,
     asleep: bool,
 ) -> Pages:
-    """The way that the GPUs' memory takes."""
+    """Choose how the GPU memory is saved."""
     image_path, memory = str(call.images()), settings.memory
     if asleep:
         destination = _choose_destination(call, settings, container)
@@ -149,7 +149,7 @@ def _pages(
 def _choose_destination(
     call: CheckpointCall, settings: Settings, container: containers.Container
 ) -> StoreDestination | None:
-    """This host's store, where the chunks go there."""
+    """Return this host's store if the chunks go there, else None."""
     if settings.memory.pages != StoreDestination.kind:
         return None
     store, images = settings.store, str(call.images())
@@ -157,7 +157,7 @@ def _choose_destination(
 
 
 def _inspect(job: Job) -> None:
-    """Pre-flight, and what the dump has to know of the container. Nothing is changed."""
+    """Check the container, and collect what the dump needs to know. Nothing is changed."""
     job.driver.open()
     job.host = job.driver.host()
     job.init = proc.process(job.container.pid)
@@ -170,11 +170,11 @@ def _inspect(job: Job) -> None:
     preflight.check_network_tool(job.real, config)
     job.nodes = job.driver.nodes(job.container.pid)
     job.mounts, job.masters = criu_mounts.list_undeclared(job.container.pid, config)
-    criu_mounts.check_mounts(job.mounts)  # what a restore would refuse is refused now
+    criu_mounts.check_mounts(job.mounts)  # a restore would refuse these, so refuse them now
     job.volumes = volumes.find(config)
     volumes.check(volumes.list_open(job.processes(), job.volumes), job.settings.criu.ghost_limit)
     _refuse_unknown_devices(job, config)
-    # What the runtime does not take is refused now; the dump would overwrite an earlier checkpoint.
+    # Refuse now what the runtime does not accept; the dump would overwrite an earlier checkpoint.
     job.call = criu_config.with_flags(job.call, job.real, job.settings.criu)
     render(job.call, job.real)
     preflight.refuse_sockets(job.processes(), job.real, _connections(job))
@@ -187,7 +187,7 @@ def _inspect(job: Job) -> None:
                 hint="give --leave-running, and remove the container afterwards",
                 code="GPS-206",
             )
-        return  # all else was looked at when it was suspended, and a frozen process gives no answer
+        return  # the rest was checked before it was suspended, and a frozen process cannot answer
     thaw(job)
     preflight.refuse_leftover(lambda: inherited_handles.find_strangers(job.driver, job.processes(), job.held))
     criu_plugin.refuse_inherited(job.driver, job.processes())
@@ -211,7 +211,7 @@ def _connections(job: Job) -> criu_config.Connections:
 
 
 def _refuse_unknown_devices(job: Job, config: dict[str, Any]) -> None:
-    """Refuse where /dev holds a device that a restore would not bring back, as nothing gives it."""
+    """Refuse a container with a device in /dev that a restore would not create, as its config lacks it."""
     known = {
         *dev.DEFAULT,
         *remap.iterate_given(config),
@@ -228,7 +228,7 @@ def _refuse_unknown_devices(job: Job, config: dict[str, Any]) -> None:
 
 
 def _prepare(job: Job, draft: Draft) -> None:
-    """Make the image directory ours. An earlier checkpoint in it stays whole until the dump begins."""
+    """Prepare the image directory. An earlier checkpoint in it stays complete until the dump begins."""
     image.make(job.image_path)
     job.transaction.undo("removing the incomplete image", lambda: _discard(job))
     draft.begin()
@@ -241,18 +241,18 @@ def _write(job: Job) -> None:
 
 
 def _dump(job: Job, draft: Draft) -> None:
-    """Have the real runtime dump the container, again where a process began to use a GPU in between."""
+    """Make the real runtime dump the container. Repeat this if a process began to use a GPU meanwhile."""
     attempt = 0
     while True:
         stop_if_asked()
         check_all_suspended(job)
-        preflight.refuse_neighbours(job.call, job.container)  # one may have come meanwhile
+        preflight.refuse_neighbours(job.call, job.container)  # one may have started meanwhile
         with job.transaction.step("write manifest"):
             job.record = _manifest(job)
             draft.prepare(job.record if job.pages.records() is not None else None)
             job.dumping = draft.written_at()
             job.earlier = image.note_earlier(job.image_path)
-            # An earlier checkpoint's would tell of a dump that was none.
+            # The inventory of an earlier checkpoint would make a failed dump look successful.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(job.image_path, manifest.INVENTORY))
         with pause_for_dump(job):
@@ -268,7 +268,7 @@ def _dump(job: Job, draft: Draft) -> None:
         stop_if_asked()
         _clean(job)
         attempt += 1
-        # In a paused container nobody has run, and so begun to use a GPU; CRIU's plugin would not mind.
+        # In a paused container no process has run, so none began to use a GPU. CRIU's plugin handles those.
         final = job.paused is not None or job.driver.plugin is not None
         if final or not newcomers(job) or attempt > job.settings.retries:
             raise failure
@@ -278,7 +278,7 @@ def _dump(job: Job, draft: Draft) -> None:
 
 
 def _call_runtime(job: Job) -> GpusnapError | None:
-    """One call of the real runtime; the error instead of a dump."""
+    """Call the real runtime once; return the error if there is no dump."""
     plugin = job.driver.plugin if job.records else None
     with inject(plugin, job.settings, processes=len(job.records)) as extra:
         text = criu_config.dump_text(
@@ -292,8 +292,8 @@ def _call_runtime(job: Job) -> GpusnapError | None:
             done = invoke(job.call, job.real, text, capture=True, environment=extra.environment)
     dumped = _has(job, manifest.INVENTORY)
     if done.code != 0 and dumped and not _is_alive(job):
-        # CRIU ends the processes only when all of them are on disk: whatever failed then, the images are all
-        # that is left of the container, and must not be cleaned away.
+        # CRIU kills the processes only when all of them are on disk. Whatever failed afterwards, the images
+        # are all that is left of the container, and must not be removed.
         note(f"{_dump_error(job, done)}, but only after the dump; the checkpoint is complete", code="GPS-504")
         return None
     if done.code != 0:
@@ -307,7 +307,10 @@ def _call_runtime(job: Job) -> GpusnapError | None:
 
 
 def _is_alive(job: Job) -> bool:
-    """Whether the container's init is still the process that it was; CRIU does not wait for its end."""
+    """Whether the container's init is still the same process, and is not ending.
+
+    CRIU does not wait for its end.
+    """
     init = job.init
     return init is not None and proc.is_same(init.pid, init.start) and not proc.is_dying(init.pid)
 
@@ -323,7 +326,7 @@ def _dump_error(job: Job, done: Invocation) -> RuntimeFailed:
 
 
 def _finish_image(job: Job, draft: Draft) -> None:
-    """After the dump: resume what shall run on, make the image durable, and name it a checkpoint."""
+    """After the dump: resume the container if it shall run on, make the image durable, write its manifest."""
     assert job.record is not None
     failure: GpusnapError | None = None
     if job.call.leave_running:
@@ -346,7 +349,7 @@ def _finish_image(job: Job, draft: Draft) -> None:
         with job.transaction.step("name"):
             job.pages.finish(record, partial(draft.finish, record))
     except Exception as error:
-        # Of whatever kind: the container has ended, or needs to be told of.
+        # Of any kind: the container has ended or is still stopped, and the user must be told.
         known = error if isinstance(error, GpusnapError) else make_unforeseen(error)
         _not_written(job, known, failure)
         if known is error:
@@ -367,7 +370,7 @@ def _finish_image(job: Job, draft: Draft) -> None:
 
 
 def _finish_manifest(job: Job, record: manifest.Manifest) -> manifest.Manifest:
-    """The manifest with what has become known since the dump; the processes may be gone by now."""
+    """Complete the manifest with what is known since the dump; the processes may have ended by now."""
     regions = job.pages.records() or {}
     processes = tuple(
         replace(process, regions=regions.get(pid, ()))
@@ -383,7 +386,7 @@ def _finish_manifest(job: Job, record: manifest.Manifest) -> manifest.Manifest:
 
 
 def _not_written(job: Job, error: GpusnapError, failure: GpusnapError | None) -> None:
-    """The dump is done, but not the rest: of a container that runs on nothing is kept, of another all."""
+    """Handle a failure after the dump: discard the image if the container runs on, else keep all of it."""
     if failure is not None:
         error.add_hint(failure.sentence())
     elif job.call.leave_running:
@@ -415,7 +418,7 @@ def _manifest(job: Job) -> manifest.Manifest:
 
 
 def _has(job: Job, *names: str) -> bool:
-    """Whether a file is in the image directory; one of which nobody can tell is: nothing is lost for it."""
+    """Whether a file is in the image directory. If this cannot be determined, True: then nothing is lost."""
     try:
         return manifest_file.has(job.image_path, *names)
     except ImageError as error:
@@ -431,18 +434,18 @@ def _clean(job: Job) -> None:
 
 
 def _discard(job: Job) -> None:
-    """The checkpoint came to nothing; what processes still need of it stays."""
+    """Discard a failed checkpoint, except for what processes still need."""
     whole = _has(job, manifest.FOLDER, manifest.NAME)
-    # An earlier one in the same place may consist of the same chunks.
+    # An earlier checkpoint in the same place may use the same chunks.
     job.pages.discard(layout=not whole)
-    # What is staged has gone by then: nobody would find it without the journal.
+    # The stage is removed by now: without the journal, gpusnap could not find it.
     if not job.suspended and job.asleep is None:
         journal.remove(job.container.key)
     _clean(job)
 
 
 def _sync(job: Job, *, but: Collection[str]) -> tuple[manifest.ImageRecord, ...]:
-    """Have the images on disk, `but` some; their digests, taken while the disk is at work."""
+    """Sync the images except `but`; return their digests, computed while the disk works."""
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(digests.take, job.image_path, but=but)
         if job.settings.memory.sync:

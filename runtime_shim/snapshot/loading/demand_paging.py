@@ -282,7 +282,7 @@ class DemandPaging:
         for mapped in self._mapped.values():
             mapped.userfault.close()
 
-    # Within
+    # Private
 
     def _start(self, work: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=work, name=name)

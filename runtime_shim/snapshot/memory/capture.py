@@ -1,14 +1,14 @@
 """Moves GPU memory of processes into chunks of an OCI layout: see destination.py.
 
-    driver checkpoint into files of memory.stage ─→ journal ─→ the process lets go ─→ CRIU dumps the rest
-          └→ chunks, before the dump or, if the container runs on, behind it
+    driver checkpoint into files of memory.stage ─→ journal ─→ regions are freed ─→ CRIU dumps the rest
+          └→ chunks, before the dump or, if the container runs on, after it
 
 A region is a mapping that the driver's checkpoint makes in a process. If possible, gpusnap makes this mapping
 from a file of its own before the driver fills it: then nothing is copied, and the memory is given back by
-mapping the file again. Otherwise the region is copied to such a file, if there is memory for both. If there
-is not, it is written to chunks while the container waits. Before a region is freed, its bytes are in files,
-and the journal names them. So no bytes are lost if gpusnap is killed: `gpusnap recover` puts them back. All
-cores work on several processes at once."""
+mapping the file again. Otherwise the region is copied to such a file if there is enough memory for both. If
+there is not, the region is written to chunks while the container waits. Before a region is freed, its bytes
+are in files, and the journal names them. So no bytes are lost if gpusnap is killed: `gpusnap recover` puts
+them back. Several processes are handled at once, on all cores."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import run_populating
 
 _DONTNEED = 4  # asm-generic/mman-common.h
-# Bytes that stay available beside what is staged.
+# Bytes of memory that stay available while regions are staged.
 _RESERVE = 1 << 30
 _Piece = tuple[int, int, int]
 _T = TypeVar("_T")
@@ -56,18 +56,18 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _CapturedRegion:
-    """A region of a process, and where its bytes are."""
+    """A region of a process, and the place of its bytes."""
 
     region: Region
     area: Area | None
     mapped: bool = False
-    """Whether the driver itself has filled the file; else it is a copy."""
+    """Whether the driver filled the file itself; otherwise the file is a copy."""
     table: Table | None = None
 
 
 @dataclass(slots=True)
 class _Process:
-    """What is known of one process."""
+    """The state of one process."""
 
     before: tuple[regions.Mapping, ...] = ()
     """Its mappings before the driver's checkpoint."""
@@ -90,9 +90,9 @@ class Chunks(Pages):
         destination: Destination | None = None,
         ahead: bool = False,
     ) -> None:
-        """`key`: the container's. `destination`: where the chunks go, unless it is the image's folder.
+        """`key`: the container's. `destination`: where the chunks go; by default the image's directory.
 
-        `ahead`: begin to write while the driver still works, since the container waits for the disk.
+        `ahead`: begin to write while the driver still works, because the container waits for the disk.
         """
         self._destination = destination or ImageDestination(
             image_path, container_key.id_of(key), settings, bundle
@@ -108,19 +108,19 @@ class Chunks(Pages):
         self._progress = Progress(0)
         self._ahead = ahead and not settings.ceiling
         self._early: EarlyWriter | None = None
-        """What is written while the driver works."""
+        """Writes chunks while the driver works."""
 
     @property
     def _layout(self) -> Layout:
         return self._destination.layout
 
     def prepare(self) -> None:
-        """Have the place for the chunks ready. Raises Refused."""
+        """Prepare the destination of the chunks. Raises Refused."""
         self._destination.begin()
 
     @contextlib.contextmanager
     def thread(self, pid: int, tid: int) -> Iterator[PopulateResult]:
-        """Let the driver's thread run for its checkpoint, its large mappings files if they can be."""
+        """Let the driver's thread run for its checkpoint; make its large mappings from files if possible."""
         process = self._processes[pid] = _Process(_mappings(pid))
         lent = partial(journal.keep_thread, self._key, pid)
         backing = Backing(partial(self._watch, pid), lent)
@@ -128,7 +128,10 @@ class Chunks(Pages):
             yield process.populated
 
     def take(self, pids: Sequence[int]) -> None:
-        """Have the regions of those that were not taken yet in files, note where, and free them."""
+        """Put the regions of the processes into files, record where they are, and free them.
+
+        Skips processes whose regions were taken before.
+        """
         if self._early is not None:
             self._early.end()
         fresh = {pid: self._processes[pid] for pid in pids if self._processes[pid].held is None}
@@ -141,7 +144,7 @@ class Chunks(Pages):
             [transfer.ProcessRegion(pid, each.region.start, each.region.size) for pid, each in streamed],
             streamed,
         )
-        if streamed:  # whatever memory.sync says: from now on their bytes are nowhere else
+        if streamed:  # regardless of memory.sync: from now on these are the only copies
             with transfer.as_image_error(self._layout.path):
                 self._layout.sync()
         self.note(list(self._processes))
@@ -150,12 +153,12 @@ class Chunks(Pages):
         run_at_once(self._free, fresh).raise_first()
 
     def write(self) -> None:
-        """Write what is staged to chunks, unless it was. Raises ImageError."""
+        """Write the staged regions to chunks, if this was not done yet. Raises ImageError."""
         left = [(pid, each) for pid, each in self._all() if each.table is None]
         self._write([each.area for _, each in left if each.area is not None], left)
 
     def ready(self) -> None:
-        """Write what is staged to chunks, and have them on disk: the disk must not cost the container."""
+        """Write the staged regions to chunks and sync them: a disk error later would cost the container."""
         self.write()
         if self._settings.sync:
             self._end_early()
@@ -163,7 +166,7 @@ class Chunks(Pages):
                 self._layout.create().sync()
 
     def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
-        """Have the regions of those that were freed in place again; what kept some from it, by PID."""
+        """Put the freed regions of processes back; return the errors by PID."""
         wanted = {pid: p for pid, p in self._processes.items() if pid in pids and p.freed}
         layout = {pid: found for pid, p in wanted.items() if (found := _from_layout(p))}
         failures: dict[int, GpusnapError] = {}
@@ -193,7 +196,7 @@ class Chunks(Pages):
                 ) from error
 
     def note(self, pids: Sequence[int]) -> None:
-        """Journal where the regions of processes are: in the layout, in the stage, or in themselves."""
+        """Record in the journal where the regions are: in the layout, in the stage, or in the processes."""
         layout: dict[int, tuple[RegionRecord, ...]] = dict.fromkeys(pids, ())
         staged: dict[int, tuple[journal.StagedRegion, ...]] = {}
         for pid, process in self._processes.items():
@@ -208,10 +211,10 @@ class Chunks(Pages):
                     RegionRecord(region.start, table) for region, table in _from_layout(process)
                 )
         journal.write(self._key, self._image, layout, staged=staged, layout=self._layout.path)
-        self._destination.mark_needed()  # whoever is killed in between has taken nothing yet
+        self._destination.mark_needed()  # if gpusnap is killed before this, nothing was freed yet
 
     def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
-        """By PID, for the manifest: the regions as they are in the layout; None before all are."""
+        """Return the regions in the layout by PID, for the manifest; None until all of them are in it."""
         if any(each.table is None for _, each in self._all()):
             return None
         return {
@@ -220,7 +223,7 @@ class Chunks(Pages):
         }
 
     def commit(self, *, kept: bool) -> tuple[FileRecord, ...]:
-        """Make the chunks durable, and the layout one that anybody can read. Raises ImageError."""
+        """Make the chunks durable and complete the layout, so that others can read it. Raises ImageError."""
         self.write()
         tables = [each.table for _, each in self._all() if each.table is not None]
         self._end_early()
@@ -228,18 +231,18 @@ class Chunks(Pages):
         return self._destination.write_images()
 
     def finish(self, record: Manifest, write: Callable[[], bool]) -> None:
-        """Name the chunks, then the manifest; let go of what it says to be in them. Raises ImageError."""
+        """Name the chunks, then write the manifest; remove other copies of its chunks. Raises ImageError."""
         self._destination.name(record)
         self._destination.close(record if write() else None)
 
     def close(self) -> None:
-        """The checkpoint is whole: what was staged is not needed any more."""
+        """Remove the stage: the checkpoint is complete and does not need it any more."""
         self._end_early()
         self.leave()
         transfer.free(self._stage)
 
     def adopt(self, entry: journal.Entry) -> None:
-        """Take over what an earlier gpusnap staged, or wrote to a layout, of processes that stay suspended.
+        """Take over the regions of suspended processes that an earlier gpusnap staged or wrote to a layout.
 
         Raises ImageError.
         """
@@ -261,7 +264,7 @@ class Chunks(Pages):
                 self._processes[process.pid] = _Process(held=tuple(held))
 
     def leave(self) -> None:
-        """Let go of the files; what is in them stays staged, as the journal has it."""
+        """Close the files. Their contents stay staged, as recorded in the journal."""
         for _, each in self._all():
             if each.area is not None:
                 each.area.close()
@@ -270,16 +273,19 @@ class Chunks(Pages):
                 area.close()
 
     def discard(self, *, layout: bool) -> None:
-        """Remove the stage, and the `layout` too, unless a process waits for its bytes. Raises ImageError."""
+        """Remove the stage, with `layout` also the layout. Do nothing if a running process needs its bytes.
+
+        Raises ImageError.
+        """
         if any(process.freed and proc.is_running(pid) for pid, process in self._processes.items()):
             return
         self.close()
         self._destination.discard(earlier=not layout)
 
-    # Within
+    # Private
 
     def _watch(self, pid: int, address: int, size: int) -> Area:
-        """A file for a region, of which something is written as the driver fills it."""
+        """Return a file for a region; its parts may be written ahead while the driver fills it."""
         area = self._area(pid, address, size)
         if self._ahead:
             with self._lock:
@@ -290,7 +296,7 @@ class Chunks(Pages):
         return area
 
     def _start_early_writer(self) -> EarlyWriter | None:
-        """None where nothing can be written ahead; what is wrong then the writing itself will say."""
+        """Return None if nothing can be written ahead; the later writing reports the cause."""
         with contextlib.suppress(OciError), self._destination.open_known() as known:
             self._layout.create()
             return EarlyWriter(self._layout, self._settings, known, self._destination.speed)
@@ -304,7 +310,7 @@ class Chunks(Pages):
         return [(pid, each) for pid, process in self._processes.items() for each in process.held or ()]
 
     def _area(self, pid: int, address: int, size: int) -> Area:
-        """A file for a region; OSError where there shall be none."""
+        """Make a file for a region. Raises OSError, also if this is not allowed."""
         if not mount_namespace.is_lasting():
             raise OSError(
                 errno.EPERM, "this mount namespace is not the host's", container_key.id_of(self._key)
@@ -327,7 +333,7 @@ class Chunks(Pages):
             covered = sum(_common(area, m) for m in there if m.name == area.path)
             if covered == area.size:
                 yield _CapturedRegion(Region(area.address, area.size), area, mapped=True)
-            elif not covered:  # the driver has unmapped it again: it was not for the GPU's memory
+            elif not covered:  # the driver has unmapped it again: it was not for GPU memory
                 self._drop(area)
             else:
                 raise GpusnapError(
@@ -344,7 +350,7 @@ class Chunks(Pages):
             self._staged -= area.size
 
     def _copy(self, pid: int, region: Region) -> Area | None:
-        """A region's bytes in a file, too; None where there is no memory for both."""
+        """Copy a region to a file; return None if there is not enough memory for both, or the copy fails."""
         if region.size > proc.available_memory() - _RESERVE:
             return None
         try:
@@ -353,7 +359,7 @@ class Chunks(Pages):
             return None
         try:
             copies.read(pid, region.start, area.view(0, region.size), threads=self._settings.threads)
-        except OSError:  # it ended, or the memory did: reading it again for the chunks says which
+        except OSError:  # the process ended, or memory ran out: the later read for the chunks reports it
             self._drop(area)
             return None
         return area
@@ -370,7 +376,7 @@ class Chunks(Pages):
             last[0] = now
             reporter.move(now.done, now.total)
 
-        # A chunk that is only linked was not read: no process may depend on it alone.
+        # A linked chunk was not read. A process must not depend on it if there is no other copy.
         live = any(isinstance(source, transfer.ProcessRegion) for source in sources)
         written_before = self._early.end() if self._early is not None else {}
         with transfer.as_image_error(self._layout.path), self._destination.open_known() as known:
@@ -403,7 +409,10 @@ class Chunks(Pages):
         self.written = ChunkTotals(now.written, now.known, now.zero)
 
     def _order(self, sources: Sequence[transfer.ProcessRegion | Area]) -> list[_Piece]:
-        """What was written ahead among the rest: it is only hashed again, and the disk has to have work."""
+        """Return the pieces in an order that mixes those written ahead with the others.
+
+        Pieces that were written ahead are only hashed again. Mixed in, they do not leave the disk idle.
+        """
         pieces, early = list(writing.cut(sources, self._settings.chunk_size)), self._early
         if early is None:
             return pieces
@@ -415,7 +424,7 @@ class Chunks(Pages):
         return interleave(other, written)
 
     def _free(self, pid: int) -> None:
-        """In a thread of its own for each process, which is the tracer."""
+        """Free the regions of one process. Each process has its own thread, which is the tracer."""
         found = self._processes[pid].held
         if not found:
             return
@@ -434,13 +443,13 @@ class Chunks(Pages):
 
 
 def interleave(first: Sequence[_T], second: Sequence[_T]) -> list[_T]:
-    """Both as one, each in its order and evenly over the whole."""
+    """Merge two sequences, each in its own order and spread evenly over the result."""
     order = [(at / len(each), item) for each in (first, second) for at, item in enumerate(each)]
     return [item for _, item in sorted(order, key=operator.itemgetter(0))]
 
 
 def _let_go(remote: Remote, held: _CapturedRegion) -> None:
-    """Leave nothing of a region in the process but its addresses."""
+    """Free the memory of a region in the process; its addresses stay reserved."""
     start, size = held.region.start, held.region.size
     if held.mapped:
         remote.mmap(start, size, mmap.PROT_READ | mmap.PROT_WRITE, transfer.EMPTY)
@@ -449,7 +458,7 @@ def _let_go(remote: Remote, held: _CapturedRegion) -> None:
 
 
 def _common(area: Area, mapping: regions.Mapping) -> int:
-    """Bytes of a region that lie in a mapping."""
+    """Return how many bytes of a region are in a mapping."""
     return max(0, min(mapping.end, area.address + area.size) - max(mapping.start, area.address))
 
 
@@ -466,13 +475,16 @@ def _from_layout(process: _Process) -> list[tuple[Region, Table]]:
 
 
 def _working(settings: Memory) -> int:
-    """Of these, what the threads that write chunks may hold: the rest is for what is staged."""
+    """Return how many bytes of memory.ceiling the threads that write chunks may use.
+
+    The rest is for staged regions.
+    """
     one = writing.worker_memory(settings.chunk_size, settings.level)
     return min(transfer.ceiling(settings), one * (settings.threads or copies.cores()))
 
 
 def _mappings(pid: int) -> tuple[regions.Mapping, ...]:
-    """None for a process that ended; what else is wrong with it the next step will say."""
+    """Return the mappings of a process; () if it has ended. The next step reports that."""
     try:
         return regions.mappings(pid)
     except (FileNotFoundError, ProcessLookupError):

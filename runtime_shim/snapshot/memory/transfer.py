@@ -1,4 +1,4 @@
-"""GPU memory between processes, files of memory.stage and the layout of a checkpoint."""
+"""Moves GPU memory between processes, files of memory.stage and the layout of a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.records import journal
 
 OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # asm-generic/mman-common.h, MAP_FIXED
-"""Memory of a process' own, in the place of what is there."""
+"""The process' own memory, in place of what is mapped there."""
 EMPTY = OWN | 0x4000  # ibid., MAP_NORESERVE
-"""The same where nothing is to be, but the addresses are to stay taken."""
-_PIECE = 64 << 20  # bytes that are held at once of a process' own memory
-# How often the removal of what is staged is tried, and seconds between two tries: this host may lack memory
-# or descriptors for a moment.
+"""The same, but without memory behind it: only the addresses stay reserved."""
+_PIECE = 64 << 20  # bytes of a process' memory that are buffered at once
+# How often to try to remove the stage, and seconds between two tries: the host may be short of memory or
+# descriptors for a moment.
 _TRIES, _PAUSE = 3, 0.05
-_SHARE = 4  # of the memory that is available, when the settings say nothing
+_SHARE = 4  # one part in this many of the available memory, by default
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRegion:
-    """A region of a process, to read from and to fill: gpusnap.oci.chunks.buffers' Source and Target."""
+    """A region of a process to read or to fill: a Source and a Target of gpusnap.oci.chunks.buffers."""
 
     pid: int
     start: int
     size: int
 
     def view(self, offset: int, size: int) -> None:
-        """It is no memory of ours: as a Target it is written to."""
+        """Return None: it is another process' memory, so `write` must be used."""
 
     def read(self, offset: int, into: memoryview) -> None:
-        """In the calling thread alone: the crew of gpusnap.oci.chunks.writer has one for each core."""
+        """Read in the calling thread only: gpusnap.oci.chunks.writer already uses a thread for each core."""
         copies.read(self.pid, self.start + offset, into, threads=1)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Likewise."""
+        """Write, also in the calling thread only."""
         copies.write(self.pid, self.start + offset, data, threads=1)
 
 
 def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], settings: Memory) -> None:
-    """Fill regions of processes that have been freed; those that ended are left out. Raises ImageError."""
+    """Fill freed regions of processes from the layout. Skips ended processes. Raises ImageError."""
     pairs = [(pid, region, table) for pid, found in wanted.items() for region, table in found]
     pairs = [each for each in pairs if proc.is_running(each[0])]
     if not pairs:
         return
-    from gpusnap.oci.chunks import reader  # with zstandard, which what stayed in RAM does not need
+    from gpusnap.oci.chunks import reader  # imports zstandard, which is not needed if all is in RAM
 
     with as_image_error(layout.path):
         reader.read(
@@ -83,12 +83,13 @@ def map_areas(
     mapped: Callable[[int, Remote], None] | None = None,
     before_copy: Callable[[], None] | None = None,
 ) -> dict[int, GpusnapError]:
-    """Map staged regions into their processes; those that ended are left out. What kept some from it, by PID.
+    """Map staged regions into their processes; return the errors by PID. Skips ended processes.
 
-    What a process writes there does not get into the file. Where it cannot have the file (SELinux; a limit on
-    its descriptors), the bytes are copied, once `before_copy` has returned. `mapped`: called for each process
-    that has the files, which it cannot touch yet, with what makes system calls inside it. `key`: the
-    container's; `hint`: what to do where that fails, if the bytes do not stay in the stage.
+    The mappings are private: what a process writes there does not get into the file. If a process cannot map
+    the file (SELinux; a limit on its descriptors), `before_copy` is called and then the bytes are copied.
+    `mapped`: called for each process after the files are mapped, while it is still stopped, with its PID and
+    a Remote that makes system calls in it. `key`: the container's. `hint`: what to do on failure, if the
+    bytes do not stay in the stage.
     """
 
     def map_files(pid: int) -> bool:
@@ -124,16 +125,17 @@ def map_areas(
 
 
 def populate(areas: Mapping[int, Area], at: int, chunk: Chunk) -> None:
-    """Have pages behind a chunk of an area, before that is written; `areas` may lack some. Raises OSError.
+    """Allocate the pages of a chunk in an area, before the chunk is written there. Raises OSError.
 
-    The kernel would end us by SIGBUS where we write to a page that it has no memory for.
+    If memory ran out during the write, the kernel would kill gpusnap with SIGBUS. Does nothing if `areas` has
+    no area at `at`.
     """
     if at in areas:
         areas[at].populate(chunk.offset, chunk.size, threads=1)
 
 
 def copy(pid: int, areas: Sequence[Area]) -> None:
-    """Copy staged regions to where the process has memory of its own for them. Raises OSError."""
+    """Copy staged regions into the process' own memory at their addresses. Raises OSError."""
     for area in areas:
         if area.size > proc.available_memory():
             raise OSError(errno.ENOMEM, "there is not enough memory to copy the saved GPU memory", area.path)
@@ -141,9 +143,9 @@ def copy(pid: int, areas: Sequence[Area]) -> None:
 
 
 def release_memory(key: str, pid: int, regions_of: Iterable[tuple[int, int]]) -> None:
-    """Leave nothing of regions (address, bytes) in a process that stands but their addresses.
+    """Free the memory of regions (address, bytes) in a stopped process; their addresses stay reserved.
 
-    Their bytes are elsewhere, and the journal says where. Raises GpusnapError.
+    The bytes must be elsewhere, and the journal must say where. Raises GpusnapError.
     """
     try:
         with enter_thread(pid) as remote, journal.keep_thread(key, pid, remote.saved):
@@ -160,14 +162,14 @@ def release_memory(key: str, pid: int, regions_of: Iterable[tuple[int, int]]) ->
 
 
 def replace_staged_memory(key: str, pid: int) -> None:
-    """Let a process that stands have memory of its own where it still has a staged file.
+    """Replace staged files that are still mapped in a stopped process by its own memory, with the same bytes.
 
-    After the driver's restore, that has taken what it needed of the regions and unmapped them: what is left
-    was the process' own memory (its heap grows while the driver works), and must be such again, of which it
-    may give pages back and find zeros. Raises GpusnapError.
+    The driver's restore has unmapped the regions that it used. The other mappings of staged files were the
+    process' own memory before (its heap grows while the driver works). They must be anonymous memory again,
+    so that pages that the process frees read as zeros. Raises GpusnapError.
     """
     try:
-        # By the device as well: a file of the container's own may have such a name.
+        # The device is compared too: a file of the container may have such a name.
         ours = stage.device()
         left = [
             m for m in regions.mappings(pid) if m.device == ours and m.name.startswith(stage.FOLDER + "/")
@@ -193,22 +195,22 @@ def replace_staged_memory(key: str, pid: int) -> None:
 
 
 def count_reading_threads(settings: Memory) -> int:
-    """How many threads of a restore read and decode the GPUs' memory.
+    """Return how many threads of a restore read and decode GPU memory.
 
-    In the runtime and in a load process; the encodings of chunks are chosen for as many. Some cores are left
-    to the runtime and to CRIU, which nobody would wait for any shorter else.
+    This holds in the runtime and in a load process, and the encodings of chunks are chosen for this number.
+    The other cores are left to the runtime and to CRIU: with more threads, the restore would not be faster.
     """
     return settings.threads or max(1, copies.cores() * 3 // 4)
 
 
 def ceiling(settings: Memory) -> int:
-    """Bytes that gpusnap may hold for chunks under way."""
+    """Return how many bytes of memory gpusnap may use for chunks that it is reading or writing."""
     return settings.ceiling or max(proc.available_memory() // _SHARE, 256 << 20)
 
 
 @contextlib.contextmanager
 def as_image_error(folder: str) -> Iterator[None]:
-    """What goes wrong with the layout in a folder, as an ImageError."""
+    """Raise errors of the layout in a directory as ImageError."""
     try:
         yield
     except DiskFull as error:
@@ -228,13 +230,13 @@ def as_image_error(folder: str) -> Iterator[None]:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether it says that there is no room for a staged file, that is, no RAM."""
+    """Whether the error means that there is no room for a staged file, that is, no RAM."""
     in_stage = str(error.filename or "").startswith(stage.FOLDER + "/")
     return in_stage and error.errno in (errno.ENOSPC, errno.ENOMEM)
 
 
 def free(staged: Stage) -> None:
-    """Remove what is staged, which takes RAM. Where that fails it is said, and `gpusnap recover` frees it."""
+    """Remove the stage, which uses RAM. A failure is only reported; `gpusnap recover` can free it later."""
     for attempt in range(_TRIES):
         try:
             staged.remove()

@@ -28,14 +28,14 @@ from gpusnap.runtime_shim.settings import Memory
 # does not (docs/benchmarks.md, "A checkpoint beside its disk").
 _SHARE = 0.5
 _MOST = 16
-# Bytes of zeros that are looked over for one that is not.
+# How many bytes ahead are searched for a page that is not zero.
 _AHEAD = 1 << 30
 _LOOK = 0.005  # seconds
 _PAGE = 4096
 
 
 class EarlyWriter:
-    """Writes parts of regions ahead of time. It never fails: the rest is written later."""
+    """Writes parts of regions ahead of time. It raises no errors: what it does not write is written later."""
 
     def __init__(
         self,
@@ -55,16 +55,19 @@ class EarlyWriter:
         self._written: set[tuple[str, int]] = set()
 
     def begin(self, area: Area) -> None:
-        """Watch a region that was just made, and is zeros so far."""
+        """Watch a new region, which contains only zeros so far."""
         cores = (self._settings.threads or copies.cores()) * _SHARE
-        # Each that comes gets a smaller part of the cores, as nobody knows how many will.
+        # Each further region gets a smaller share of the cores, because the number of regions is unknown.
         share = max(1, min(_MOST, int(cores / (len(self._threads) + 1))))
         thread = threading.Thread(target=self._watch, args=(area, share), name="gpusnap-early")
         self._threads.append(thread)
         thread.start()
 
     def end(self) -> dict[str, Chunk]:
-        """The driver is done: what there is by now, by the digest of the plain bytes. May be called twice."""
+        """Stop, as the driver is done. Return the chunks written so far, by the digest of their plain bytes.
+
+        May be called twice.
+        """
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -73,7 +76,7 @@ class EarlyWriter:
 
     def _watch(self, area: Area, threads: int) -> None:
         size, level = self._settings.chunk_size, self._settings.level
-        with suppress(OciError, OSError, ValueError):  # ValueError: it was let go of
+        with suppress(OciError, OSError, ValueError):  # ValueError: the area was closed
             (table,) = writing.write(
                 [area],
                 self._layout,
@@ -92,18 +95,18 @@ class EarlyWriter:
                 self._written |= {(area.path, chunk.offset) for chunk in table.chunks}
 
     def is_written(self, area: Area, offset: int) -> bool:
-        """Whether something of that chunk was written ahead, so that most likely it only has to be read."""
+        """Whether that chunk was written ahead once, so that it probably only has to be read again."""
         return (area.path, offset) in self._written
 
     def count_chunks(self, tables: Iterable[Table]) -> ChunkTotals:
-        """Of the chunks that were written ahead and are in these tables: what is new, and what was linked."""
+        """Count the chunks in these tables that were written ahead: bytes of new blobs, and bytes linked."""
         used = {c.blob: c for table in tables for c in table.chunks if c.plain in self._chunks}
         new = sum(chunk.stored for blob, chunk in used.items() if blob in self._new)
         linked = sum(chunk.size for blob, chunk in used.items() if blob not in self._new)
         return ChunkTotals(new, linked)
 
     def _filled(self, area: Area, size: int) -> Iterator[tuple[int, int, int]]:
-        """The chunks before the furthest one that has begun to be something else than zeros."""
+        """Yield the chunks before the last one that is not all zeros, as the driver proceeds."""
         at = 0
         while not self._stop.is_set():
             for offset in range(at, _reach(area, at, size), size):
@@ -115,7 +118,7 @@ class EarlyWriter:
 
 
 def _reach(area: Area, at: int, size: int) -> int:
-    """How far the driver seems to be: the offset of the last chunk in sight whose first page is not zero."""
+    """Guess how far the driver is: the last offset within _AHEAD of a chunk whose first page is not zero."""
     last = min(area.size - _PAGE, at + _AHEAD)
     for offset in range(last - last % size, at, -size):
         if not is_zero(area.view(offset, _PAGE)):
