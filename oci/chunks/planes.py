@@ -1,24 +1,25 @@
-"""Floating-point numbers in planes: the bytes with the exponents are compressed, the others are stored plain.
+"""Stores floating-point numbers as planes: bytes with exponents are compressed, the others stay plain.
 
-The weights of a model are numbers of 16 or 32 bits whose sign and exponent have few values, and whose
-mantissa is noise. zstd over all bytes must encode the noise as well; here it only gets the highest byte of
-each number. bf16 weights (normal distribution, sigma 0.02) shrink to 67 %, with zstd alone to 78 %, and are
-decoded twice as fast.
+The weights of a model are numbers of 16 or 32 bits. Their sign and exponent have few different values, and
+their mantissa is noise. If zstd compresses all bytes, it must encode the noise as well; here it only gets the
+highest byte of each number. bf16 weights (normal distribution, sigma 0.02) shrink to 67 %, with zstd alone to
+78 %, and are decoded twice as fast.
 
-These bytes have few values, but hardly any string of them occurs twice. So zstd must code them by their
-frequency, and only search for runs (`make_compressor`): each short match that it finds makes the code of the
-other bytes worse. The plane shrinks to 34 % instead of 37 %, in a third of the time.
+The highest bytes have few different values, but sequences of them rarely occur twice. So zstd should code
+them by their frequency, and only search for runs (`make_compressor`): each short match that it finds makes
+the code of the other bytes worse. The plane shrinks to 34 % instead of 37 %, in a third of the time.
 
     20 bytes     a skippable frame of zstd (RFC 8878, 3.1.2): its magic number, 12, then the width of a
                  number, 2 or 4, in 4 bytes, and the size of all numbers in 8
     the planes   of the lower bytes, the lowest first, each with one byte for every number
     the rest     the highest bytes, as zstd
 
-The loops are in C (native/planes.c), loaded at the first use, and run in parallel with other threads. Without
-them, slices do the same, which takes ten times as long and blocks the interpreter.
+The loops are in C (native/planes.c). They are loaded at the first use, and run in parallel with other
+threads. Without them, slices of Python do the same, which takes ten times as long and blocks the interpreter.
 
-Why no library: blosc2 and numcodecs do the same, and more, but need numpy, whose import alone takes longer
-than a command may; zipnn needs torch or numpy; python-blosc does not separate the planes for zstd.
+There is no suitable library. blosc2 and numcodecs do the same, and more, but need numpy, whose import alone
+takes longer than a command may take. zipnn needs torch or numpy. python-blosc does not separate the planes
+for zstd.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ import zstandard
 from gpusnap.oci.base.errors import ChunkError
 
 WIDTHS = (2, 4)
-"""Bytes of a number; little-endian, so that the last one has sign and exponent."""
-# The smallest table of matches that zstd has, and the longest least match (zstd.h, ZSTD_HASHLOG_MIN,
-# ZSTD_MINMATCH_MAX); all blocks are as large as they can be, with one code for each.
+"""Bytes of a number. Numbers are little-endian, so the last byte has the sign and exponent."""
+# The smallest table of matches in zstd, and the highest minimum length of a match (zstd.h, ZSTD_HASHLOG_MIN,
+# ZSTD_MINMATCH_MAX). All blocks have the largest possible size, each with one code.
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(1, window_log=17, hash_log=6, min_match=7)
 COMPRESSOR_MEMORY = int(_PARAMETERS.estimated_compression_context_size()) + (1 << 17) + (2 << 17) + (1 << 16)
-"""Bytes that one of `make_compressor` holds: its context; of a stream a window, two blocks and the rest."""
+"""Bytes that one compressor uses: its context, and for a stream a window, two blocks and some more."""
 _HEADER = struct.Struct("<IIIQ")
 _MAGIC = 0x184D2A57
 HEAD = _HEADER.size
 """Bytes before the planes."""
-_NATIVE = ("native/planes.so", "native/build/planes.so")  # of a wheel, of a checkout
+_NATIVE = ("native/planes.so", "native/build/planes.so")  # in a wheel, in a checkout
 
 
 def make_compressor() -> zstandard.ZstdCompressor:
-    """One for the highest bytes of numbers; for one thread."""
+    """Return a compressor for the highest bytes of numbers, for use in one thread."""
     return zstandard.ZstdCompressor(compression_params=_PARAMETERS)
 
 
@@ -70,7 +71,7 @@ def encode(
 ) -> int:
     """Write `plain`, a multiple of `width` bytes, into `packed`; return bytes used, 0 if it does not fit.
 
-    `top` has room for the highest bytes. All memory is writable.
+    `top` must have room for the highest bytes. All buffers must be writable.
     """
     count = plain.nbytes // width
     begin = HEAD + (width - 1) * count
@@ -88,9 +89,10 @@ def encode(
 def decode(
     packed: memoryview, plain: memoryview, top: memoryview, decompressor: zstandard.ZstdDecompressor
 ) -> None:
-    """Fill `plain` from a whole blob. `top` has room for half of it. Raises ChunkError, zstandard.ZstdError.
+    """Fill `plain` from a complete blob. Raises ChunkError, zstandard.ZstdError.
 
-    The blob may come from anybody: no other memory is touched, whatever it says.
+    `top` must have room for half of `plain`. The blob may come from an untrusted source: whatever it
+    contains, no other memory is accessed.
     """
     head = bytes(packed[:HEAD])
     if size_of(head) != plain.nbytes:
@@ -109,7 +111,7 @@ def decode(
 
 
 def unpack(packed: bytes, size: int) -> memoryview | None:
-    """Return the numbers in a whole blob, if they are `size` bytes; None if it has none."""
+    """Return the numbers in a complete blob, if they are `size` bytes; otherwise None."""
     plain, top = bytearray(size), bytearray(size // 2)
     window = max(size, 1 << 10)
     try:

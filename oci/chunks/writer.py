@@ -1,13 +1,13 @@
-"""Regions of memory into blobs of a layout, in many threads.
+"""Writes regions of memory to blobs of a layout, in many threads.
 
-Each worker takes the next chunk of any region and takes it all the way: copied into the worker's private
-memory, left out where it is zero, hashed, looked up among the known ones, tried for what makes it smallest,
-encoded, hashed again, written. Nothing is handed from thread to thread, so memory is what the workers
-hold, no more.
+Each worker takes the next chunk of any region and does all steps itself. It copies the chunk into its private
+memory, skips it if it is zero, hashes it, looks for it among the known chunks, chooses an encoding, encodes
+it, hashes it again, and writes it. No data is passed from thread to thread, so only the workers' own buffers
+use memory.
 
-The copy is what makes a digest true. A region may be a file that a process of the container still has mapped:
-a chunk that was hashed there and written from there could change in between, and stand in a store under a
-digest that it does not have. Later checkpoints link chunks by digest without reading them.
+The copy ensures that the digest is right. A region may be a file that a process of the container still has
+mapped. If a chunk were hashed and written from there, it could change in between, and the store would contain
+it under a wrong digest. Later checkpoints link chunks by digest without reading them.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ PAGE = 4096
 
 
 def worker_memory(chunk_size: int, level: int) -> int:
-    """Bytes that one worker needs: its chunk and, where it compresses, as much again and zstd's memory."""
+    """Return the bytes that one worker needs: for its chunk, and for a compressed copy and zstd, if any."""
     if level == 0:
         return chunk_size
     parameters = zstandard.ZstdCompressionParameters.from_level(level, source_size=chunk_size)
-    # What the stream holds beside its context: a window and two blocks of 128 KiB at most; then the chooser.
+    # Memory of the stream beside its context: a window and at most two blocks of 128 KiB; then the chooser.
     streams = (1 << parameters.window_log) + (2 << 17) + (1 << 19) + encoding.MEMORY
     contexts = int(parameters.estimated_compression_context_size()) + planes.COMPRESSOR_MEMORY
     return 2 * chunk_size + chunk_size // 2 + contexts + streams
@@ -73,23 +73,23 @@ def write(
     on_written: Callable[[str], None] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[Table, ...]:
-    """Write the regions as blobs; one table for each, in order.
+    """Write the regions as blobs; return one table for each, in order.
 
     chunk_size: bytes, a multiple of 4096. level: zstd's, 1 to 19; 0 never compresses.
-    ceiling: bytes that all workers together may hold; fewer than `threads` run if that is not enough for all.
+    ceiling: bytes of memory for all workers together; if it is too low for `threads` workers, fewer run.
     speed: of the disk and the host that will read the chunks; without it each chunk is stored in its smallest
     encoding.
     known: chunks found there are linked, not compressed and written.
     trust: accept a blob that the layout has if its name and size are right; else it is written again.
     written_before: chunks that the layout already has, by the digest of their plain bytes; not checked.
-    pieces: the chunks to write, as (place of the source, offset, size) and in this order, by default all of
-    them; the rest counts as zeros in the table.
+    pieces: the chunks to write, as (index of the source, offset, size), in this order; by default all of
+    them. In the table, the others count as zeros.
     on_written: called with the digest of each new blob, by the worker that wrote it.
     progress: called after each chunk, by a worker, one call at a time.
     The layout is not durable before `Layout.commit`.
 
     Raises ChunkError, CeilingError, DiskFull, DiskError, LayoutError, and whatever a source or `progress`
-    raises: the first error ends all workers. Blobs that were whole by then stay.
+    raises: the first error ends all workers. Blobs that are complete by then stay.
     """
     if not PAGE <= chunk_size <= LARGEST_CHUNK or chunk_size % PAGE:
         raise ChunkError(
@@ -116,7 +116,7 @@ def write(
 
 
 def cut(sources: Sequence[Source], chunk_size: int) -> Iterator[tuple[int, int, int]]:
-    """All chunks of regions, each as (place of the source, offset, size)."""
+    """Yield all chunks of the regions, each as (index of the source, offset, size)."""
     for at, source in enumerate(sources):
         for offset in range(0, source.size, chunk_size):
             yield at, offset, min(chunk_size, source.size - offset)
@@ -124,17 +124,17 @@ def cut(sources: Sequence[Source], chunk_size: int) -> Iterator[tuple[int, int, 
 
 @dataclass(frozen=True, slots=True)
 class _StoredChunk:
-    """A blob that holds a chunk."""
+    """A blob that contains a chunk."""
 
     blob: str
     stored: int
     encoding: Encoding
     blake3: str = ""
-    """Of the chunk, if somebody has computed it."""
+    """The BLAKE3 digest of the chunk; empty if it is not known."""
 
 
 class _Tools:
-    """What one worker has for itself, used for chunk after chunk."""
+    """The buffers and compressors of one worker, which it uses again for each chunk."""
 
     def __init__(self, chunk_size: int, level: int, speed: ReadSpeed | None) -> None:
         self.plain = Memory(chunk_size)
@@ -145,14 +145,14 @@ class _Tools:
         self._chooser = EncodingChooser(speed) if level else None
 
     def free(self) -> None:
-        """Give the memory back, whoever still refers to it."""
+        """Free the memory, even if something still refers to it."""
         for memory in (self.plain, self.packed, self.top):
             memory.free()
         if self._chooser is not None:
             self._chooser.free()
 
     def pack(self, plain: memoryview) -> tuple[memoryview, Encoding] | None:
-        """The chunk encoded, in this worker's memory, and how; None where that is not worth it."""
+        """Encode the chunk in this worker's memory; return it and its encoding, or None to store it plain."""
         size = plain.nbytes
         width = self._chooser.choose(plain) if self._chooser is not None else None
         if width is None:
@@ -161,15 +161,15 @@ class _Tools:
         if width:
             count = planes.encode(plain, width, packed, self.top.view, self._planes)
             return (packed[:count], "planes") if count else None
-        # A reader fills memory that is there already; compress() would allocate as much anew each time.
+        # A reader fills the existing buffer; compress() would allocate a new one each time.
         with self._compressor.stream_reader(plain, size=size, closefd=False) as reader:
             count = reader.readinto(packed)
-            # Full to the brim, it may have been cut off.
+            # If the buffer is completely full, the data may have been cut off.
             return (packed[:count], "zstd") if count < packed.nbytes else None
 
 
 class _Writer:
-    """What the workers of one call of `write` share."""
+    """The state that the workers of one call of `write` share."""
 
     def __init__(
         self,
@@ -197,17 +197,17 @@ class _Writer:
         self._lock = threading.Lock()
         self._pieces: SharedIterator[tuple[int, int, int]]
         self._written_before: frozenset[str] = frozenset()
-        # The digests of their plain bytes, by BLAKE3, which takes a fifth of the time.
+        # SHA-256 of their plain bytes, by their BLAKE3 digest, which takes a fifth of the time to compute.
         self._digests: dict[str, str] = {}
         self._chunks: list[list[Chunk]] = [[] for _ in sources]
-        # Content met before in this call, for regions that hold the same bytes twice.
+        # Chunks found before in this call: regions may contain the same bytes twice.
         self._written_chunks: dict[str, _StoredChunk] = {}
         self._progress = Progress(sum(source.size for source in sources))
 
     def begin(
         self, written_before: Mapping[str, Chunk], pieces: Iterable[tuple[int, int, int]] | None
     ) -> None:
-        """Say what there is to do, and what need not be done."""
+        """Set the chunks to write, and those that are already written."""
         self._pieces = SharedIterator(cut(self._sources, self._chunk_size) if pieces is None else pieces)
         self._written_before = frozenset(written_before)
         self._digests = {chunk.blake3: plain for plain, chunk in written_before.items() if chunk.blake3}
@@ -215,13 +215,13 @@ class _Writer:
             self._written_chunks[plain] = _StoredChunk(chunk.blob, chunk.stored, chunk.encoding, chunk.blake3)
 
     def tables(self) -> tuple[Table, ...]:
-        """What was written."""
+        """Return the tables of what was written, one for each source."""
         found = zip(self._sources, self._chunks, strict=True)
         in_order = [(source.size, sorted(chunks, key=lambda chunk: chunk.offset)) for source, chunks in found]
         return tuple(make_table(size, chunks) for size, chunks in in_order)
 
     def work(self) -> None:
-        """What each worker does."""
+        """Write chunks until none is left, in one worker."""
         tools = _Tools(self._chunk_size, self._level, self._speed)
         try:
             for at, offset, size in self._pieces:
@@ -247,7 +247,7 @@ class _Writer:
             stored, written = self._write_blob(view, plain, tools)
             known = 0
         elif plain in self._written_before:
-            known = 0  # whoever wrote it has counted it
+            known = 0  # its writer has counted it
         blake3 = stored.blake3 or blake3
         self._written_chunks.setdefault(plain, replace(stored, blake3=blake3))
         chunk = Chunk(offset, size, plain, stored.blob, stored.stored, stored.encoding, blake3)
@@ -255,7 +255,7 @@ class _Writer:
         self._add_progress(size, known=known, written=written)
 
     def _link_known(self, plain: str, size: int) -> _StoredChunk | None:
-        """A chunk of an earlier checkpoint, its blob now in this layout too; None where it cannot be."""
+        """Link a chunk of an earlier checkpoint into this layout; return None if that is not possible."""
         place = self._known.find(plain) if self._known is not None else None
         if place is None or not _can_hold(place, plain, size):
             return None
@@ -268,7 +268,7 @@ class _Writer:
         return _StoredChunk(place.blob, place.stored, place.encoding)
 
     def _write_blob(self, view: memoryview, plain: str, tools: _Tools) -> tuple[_StoredChunk, int]:
-        """A chunk as a blob, and how many bytes of it were not there yet."""
+        """Write a chunk as a blob; return it, and its size, or 0 if the layout already had it."""
         packed = tools.pack(view) if self._level else None
         self._crew.check()
         encoding: Encoding = "plain"
@@ -294,7 +294,7 @@ class _Writer:
 
 
 def _can_hold(place: Place, plain: str, size: int) -> bool:
-    """Whether a known blob can be that of a chunk: the index may be broken in ways that its format allows."""
+    """Whether a known blob can be that of a chunk: an index with wrong values can still be well-formed."""
     if place.encoding == "plain":
         return place.blob == plain and place.stored == size
     return 0 < place.stored <= size

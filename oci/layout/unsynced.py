@@ -1,22 +1,23 @@
-"""Files that were written and are not synced yet, each with the descriptor that wrote it.
+"""Keeps track of files that were written but not synced, each with the descriptor that wrote it.
 
 Linux reports a writeback error once to each descriptor that was open when the pages failed (fsync(2);
 lib/errseq.c), and considers these pages clean afterwards. So a descriptor that is opened later may get no
 error, and a second fsync succeeds without having written anything. Hence the rules:
 
 - The descriptor that wrote a file stays open until its fsync.
-- There are never more than `most` of them: adding one more first syncs the oldest. That waits for
-  the journal of the file system, which waits for what others write meanwhile, 30 ms for each file on a busy
-  disk; at the end, when the kernel has written the pages already, many at once take little. So `most` is as
-  large as the limit on descriptors allows.
-- A file whose fsync has failed never counts as synced, whatever a later one says, until it is written again.
+- There are never more than `most` of them: adding one more first syncs the oldest. Such an fsync waits for
+  the journal of the file system, and so for the writes of other processes: 30 ms for each file on a busy
+  disk. At the end, when the kernel has already written the pages, syncing many files at once is quick. So
+  `most` is as large as the limit on descriptors allows.
+- A file whose fsync has failed does not count as synced until it is written again, even if a later fsync
+  succeeds.
 
-The kernel begins to write each when it is noted. By itself it begins only when a tenth of the memory is dirty
-or half a minute has passed (Documentation/admin-guide/sysctl/vm.rst): the disk would be idle when its speed
-decides how long a checkpoint takes.
+The kernel is told to begin to write each file when it is noted. By default it begins only when a tenth of the
+memory is dirty or half a minute has passed (Documentation/admin-guide/sysctl/vm.rst). The disk would be idle
+until then, although its speed decides how long a checkpoint takes.
 
-syncfs(2) would need one descriptor for all, but it waits for everything that anybody writes to that file
-system, and fails for their errors.
+syncfs(2) would need only one descriptor, but it waits for the writes of all processes to that file system,
+and fails if one of these fails.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from ctypes import CDLL
 
 MOST = 4096
-# So much of this process' descriptors one folder may hold.
+# One directory may use one part in this many of the process' descriptors.
 _PART = 4
 # linux/fs.h, SYNC_FILE_RANGE_WRITE
 _WRITE = 2
@@ -45,10 +46,10 @@ _NONE_LEFT = {errno.EMFILE, errno.ENFILE}
 
 
 class Unsynced:
-    """The files of one directory by name; threads may share it."""
+    """The unsynced files of one directory, by name. Threads may share it."""
 
     def __init__(self, *, most: int = 0) -> None:
-        """`most`: descriptors; by default a part of those that this process may have."""
+        """`most`: the number of descriptors; by default a part of this process' limit."""
         self._most = most or count_descriptors()
         self._lock = threading.Lock()
         # Oldest first. Two descriptors have the same name if a file replaced another one.
@@ -83,9 +84,9 @@ class Unsynced:
             self._sync_and_close(oldest)
 
     def note_existing(self, name: str, status: os.stat_result | None = None) -> None:
-        """Record that the file existed already: its writer may have been killed before it synced it.
+        """Record that the file existed already: its writer may have been killed before it synced the file.
 
-        `status`: the file's, if it is known; a file that was made durable here is skipped.
+        `status`: that of the file, if known. A file that was made durable here is skipped.
         """
         with self._lock:
             if status is None or self._durable.get(name) != _identify(status):
@@ -94,10 +95,10 @@ class Unsynced:
     def sync(
         self, opened: Callable[[str], int], *, threads: int, names: Collection[str] | None = None
     ) -> None:
-        """Sync them; with `names`, only these. `opened` returns a new descriptor of an existing file.
+        """Sync the files, or only those in `names`. `opened` returns a new descriptor of an existing file.
 
-        Raises OSError, whose `filename` is the name, and what `opened` raises; files that were not synced
-        stay.
+        Raises OSError, whose `filename` is the name, and what `opened` raises. Files that were not synced
+        stay in this object.
         """
         with self._lock:
             wanted = [each for each in self._open if names is None or each[0] in names]
@@ -130,7 +131,7 @@ class Unsynced:
                 self._found -= written
 
     def hand_over(self, name: str, to: Unsynced) -> None:
-        """Let another object sync that file. Raises OSError of an fsync."""
+        """Let another object sync that file. Raises OSError if an fsync fails."""
         with self._lock:
             mine = [descriptor for each, descriptor in self._open if each == name]
             self._open = [each for each in self._open if each[0] != name]
@@ -141,12 +142,12 @@ class Unsynced:
                 os.close(descriptor)
 
     def list_failed(self) -> frozenset[str]:
-        """Return those whose fsync has failed, and that were not written again."""
+        """Return the names of files whose fsync failed, and that were not written again."""
         with self._lock:
             return frozenset(self._failed)
 
     def close(self) -> None:
-        """Close all: nobody needs them to be synced any more. May be called twice."""
+        """Close all descriptors without a sync. May be called twice."""
         with self._lock:
             waiting, self._open = self._open, []
             self._found.clear()
@@ -159,7 +160,7 @@ class Unsynced:
         try:
             self._sync(name, descriptor)
         finally:
-            with suppress(OSError):  # from NFS, which has already reported it to the fsync
+            with suppress(OSError):  # an error of NFS, which fsync has already reported
                 os.close(descriptor)
 
     def _sync(self, name: str, descriptor: int) -> None:
@@ -171,23 +172,24 @@ class Unsynced:
                 self._failed[name] = failure
                 self._durable.pop(name, None)
             raise failure from error
-        with suppress(OSError):  # then it is made durable again
+        with suppress(OSError):  # without a record, the file is only synced once more
             durable = _identify(os.fstat(descriptor))
             with self._lock:
                 self._durable[name] = durable
 
 
 def _start_writeback(descriptor: int) -> None:
-    """Let the kernel begin to write a file; waits only for room in the disk's queue.
+    """Tell the kernel to begin to write a file; this only waits for room in the disk's queue.
 
-    sync_file_range(2) reports no error of the writing, but the later fsync does. A missing call is harmless.
+    sync_file_range(2) does not report write errors, but the later fsync does. If this call fails, no harm is
+    done.
     """
     _libc().sync_file_range(descriptor, 0, 0, _WRITE)
 
 
 @cache
 def _libc() -> CDLL:
-    import ctypes  # which a command that writes nothing does not need
+    import ctypes  # a command that writes nothing does not need it
 
     found = ctypes.CDLL(None)
     found.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -195,7 +197,7 @@ def _libc() -> CDLL:
 
 
 def count_descriptors() -> int:
-    """How many files may wait for their fsync: setrlimit(2), RLIMIT_NOFILE."""
+    """Return how many files may wait for their fsync: setrlimit(2), RLIMIT_NOFILE."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else max(1, min(MOST, soft // _PART))
 

@@ -1,4 +1,4 @@
-"""One writer's part of a store, and how its content becomes part of the whole. store.py has the rules."""
+"""The staging directory of one writer of a store, and its commit to the store. store.py has the rules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LONGEST_REASON = 4096
 
 
 class Staging:
-    """A directory of the store for one writer, locked while that lives; closed at the end of a `with`."""
+    """A directory of the store for one writer, which holds its lock. A `with` statement closes it."""
 
     def __init__(self, tree: Tree, path: str, lock: int, *, checked: bool) -> None:
         self.path = path
@@ -71,10 +71,10 @@ class Staging:
         return self.layout.link_durable(wanted, self._tree.layout)
 
     def mark_precious(self, why: str) -> None:
-        """Let only the owner remove this directory, even after he has died: `why` is for people to read.
+        """Protect this directory from removal by others, even after its owner has died.
 
-        It also keeps its blobs in a `commit`, so that they can still be found here. Raises DiskFull,
-        DiskError.
+        `why` is a text for users. A `commit` then leaves the blobs in place, so that they can still be found
+        here. Raises DiskFull, DiskError.
         """
         content = why.encode()[:_LONGEST_REASON]
         with (
@@ -101,18 +101,18 @@ class Staging:
     ) -> None:
         """Make the manifest or index `root`, and everything below it, part of the store.
 
-        Every blob of it must be in this staging directory or in the store; gc may remove one that is only in
-        the store until now. Then they are synced, and `root` gets these `names` (taken from others that had
-        them). `also`: further manifests, without names. `completes`: the digest of a manifest without a name,
-        whose place in the index this one takes. The blobs of the staging directory are removed, except from a
-        precious one.
+        Each of its blobs must be in this staging directory or in the store. Until this call, gc may remove
+        blobs that are only in the store. The blobs are synced, and `root` gets these `names`; other manifests
+        with these names lose them. `also`: further manifests, without names. `completes`: the digest of a
+        manifest without a name, which `root` replaces in the index. The blobs of the staging directory are
+        then removed, unless it is precious.
 
-        The chunks of `tables` are known from then on: they were compressed here, from bytes with their plain
-        digests. `foreign`: tables from elsewhere, whose compressed chunks may contain anything; only those
-        that are not compressed become known, because their own digests show their content.
+        The chunks of `tables` become known: they were compressed here, so their plain digests are right.
+        `foreign`: tables from elsewhere, whose compressed chunks may contain anything. Of these, only chunks
+        that are not compressed become known, because the digest of the blob is that of the content.
 
-        Raises BlobError for a missing one, StoreError, LayoutError, StoreBusy, DiskFull, DiskError: the store
-        then names what it named before.
+        Raises BlobError for a missing blob, StoreError, LayoutError, StoreBusy, DiskFull, DiskError: the
+        store's index is then unchanged.
         """
         for name in names:
             check_name(name)
@@ -150,9 +150,9 @@ class Staging:
             self._remove_blobs(threads)
 
     def close(self, *, leave: bool = False) -> None:
-        """Release it; it is removed, unless it is precious. May be called twice.
+        """Release the directory, and remove it unless it is precious. May be called twice.
 
-        With `leave` it stays until somebody stages its name again, or gc finds it.
+        With `leave`, it stays until a writer stages its name again, or gc removes it.
         """
         if self._lock is None:
             return
@@ -165,7 +165,7 @@ class Staging:
             unlock(lock)
 
     def _measure_blobs_below(self, root: Descriptor, store: Layout) -> dict[str, int]:
-        """Return name and size of all blobs below `root` and of itself."""
+        """Return name and size of `root` and of all blobs below it."""
 
         def read(document: Descriptor) -> bytes:
             here = self.layout.has_blob(document.digest, document.size)
@@ -190,7 +190,7 @@ class Staging:
                     raise _make_missing_error(name, size, self._tree.path)
                 continue
             here.add(name)
-            # A file that the store has too was synced before it got there.
+            # If the store has the same file, it was synced before it was linked there.
             there = _status(name, store)
             if there is None or not os.path.samestat(found, there):
                 new[name] = found
@@ -203,8 +203,8 @@ class Staging:
         try:
             self.layout.sync_blobs(new, threads=threads)
         except DiskError:
-            # Otherwise a writer that stages this name again would find them complete, in memory, and its
-            # fsync succeed.
+            # Otherwise a writer that stages this name again would find complete blobs in the page cache, and
+            # its fsync would succeed.
             if read_why_precious(self.path) is None:
                 for name in self.layout.list_undurable():
                     with contextlib.suppress(OSError):
@@ -223,7 +223,7 @@ class Staging:
                 known.save()
 
     def _remove_blobs(self, threads: int) -> None:
-        """Remove its blobs; `close` and gc remove the rest."""
+        """Remove the blobs of this directory; `close` and gc remove the rest."""
         with contextlib.suppress(OSError), open_nested_folder(self.path, *BLOBS) as folder:
 
             def remove(name: str) -> None:
@@ -258,7 +258,10 @@ def stage(tree: Tree, name: str) -> Staging:
 
 
 def adopt(tree: Tree, path: str) -> Staging:
-    """Return the one at `path`, whose owner died. Raises StagingBusy, StoreBusy, NotThere, StoreError."""
+    """Return the staging directory at `path`, whose owner died.
+
+    Raises StagingBusy, StoreBusy, NotThere, StoreError.
+    """
     folder, name = os.path.split(os.path.realpath(path))
     if folder != tree.staging or name.startswith("."):
         raise StoreError(f"{path} is not a staging of the store {tree.path}", code="GPS-703")
@@ -275,7 +278,7 @@ def adopt(tree: Tree, path: str) -> Staging:
 
 
 def read_why_precious(path: str) -> str | None:
-    """Return why nobody may remove that staging directory; None if anybody may."""
+    """Return why that staging directory must not be removed; None if it may be removed."""
     try:
         with open_nested_folder(path) as folder:
             return read_regular(PRECIOUS, folder, limit=_LONGEST_REASON).decode(errors="replace")
@@ -286,9 +289,10 @@ def read_why_precious(path: str) -> str | None:
 
 
 def _try_lock(path: str) -> int | None:
-    """Lock a staging directory; None if its owner removed it just then. Raises StagingBusy, OSError.
+    """Lock a staging directory; return None if its owner has just removed it. Raises StagingBusy, OSError.
 
-    The caller has the store's lock, so nobody else checks whether a staging directory has an owner.
+    The caller must hold the store's lock, so that no other process checks at the same time whether a staging
+    directory has an owner.
     """
     lock = open_folder(path)
     if not try_exclusive(lock):
@@ -301,9 +305,9 @@ def _try_lock(path: str) -> int | None:
 
 
 def _drop_torn(layout: Layout, tree: Tree) -> None:
-    """Remove incomplete blobs of a dead owner: after a crash of the host, a blob may be torn.
+    """Remove incomplete blobs of a dead owner: after a crash of the host, parts of a blob may be missing.
 
-    A blob that is the same file in the store was synced before.
+    A blob that is the same file in the store is skipped: it was synced before.
     """
     with (
         tree.explain_write_errors("a staging"),
@@ -326,7 +330,7 @@ def _drop_torn(layout: Layout, tree: Tree) -> None:
 
 
 def _link(name: str, origin: int, folder: int, path: str) -> None:
-    """Name a blob in the store, and replace another file of that name: this one is known to be right."""
+    """Link a blob into the store. It replaces another file of that name, because it is known to be right."""
     try:
         try:
             os.link(name, name, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
