@@ -57,12 +57,12 @@ from gpusnap.oci.layout.layout import Layout  # noqa: E402
 
 MIB, GIB = 1 << 20, 1 << 30
 KINDS = ["random", "zero", "bf16", "text"]
-# Of --encodings: the data, the GiB/s that a disk delivers, and the threads that read. A restore on 16 cores
-# has 12 of them, and 4 until CRIU is done.
+# For --encodings: the data, the read rates of disks in GiB/s, and the numbers of reading threads. A restore
+# on 16 cores uses 12 threads, and 4 until CRIU is done.
 ENCODED = ["bf16", "fp32", "random", "text"]
 DISKS = [1, 2, 5, 20]
 READERS = [1, 4, 12]
-# One pattern of this size is repeated, with its number in each copy: zstd sees no further than a few MiB.
+# One pattern of this size is repeated, with a number in each copy: zstd only looks back a few MiB.
 BLOCK = 16 * MIB
 # Weights of a layer: mean 0, deviation 0.02.
 STEPS = statistics.NormalDist(0, 0.02)
@@ -70,7 +70,7 @@ STEPS = statistics.NormalDist(0, 0.02)
 
 @dataclass(frozen=True)
 class Row:
-    """One setting's figures: bytes, seconds turned to GiB/s, and plain bytes to stored ones."""
+    """The figures of one setting: speeds in GiB/s, and the ratio of plain bytes to stored bytes."""
 
     what: str
     data: str
@@ -80,7 +80,7 @@ class Row:
     mib: int
     write: float
     read: float
-    """By BLAKE3, where that package is installed."""
+    """With BLAKE3 digests, if that package is installed."""
     ratio: float
     read_sha256: float = 0.0
 
@@ -92,12 +92,12 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def weights(size: int) -> bytes:
-    """Numbers as bf16 weights have them: sign and exponent of a normal distribution, a mantissa of noise."""
+    """Return bytes like bf16 weights: sign and exponent from a normal distribution, a mantissa of noise."""
     return numbers(size, 2)
 
 
 def numbers(size: int, width: int) -> bytes:
-    """The same of so many bytes each: 4 for fp32."""
+    """Return bytes like weights with `width` bytes per number: 4 for fp32."""
     floats = array.array("f", [STEPS.inv_cdf((at + 0.5) / 256) for at in range(256)]).tobytes()
     made = bytearray(os.urandom(size))
     # The upper byte of each number: one of 256 equally likely ones, chosen by a random byte.
@@ -106,7 +106,7 @@ def numbers(size: int, width: int) -> bytes:
 
 
 def prose(size: int) -> bytes:
-    """Words in random order, drawn from a small vocabulary."""
+    """Return words in random order, drawn from a small vocabulary."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(random.choices(letters, k=random.randint(2, 9))) for _ in range(9000)]
     text = " ".join(random.choices(words, k=MIB)).encode()
@@ -114,11 +114,11 @@ def prose(size: int) -> bytes:
 
 
 def fill(memory: Memory, kind: str) -> None:
-    """The region's bytes; random ones are random throughout, packed ones differ from MiB to MiB."""
+    """Fill a region. Random data is new in each block; other data is a repeated block, numbered every MiB."""
     view = memory.view
     if kind == "zero":
         memory.free()
-        # Touched, so that the pages are there, as those of a process are.
+        # Touch each page, so that it is allocated, like the pages of a process.
         for at in range(0, len(view), mmap.PAGESIZE):
             view[at] = 0
         return
@@ -137,7 +137,7 @@ def fill(memory: Memory, kind: str) -> None:
 
 
 def in_threads(count: int, size: int, chunk: int, action: Callable[[int, int], None]) -> float:
-    """Seconds in which some threads do all pieces of a region."""
+    """Handle all pieces of a region in several threads; return the seconds."""
     places = iter(range(0, size, chunk))
     lock = threading.Lock()
 
@@ -159,7 +159,7 @@ def in_threads(count: int, size: int, chunk: int, action: Callable[[int, int], N
 
 
 def forget(folder: Path) -> None:
-    """Have what is read from the files below a folder come from the disk; they are written to it already."""
+    """Drop the files below a directory from the page cache. They must be on disk already."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -170,7 +170,7 @@ def forget(folder: Path) -> None:
 def plain_files(
     folder: Path, memory: Memory, back: Memory, chunk: int, threads: int, *, durable: bool
 ) -> Row:
-    """Files of the chunk's size, written and read by as many threads, with nothing done to the bytes."""
+    """Measure writes and reads of files of the chunk's size by `threads` threads, without other work."""
     size = len(memory.view)
 
     def put(at: int, length: int) -> None:
@@ -207,7 +207,7 @@ def chunks(
     *,
     durable: bool,
 ) -> Row:
-    """A region of that memory written and read."""
+    """Measure writing a region of memory as chunks, and reading it back."""
     size, ceiling = len(memory), threads * worker_memory(chunk, max(level, 1))
     layout = Layout(folder / "layout").create()
     begun = time.perf_counter()
@@ -233,13 +233,13 @@ def chunks(
 
 
 def without_blake3(table: Table) -> Table:
-    """As a gpusnap without that package has written it; such chunks are checked by SHA-256."""
+    """Return the table without BLAKE3 digests, so that its chunks are checked by SHA-256."""
     return Table(table.size, tuple(replace(chunk, blake3="") for chunk in table.chunks))
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What one kind of data becomes: for each number of threads and GiB/s of a disk, an encoding."""
+    """The encoding that is chosen for one kind of data, by number of threads and GiB/s of the disk."""
 
     data: str
     smallest: str
@@ -249,7 +249,7 @@ class Encoded:
     chosen: dict[int, dict[int, str]]
 
     def cell(self, threads: int, disk: int) -> str:
-        """The encoding; of plain chunks, how many times shorter a restore is than with the smallest."""
+        """Return the encoding; if plain is not the smallest, also how many times faster it is."""
         kind = self.chosen[threads][disk]
         if kind != "plain" or kind == self.smallest:
             return kind
@@ -258,7 +258,7 @@ class Encoded:
 
 
 def measure_encodings(folder: Path, kind: str, memory: memoryview, back: memoryview) -> Encoded:
-    """Write the data for each disk, and read the smallest and the plain chunks in one thread."""
+    """Write the data for each disk; read the smallest encoding and plain chunks in one thread."""
     size = len(memory)
 
     def stored(speed: ReadSpeed | None, level: int, each: Callable[[Layout, Table], float]) -> float:
@@ -295,7 +295,7 @@ def measure_encodings(folder: Path, kind: str, memory: memoryview, back: memoryv
 
 
 def printed_encodings(rows: list[Encoded]) -> str:
-    """As a table of the documentation."""
+    """Return the rows as a table for the documentation."""
     head = ["data", "smallest", "left", "read", "plain read", "threads", *(f"{disk} GiB/s" for disk in DISKS)]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * 4 + "---|" * len(DISKS)]
     for row in rows:
@@ -307,7 +307,7 @@ def printed_encodings(rows: list[Encoded]) -> str:
 
 
 def floor(memory: Memory, back: Memory) -> list[Row]:
-    """memcpy, sha256 and blake3 of the region, one thread each; of blake3 0 where it is not installed."""
+    """Measure memcpy, sha256 and blake3 of the region in one thread; blake3 is 0 if it is not installed."""
     size = len(memory.view)
     here, there = (ctypes.addressof(ctypes.c_char.from_buffer(each.view)) for each in (memory, back))
     fill(back, "zero")
@@ -322,7 +322,7 @@ def floor(memory: Memory, back: Memory) -> list[Row]:
 
 
 def format_rows(rows: list[Row]) -> str:
-    """The rows as a table."""
+    """Return the rows as a table."""
     head = ("what", "data", "chunk", "level", "threads", "MiB", "write", "read", "sha256", "ratio")
     lines = ["{:21}{:8}{:>6}{:>6}{:>8}{:>6}{:>8}{:>8}{:>8}{:>8}".format(*head)]
     for row in rows:
@@ -350,14 +350,14 @@ def arguments() -> argparse.Namespace:
 
 
 def settings(options: argparse.Namespace, kind: str) -> list[tuple[int, int, int, int]]:
-    """Chunk size in MiB, level, threads, and the MiB to measure on."""
+    """Return the settings to measure: chunk size in MiB, level, threads, and MiB of data."""
     middle, most = options.chunk[len(options.chunk) // 2], max(options.threads)
     packs = kind in ("bf16", "fp32", "text")
     found = []
     for level, chunk, threads in itertools.product(options.level, options.chunk, options.threads):
         mib = options.mib
         if not options.all:
-            # One thing differs from the usual setting; and what is not compressed is alike at other levels.
+            # Change one thing at a time. Data that is not compressed gives the same figures at other levels.
             idle = level > 1 if not packs else level == 0
             if idle or (chunk != middle) + (threads != most) + (level != 1) > 1:
                 continue
@@ -367,13 +367,13 @@ def settings(options: argparse.Namespace, kind: str) -> list[tuple[int, int, int
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
-    """All rows, the durable ones last: the disk goes on writing after them."""
+    """Measure all rows. The durable ones are last, because the disk continues to write after them."""
     size = options.mib * MIB
     memory, back = Memory(size), Memory(size)
     middle, most = options.chunk[len(options.chunk) // 2] * MIB, max(options.threads)
     fill(memory, "random")
     rows = floor(memory, back)
-    # Once for nothing: the first files of a run pay for room on the disk.
+    # Not counted: the first files of a run also allocate space on the disk.
     plain_files(folder, memory, back, middle, most, durable=False)
     kind = "random"
     for threads in () if options.durable else options.threads:
@@ -390,7 +390,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Row]:
 
 
 def encodings(folder: Path) -> list[Encoded]:
-    """For all kinds of data, on as much of each as takes some seconds."""
+    """Measure the encodings of all kinds of data, on 64 MiB of each."""
     memory, back = Memory(64 * MIB), Memory(64 * MIB)
     rows = []
     for kind in ENCODED:

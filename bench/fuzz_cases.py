@@ -32,12 +32,12 @@ from mutations_tar import compressed_cases, tar_cases
 
 __all__ = ["at_random", "by_hand"]
 
-# Podman opens these, and waits for ever at a FIFO; gpusnap restore refuses them before.
+# Podman opens these, and waits for ever if one is a FIFO; gpusnap restore refuses a FIFO first.
 _DUMPS = ("config.dump", "spec.dump")
 
 
 def by_hand(base: Base) -> dict[str, list[Case]]:
-    """All that was thought of, by what is damaged."""
+    """Return all hand-written cases, grouped by the damaged part."""
     found: dict[str, list[Case]] = {"images": [], "other files": []}
     for image in base.images():
         for name, edit in FILES.items():
@@ -78,7 +78,7 @@ def by_hand(base: Base) -> dict[str, list[Case]]:
 
 
 def at_random(base: Base, number: int) -> Case:
-    """The archive, or a store, with some bits flipped, pieces cut out, or pieces put elsewhere."""
+    """Return an archive or a store with some bits flipped, or with pieces removed or copied elsewhere."""
     chance = random.Random(number)
     how = chance.choice(["flips", "cut", "out", "over", "in"])
     if chance.random() < 0.3:

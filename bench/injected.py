@@ -61,19 +61,22 @@ _RESTORES = re.compile(
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """A call that fails: the number of it among those that the error fits, of a kind if one is given."""
+    """A call that fails: its number among the calls that can fail with the error, of one kind if given."""
 
     at: int
     error: str
     kind: str = ""
 
     def words(self) -> list[str]:
-        """For injecting.py."""
+        """Return the options for injecting.py."""
         return ["--at", str(self.at), "--error", self.error, *(["--kind", self.kind] if self.kind else [])]
 
 
 def run_traced(line: list[str], point: Point | None, after: str = _FROM) -> tuple[Done, list[str]]:
-    """Run a command with a call failing, and the calls that it made from where it opens the file `after`."""
+    """Run a command, and make a call fail; return its result and the calls listed by injecting.py.
+
+    Calls count from the moment when the command opens the file `after`.
+    """
     words = point.words() if point is not None else []
     done = run_limited([*_TRACED, "--after", after, *words, "--", *line])
     return done, CALLS.read_text().splitlines()
@@ -81,7 +84,7 @@ def run_traced(line: list[str], point: Point | None, after: str = _FROM) -> tupl
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of the calls are taken: `rounds` of them, every `stride`th, or one of each kind."""
+    """Which of the calls fail: `rounds` of them, every `stride`th, or one of each kind."""
 
     rounds: int
     stride: int = 0
@@ -89,9 +92,10 @@ class Choice:
 
 
 def points(calls: list[str], errors: list[str], choice: Choice) -> list[Point]:
-    """Each call with each error that fits it; of these every `stride`th, as many, or one of each kind.
+    """Return the calls to fail, each with an error that it can have, according to `choice`.
 
-    Of the calls of imports, which are most and all alike, --rounds takes a tenth of its rounds.
+    Most calls belong to imports, and these are all alike. So --rounds uses only a tenth of its rounds for
+    them.
     """
     if choice.kinds:
         return _one_of_each(calls, errors)
@@ -111,9 +115,9 @@ def points(calls: list[str], errors: list[str], choice: Choice) -> list[Point]:
 
 
 def _one_of_each(calls: list[str], errors: list[str]) -> list[Point]:
-    """A call of each kind with each error that fits it, any of them where there are several.
+    """Return a random call of each kind with each error that it can have.
 
-    All of those that begin a thread or a process: these look alike, and what they are for does not.
+    Of the calls that start a thread or a process, return all: they look alike, but have different purposes.
     """
     found: Counter[tuple[str, str]] = Counter()
     for call in calls:
@@ -128,7 +132,7 @@ def _one_of_each(calls: list[str], errors: list[str]) -> list[Point]:
 
 
 def _spread(found: list[Point], rounds: int) -> list[Point]:
-    """So many of them, at even distances."""
+    """Return `rounds` of the points, evenly spread."""
     step = max(1.0, len(found) / max(1, rounds))
     shift = random.uniform(0, step)
     return [
@@ -140,7 +144,7 @@ def _spread(found: list[Point], rounds: int) -> list[Point]:
 
 @dataclass
 class Checkpoints:
-    """A container that is checkpointed, where Podman would restore it from."""
+    """Checkpoints of a container by gpusnap-runtime, to the place from which Podman would restore it."""
 
     id: str
     pid: int
@@ -166,7 +170,7 @@ class Checkpoints:
         return [RUNTIME, "checkpoint", *paths, *["--leave-running"] * self.leave, self.id]
 
     def check(self, done: Done) -> str:
-        """The outcome. Raises Bad."""
+        """Check and return the outcome. Raises Bad."""
         outcome = "worked" if done.code == 0 else "refused"
         if done.code:
             checked_message(done)
@@ -186,7 +190,7 @@ class Checkpoints:
         return outcome
 
     def _recover(self) -> str:
-        """Have `gpusnap recover` put it right; where an fsync failed, do what its message says."""
+        """Repair the state with `gpusnap recover`; if an fsync failed, do what its message says."""
         done = run_limited([COMMAND, "recover"])
         if done.code and "were not flushed to disk" in done.err:
             folder = self.image / "gpusnap"
@@ -210,13 +214,13 @@ class Checkpoints:
 
 @dataclass
 class Commands(Checkpoints):
-    """The same by `gpusnap checkpoint` into the store: what the command itself does around Podman's work."""
+    """Checkpoints by `gpusnap checkpoint` into the store: only calls of the command itself fail."""
 
     def line(self) -> list[str]:
         return [COMMAND, "checkpoint", NAME, *["--leave-running"] * self.leave]
 
     def check(self, done: Done) -> str:
-        """The outcome. Raises Bad."""
+        """Check and return the outcome. Raises Bad."""
         outcome = "worked" if done.code == 0 else "refused"
         if done.code:
             checked_message(done)
@@ -238,7 +242,7 @@ class Commands(Checkpoints):
         return outcome
 
     def _bring_back(self, done: Done) -> None:
-        """Restore it by the command that was printed."""
+        """Restore the container with the command that was printed. Raises Bad."""
         found = _RESTORES.search(done.out + done.err)
         if found is None:
             raise Bad(f"it has ended, and no command that restores it is said: {done.err[-1000:]}")
@@ -251,13 +255,13 @@ class Commands(Checkpoints):
 
 
 def _waits() -> bool:
-    """Whether the journal has something for `gpusnap recover`."""
+    """Whether the journal has a record for `gpusnap recover`."""
     return any(path.suffix not in (".lock", ".new") for path in Path("/run/gpusnap/journal").glob("*"))
 
 
 @dataclass
 class Restores:
-    """A checkpoint that is restored by gpusnap-runtime itself."""
+    """Restores of a checkpoint by gpusnap-runtime itself."""
 
     id: str
     real: str
@@ -288,7 +292,7 @@ class Restores:
         return [RUNTIME, "restore", "--detach", *map(str, paths), "--pid-file", str(FOLDER / "pid"), self.id]
 
     def check(self, done: Done) -> str:
-        """The outcome; nothing is left of the container afterwards. Raises Bad."""
+        """Check and return the outcome; remove the container and check that nothing is left. Raises Bad."""
         known = self.id in run(self.real, "list", "-q").out.split()
         try:
             if done.code == 0:
@@ -313,7 +317,7 @@ class Restores:
                 raise Bad(f"left behind: {left[:10]}; {done.err[-500:]}")
 
     def _ticks(self) -> None:
-        """Ticks on what it was given as stdout, each with every byte right."""
+        """Check that the container writes ticks to its stdout, with every byte right. Raises Bad."""
 
         def ticks() -> list[str]:
             return [
@@ -328,7 +332,7 @@ class Restores:
 
 
 def rounds(report: Report, way: str, runtime: str, given: list[str], choice: Choice, *, end: float) -> None:
-    """All rounds of a checkpoint or of a restore."""
+    """Run all rounds of one way."""
 
     def begin() -> Checkpoints | Restores:
         if way == "restore":
@@ -338,12 +342,12 @@ def rounds(report: Report, way: str, runtime: str, given: list[str], choice: Cho
     after = _FROM_OF_COMMANDS if way == "command" else _FROM
 
     job = begin()
-    for _ in range(2):  # the first fills caches
+    for _ in range(2):  # the first run fills caches
         done, calls = run_traced(job.line(), None, after)
         good(done)
         job.check(done)
     chosen = points(calls, given, choice)
-    random.shuffle(chosen)  # a run that has too little time takes some of each
+    random.shuffle(chosen)  # if time runs out, some of each were done
     for at, point in enumerate(chosen):
         if report.over(end):
             return

@@ -33,7 +33,7 @@ _WALL = 0x40000000  # linux/wait.h
 _O_CREAT, _F_DUPFD, _F_DUPFD_CLOEXEC = 0o100, 0, 1030  # asm-generic/fcntl.h, linux/fcntl.h
 _TCGETS = 0x5401  # asm-generic/ioctls.h
 
-# arch/x86/entry/syscalls/syscall_64.tbl: the calls that may answer one of these errors (their manual pages).
+# arch/x86/entry/syscalls/syscall_64.tbl: calls that may return one of these errors (see their manual pages).
 CALLS = {
     "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "lstat": 6, "poll": 7, "mmap": 9, "mprotect": 10,
     "ioctl": 16, "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20, "access": 21, "mremap": 25,
@@ -56,7 +56,7 @@ _DESCRIPTORS = (
     "open openat dup dup3 pipe2 socket socketpair accept4 epoll_create1 eventfd2 memfd_create pidfd_open "
     "userfaultfd inotify_init1 open_tree fsopen"
 )
-# Without unlink and rmdir: what cannot be removed is left.
+# Without unlink and rmdir: files that cannot be removed are left.
 FITTING = {
     "ENOSPC": f"{_FILES} setxattr fsetxattr mount",
     "EDQUOT": f"{_FILES} setxattr fsetxattr",
@@ -81,24 +81,24 @@ _PATH_AT |= {"newfstatat": 1, "symlinkat": 2, "statx": 1, "renameat2": 1, "facce
 
 @dataclass
 class Tracer:
-    """Follows a command; `inject` is the number of the call that fails, and how."""
+    """Traces a command. `inject`: number and error of the call that fails; None to list the calls."""
 
     calls: int
-    """Descriptor of the file of calls."""
+    """The descriptor of the file that lists the calls."""
     after: str
     inject: tuple[int, str] | None
     wanted: str = ""
-    """The kind of calls that are numbered; all for an empty one."""
+    """The kind of calls that are numbered; all if empty."""
     number: int = 0
     begun: bool = False
     done: bool = False
     inside: set[int] = field(default_factory=set)
     """Threads within a system call."""
     failing: dict[int, int] = field(default_factory=dict)
-    """What the call of a thread is to answer."""
+    """By thread: the value that its call must return."""
 
     def run(self, argv: list[str]) -> int:
-        """Run a command to its end; its exit status, 128 + N where a signal N ended it."""
+        """Run a command to its end; return its exit status, 128 + N if signal N killed it."""
         self.begun = not self.after
         root = os.fork()
         if root == 0:
@@ -109,7 +109,7 @@ class Tracer:
                 os._exit(127)
         os.waitpid(root, os.WUNTRACED)
         ptrace.seize(root)
-        os.waitpid(root, _WALL)  # it stands: seizing it says so
+        os.waitpid(root, _WALL)  # seizing a stopped process reports that it is stopped
         ptrace.set_options(root, _OPTIONS)
         os.kill(root, signal.SIGCONT)
         ptrace.go_to_call(root)
@@ -138,7 +138,7 @@ class Tracer:
                 self._go(tid)
             else:
                 self._go(tid, 0 if stop.event else stop.signal)
-        except ProcessLookupError:  # killed meanwhile
+        except ProcessLookupError:  # it was killed meanwhile
             self.inside.discard(tid)
 
     def _enters(self, tid: int) -> None:
@@ -164,7 +164,7 @@ class Tracer:
                 self._write(described)
                 error: int = getattr(errno, self.inject[1])
                 self.failing[tid] = -error
-                if name != "close":  # which closes, whatever it answers
+                if name != "close":  # close closes the descriptor even if it fails
                     ptrace.set_registers(tid, X86_64.replace_values(registers, {X86_64.number: -1}))
             self.number += 1
 
@@ -172,7 +172,7 @@ class Tracer:
         os.write(self.calls, f"{line}\n".encode())
 
     def _go(self, tid: int, which: int = 0) -> None:
-        """Let a thread run on: to its next call, until one has failed; then at its own speed."""
+        """Continue a thread: to its next call until a call has failed, then without stops at calls."""
         if self.done:
             ptrace.go(tid, which)
         else:
@@ -186,36 +186,36 @@ class Tracer:
             self.done = True
 
 
-# What each run draws anew: IDs, UUIDs and digests, random names, counted blocks and descriptors.
+# Values that differ in each run: IDs, UUIDs and digests, random names, numbers of blocks and descriptors.
 _DRAWN = re.compile(
     r"0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{12,}|(?<=tmp)\w{8}|(?<=[.-])\w{8}\b|\d+"
 )
-# Modules and the folders that they are looked for in.
+# Modules and the directories in which Python looks for them.
 _OF_IMPORTS = re.compile(
     r"\.py[c.\d]*$|__pycache__|/(site|dist)-packages|/lib/python3|\.so\b|^\w+ /src(/\w+)*$"
 )
 
 
 def kind(call: str) -> str:
-    """A call and the file or the values that it is about, without what each run draws anew."""
+    """Return a call and its file or values, without the parts that differ in each run."""
     name, _, subject = call.partition(" ")
     return f"{name} imports" if of_imports(call) else f"{name} {_DRAWN.sub('N', subject)}"
 
 
 def of_imports(call: str) -> bool:
-    """Whether a call is one of Python's, of which an import makes many."""
+    """Whether a call belongs to an import: Python makes many of them."""
     return bool(_OF_IMPORTS.search(call))
 
 
 def _fits(tid: int, name: str, arguments: tuple[int, ...], error: str) -> bool:
-    """Whether this very call could fail so."""
+    """Whether this call, with these arguments, could fail with this error."""
     if name in ("open", "openat"):
         flags = arguments[1 if name == "open" else 2]
         return error not in _NO_ROOM or bool(flags & _O_CREAT)
     if name == "fcntl":
         return arguments[1] in (_F_DUPFD, _F_DUPFD_CLOEXEC)
     if name == "ioctl":
-        return arguments[1] != _TCGETS  # Python asks each file whether it is a terminal, and takes any no
+        return arguments[1] != _TCGETS  # Python asks whether each file is a terminal; any error means no
     if name in _OF_CONTENT:
         try:
             target = os.readlink(f"/proc/{tid}/fd/{arguments[0]}")
@@ -238,7 +238,7 @@ def _describe_call(tid: int, name: str, arguments: tuple[int, ...]) -> str:
 
 
 def _text(tid: int, address: int) -> str:
-    """The string at an address of a thread that stands."""
+    """Return the string at an address of a stopped thread; "" if it cannot be read."""
     try:
         with open(f"/proc/{tid}/mem", "rb", buffering=0) as memory:
             memory.seek(address)
@@ -248,7 +248,7 @@ def _text(tid: int, address: int) -> str:
 
 
 def main() -> int:
-    """Read the command line, and follow the command."""
+    """Read the command line, and trace the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

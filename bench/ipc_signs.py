@@ -36,13 +36,13 @@ SECONDS = 60
 
 
 class Handle(ctypes.Structure):
-    """CUipcMemHandle."""
+    """CUipcMemHandle of CUDA's driver API."""
 
     _fields_ = (("data", ctypes.c_ubyte * 64),)
 
 
 def work(role: str) -> None:
-    """What the two processes do, a step for each line that they read."""
+    """Do the work of one of the two processes, one step for each line on stdin."""
     cuda = ctypes.CDLL(LIBRARY)
 
     def call(name: str, *arguments: Any) -> None:
@@ -72,7 +72,7 @@ def work(role: str) -> None:
 
 
 class Process:
-    """One of the two."""
+    """One of the two processes."""
 
     def __init__(self, role: str) -> None:
         words = [sys.executable, __file__, "--role", role]
@@ -99,7 +99,7 @@ class Process:
         return {int(each.name): os.readlink(each) for each in folder.iterdir()}
 
     def signs(self) -> dict[str, list[str]]:
-        """Its open files and sockets; mappings of files."""
+        """Return its open files and sockets, and its mappings of files in /dev."""
         sockets = {}
         for line in Path(f"/proc/{self.pid}/net/unix").read_text().splitlines()[1:]:
             fields = line.split()
@@ -115,7 +115,7 @@ class Process:
 
 
 def common(one: Process, other: Process) -> list[str]:
-    """The open files that both have."""
+    """Return the open files that both processes share."""
     return sorted(
         f"{target} ({number} and {other_number})"
         for number, target in one.descriptors().items()
@@ -125,7 +125,7 @@ def common(one: Process, other: Process) -> list[str]:
 
 
 def suspend(pids: list[int]) -> dict[str, list[int]]:
-    """What the driver's own functions give for each process, one process after the other."""
+    """Call the driver's checkpoint functions for each process in turn; return the codes by function."""
     cuda = ctypes.CDLL(LIBRARY)
     cuda.cuInit(0)
     arguments = (ctypes.c_uint64 * 8)()
@@ -137,7 +137,7 @@ def suspend(pids: list[int]) -> dict[str, list[int]]:
 
 
 def main() -> None:
-    """Print what differs."""
+    """Run both processes, and print what differs between the steps."""
     given = argparse.ArgumentParser(description="signs of CUDA IPC")
     given.add_argument("--role", help=argparse.SUPPRESS)
     given.add_argument("--json", metavar="F", help="everything, as JSON")

@@ -58,30 +58,30 @@ FOLDER = Path("/var/tmp/kills")
 WAYS = ("checkpoint", "restore", "push", "pull", "gc")
 VICTIMS = ("gpusnap", "gpusnap-runtime", "runtime", "criu", "podman")
 _RUNTIMES = ("crun", "runc")
-# Seconds after a victim has begun: most of the time that it works.
+# Seconds after the start of a victim: most of the time that it works.
 _SOON = {"gpusnap": 1.0, "gpusnap-runtime": 0.8, "runtime": 0.15, "criu": 0.08, "podman": 1.5}
-_ENDING = 60.0  # seconds for what goes on behind a killed command
+_ENDING = 60.0  # seconds for processes that continue after their command was killed
 _STUCK = 15.0
-"""Seconds after which who waits for a gpusnap-runtime that was killed has `gpusnap recover` called for it."""
+"""Seconds that a command may wait for a killed gpusnap-runtime before `gpusnap recover` is run."""
 _UNKNOWN = re.compile(r"to end it: gpusnap recover ([0-9a-f]{64})")
 Line = list[str]
 
 
 @dataclass
 class Killer:
-    """Kills some of what a command has started, once."""
+    """Kills some of the processes that a command has started, once."""
 
     wanted: tuple[str, ...]
-    """The victims."""
+    """The kinds of processes to kill."""
     after: float
-    """Seconds from the command's start, when some victims that are there are killed; negative: so long after
-    the first of them has begun, when all are killed that are there."""
+    """Seconds after the start of the command: then some of the victims that run are killed. If negative, the
+    time after the start of the first victim: then all victims that run are killed."""
     before: frozenset[int] = frozenset()
     killed: list[str] = field(default_factory=list)
     root: bool = False
     """Whether the command itself was killed."""
     stuck: Callable[[], object] = lambda: None
-    """Called where the command still waits though gpusnap-runtime was killed."""
+    """Called if the command still waits after gpusnap-runtime was killed."""
 
     def __call__(self, process: subprocess.Popen[bytes]) -> None:
         self._kill(process)
@@ -122,9 +122,9 @@ class Killer:
 
 
 def _users_of_run() -> list[str]:
-    """Which threads have files of gpusnap's open, as its locks are, and what each waits for.
+    """Return which threads have files of gpusnap open, for example locks, and what each waits for.
 
-    A process whose first thread has ended counts as a zombie, though others may be at work in the kernel.
+    A process whose first thread has ended is shown as a zombie, but other threads may still be in the kernel.
     """
     found = []
     for task in Path("/proc").glob("[0-9]*/task/[0-9]*"):
@@ -142,7 +142,7 @@ def _kind(name: str) -> str:
 
 
 def _at_work(pid: int, name: str) -> bool:
-    """Whether it is no runtime that is only asked for something."""
+    """Whether a process does real work: a runtime called only for information does not."""
     if name not in _RUNTIMES:
         return True
     with suppress(OSError):
@@ -153,7 +153,7 @@ def _at_work(pid: int, name: str) -> bool:
 
 @dataclass
 class Bench:
-    """The container, how long commands usually take, and what they left."""
+    """The container, the usual duration of commands, and the state of the host before them."""
 
     report: Report
     runtime: str
@@ -165,19 +165,19 @@ class Bench:
     number: int = 0
 
     def begin(self) -> None:
-        """A container as on the first day."""
+        """Start with a new container on a clean host."""
         remove_all()
         good(run_limited([COMMAND, "recover"]))
         self.container = start(NAME)
         self.before = State.now()
 
     def run(self, way: str, line: Line, *, victims: tuple[str, ...] | None = None) -> tuple[Done, Killer]:
-        """Run a command and kill some of it; waits for the end of what goes on behind it."""
+        """Run a command and kill some of its processes; wait until the others have ended."""
         usual = statistics.median(self.usual[way]) if self.usual[way] else 1.0
         among = victims or self.victims
         if random.random() < 0.5:
             wanted, after = among, random.uniform(0, usual)
-        else:  # soon after one of them has begun, with others or alone
+        else:  # soon after one of them has started, with others or alone
             first = random.choice(among)
             wanted = (first, *random.sample(among, random.choice([0, 0, 0, *range(len(among))])))
             after = -random.uniform(0, _SOON[first])
@@ -195,18 +195,18 @@ class Bench:
         return done, killer
 
     def _behind(self, before: frozenset[int]) -> list[str]:
-        """What a killed command has left that still works."""
+        """Return the processes of a killed command that still run."""
         names = (*VICTIMS, *_RUNTIMES)
         return [name for pid, name in processes().items() if pid not in before and name in names]
 
     def measure(self, way: str, line: Line) -> None:
-        """Run a command to its end, for its duration."""
+        """Run a command to its end, and record its duration."""
         begun = time.monotonic()
         good(run_limited(line))
         self.usual[way].append(time.monotonic() - begun)
 
     def recover(self) -> str:
-        """What `gpusnap recover` says; it may be told to wait."""
+        """Run `gpusnap recover`, again if it must wait; return its output. Raises Bad."""
         done = run_limited([COMMAND, "recover"])
         end = time.monotonic() + _ENDING
         while done.code and "working on" in done.err and time.monotonic() < end:
@@ -217,12 +217,15 @@ class Bench:
         return done.out.strip()
 
     def _free(self, way: str) -> None:
-        """What docs/troubleshooting.md says to do where Podman waits for a container that was cut off."""
+        """Follow docs/troubleshooting.md if Podman waits for a container whose processes were killed."""
         self.report.counts[f"{way}: waited, until recover"] += 1
         self.end_unknown(self.recover())
 
     def end_unknown(self, said: str) -> None:
-        """End the containers that `recover` says run without Podman's knowledge; then it says so no more."""
+        """End the containers that, according to `recover`, run without Podman's knowledge. Raises Bad.
+
+        Afterwards, `recover` must not report them any more.
+        """
         for container in _UNKNOWN.findall(said):
             ended = good(run_limited([COMMAND, "recover", container]))
             self.report.counts["ran without Podman's knowledge"] += 1
@@ -231,7 +234,7 @@ class Bench:
                 raise Bad(f"{ended!r}, and yet: {found}")
 
     def nothing_left(self, what: str) -> None:
-        """Nothing beside the container that runs, and nothing in the store that nobody needs."""
+        """Check that only the container is left, and no unneeded data in the store. Raises Bad."""
         if left := self.before.left():
             raise Bad(f"left behind by {what}: {left[:10]}")
         if STORE.exists() and (what.startswith("gpusnap, ") or random.random() < 0.2):
@@ -249,7 +252,7 @@ def restore_from(locator: str) -> Line:
 
 
 def checkpoint(bench: Bench) -> str:
-    """A checkpoint is killed: the container runs on, or its checkpoint restores."""
+    """Kill a checkpoint: the container must run on, or be restored from its checkpoint."""
     bench.number += 1
     name, leave = f"n{bench.number}", random.random() < 0.5
     archive = FOLDER / f"{name}.tar"
@@ -285,7 +288,7 @@ _PODMAN = ["podman", "--runtime", "gpusnap-runtime", "container"]
 
 
 def _brought_back(bench: Bench, kind: str, name: str, archive: Path, done: Done, what: str) -> str:
-    """Restore what has ended: in place, or from what the command has said that it made."""
+    """Restore an ended container: from the checkpoint that the command reported, or in place."""
     from_elsewhere = {
         "gpusnap": f"oci:{STORE}:{name}",
         "gpusnap to a file": str(archive),
@@ -300,7 +303,7 @@ def _brought_back(bench: Bench, kind: str, name: str, archive: Path, done: Done,
         outcome = "restored from what was made"
     else:
         if podman("inspect", "--format", "{{.State.Status}}", NAME).out.strip() == "stopped":
-            # Who was to clean up was killed; docs/troubleshooting.md.
+            # The process that should clean up was killed; see docs/troubleshooting.md.
             good(podman("container", "cleanup", NAME))
         again = run_limited([*_PODMAN, "restore", NAME])
         outcome = "restored in place"
@@ -311,7 +314,7 @@ def _brought_back(bench: Bench, kind: str, name: str, archive: Path, done: Done,
 
 
 def restore(bench: Bench) -> str:
-    """A restore is killed: it runs, or it can be restored again."""
+    """Kill a restore: the container must run, or be restored again."""
     whole = f"oci:{STORE}:whole"
     bench.container.remove()
     bare = State.now()
@@ -344,7 +347,7 @@ def _ticks_on(bench: Bench) -> bool:
 
 
 def push(bench: Bench) -> str:
-    """A push is killed: the next one succeeds, and what is in the registry is whole."""
+    """Kill a push: the next one must succeed, and the content of the registry must be complete."""
     bench.number += 1
     reference = f"{bench.registry}/team/w{bench.number}:v1"
     line = [COMMAND, "push", f"oci:{STORE}:whole", reference, "--plain-http"]
@@ -356,7 +359,7 @@ def push(bench: Bench) -> str:
 
 
 def pull(bench: Bench) -> str:
-    """A pull is killed: no half of a checkpoint is there, and the next one succeeds."""
+    """Kill a pull: no incomplete checkpoint may be left, and the next pull must succeed."""
     folder = FOLDER / "pulled"
     folder.mkdir()
     to_file = random.random() < 0.5
@@ -381,12 +384,12 @@ def pull(bench: Bench) -> str:
 
 
 def gc(bench: Bench) -> str:
-    """A gc is killed: what is named is whole, and the next one removes the rest."""
+    """Kill a gc: named checkpoints must be complete, and the next gc must remove the rest."""
     folder = FOLDER / "collected"
     shutil.copytree(STORE, folder, symlinks=True)
     index = json.loads((folder / "index.json").read_text())
     for each in index["manifests"]:
-        # The pages of a checkpoint that came to nothing have none.
+        # The pages of a failed checkpoint have no name.
         name = each.get("annotations", {}).get("org.opencontainers.image.ref.name", "whole")
         if name != "whole":
             good(run_limited([COMMAND, "rm", f"oci:{folder}:{name}"]))
@@ -417,7 +420,7 @@ ROUNDS: dict[str, Callable[[Bench], str]] = {
 
 
 def ready(bench: Bench, ways: tuple[str, ...]) -> None:
-    """A checkpoint that stays whole, and how long each command takes."""
+    """Make a checkpoint that is never killed, and measure how long each command takes."""
     bench.begin()
     line = [COMMAND, "checkpoint", NAME, "--to", f"oci:{STORE}:whole", "--leave-running"]
     bench.measure("checkpoint", line)
@@ -463,7 +466,7 @@ def main() -> int:
 
 
 def one_round(bench: Bench, way: str, name: str) -> None:
-    """One command that is killed; after a failure everything begins anew."""
+    """Run one round; after a failure, start again with a clean host and a new container."""
     bench.report.counts[f"{way}s"] += 1
     try:
         said = ROUNDS[way](bench)

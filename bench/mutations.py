@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 CANARY = Path("/var/canary")
-"""A folder outside; nothing may ever be written there."""
+"""A directory outside of the checkpoint. Nothing may ever be written there."""
 MANIFEST = "checkpoint/gpusnap/manifest.json"
 INDEX = "checkpoint/gpusnap/index.json"
 FileEdit = Callable[[Path], object]
@@ -41,7 +41,7 @@ FileEdit = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Base:
-    """One right checkpoint in all its forms."""
+    """One undamaged checkpoint in all its forms."""
 
     tar: Path
     unpacked: Path
@@ -53,18 +53,18 @@ class Base:
 
 @dataclass(frozen=True)
 class Case:
-    """`make` writes the checkpoint in an empty folder, and gives its locator."""
+    """A damaged checkpoint. `make` writes it to an empty directory, and returns its locator."""
 
     name: str
     make: Callable[[Path], str]
     unseen: bool = False
-    """Whether its damage may be in what has no digest, so that verify cannot find it."""
+    """Whether the damage may be in data without a digest, so that verify cannot find it."""
     podman: bool = True
-    """Whether Podman may restore it by itself: there are archives at which it waits for ever."""
+    """Whether Podman may restore it without gpusnap: with some archives it waits for ever."""
 
 
 def repack(base: Base, edit: Callable[[Path], object]) -> Callable[[Path], str]:
-    """An archive of the unpacked one after an edit."""
+    """Return a `make` that edits the unpacked checkpoint and packs it as an archive."""
 
     def make(folder: Path) -> str:
         tree = folder / "unpacked"
@@ -79,7 +79,7 @@ def repack(base: Base, edit: Callable[[Path], object]) -> Callable[[Path], str]:
 
 
 def written(data: Callable[[], bytes], name: str = "archive.tar") -> Callable[[Path], str]:
-    """A file that holds what `data` gives."""
+    """Return a `make` that writes a file with the result of `data`."""
 
     def make(folder: Path) -> str:
         (folder / name).write_bytes(data())
@@ -89,12 +89,12 @@ def written(data: Callable[[], bytes], name: str = "archive.tar") -> Callable[[P
 
 
 def at_path(path: str, edit: FileEdit) -> FileEdit:
-    """An edit of one file in a folder."""
+    """Return an edit of one file in a directory."""
     return lambda folder: edit(folder / path)
 
 
 def text_at(path: str, text: str) -> FileEdit:
-    """Another text in one file of a folder."""
+    """Return an edit that replaces the text of one file in a directory."""
     return lambda folder: (folder / path).write_bytes(raw(text))
 
 
@@ -129,7 +129,7 @@ FILES: dict[str, FileEdit] = {
     "of zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "sparse": lambda path: os.truncate(path, path.stat().st_size + (1 << 30)),
 }
-# Of these CRIU may still make something, and no digest says otherwise.
+# CRIU may accept files with this damage, and no digest detects it.
 MAY_BE_UNSEEN = ("of zeros", "doubled", "missing")
 
 
@@ -139,7 +139,7 @@ Walked = tuple[tuple[str | int, ...], Any]
 
 
 def _walk(document: Any, at: tuple[str | int, ...] = ()) -> Iterator[Walked]:
-    """Every member, of lists the first."""
+    """Yield the path and value of every member; of a list, only the first item."""
     if at:
         yield at, document
     if isinstance(document, dict):
@@ -160,7 +160,7 @@ _OTHER: dict[str, Callable[[Any], Any]] = {
 
 
 def _edit_member(document: Any, at: tuple[str | int, ...], how: str) -> str:
-    """The document with one member changed, as text."""
+    """Return the document with one member changed, as text."""
     made = json.loads(json.dumps(document))
     parent = made
     for key in at[:-1]:
@@ -175,7 +175,7 @@ def _edit_member(document: Any, at: tuple[str | int, ...], how: str) -> str:
 
 
 def json_cases(document: Any) -> Iterator[tuple[str, str]]:
-    """Its name and text: each member changed in each way; and texts that are hardly JSON."""
+    """Yield names and texts of changed documents: each member changed in each way, and malformed JSON."""
     for at, _ in _walk(document):
         ways = ["removed", *_OTHER, *(["twice in its list"] if isinstance(at[-1], int) else [])]
         for how in ways:
@@ -201,7 +201,7 @@ def raw(text: str) -> bytes:
 
 
 def with_manifest(text: str, *, named: bool) -> FileEdit:
-    """Another manifest; `named`: index.json has its digest, as if gpusnap had written it."""
+    """Return an edit that replaces the manifest. `named`: also put its new digest into index.json."""
 
     def edit(tree: Path) -> None:
         path, index = tree / MANIFEST, tree / INDEX
@@ -215,7 +215,7 @@ def with_manifest(text: str, *, named: bool) -> FileEdit:
 
 
 def rows(document: Any) -> Iterator[tuple[str, str]]:
-    """Rows of chunks that are moved about."""
+    """Yield names and texts of documents with damaged or swapped rows of chunks."""
 
     def changed(edit: Callable[[list[Any]], object]) -> str:
         made = json.loads(json.dumps(document))

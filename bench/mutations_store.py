@@ -19,7 +19,7 @@ NAME_IN_STORE = "fuzzed"
 
 
 def in_store(base: Base, edit: FileEdit) -> Callable[[Path], str]:
-    """A copy of the store, and an edit of it."""
+    """Return a `make` that copies the store and edits the copy."""
 
     def make(folder: Path) -> str:
         shutil.copytree(base.store, folder / "store", symlinks=True)
@@ -48,7 +48,7 @@ def _root(store: Path) -> dict[str, Any]:
 
 
 def _digest_again(store: Path, manifest: bytes) -> None:
-    """Another artifact manifest in place of the first, with index.json naming it by its digest and size."""
+    """Replace the first artifact manifest, and put the new digest and size into index.json."""
     index = json.loads((store / "index.json").read_text())
     entry = index["manifests"][0]
     entry["digest"], entry["size"] = f"sha256:{hex_digest(manifest)}", len(manifest)
@@ -57,7 +57,7 @@ def _digest_again(store: Path, manifest: bytes) -> None:
 
 
 def _with_layer(at: int | None, change: Callable[[bytes], bytes]) -> FileEdit:
-    """A config (None) or a layer that is something else, by its right digest."""
+    """Return an edit that changes the config (None) or a layer, with right digests in the manifest."""
 
     def edit(store: Path) -> None:
         manifest = _root(store)
@@ -71,7 +71,7 @@ def _with_layer(at: int | None, change: Callable[[bytes], bytes]) -> FileEdit:
 
 
 def store_cases(base: Base) -> Iterator[Case]:
-    """Files damaged as they lie there, and documents that are other ones by right digests."""
+    """Yield cases with damaged files, and with changed documents that have the right digests."""
     manifest = _root(base.store)
     digests = {"config": manifest["config"]["digest"]}
     digests |= {f"layer {at}": each["digest"] for at, each in enumerate(manifest["layers"][:3])}

@@ -75,13 +75,13 @@ ADDED: dict[str, list[Member]] = {
 
 
 def _header_at(data: bytes, name: str) -> int:
-    """Where the header of a member stands."""
+    """Return the offset of a member's header."""
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         return next(info.offset for info in tar if info.name.removeprefix("./") == name)
 
 
 def _patch_header(data: bytes, at: int, fields: dict[int, bytes], *, checksum: bool = True) -> bytes:
-    """A header with other bytes at offsets in it."""
+    """Replace bytes at offsets in a header; update its checksum unless `checksum` is false."""
     header = bytearray(data[at : at + _BLOCK])
     for offset, value in fields.items():
         header[offset : offset + len(value)] = value
@@ -132,7 +132,7 @@ def _insert_piece(data: bytes, at: int, piece: bytes) -> bytes:
 
 
 def _pax_header(values: dict[str, str]) -> bytes:
-    """An extended header as it stands before a member."""
+    """Return an extended header, which goes before the header of a member."""
     body = b""
     for key, value in values.items():
         text = f" {key}={value}\n".encode()
@@ -148,7 +148,7 @@ TARGETS = (MANIFEST, "checkpoint/core-1.img", "config.dump")
 
 
 def tar_cases(base: Base) -> Iterator[Case]:
-    """Entries that no checkpoint has, headers of three files in it that lie, and archives without an end."""
+    """Yield cases: unexpected entries, wrong headers of three files, archives with a wrong end."""
     members, data = _members(base), base.tar.read_bytes()
     for name, added in ADDED.items():
         for where in ("first", "last"):
@@ -185,7 +185,7 @@ def tar_cases(base: Base) -> Iterator[Case]:
 
 
 def compressed_cases(base: Base) -> Iterator[Case]:
-    """The archive in zstd and gzip, damaged there."""
+    """Yield cases of the archive compressed with zstd and gzip, and damaged afterwards."""
     data = base.tar.read_bytes()
     for kind, made in (
         ("tar.zst", zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data)),
@@ -209,7 +209,7 @@ def compressed_cases(base: Base) -> Iterator[Case]:
                 made[:place] + bytes([made[place] ^ 1 << chance.randrange(8)]) + made[place + 1 :]
             )
         for name, changed in edits.items():
-            # Podman reads up to the end of the tar, and not the checksum behind that; verify does.
+            # Podman reads to the end of the tar, but not the checksum behind it; verify does.
             unseen = name.startswith("bit ")
             yield Case(f"{kind}: {name}", written(partial(bytes, changed), f"archive.{kind}"), unseen)
     # RFC 8878: a frame with the largest window, and a skippable frame of 4 GiB

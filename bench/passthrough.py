@@ -55,14 +55,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Programs:
-    """The two programs, and the options that both get before the command."""
+    """The two programs, and the options for both, which go before the command."""
 
     bare: str
     shim: str
     options: tuple[str, ...]
 
     def control(self, *words: str) -> None:
-        """Run the bare runtime, untimed; its stderr is in the error."""
+        """Run the bare runtime without timing. Raises SystemExit with its output if it fails."""
         line = [self.bare, *self.options, *words]
         # Not pipes: a container's process would hold them open.
         with tempfile.TemporaryFile("w+") as said:
@@ -74,7 +74,7 @@ class Programs:
                 raise SystemExit(f"{' '.join(line)} failed with exit code {code}: {said.read().strip()}")
 
     def timed(self, program: str, words: Sequence[str]) -> tuple[float, int]:
-        """Milliseconds from spawn to exit, and the exit code."""
+        """Run a program; return milliseconds from spawn to exit, and the exit code."""
         line = [program, *self.options, *words]
         actions = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
         start = time.perf_counter()
@@ -83,7 +83,7 @@ class Programs:
         return (time.perf_counter() - start) * 1e3, os.waitstatus_to_exitcode(status)
 
     def pair(self, number: int, words: Sequence[str] | Callable[[], Sequence[str]], *, code: int = 0) -> Pair:
-        """Bare and shim, the first one alternating; where `words` is a function, it is asked before each."""
+        """Time bare runtime and shim, in alternating order. A function `words` is called before each run."""
         order = (self.bare, self.shim) if number % 2 == 0 else (self.shim, self.bare)
         took = {}
         for program in order:
@@ -95,7 +95,7 @@ class Programs:
 
 
 def _config() -> dict[str, Any]:
-    """The least that crun and runc take: no network of its own, no limits."""
+    """Return a minimal configuration for crun and runc: no network namespace, no limits."""
     mounts = [
         {"destination": "/proc", "type": "proc", "source": "proc"},
         {"destination": "/dev", "type": "tmpfs", "source": "tmpfs"},
@@ -116,7 +116,7 @@ def _config() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _bundle(busybox: str) -> Iterator[tuple[str, str]]:
-    """A bundle and a runtime root, which are removed afterwards."""
+    """Make a bundle and a runtime root, which are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="gpusnap-bench-") as directory:
         rootfs = Path(directory, "bundle", "rootfs")
         for name in ("proc", "dev"):
@@ -158,7 +158,7 @@ def _result(command: str, pairs: list[Pair]) -> Result:
 
 
 def measure(programs: Programs, bundle: str, pairs: int, deletes: int) -> list[Result]:
-    """state, kill and delete on real containers."""
+    """Measure state, kill, `checkpoint --help` and delete with real containers."""
     containers = Containers(programs, bundle)
     try:
         name = containers.make()
@@ -175,14 +175,14 @@ def measure(programs: Programs, bundle: str, pairs: int, deletes: int) -> list[R
 
 
 def measure_probe(programs: Programs, pairs: int) -> Result:
-    """`checkpoint --help`, by which Podman asks whether a runtime can checkpoint."""
+    """Measure `checkpoint --help`, which Podman runs to find out whether a runtime can checkpoint."""
     words = ["checkpoint", "--help"]
     _warm(programs, words)
     return _result("checkpoint -h", [programs.pair(i, words) for i in range(pairs)])
 
 
 def measure_missing(programs: Programs, pairs: int) -> list[Result]:
-    """`state` of a container that is not there: what both do before they look at one."""
+    """Measure `state` of a container that does not exist: the work before a container is read."""
     words = ["state", f"gpusnap-bench-nosuch-{os.getpid()}"]
     _warm(programs, words)
     return [_result("state (missing)", [programs.pair(i, words, code=1) for i in range(pairs)])]

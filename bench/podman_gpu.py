@@ -46,13 +46,13 @@ class Case:
 
     load: Workload
     words: tuple[str, ...]
-    """Of `podman container checkpoint`."""
+    """Options of `podman container checkpoint`."""
     restored: bool = True
     workers: int = 1
 
 
 def cases() -> dict[str, Case]:
-    """By name; the number is GiB in the block that the program checks."""
+    """Return the cases by name. The number is the size of the block that the program checks, in GiB."""
     none, zstd = ("--compress", "none"), ("--compress", "zstd")
     torch = {gib: Workload.python("torch_train.py", "torch", gib << 10) for gib in (4, 12)}
     return {
@@ -69,7 +69,7 @@ def cases() -> dict[str, Case]:
 
 @dataclass
 class Figures:
-    """One case; seconds and bytes."""
+    """The figures of one case, in seconds and bytes."""
 
     name: str
     command: str
@@ -78,9 +78,9 @@ class Figures:
     checkpoint: float = 0.0
     """`podman container checkpoint`, from start to end."""
     runtime_checkpoint: float = 0.0
-    """gpusnap-runtime's part of it, as Podman says."""
+    """The part of gpusnap-runtime, as Podman reports it."""
     steps: dict[str, float] = field(default_factory=dict)
-    """Of that part, as the manifest says."""
+    """The steps of that part, from the manifest."""
     restore: float = 0.0
     runtime_restore: float = 0.0
     criu_restore: float = 0.0
@@ -90,7 +90,7 @@ class Figures:
 
 
 def measure(name: str, case: Case, host: Machine, folder: str) -> Figures:
-    """Run one case; its container and archive are removed whatever happens."""
+    """Run one case; its container and archive are removed even if it fails."""
     archive = Path(folder, f"{NAME}.tar")
     figures = Figures(name, " ".join(["podman container checkpoint --export F", *case.words]))
     try:
@@ -129,20 +129,20 @@ def _restore(figures: Figures, program: Program, archive: Path) -> None:
     figures.runtime_restore = one["runtime_restore_duration"] / 1e6
     figures.criu_restore = one["criu_statistics"]["restore_time"] / 1e6
     stamps = program.stamps()
-    if stamps:  # gpuwork says no times
+    if stamps:  # gpuwork prints no times
         after = until(lambda: [at for _, _, at in program.stamps() if at > clock], "a tick after the restore")
         figures.back = after[0] - clock
 
 
 def _pause(program: Program) -> float:
-    """The longest time between two ticks, less the usual one."""
+    """Return the longest time between two ticks, minus the median."""
     at = sorted({stamp for _, _, stamp in program.stamps()})
     gaps = [late - early for early, late in pairwise(at)]
     return max(gaps) - statistics.median(gaps)
 
 
 def opening() -> dict[str, float]:
-    """What the first use of the driver takes in a fresh process: cuInit, then NVML's inventory."""
+    """Return the seconds of a first use of the driver: import, cuInit, then NVML's inventory."""
     code = (
         "import json, time; t0 = time.monotonic()\n"
         "from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia\n"
@@ -159,7 +159,7 @@ def opening() -> dict[str, float]:
 
 
 def circumstances(gpus: Host, runtime: str) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the hardware and the versions on which the figures depend."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     versions = {name: good(run(name, "--version")).splitlines()[0] for name in ("podman", runtime, "criu")}
     for package in ("torch", "jax", "cupy-cuda13x", "cupy-cuda12x"):
@@ -179,7 +179,7 @@ def circumstances(gpus: Host, runtime: str) -> dict[str, Any]:
 
 
 def table(found: list[Figures]) -> str:
-    """For people, as Markdown."""
+    """Return the figures as a Markdown table."""
     step_names = list(dict.fromkeys(step for figures in found for step in figures.steps))
     rows: list[tuple[str, list[str]]] = [
         ("GPU memory, GiB", [f"{f.gpu_bytes / 2**30:.2f}" for f in found]),

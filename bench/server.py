@@ -51,16 +51,16 @@ from support import podman  # noqa: E402
 from gpusnap.runtime_shim.errors import GpusnapError  # noqa: E402
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 
-_PATIENCE = 600.0  # seconds for a first answer
+_PATIENCE = 600.0  # seconds to wait for the first answer
 _PAUSE = 0.01
-_TOKENS = 32  # of an answer that is compared
+_TOKENS = 32  # in an answer that is compared
 _NUMBER = struct.Struct("<Q")
 COLOURS = {"fresh": "#b0b7c3", "restore": "#2a7ae2"}
 
 
 @dataclass(slots=True)
 class Found:
-    """One state of the page cache; seconds, one for each round."""
+    """Results for one state of the page cache, in seconds, one for each round."""
 
     cache: str
     fresh: list[float] = field(default_factory=list)
@@ -68,20 +68,20 @@ class Found:
     command: list[float] = field(default_factory=list)
 
     def row(self) -> dict[str, float]:
-        """Medians, and how much faster a restore is."""
+        """Return the medians in seconds, and how many times faster a restore is."""
         fresh, restore, done = (statistics.median(each) for each in (self.fresh, self.restore, self.command))
         return {"fresh": fresh, "restore": restore, "command": done, "times": fresh / restore}
 
 
 def ask_number(port: int = PORT) -> object:
-    """What gpuwork answers. Raises OSError while it does not."""
+    """Return the answer of gpuwork. Raises OSError while it does not answer."""
     with socket.create_connection(("127.0.0.1", port), 5) as connection:
         connection.sendall(_NUMBER.pack(41))
         return connection.recv(_NUMBER.size)
 
 
 def ask_model(tokens: int, port: int = PORT) -> object:
-    """The tokens of the model. Raises OSError while it does not answer."""
+    """Return the tokens of the model. Raises OSError while it does not answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_PATIENCE)
     try:
         connection.request("GET", f"/{tokens}")
@@ -94,19 +94,19 @@ def ask_model(tokens: int, port: int = PORT) -> object:
 
 @dataclass(slots=True)
 class Server:
-    """The server, and what it answered first."""
+    """The server, and its first compared answer."""
 
     here: Place
     words: list[str]
     ask: Callable[[], object]
-    """For its first answer."""
+    """Asks for the first answer, which is timed."""
     ask_more: Callable[[], object]
-    """For one that is compared."""
+    """Asks for an answer that is compared."""
     answer: object = None
     name: str = NAME
 
     def start(self) -> float:
-        """Start it fresh; seconds until it has answered."""
+        """Start the server fresh; return the seconds until its first answer."""
         begun = time.monotonic()
         network = () if "host" in self.here.options else ("--network", "host")
         run = ("run", "-d", "--name", self.name, *self.here.options, *network, self.here.image)
@@ -114,7 +114,7 @@ class Server:
         return self.first_answer(begun)
 
     def first_answer(self, begun: float) -> float:
-        """Seconds since then until it answers; then it says what it always said. Raises BenchError."""
+        """Return the seconds from `begun` to the first answer; check a second one. Raises BenchError."""
         while time.monotonic() - begun < _PATIENCE:
             try:
                 first = self.ask()
@@ -132,7 +132,7 @@ class Server:
 
 
 def of_kind(here: Place, options: argparse.Namespace, name: str = NAME, port: int = PORT) -> Server:
-    """A model server, with `options.layers`; in the test host gpuwork, with `options.mib`."""
+    """Return a model server with `options.layers`; in the test host, gpuwork with `options.mib`."""
     if here.software:
         words = ["/gpuwork", "--mib", str(options.mib), "--tick", "100", "--serve", str(port)]
         ask = partial(ask_number, port)
@@ -143,7 +143,7 @@ def of_kind(here: Place, options: argparse.Namespace, name: str = NAME, port: in
 
 
 def measure(server: Server, rounds: int) -> list[Found]:
-    """Started and restored again and again."""
+    """Start and restore the server in each round."""
     every = [Found("warm"), Found("cold")]
     server.start()
     command(COMMAND, "checkpoint", NAME)
@@ -165,12 +165,12 @@ def measure(server: Server, rounds: int) -> list[Found]:
 
 
 def remove(*names: str) -> None:
-    """The container, or those of these names, whether they run or not."""
+    """Remove the container, or those with these names, even if they run."""
     podman("rm", "--force", "--ignore", "--time", "0", *(names or [NAME]))
 
 
 def table(every: list[Found]) -> str:
-    """For docs/benchmarks.md."""
+    """Return the results as a table for docs/benchmarks.md."""
     lines = [
         "| page cache | fresh | restore | of that, the command | times faster |",
         "|---|---|---|---|---|",
@@ -183,7 +183,7 @@ def table(every: list[Found]) -> str:
 
 
 def picture(every: list[Found], title: str) -> str:
-    """The same as bars, an SVG."""
+    """Return the results as a bar chart, in SVG."""
     rows = [(found.cache, what, found.row()[what]) for found in every for what in COLOURS]
     scale = 420 / max(seconds for *_, seconds in rows)
     parts = [f'<text x="8" y="20" font-weight="bold">{title}</text>']

@@ -39,13 +39,13 @@ from support import Container, good, podman, run
 
 NAME = "soaked"
 FOLDER = Path("/var/tmp/soak")
-_FIRST = 5  # cycles until all that stays is there
-# Of the store's bytes: CRIU's images are compressed, and differ a little each time.
+_FIRST = 5  # cycles until everything that stays has been created
+# The store may grow by this factor: CRIU's images are compressed, and their size differs a little each time.
 _SLACK = 1.1
 
 
 def cycle(container: Container, number: int) -> None:
-    """One checkpoint that ends the container, and its restore. Raises Bad, AssertionError."""
+    """Checkpoint the container, which ends, and restore it. Raises Bad, AssertionError."""
     archive, name = FOLDER / "soak.tar.zst", f"n{number}"
     podman_line = ["podman", "--runtime", "gpusnap-runtime", "container"]
     kept = f"oci:{STORE}:{name}"
@@ -67,7 +67,7 @@ def cycle(container: Container, number: int) -> None:
 
 
 def counts(container: Container, keep: Path) -> dict[str, int]:
-    """How many there are of all that could grow; our own reports in `keep` do."""
+    """Count everything that could grow, except this program's reports in `keep`."""
     found = {"containers of Podman": len(good(podman("ps", "--all", "--quiet")).split())}
     for runtime in ("crun", "runc"):
         found[f"containers of {runtime}"] = len(run(runtime, "list", "-q").out.split())
@@ -94,7 +94,7 @@ def _conmon() -> int:
 
 
 def grown(first: dict[str, int], last: dict[str, int]) -> list[str]:
-    """What is more than it was."""
+    """Return a text for each count that has grown."""
     return [
         f"{what}: {first.get(what, 0)} became {number}"
         for what, number in last.items()
@@ -103,7 +103,7 @@ def grown(first: dict[str, int], last: dict[str, int]) -> list[str]:
 
 
 def soak(report: Report, runtime: str, number: int, end: float) -> None:
-    """All cycles under one runtime."""
+    """Run all cycles under one runtime."""
     settings(runtime)
     shutil.rmtree(STORE, ignore_errors=True)
     shutil.rmtree(FOLDER, ignore_errors=True)
