@@ -155,10 +155,6 @@ class _Worker:
         elif time.monotonic() - self._stopped >= _STOPPED:
             raise _Ended
 
-    def kill(self) -> None:
-        """Kill it, and wait for nothing."""
-        _kill(self._descriptor)
-
     def forget(self) -> None:
         """Close the descriptors only: it is another process's child."""
         self._channel.close()
@@ -216,10 +212,6 @@ class _Forker:
         finally:
             theirs.close()
         return _Worker(pid, found[0], ours)
-
-    def kill(self) -> None:
-        """Kill it, and wait for nothing."""
-        _kill(self._descriptor)
 
     def close(self) -> None:
         """End it; it never waits for any process but gpusnap."""
@@ -301,15 +293,6 @@ class Companion:
         if self._lock.acquire(blocking=False):
             try:
                 self._leave(within)
-            finally:
-                self._lock.release()
-
-    def kill(self) -> None:
-        """Kill the worker, unless it is answering now, and wait for nothing."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._worker is not None:
-                    self._worker.kill()
             finally:
                 self._lock.release()
 
@@ -420,27 +403,30 @@ def end() -> None:
     for each in _State.companions:
         each.end()
     with _State.lock:
-        while _State.idle:
-            _State.idle.pop().leave()
-        if _State.forker is not None:
-            _State.forker.close()
-            _State.forker = None
-        _State.unanswered.clear()
+        _end_children()
 
 
 def kill_all() -> None:
-    """Kill the children at the end of this process: one that is stopped does not see that end."""
+    """The same at the end of this process, whoever is asking just then: a stopped one does not see that."""
     for each in _State.companions:
         with suppress(OSError):
-            each.kill()
+            each.end()
     if _State.lock.acquire(blocking=False):
         try:
-            for child in (*_State.idle, _State.forker):
-                if child is not None:
-                    with suppress(OSError):
-                        child.kill()
+            with suppress(OSError):
+                _end_children()
         finally:
             _State.lock.release()
+
+
+def _end_children() -> None:
+    """The lock is held."""
+    while _State.idle:
+        _State.idle.pop().leave()
+    if _State.forker is not None:
+        _State.forker.close()
+        _State.forker = None
+    _State.unanswered.clear()
 
 
 def _make_unanswered_error(pid: int, what: str, within: float) -> Unanswered:
