@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,8 +22,8 @@ GPUWORK = "/usr/local/bin/gpuwork"
 # It rests, so that it leaves the cores to what is tested: each tick checks every byte.
 GPUWORK_LINE = ("/gpuwork", "--tick", "30", "--rest", "8", "--mib", "4")
 STORAGE = Path("/var/lib/containers/storage/overlay-containers")
-# A JSON list of the containers, with their names (containers/storage, containers.go).
-CONTAINERS = STORAGE / "containers.json"
+# JSON lists of containers with their names; those with --rm have one of their own (containers/storage).
+CONTAINERS = (STORAGE / "containers.json", STORAGE / "volatile-containers.json")
 STATE = Path("/run/softgpu")
 # Seconds. Nobody waits for so long but where something is broken; a busy machine may need a good part of it.
 DEADLINE = 90.0
@@ -41,8 +41,6 @@ SWALLOWED = re.compile(
 )
 
 _TICK = re.compile(r"pid=(\d+) tick=(\d+) (ok|BAD)")
-# The log file of each container by its name, as long as it is there.
-_log_files: dict[str, Path] = {}
 
 
 def until(condition: Callable[[], Any], what: str, *, deadline: float = DEADLINE) -> Any:
@@ -188,16 +186,11 @@ class Container:
 
     def _read_log(self) -> str:
         """What `podman logs` prints, from the file itself: waiting for a tick reads it many times."""
-        path = _log_files.get(self.name)
-        if path is None or not path.exists():
-            said = podman("container", "inspect", "--format", "{{.HostConfig.LogConfig.Path}}", self.name)
-            if said.code:
-                return ""
-            path = _log_files[self.name] = Path(said.out.strip())
         try:
-            return log_text(path.read_text(errors="replace"))
-        except FileNotFoundError:
-            return ""
+            (own,) = ids_of(self.name)
+            return log_text((STORAGE / own / "userdata/ctr.log").read_text(errors="replace"))
+        except (FileNotFoundError, ValueError):
+            return ""  # there is no such container, or it has not begun
 
     def ticks(self) -> dict[int, list[int]]:
         """The ticks by worker; fails on the first one that found a wrong byte or left one out."""
@@ -237,11 +230,7 @@ class Container:
     @property
     def id(self) -> str:
         """As Podman's storage has it, in a file: it is asked for often."""
-        try:
-            listed = json.loads(CONTAINERS.read_text())
-        except FileNotFoundError:
-            listed = []
-        ids = [str(each["id"]) for each in listed if self.name in each.get("names", ())]
+        ids = ids_of(self.name)
         return ids[0] if len(ids) == 1 else str(self.inspect()["Id"])
 
     @property
@@ -274,6 +263,16 @@ class Container:
     def restore(cls, name: str, archive: Path, *words: str) -> Container:
         good(podman("container", "restore", "--import", archive, *words))
         return cls(name)
+
+
+def ids_of(name: str) -> list[str]:
+    """The IDs of the containers of that name: one or none."""
+    found: list[str] = []
+    for path in CONTAINERS:
+        with suppress(FileNotFoundError):
+            listed = json.loads(path.read_text())
+            found += [str(each["id"]) for each in listed if name in each.get("names", ())]
+    return found
 
 
 def log_text(file: str) -> str:
