@@ -4,10 +4,10 @@
 
 A job is a file of the integration tests, in a test host of its own, or a few files of the unit tests, on the
 machine itself. Without an option these are the integration tests; `--unit`: the unit tests; `--all`: both.
-Names of files among pytest's options choose these alone. Twice as many jobs run at once as there are cores:
-an integration test waits for about half of its time, for ticks, for CRIU, for a container to end. The output
-of a job is printed when it is done. Exit code 1 where a test failed. `--record` writes how long each file
-took to durations.json, by which the next runs sort.
+Names of files among pytest's options choose these alone. Two jobs for each core and one more run at once: an
+integration test waits for about half of its time, for ticks, for CRIU, for a container to end. The output of
+a job is printed when it is done. Exit code 1 where a test failed. `--record` writes how long each file took
+to durations.json, by which the next runs sort.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
 # -E: the test host has PYTHONDONTWRITEBYTECODE set for all else.
 PYTHON_IN_HOST = ["/opt/gpusnap/bin/python", "-E", "-X", f"pycache_prefix={BYTECODE_IN_HOST}"]
 DURATIONS = Path(__file__).with_name("durations.json")
-JOBS_PER_CORE = 2
 # Seconds of unit tests that are one job: long beside pytest's start, short beside the whole.
 UNIT_JOB = 90.0
 # Of a file that durations.json does not have: an integration test's is begun first, in case it is long.
@@ -230,7 +229,7 @@ def main() -> int:
 
 def run(shards: Shards) -> None:
     """Have all jobs done, or those that run ended at a signal."""
-    threads = [threading.Thread(target=shards.work) for _ in range(JOBS_PER_CORE * (os.cpu_count() or 1))]
+    threads = [threading.Thread(target=shards.work) for _ in range(2 * (os.cpu_count() or 1) + 1)]
 
     def stop(_number: int, _frame: object) -> None:
         shards.end()
