@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -31,6 +32,11 @@ if importlib.util.find_spec("pycriu") is None:
 # How long an example takes says how busy the machine is.
 hypothesis_settings.register_profile("gpusnap", deadline=None)
 hypothesis_settings.load_profile("gpusnap")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now stays: no collection of garbage has to look through it."""
+    gc.freeze()
 
 
 @pytest.fixture
