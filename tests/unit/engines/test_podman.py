@@ -159,11 +159,11 @@ def test_a_command_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.M
     program = tmp_path / "podman"
     program.write_text(
         "#!/bin/sh\nhead -c 20000000 /dev/zero\n"
-        'until [ "$(stat -L -c %b /proc/$$/fd/1)" -lt 100 ]; do :; done\necho last; exit 3\n'
+        'until [ "$(stat -L -c %b /proc/$$/fd/1)" -lt 100 ]; do sleep 0.02; done\necho last; exit 3\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert podman.execute("w", ["noise"], {}, seconds=20) == (3, "last\n\n")
+    assert podman.execute("w", ["noise"], {}, seconds=180) == (3, "last\n\n")
 
 
 def test_those_with_processes(fake: FakePodman) -> None:
