@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,8 +25,8 @@ GPUWORK = "/usr/local/bin/gpuwork"
 # It rests, so that it leaves the cores to what is tested: each tick checks every byte.
 GPUWORK_LINE = ("/gpuwork", "--tick", "30", "--rest", "8", "--mib", "4")
 STORAGE = Path("/var/lib/containers/storage/overlay-containers")
-# A JSON list of the containers, with their names (containers/storage, containers.go).
-CONTAINERS = STORAGE / "containers.json"
+# JSON lists of containers with their names; those with --rm have one of their own (containers/storage).
+CONTAINERS = (STORAGE / "containers.json", STORAGE / "volatile-containers.json")
 STATE = Path("/run/softgpu")
 # Seconds. Nobody waits for so long but where something is broken; a busy machine may need a good part of it.
 DEADLINE = 90.0
@@ -273,7 +273,9 @@ class Container:
         return cls(name)
 
 
-def ids_of(name: str) -> list[str]:
+def 
+<<<<<<< ours
+ids_of(name: str) -> list[str]:
     """The IDs of the containers of that name: one or none."""
     try:
         listed = json.loads(CONTAINERS.read_text())
@@ -282,7 +284,23 @@ def ids_of(name: str) -> list[str]:
     return [str(each["id"]) for each in listed if name in each.get("names", ())]
 
 
-def log_text(file: str) -> str:
+def 
+||||||| base
+
+=======
+ids_of(name: str) -> list[str]:
+    """The IDs of the containers of that name: one or none."""
+    found: list[str] = []
+    for path in CONTAINERS:
+        with suppress(FileNotFoundError):
+            listed = json.loads(path.read_text())
+            found += [str(each["id"]) for each in listed if name in each.get("names", ())]
+    return found
+
+
+def 
+>>>>>>> theirs
+log_text(file: str) -> str:
     """What a container has written, from a log file of the driver k8s-file (conmon, ctr_logging.c).
 
     A line of it is "TIME STREAM F|P TEXT": with P the text goes on in the next one. A last line that is not
