@@ -273,22 +273,7 @@ class Container:
         return cls(name)
 
 
-def 
-<<<<<<< ours
-ids_of(name: str) -> list[str]:
-    """The IDs of the containers of that name: one or none."""
-    try:
-        listed = json.loads(CONTAINERS.read_text())
-    except FileNotFoundError:
-        return []
-    return [str(each["id"]) for each in listed if name in each.get("names", ())]
-
-
-def 
-||||||| base
-
-=======
-ids_of(name: str) -> list[str]:
+def ids_of(name: str) -> list[str]:
     """The IDs of the containers of that name: one or none."""
     found: list[str] = []
     for path in CONTAINERS:
@@ -298,9 +283,7 @@ ids_of(name: str) -> list[str]:
     return found
 
 
-def 
->>>>>>> theirs
-log_text(file: str) -> str:
+def log_text(file: str) -> str:
     """What a container has written, from a log file of the driver k8s-file (conmon, ctr_logging.c).
 
     A line of it is "TIME STREAM F|P TEXT": with P the text goes on in the next one. A last line that is not
