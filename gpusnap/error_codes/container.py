@@ -145,8 +145,9 @@ CODES = (
         "GPS-216",
         "not-enough-memory",
         "While a process is suspended, its GPU memory is in RAM, and there is not enough RAM. The message "
-        "says which limit applies: that of this host, of the container, or of the cgroup in which gpusnap "
-        "itself runs (the session or unit of Podman or containerd).",
+        "says which limit applies: that of this host, of the container, of the cgroup in which gpusnap "
+        "itself runs (the session or unit of Podman or containerd), or `suspend.ram`. It is also given if "
+        "files in RAM would not last, or could be swapped.",
         "This host: free some memory, or checkpoint fewer containers at once. The container: raise its "
         "limit (`podman update --memory`). gpusnap's own cgroup: raise the limit of that session or unit. "
         "If the GPU memory only passes through RAM, a lower `memory.ceiling` is enough.",

@@ -1,6 +1,6 @@
 """Restores a container whose checkpoint contains GPU state.
 
-    plan → restore (the real runtime, CRIU) → driver restore → unlock
+    plan → volumes → restore (the real runtime, CRIU) → compare images → settle → fill → driver restore
 
 Everything that can refuse does so before the runtime is called. After that, a failure kills what was
 restored, so that no incomplete container remains. The runtime runs as a child of gpusnap with descriptors 0

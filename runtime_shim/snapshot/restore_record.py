@@ -1,7 +1,6 @@
 """The record of a running restore: what was begun, and how far it has come.
 
     /run/gpusnap/journal/<key>.restore      written before config.json is changed, and again at each
-    /run/gpusnap/journal/<key>.restore      written before config.json is changed, and again at each
                                             stage; removed when the container runs with its GPU state, or
                                             has been removed
     /run/gpusnap/restored/<key>.restored    the last version, while a container runs that Podman had restored;

@@ -1,4 +1,4 @@
-"""Checks everything that can refuse a checkpoint, before anything is changed.
+"""Most checks that can refuse a checkpoint before anything is changed; some are for a restore too.
 
 Each function returns nothing or raises Refused with one sentence: what is wrong, with which process, and what
 to do about it.
