@@ -171,13 +171,7 @@ class Checkpoints:
 
     def check(self, done: Done) -> str:
         """Check and return the outcome. Raises Bad."""
-        outcome = "worked" if done.code == 0 else "refused"
-        if done.code:
-            checked_message(done)
-        if _waits():
-            if "gpusnap recover" not in done.err:
-                raise Bad(f"it needs `gpusnap recover`, and does not say so: {done.err[-1000:]}")
-            outcome = self._recover()
+        outcome = self._check_message(done)
         if Path(f"/proc/{self.pid}").exists() and (done.code or self.leave):
             goes_on(self.id)
             if done.code == 0:
@@ -187,6 +181,17 @@ class Checkpoints:
             outcome += ", restored"
         if left := self.before.left():
             raise Bad(f"left behind ({outcome}): {left[:10]}; {done.err[-500:]}")
+        return outcome
+
+    def _check_message(self, done: Done) -> str:
+        """Check what the command printed, and recover if it asks for that; return the outcome. Raises Bad."""
+        outcome = "worked" if done.code == 0 else "refused"
+        if done.code:
+            checked_message(done)
+        if _waits():
+            if "gpusnap recover" not in done.err:
+                raise Bad(f"it needs `gpusnap recover`, and does not say so: {done.err[-1000:]}")
+            outcome = self._recover()
         return outcome
 
     def _recover(self) -> str:
@@ -221,13 +226,7 @@ class Commands(Checkpoints):
 
     def check(self, done: Done) -> str:
         """Check and return the outcome. Raises Bad."""
-        outcome = "worked" if done.code == 0 else "refused"
-        if done.code:
-            checked_message(done)
-        if _waits():
-            if "gpusnap recover" not in done.err:
-                raise Bad(f"it needs `gpusnap recover`, and does not say so: {done.err[-1000:]}")
-            outcome = self._recover()
+        outcome = self._check_message(done)
         if Path(f"/proc/{self.pid}").exists():
             if done.code == 0 and not self.leave:
                 raise Bad("it runs after its checkpoint")
