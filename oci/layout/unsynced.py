@@ -13,7 +13,9 @@ error, and a second fsync succeeds without having written anything. Hence the ru
 
 The kernel begins to write each when it is noted. By itself it begins only when a tenth of the memory is dirty
 or half a minute has passed (Documentation/admin-guide/sysctl/vm.rst): the disk would be idle when its speed
-decides how long a checkpoint takes.
+decides how long a checkpoint takes. An error of that is as bad as one of the fsync, which may not repeat it:
+if ext4 finds no blocks for what was written, it drops the pages, tells only the caller that was writing them
+(fs/ext4/inode.c, mpage_map_and_submit_extent), and the fsync succeeds on a file of zeros.
 
 syncfs(2) would need one descriptor for all, but it waits for everything that anybody writes to that file
 system, and fails for their errors.
@@ -28,12 +30,8 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.threads import run_for_each
-
-if TYPE_CHECKING:
-    from ctypes import CDLL
 
 MOST = 4096
 # So much of this process' descriptors one folder may hold.
@@ -42,6 +40,18 @@ _PART = 4
 _WRITE = 2
 # No more descriptors can be opened, by this process or on this host.
 _NONE_LEFT = {errno.EMFILE, errno.ENFILE}
+# It was begun, or not, or not for all, because there is no such call or no memory: the fsync writes the rest.
+_NOT_LOST = {
+    0,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EINVAL,
+    errno.ESPIPE,
+    errno.EOPNOTSUPP,
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.EINTR,
+}
 
 
 class Unsynced:
@@ -62,7 +72,10 @@ class Unsynced:
         self.close()
 
     def note_written(self, name: str, descriptor: int) -> None:
-        """Record that this descriptor, which the caller owns, wrote the file. Raises OSError of an fsync."""
+        """Record that this descriptor, which the caller owns, wrote the file.
+
+        Raises OSError of an fsync, or of the writeback that it begins.
+        """
         try:
             own = os.dup(descriptor)
         except OSError as error:
@@ -72,7 +85,11 @@ class Unsynced:
                 self._failed.pop(name, None)
             self._sync(name, descriptor)
             return
-        _start_writeback(own)
+        try:
+            _start_writeback(own)
+        except OSError as error:
+            os.close(own)
+            raise self._note_failure(name, error) from error
         with self._lock:
             self._failed.pop(name, None)
             self._durable.pop(name, None)
@@ -166,32 +183,45 @@ class Unsynced:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            failure = OSError(error.errno, error.strerror, name)
-            with self._lock:
-                self._failed[name] = failure
-                self._durable.pop(name, None)
-            raise failure from error
+            raise self._note_failure(name, error) from error
         with suppress(OSError):  # then it is made durable again
             durable = _identify(os.fstat(descriptor))
             with self._lock:
                 self._durable[name] = durable
 
+    def _note_failure(self, name: str, error: OSError) -> OSError:
+        """Never take that file for synced until it is written again; return what to raise."""
+        failure = OSError(error.errno, error.strerror, name)
+        with self._lock:
+            self._failed[name] = failure
+            self._durable.pop(name, None)
+        return failure
+
 
 def _start_writeback(descriptor: int) -> None:
     """Have the kernel begin to write a file, and wait only for room in the disk's queue.
 
-    sync_file_range(2) tells no error of that, the fsync does; nor does it matter where there is no such call.
+    Raises OSError if some of it was lost; not if there is no sync_file_range(2) here.
     """
-    _libc().sync_file_range(descriptor, 0, 0, _WRITE)
+    number = _begin_writing()(descriptor)
+    if number not in _NOT_LOST:
+        raise OSError(number, os.strerror(number))
 
 
 @cache
-def _libc() -> CDLL:
+def _begin_writing() -> Callable[[int], int]:
+    """Return a function that calls sync_file_range(2) for a descriptor, and returns its errno or 0."""
     import ctypes  # which a command that writes nothing does not need
 
-    found = ctypes.CDLL(None)
-    found.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return found
+    call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if call is None:  # a C library without it
+        return lambda _: errno.ENOSYS
+    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+    def begin(descriptor: int) -> int:
+        return ctypes.get_errno() if call(descriptor, 0, 0, _WRITE) else 0
+
+    return begin
 
 
 def count_descriptors() -> int:

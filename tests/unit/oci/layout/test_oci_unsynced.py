@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,25 +71,86 @@ def test_a_bounded_number_stays_open(tmp_path: Path, synced: list[str]) -> None:
     assert len(synced) == 5
 
 
+def begins(monkeypatch: pytest.MonkeyPatch, answers: dict[str, int]) -> list[str]:
+    """The names of files whose writeback was begun; the kernel's errno for some of them is made up."""
+    begun: list[str] = []
+    real = unsynced_module._begin_writing()
+
+    def begin(descriptor: int) -> int:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        begun.append(name)
+        assert real(descriptor) == 0
+        return answers.get(name, 0)
+
+    monkeypatch.setattr(unsynced_module, "_begin_writing", lambda: begin)
+    return begun
+
+
 def test_the_kernel_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With each file that was written, once."""
-    begun: list[str] = []
-    real = unsynced_module._libc().sync_file_range
-
-    class Libc:
-        def sync_file_range(self, descriptor: int, offset: int, size: int, flags: int) -> int:
-            assert (offset, size, flags) == (0, 0, 2)
-            begun.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-            found: int = real(descriptor, offset, size, flags)
-            assert found == 0
-            return found
-
-    monkeypatch.setattr(unsynced_module, "_libc", Libc)
+    begun = begins(monkeypatch, {})
     unsynced = Unsynced()
     (tmp_path / "other").touch()
     unsynced.note_existing("other")
     add(unsynced, tmp_path, "a", "b")
     assert begun == ["a", "b"]
+
+
+def test_what_is_written_to_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real call, with everything that is dirty."""
+    calls: list[tuple[int, ...]] = []
+
+    class Call:
+        def __call__(self, *given: int) -> int:
+            calls.append(given)
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(sync_file_range=Call()))
+    unsynced_module._begin_writing.cache_clear()
+    try:
+        assert unsynced_module._begin_writing()(7) == 0
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
+        unsynced_module._begin_writing.cache_clear()
+        assert unsynced_module._begin_writing()(7) == errno.ENOSYS
+    finally:
+        unsynced_module._begin_writing.cache_clear()
+    assert calls == [(7, 0, 0, 2)]
+
+
+@pytest.mark.parametrize("number", [errno.EBADMSG, errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_an_error_of_its_beginning_is_one_of_the_fsync(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """For what ext4 has dropped, the fsync succeeds: the file counts as failed until it is written again."""
+    answers = {"lost": number}
+    begins(monkeypatch, answers)
+    unsynced = Unsynced()
+    with pytest.raises(OSError, match="lost") as raised:
+        add(unsynced, tmp_path, "lost")
+    assert (raised.value.errno, raised.value.filename) == (number, "lost")
+    assert open_files(tmp_path) == ["lost"]  # the caller's own
+    assert unsynced.list_failed() == {"lost"}
+    unsynced.note_existing("lost", os.stat(tmp_path / "lost"))
+    for _ in range(2):
+        with pytest.raises(OSError, match="lost"):
+            unsynced.sync(no_other, threads=1)
+    assert synced == []
+    answers.clear()
+    add(unsynced, tmp_path, "lost")
+    unsynced.sync(no_other, threads=1)
+    assert (unsynced.list_failed(), synced) == (set(), ["lost"])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.ENOMEM])
+def test_what_was_not_begun_the_fsync_does(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Where there is no such call, or a filter of system calls forbids it, or there was no memory for it."""
+    begins(monkeypatch, {"a": number})
+    unsynced = Unsynced()
+    add(unsynced, tmp_path, "a")
+    unsynced.sync(no_other, threads=1)
+    assert synced == ["a"]
 
 
 def test_what_was_made_durable_here_is_not_again(tmp_path: Path, synced: list[str]) -> None:
