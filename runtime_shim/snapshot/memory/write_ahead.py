@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import is_zero
 from gpusnap.oci.chunks.encoding import ReadSpeed
@@ -60,8 +59,9 @@ class EarlyWriter:
         # Each that comes gets a smaller part of the cores, as nobody knows how many will.
         share = max(1, min(_MOST, int(cores / (len(self._threads) + 1))))
         thread = threading.Thread(target=self._watch, args=(area, share), name="gpusnap-early")
-        self._threads.append(thread)
-        thread.start()
+        with suppress(RuntimeError):  # the system permits no more threads
+            thread.start()
+            self._threads.append(thread)
 
     def end(self) -> dict[str, Chunk]:
         """The driver is done: what there is by now, by the digest of the plain bytes. May be called twice."""
@@ -73,7 +73,9 @@ class EarlyWriter:
 
     def _watch(self, area: Area, threads: int) -> None:
         size, level = self._settings.chunk_size, self._settings.level
-        with suppress(OciError, OSError, ValueError):  # ValueError: it was let go of
+        # A full disk, no memory, no thread, a region that was let go of: the writing at the end says what is
+        # wrong, if anything is.
+        with suppress(Exception):
             (table,) = writing.write(
                 [area],
                 self._layout,
