@@ -65,15 +65,25 @@ class Unsynced:
         self._open: list[tuple[str, int]] = []
         self._found: set[str] = set()
         self._failed: dict[str, OSError] = {}
+        # How many there were before each of them, and in all.
+        self._failed_at: dict[str, int] = {}
+        self._failures = 0
         # The file that an fsync made durable, by name: device, inode, time of the last write.
         self._durable: dict[str, tuple[int, int, int]] = {}
 
     def __del__(self) -> None:
         self.close()
 
-    def note_written(self, name: str, descriptor: int) -> None:
+    def count_failures(self) -> int:
+        """Return how many there were: for `note_written`, by a writer that will name its file only now."""
+        with self._lock:
+            return self._failures
+
+    def note_written(self, name: str, descriptor: int, *, failures: int | None = None) -> None:
         """Record that this descriptor, which the caller owns, wrote the file.
 
+        `failures`: as counted before the file got its name. A later failure may be that of a file which
+        another thread has put in its place, so it still counts. Without this, all do.
         Raises OSError of an fsync, or of the writeback that it begins.
         """
         try:
@@ -81,8 +91,7 @@ class Unsynced:
         except OSError as error:
             if error.errno not in _NONE_LEFT:
                 raise
-            with self._lock:
-                self._failed.pop(name, None)
+            self._forget_failure(name, failures)
             self._sync(name, descriptor)
             return
         try:
@@ -90,8 +99,8 @@ class Unsynced:
         except OSError as error:
             os.close(own)
             raise self._note_failure(name, error) from error
+        self._forget_failure(name, failures)
         with self._lock:
-            self._failed.pop(name, None)
             self._durable.pop(name, None)
             self._found.discard(name)
             self._open.append((name, own))
@@ -147,15 +156,20 @@ class Unsynced:
                 self._found -= written
 
     def hand_over(self, name: str, to: Unsynced) -> None:
-        """Let another object sync that file. Raises OSError of an fsync."""
+        """Let another object sync that file. Raises OSError of an fsync, also of an earlier one."""
         with self._lock:
             mine = [descriptor for each, descriptor in self._open if each == name]
             self._open = [each for each in self._open if each[0] != name]
-        for descriptor in mine:
-            try:
+            failed = self._failed.get(name)
+        try:
+            if failed is not None:
+                raise to._note_failure(name, failed)
+            for descriptor in mine:
                 to.note_written(name, descriptor)
-            finally:
-                os.close(descriptor)
+        finally:
+            for descriptor in mine:
+                with suppress(OSError):
+                    os.close(descriptor)
 
     def list_failed(self) -> frozenset[str]:
         """Return those whose fsync has failed, and that were not written again."""
@@ -194,8 +208,17 @@ class Unsynced:
         failure = OSError(error.errno, error.strerror, name)
         with self._lock:
             self._failed[name] = failure
+            self._failed_at[name] = self._failures
+            self._failures += 1
             self._durable.pop(name, None)
         return failure
+
+    def _forget_failure(self, name: str, failures: int | None) -> None:
+        """The file was written again, if its failure was among these."""
+        with self._lock:
+            if failures is not None and self._failed_at.get(name, failures) < failures:
+                self._failed.pop(name, None)
+                self._failed_at.pop(name, None)
 
 
 def _start_writeback(descriptor: int) -> None:

@@ -32,8 +32,9 @@ def open_files(folder: Path) -> list[str]:
 
 def add(unsynced: Unsynced, folder: Path, *names: str) -> None:
     for name in names:
+        failures = unsynced.count_failures()
         descriptor = written(folder, name)
-        unsynced.note_written(name, descriptor)
+        unsynced.note_written(name, descriptor, failures=failures)
         os.close(descriptor)
 
 
@@ -138,7 +139,8 @@ def test_an_error_of_its_beginning_is_one_of_the_fsync(
     answers.clear()
     add(unsynced, tmp_path, "lost")
     unsynced.sync(no_other, threads=1)
-    assert (unsynced.list_failed(), synced) == (set(), ["lost"])
+    assert unsynced.list_failed() == set()
+    assert synced == ["lost"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.ENOMEM])
@@ -217,6 +219,22 @@ def test_an_early_failure_is_not_forgotten(tmp_path: Path, synced: list[str]) ->
     assert synced == ["bad", "next", "bad"]
 
 
+def test_two_threads_write_the_same_file(tmp_path: Path, synced: list[str]) -> None:
+    """The one whose file was replaced notes it last: the failure of the other one's file still counts."""
+    unsynced = Unsynced(most=1)
+    failures = unsynced.count_failures()
+    replaced = written(tmp_path, "other name")
+    with pytest.raises(OSError, match="bad"):
+        add(unsynced, tmp_path, "bad", "next")
+    unsynced.note_written("bad", replaced, failures=failures)
+    os.close(replaced)
+    assert unsynced.list_failed() == {"bad"}
+    with pytest.raises(OSError, match="bad"):
+        unsynced.sync(no_other, threads=1)
+    add(unsynced, tmp_path, "bad")
+    assert unsynced.list_failed() == set()
+
+
 def test_what_others_wait_for(tmp_path: Path, synced: list[str]) -> None:
     """After a failure those that were not come to stay open, for the next time."""
     unsynced = Unsynced()
@@ -289,3 +307,21 @@ def test_another_sees_to_it(tmp_path: Path, synced: list[str]) -> None:
     other.sync(no_other, threads=1)
     assert synced == ["b", "a"]
     assert open_files(tmp_path) == []
+
+
+def test_another_is_told_of_a_failure(tmp_path: Path, synced: list[str]) -> None:
+    """Of an earlier fsync, or of one that it has to do itself at once; no descriptor is left."""
+    one, other = Unsynced(most=2), Unsynced(most=1)
+    with pytest.raises(OSError, match="bad"):
+        add(one, tmp_path, "bad", "a", "b")
+    with pytest.raises(OSError, match="bad"):
+        one.hand_over("bad", other)
+    assert other.list_failed() == {"bad"}
+    one.close()
+    add(one, tmp_path, "bad 2", "bad 2")
+    with pytest.raises(OSError, match="bad 2"):
+        one.hand_over("bad 2", other)
+    assert other.list_failed() == {"bad", "bad 2"}
+    other.close()
+    one.close()
+    assert open_files(tmp_path) == ["b"]  # the caller's own
