@@ -25,7 +25,7 @@ from typing import TypeVar
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks import writer as writing
-from gpusnap.oci.chunks.table import Progress, Table, descriptors
+from gpusnap.oci.chunks.table import Chunk, Progress, Table, descriptors
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
 from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
@@ -372,7 +372,9 @@ class Chunks(Pages):
 
         # A chunk that is only linked was not read: no process may depend on it alone.
         live = any(isinstance(source, transfer.ProcessRegion) for source in sources)
-        written_before = self._early.end() if self._early is not None else {}
+        written_before = dict[str, Chunk]()
+        if self._early is not None:
+            written_before = self._early.list_new() if live else self._early.end()
         with transfer.as_image_error(self._layout.path), self._destination.open_known() as known:
             self._layout.create()
             tables = writing.write(

@@ -93,6 +93,10 @@ class EarlyWriter:
                 self._chunks |= {chunk.plain: chunk for chunk in table.chunks}
                 self._written |= {(area.path, chunk.offset) for chunk in table.chunks}
 
+    def list_new(self) -> dict[str, Chunk]:
+        """As `end`, without chunks that were only linked: nobody has read those."""
+        return {plain: chunk for plain, chunk in self.end().items() if chunk.blob in self._new}
+
     def is_written(self, area: Area, offset: int) -> bool:
         """Whether something of that chunk was written ahead, so that most likely it only has to be read."""
         return (area.path, offset) in self._written

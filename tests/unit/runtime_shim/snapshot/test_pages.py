@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeDriver, a_manifest
+from fakes import FakeDriver, a_manifest, wait_for
 
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import is_zero
 from gpusnap.oci.chunks.encoding import ReadSpeed
-from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.index import Known
+from gpusnap.oci.chunks.table import Chunk, Table
+from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.process import mount_namespace
 from gpusnap.runtime_shim.process.memory import copy as copies
@@ -41,6 +43,7 @@ from gpusnap.runtime_shim.snapshot.memory import capture as pages
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import ImageDestination
+from gpusnap.runtime_shim.snapshot.memory.write_ahead import EarlyWriter
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
@@ -463,6 +466,39 @@ def test_what_is_freed_is_on_disk(
     chunks.discard(layout=True)
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == digests
+
+
+def test_what_was_linked_ahead_is_not_all_that_is_left(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another region has the same bytes, and an earlier checkpoint's chunk of them, which has rotted."""
+    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: False)
+    chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    (region,) = regions.regions(chunks._processes[pids[0]].before, regions.mappings(pids[0]))
+    area = Area(str(tmp_path / "area"), region.start, 2 * MIB, new=True)
+    copies.read(pids[0], region.start, area.view(0, 2 * MIB))
+    earlier = Layout(tmp_path / "earlier").create()
+    tables = writing.write([area], earlier, threads=1, ceiling=SMALL.ceiling, chunk_size=MIB)
+    known = Known(tmp_path / "known.json")
+    known.learn(tables, earlier)
+    for blob in (tmp_path / "earlier/blobs/sha256").iterdir():
+        was = blob.stat()
+        with blob.open("r+b") as file:
+            file.write(b"rotten")
+        os.utime(blob, ns=(was.st_atime_ns, was.st_mtime_ns))
+    chunks._early = EarlyWriter(chunks._layout.create(), SMALL, known)
+    chunks._early.begin(area)
+    met: dict[str, Chunk] = chunks._early._chunks
+    wait_for(lambda: os.listdir(tmp_path / "image/gpusnap/blobs/sha256"), "the first chunk, linked")
+    chunks.take(pids)
+    assert met, "nothing was linked"
+    chunks.give_back(pids)
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    chunks.close()
+    area.close()
 
 
 def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> None:
