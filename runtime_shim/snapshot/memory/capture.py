@@ -375,9 +375,12 @@ class Chunks(Pages):
         written_before = dict[str, Chunk]()
         if self._early is not None:
             written_before = self._early.list_new() if live else self._early.end()
+        if not live:  # a link from elsewhere must not take the place of what a process depends on
+            tables = [each.table for _, each in self._all() if each.table is not None]
+            written_before |= {chunk.plain: chunk for table in tables for chunk in table.chunks}
         with transfer.as_image_error(self._layout.path), self._destination.open_known() as known:
             self._layout.create()
-            tables = writing.write(
+            made = writing.write(
                 sources,
                 self._layout,
                 threads=self._settings.threads or copies.cores(),
@@ -391,9 +394,9 @@ class Chunks(Pages):
                 pieces=self._order(sources),
                 progress=wrote,
             )
-        for (_, each), table in zip(into, tables, strict=True):
+        for (_, each), table in zip(into, made, strict=True):
             each.table = table
-        ahead = self._early.count_chunks(tables) if self._early is not None else ChunkTotals()
+        ahead = self._early.count_chunks(made) if self._early is not None else ChunkTotals()
         self._progress = Progress(
             before.total + last[0].total,
             before.done + last[0].done,

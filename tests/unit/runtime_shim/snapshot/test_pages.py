@@ -21,7 +21,7 @@ from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import is_zero
 from gpusnap.oci.chunks.encoding import ReadSpeed
 from gpusnap.oci.chunks.index import Known
-from gpusnap.oci.chunks.table import Chunk, Table
+from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.process import mount_namespace
@@ -468,6 +468,28 @@ def test_what_is_freed_is_on_disk(
     assert [holder.say("digest") for holder in holders] == digests
 
 
+def rotten(folder: Path, area: Area) -> Known:
+    """The chunks of an earlier checkpoint with these bytes; the disk has damaged its blobs since."""
+    earlier = Layout(folder / "earlier").create()
+    tables = writing.write([area], earlier, threads=1, ceiling=SMALL.ceiling, chunk_size=MIB)
+    known = Known(folder / "known.json")
+    known.learn(tables, earlier)
+    for blob in (folder / "earlier/blobs/sha256").iterdir():
+        was = blob.stat()
+        with blob.open("r+b") as file:
+            file.write(b"rotten")
+        os.utime(blob, ns=(was.st_atime_ns, was.st_mtime_ns))
+    return known
+
+
+def same_bytes(folder: Path, chunks: Chunks, pid: int) -> Area:
+    """A region of its own with the first bytes of that process' region."""
+    (region,) = regions.regions(chunks._processes[pid].before, regions.mappings(pid))
+    area = Area(str(folder / "area"), region.start, 2 * MIB, new=True)
+    copies.read(pid, region.start, area.view(0, 2 * MIB))
+    return area
+
+
 def test_what_was_linked_ahead_is_not_all_that_is_left(
     holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -476,24 +498,37 @@ def test_what_was_linked_ahead_is_not_all_that_is_left(
     chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
     digests = suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
-    (region,) = regions.regions(chunks._processes[pids[0]].before, regions.mappings(pids[0]))
-    area = Area(str(tmp_path / "area"), region.start, 2 * MIB, new=True)
-    copies.read(pids[0], region.start, area.view(0, 2 * MIB))
-    earlier = Layout(tmp_path / "earlier").create()
-    tables = writing.write([area], earlier, threads=1, ceiling=SMALL.ceiling, chunk_size=MIB)
-    known = Known(tmp_path / "known.json")
-    known.learn(tables, earlier)
-    for blob in (tmp_path / "earlier/blobs/sha256").iterdir():
-        was = blob.stat()
-        with blob.open("r+b") as file:
-            file.write(b"rotten")
-        os.utime(blob, ns=(was.st_atime_ns, was.st_mtime_ns))
-    chunks._early = EarlyWriter(chunks._layout.create(), SMALL, known)
+    area = same_bytes(tmp_path, chunks, pids[0])
+    chunks._early = EarlyWriter(chunks._layout.create(), SMALL, rotten(tmp_path, area))
     chunks._early.begin(area)
-    met: dict[str, Chunk] = chunks._early._chunks
     wait_for(lambda: os.listdir(tmp_path / "image/gpusnap/blobs/sha256"), "the first chunk, linked")
     chunks.take(pids)
-    assert met, "nothing was linked"
+    assert chunks._early.end(), "nothing was linked"
+    chunks.give_back(pids)
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    chunks.close()
+    area.close()
+
+
+def test_no_link_takes_the_place_of_all_that_is_left(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One region is nowhere but in chunks; another one has the same bytes, known and rotten elsewhere."""
+    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: False)
+    home = ImageDestination(str(image(tmp_path)), "c0ffee", SMALL)
+    chunks = Chunks(home.place, "c0ffee", SMALL, destination=home)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    area = same_bytes(tmp_path, chunks, pids[0])
+    known = rotten(tmp_path, area)
+    chunks.take(pids)
+    monkeypatch.setattr(home, "open_known", lambda: nullcontext(known))
+    chunks._processes[0] = pages._Process(
+        held=(pages._CapturedRegion(regions.Region(area.address, area.size), area),)
+    )
+    chunks.write()
+    del chunks._processes[0]
     chunks.give_back(pids)
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == digests
