@@ -43,14 +43,18 @@ CALLS = {
     "readlink": 89, "ptrace": 101, "mknod": 133, "mount": 165, "setxattr": 188, "fsetxattr": 190,
     "getdents64": 217, "openat": 257, "mkdirat": 258, "mknodat": 259, "newfstatat": 262, "unlinkat": 263,
     "renameat": 264, "linkat": 265, "symlinkat": 266, "readlinkat": 267, "faccessat": 269, "ppoll": 271,
-    "unshare": 272, "fallocate": 285, "accept4": 288, "eventfd2": 290, "epoll_create1": 291, "dup3": 292,
-    "pipe2": 293, "inotify_init1": 294, "syncfs": 306, "setns": 308, "process_vm_readv": 310,
+    "unshare": 272, "sync_file_range": 277, "fallocate": 285, "accept4": 288, "eventfd2": 290,
+    "epoll_create1": 291, "dup3": 292, "pipe2": 293, "inotify_init1": 294, "syncfs": 306, "setns": 308,
+    "process_vm_readv": 310,
     "process_vm_writev": 311, "renameat2": 316, "memfd_create": 319, "userfaultfd": 323,
     "copy_file_range": 326, "statx": 332, "open_tree": 428, "move_mount": 429, "fsopen": 430,
     "pidfd_open": 434, "clone3": 435, "faccessat2": 439,
 }  # fmt: skip
 _BY_PATH = "mkdir mkdirat rename renameat renameat2 link linkat symlink symlinkat mknod mknodat"
-_WRITES = "write pwrite64 writev fsync fdatasync syncfs ftruncate truncate fallocate copy_file_range sendfile"
+_WRITES = (
+    "write pwrite64 writev fsync fdatasync syncfs sync_file_range ftruncate truncate fallocate "
+    "copy_file_range sendfile"
+)
 _FILES = f"open openat {_BY_PATH} {_WRITES}"
 _DESCRIPTORS = (
     "open openat dup dup3 pipe2 socket socketpair accept4 epoll_create1 eventfd2 memfd_create pidfd_open "

@@ -392,9 +392,10 @@ class Layout:
         return Descriptor(media_type, f"sha256:{name}", size)
 
     def _keep(self, descriptor: int, unfinished: str, name: str, folder: int) -> None:
+        failures = self._unsynced.count_failures()
         os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
         if self._lasting:
-            self._unsynced.note_written(name, descriptor)
+            self._unsynced.note_written(name, descriptor, failures=failures)
         else:
             self._unsynced.note_existing(name)
 

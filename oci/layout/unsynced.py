@@ -16,6 +16,10 @@ The kernel is told to begin to write each file when it is noted. By default it b
 memory is dirty or half a minute has passed (Documentation/admin-guide/sysctl/vm.rst). The disk would be idle
 until then, although its speed decides how long a checkpoint takes.
 
+An error of that counts as one of the fsync, which may not repeat it: if ext4 finds no blocks for the data, it
+drops the pages, and reports that only to the caller that was writing them (fs/ext4/inode.c,
+mpage_map_and_submit_extent). The fsync then succeeds on a file of zeros.
+
 syncfs(2) would need only one descriptor, but it waits for the writes of all processes to that file system,
 and fails if one of these fails.
 """
@@ -29,12 +33,8 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.threads import run_for_each
-
-if TYPE_CHECKING:
-    from ctypes import CDLL
 
 MOST = 4096
 # One directory may use one part in this many of the process' descriptors.
@@ -43,6 +43,19 @@ _PART = 4
 _WRITE = 2
 # No more descriptors can be opened, by this process or on this host.
 _NONE_LEFT = {errno.EMFILE, errno.ENFILE}
+# The kernel has begun to write the file, or a part of it, or has not begun because there is no such call or
+# no memory: the fsync writes the rest.
+_NOT_LOST = {
+    0,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EINVAL,
+    errno.ESPIPE,
+    errno.EOPNOTSUPP,
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.EINTR,
+}
 
 
 class Unsynced:
@@ -56,26 +69,42 @@ class Unsynced:
         self._open: list[tuple[str, int]] = []
         self._found: set[str] = set()
         self._failed: dict[str, OSError] = {}
+        # The number of failures before each of them, and in total.
+        self._failed_at: dict[str, int] = {}
+        self._failures = 0
         # The file that an fsync made durable, by name: device, inode, time of the last write.
         self._durable: dict[str, tuple[int, int, int]] = {}
 
     def __del__(self) -> None:
         self.close()
 
-    def note_written(self, name: str, descriptor: int) -> None:
-        """Record that this descriptor, which the caller owns, wrote the file. Raises OSError of an fsync."""
+    def count_failures(self) -> int:
+        """Return the number of failures so far, for `note_written`; call it before the file gets its name."""
+        with self._lock:
+            return self._failures
+
+    def note_written(self, name: str, descriptor: int, *, failures: int | None = None) -> None:
+        """Record that this descriptor, which the caller owns, wrote the file.
+
+        `failures`: from `count_failures`, before the file got its name. A later failure may be that of a file
+        with which another thread has replaced this one, so it still counts. Without `failures`, all count.
+        Raises OSError of an fsync, or of the writeback that this starts.
+        """
         try:
             own = os.dup(descriptor)
         except OSError as error:
             if error.errno not in _NONE_LEFT:
                 raise
-            with self._lock:
-                self._failed.pop(name, None)
+            self._forget_failure(name, failures)
             self._sync(name, descriptor)
             return
-        _start_writeback(own)
+        try:
+            _start_writeback(own)
+        except OSError as error:
+            os.close(own)
+            raise self._note_failure(name, error) from error
+        self._forget_failure(name, failures)
         with self._lock:
-            self._failed.pop(name, None)
             self._durable.pop(name, None)
             self._found.discard(name)
             self._open.append((name, own))
@@ -131,15 +160,20 @@ class Unsynced:
                 self._found -= written
 
     def hand_over(self, name: str, to: Unsynced) -> None:
-        """Let another object sync that file. Raises OSError if an fsync fails."""
+        """Let another object sync that file. Raises OSError if an fsync fails, or has failed before."""
         with self._lock:
             mine = [descriptor for each, descriptor in self._open if each == name]
             self._open = [each for each in self._open if each[0] != name]
-        for descriptor in mine:
-            try:
+            failed = self._failed.get(name)
+        try:
+            if failed is not None:
+                raise to._note_failure(name, failed)
+            for descriptor in mine:
                 to.note_written(name, descriptor)
-            finally:
-                os.close(descriptor)
+        finally:
+            for descriptor in mine:
+                with suppress(OSError):
+                    os.close(descriptor)
 
     def list_failed(self) -> frozenset[str]:
         """Return the names of files whose fsync failed, and that were not written again."""
@@ -167,33 +201,54 @@ class Unsynced:
         try:
             os.fsync(descriptor)
         except OSError as error:
-            failure = OSError(error.errno, error.strerror, name)
-            with self._lock:
-                self._failed[name] = failure
-                self._durable.pop(name, None)
-            raise failure from error
+            raise self._note_failure(name, error) from error
         with suppress(OSError):  # without a record, the file is only synced once more
             durable = _identify(os.fstat(descriptor))
             with self._lock:
                 self._durable[name] = durable
 
+    def _note_failure(self, name: str, error: OSError) -> OSError:
+        """Record that the file is not synced until it is written again; return the error to raise."""
+        failure = OSError(error.errno, error.strerror, name)
+        with self._lock:
+            self._failed[name] = failure
+            self._failed_at[name] = self._failures
+            self._failures += 1
+            self._durable.pop(name, None)
+        return failure
+
+    def _forget_failure(self, name: str, failures: int | None) -> None:
+        """Forget the failure of a file that was written again, if it is one of the first `failures`."""
+        with self._lock:
+            if failures is not None and self._failed_at.get(name, failures) < failures:
+                self._failed.pop(name, None)
+                self._failed_at.pop(name, None)
+
 
 def _start_writeback(descriptor: int) -> None:
     """Tell the kernel to begin to write a file; this only waits for room in the disk's queue.
 
-    sync_file_range(2) does not report write errors, but the later fsync does. If this call fails, no harm is
-    done.
+    Raises OSError if data was lost, but not if the system has no sync_file_range(2).
     """
-    _libc().sync_file_range(descriptor, 0, 0, _WRITE)
+    number = _begin_writing()(descriptor)
+    if number not in _NOT_LOST:
+        raise OSError(number, os.strerror(number))
 
 
 @cache
-def _libc() -> CDLL:
+def _begin_writing() -> Callable[[int], int]:
+    """Return a function that calls sync_file_range(2) for a descriptor, and returns its errno or 0."""
     import ctypes  # a command that writes nothing does not need it
 
-    found = ctypes.CDLL(None)
-    found.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return found
+    call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if call is None:  # a C library without it
+        return lambda _: errno.ENOSYS
+    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+    def begin(descriptor: int) -> int:
+        return ctypes.get_errno() if call(descriptor, 0, 0, _WRITE) else 0
+
+    return begin
 
 
 def count_descriptors() -> int:

@@ -25,7 +25,7 @@ from typing import TypeVar
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks import writer as writing
-from gpusnap.oci.chunks.table import Progress, Table, descriptors
+from gpusnap.oci.chunks.table import Chunk, Progress, Table, descriptors
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
 from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
@@ -378,10 +378,15 @@ class Chunks(Pages):
 
         # A linked chunk was not read. A process must not depend on it if there is no other copy.
         live = any(isinstance(source, transfer.ProcessRegion) for source in sources)
-        written_before = self._early.end() if self._early is not None else {}
+        written_before = dict[str, Chunk]()
+        if self._early is not None:
+            written_before = self._early.list_new() if live else self._early.end()
+        if not live:  # a link from elsewhere must not take the place of what a process depends on
+            tables = [each.table for _, each in self._all() if each.table is not None]
+            written_before |= {chunk.plain: chunk for table in tables for chunk in table.chunks}
         with transfer.as_image_error(self._layout.path), self._destination.open_known() as known:
             self._layout.create()
-            tables = writing.write(
+            made = writing.write(
                 sources,
                 self._layout,
                 threads=self._settings.threads or copies.cores(),
@@ -395,9 +400,9 @@ class Chunks(Pages):
                 pieces=self._order(sources),
                 progress=wrote,
             )
-        for (_, each), table in zip(into, tables, strict=True):
+        for (_, each), table in zip(into, made, strict=True):
             each.table = table
-        ahead = self._early.count_chunks(tables) if self._early is not None else ChunkTotals()
+        ahead = self._early.count_chunks(made) if self._early is not None else ChunkTotals()
         self._progress = Progress(
             before.total + last[0].total,
             before.done + last[0].done,

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import is_zero
 from gpusnap.oci.chunks.encoding import ReadSpeed
@@ -60,8 +59,9 @@ class EarlyWriter:
         # Each further region gets a smaller share of the cores, because the number of regions is unknown.
         share = max(1, min(_MOST, int(cores / (len(self._threads) + 1))))
         thread = threading.Thread(target=self._watch, args=(area, share), name="gpusnap-early")
-        self._threads.append(thread)
-        thread.start()
+        with suppress(RuntimeError):  # the system permits no more threads
+            thread.start()
+            self._threads.append(thread)
 
     def end(self) -> dict[str, Chunk]:
         """Stop, as the driver is done. Return the chunks written so far, by the digest of their plain bytes.
@@ -76,7 +76,8 @@ class EarlyWriter:
 
     def _watch(self, area: Area, threads: int) -> None:
         size, level = self._settings.chunk_size, self._settings.level
-        with suppress(OciError, OSError, ValueError):  # ValueError: the area was closed
+        # A full disk, no memory, no thread, a closed area: the writing at the end reports what is wrong.
+        with suppress(Exception):
             (table,) = writing.write(
                 [area],
                 self._layout,
@@ -93,6 +94,10 @@ class EarlyWriter:
             with self._lock:
                 self._chunks |= {chunk.plain: chunk for chunk in table.chunks}
                 self._written |= {(area.path, chunk.offset) for chunk in table.chunks}
+
+    def list_new(self) -> dict[str, Chunk]:
+        """As `end`, without chunks that were only linked: nobody has read those."""
+        return {plain: chunk for plain, chunk in self.end().items() if chunk.blob in self._new}
 
     def is_written(self, area: Area, offset: int) -> bool:
         """Whether that chunk was written ahead once, so that it probably only has to be read again."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,8 +32,9 @@ def open_files(folder: Path) -> list[str]:
 
 def add(unsynced: Unsynced, folder: Path, *names: str) -> None:
     for name in names:
+        failures = unsynced.count_failures()
         descriptor = written(folder, name)
-        unsynced.note_written(name, descriptor)
+        unsynced.note_written(name, descriptor, failures=failures)
         os.close(descriptor)
 
 
@@ -69,25 +72,87 @@ def test_a_bounded_number_stays_open(tmp_path: Path, synced: list[str]) -> None:
     assert len(synced) == 5
 
 
+def begins(monkeypatch: pytest.MonkeyPatch, answers: dict[str, int]) -> list[str]:
+    """The names of files whose writeback was begun; the kernel's errno for some of them is made up."""
+    begun: list[str] = []
+    real = unsynced_module._begin_writing()
+
+    def begin(descriptor: int) -> int:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        begun.append(name)
+        assert real(descriptor) == 0
+        return answers.get(name, 0)
+
+    monkeypatch.setattr(unsynced_module, "_begin_writing", lambda: begin)
+    return begun
+
+
 def test_the_kernel_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With each file that was written, once."""
-    begun: list[str] = []
-    real = unsynced_module._libc().sync_file_range
-
-    class Libc:
-        def sync_file_range(self, descriptor: int, offset: int, size: int, flags: int) -> int:
-            assert (offset, size, flags) == (0, 0, 2)
-            begun.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-            found: int = real(descriptor, offset, size, flags)
-            assert found == 0
-            return found
-
-    monkeypatch.setattr(unsynced_module, "_libc", Libc)
+    begun = begins(monkeypatch, {})
     unsynced = Unsynced()
     (tmp_path / "other").touch()
     unsynced.note_existing("other")
     add(unsynced, tmp_path, "a", "b")
     assert begun == ["a", "b"]
+
+
+def test_what_is_written_to_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real call, with everything that is dirty."""
+    calls: list[tuple[int, ...]] = []
+
+    class Call:
+        def __call__(self, *given: int) -> int:
+            calls.append(given)
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(sync_file_range=Call()))
+    unsynced_module._begin_writing.cache_clear()
+    try:
+        assert unsynced_module._begin_writing()(7) == 0
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
+        unsynced_module._begin_writing.cache_clear()
+        assert unsynced_module._begin_writing()(7) == errno.ENOSYS
+    finally:
+        unsynced_module._begin_writing.cache_clear()
+    assert calls == [(7, 0, 0, 2)]
+
+
+@pytest.mark.parametrize("number", [errno.EBADMSG, errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_an_error_of_its_beginning_is_one_of_the_fsync(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """For what ext4 has dropped, the fsync succeeds: the file counts as failed until it is written again."""
+    answers = {"lost": number}
+    begins(monkeypatch, answers)
+    unsynced = Unsynced()
+    with pytest.raises(OSError, match="lost") as raised:
+        add(unsynced, tmp_path, "lost")
+    assert (raised.value.errno, raised.value.filename) == (number, "lost")
+    assert open_files(tmp_path) == ["lost"]  # the caller's own
+    assert unsynced.list_failed() == {"lost"}
+    unsynced.note_existing("lost", os.stat(tmp_path / "lost"))
+    for _ in range(2):
+        with pytest.raises(OSError, match="lost"):
+            unsynced.sync(no_other, threads=1)
+    assert synced == []
+    answers.clear()
+    add(unsynced, tmp_path, "lost")
+    unsynced.sync(no_other, threads=1)
+    assert unsynced.list_failed() == set()
+    assert synced == ["lost"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.ENOMEM])
+def test_what_was_not_begun_the_fsync_does(
+    tmp_path: Path, synced: list[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Where there is no such call, or a filter of system calls forbids it, or there was no memory for it."""
+    begins(monkeypatch, {"a": number})
+    unsynced = Unsynced()
+    add(unsynced, tmp_path, "a")
+    unsynced.sync(no_other, threads=1)
+    assert synced == ["a"]
 
 
 def test_what_was_made_durable_here_is_not_again(tmp_path: Path, synced: list[str]) -> None:
@@ -152,6 +217,22 @@ def test_an_early_failure_is_not_forgotten(tmp_path: Path, synced: list[str]) ->
     unsynced.sync(no_other, threads=1)
     assert unsynced.list_failed() == set()
     assert synced == ["bad", "next", "bad"]
+
+
+def test_two_threads_write_the_same_file(tmp_path: Path, synced: list[str]) -> None:
+    """The one whose file was replaced notes it last: the failure of the other one's file still counts."""
+    unsynced = Unsynced(most=1)
+    failures = unsynced.count_failures()
+    replaced = written(tmp_path, "other name")
+    with pytest.raises(OSError, match="bad"):
+        add(unsynced, tmp_path, "bad", "next")
+    unsynced.note_written("bad", replaced, failures=failures)
+    os.close(replaced)
+    assert unsynced.list_failed() == {"bad"}
+    with pytest.raises(OSError, match="bad"):
+        unsynced.sync(no_other, threads=1)
+    add(unsynced, tmp_path, "bad")
+    assert unsynced.list_failed() == set()
 
 
 def test_what_others_wait_for(tmp_path: Path, synced: list[str]) -> None:
@@ -226,3 +307,21 @@ def test_another_sees_to_it(tmp_path: Path, synced: list[str]) -> None:
     other.sync(no_other, threads=1)
     assert synced == ["b", "a"]
     assert open_files(tmp_path) == []
+
+
+def test_another_is_told_of_a_failure(tmp_path: Path, synced: list[str]) -> None:
+    """Of an earlier fsync, or of one that it has to do itself at once; no descriptor is left."""
+    one, other = Unsynced(most=2), Unsynced(most=1)
+    with pytest.raises(OSError, match="bad"):
+        add(one, tmp_path, "bad", "a", "b")
+    with pytest.raises(OSError, match="bad"):
+        one.hand_over("bad", other)
+    assert other.list_failed() == {"bad"}
+    one.close()
+    add(one, tmp_path, "bad 2", "bad 2")
+    with pytest.raises(OSError, match="bad 2"):
+        one.hand_over("bad 2", other)
+    assert other.list_failed() == {"bad", "bad 2"}
+    other.close()
+    one.close()
+    assert open_files(tmp_path) == ["b"]  # the caller's own

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeDriver, a_manifest
+from fakes import FakeDriver, a_manifest, wait_for
 
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import is_zero
 from gpusnap.oci.chunks.encoding import ReadSpeed
+from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.process import mount_namespace
 from gpusnap.runtime_shim.process.memory import copy as copies
@@ -41,6 +43,7 @@ from gpusnap.runtime_shim.snapshot.memory import capture as pages
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import ImageDestination
+from gpusnap.runtime_shim.snapshot.memory.write_ahead import EarlyWriter
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
@@ -463,6 +466,74 @@ def test_what_is_freed_is_on_disk(
     chunks.discard(layout=True)
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == digests
+
+
+def rotten(folder: Path, area: Area) -> Known:
+    """The chunks of an earlier checkpoint with these bytes; the disk has damaged its blobs since."""
+    earlier = Layout(folder / "earlier").create()
+    tables = writing.write([area], earlier, threads=1, ceiling=SMALL.ceiling, chunk_size=MIB)
+    known = Known(folder / "known.json")
+    known.learn(tables, earlier)
+    for blob in (folder / "earlier/blobs/sha256").iterdir():
+        was = blob.stat()
+        with blob.open("r+b") as file:
+            file.write(b"rotten")
+        os.utime(blob, ns=(was.st_atime_ns, was.st_mtime_ns))
+    return known
+
+
+def same_bytes(folder: Path, chunks: Chunks, pid: int) -> Area:
+    """A region of its own with the first bytes of that process' region."""
+    (region,) = regions.regions(chunks._processes[pid].before, regions.mappings(pid))
+    area = Area(str(folder / "area"), region.start, 2 * MIB, new=True)
+    copies.read(pid, region.start, area.view(0, 2 * MIB))
+    return area
+
+
+def test_what_was_linked_ahead_is_not_all_that_is_left(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another region has the same bytes, and an earlier checkpoint's chunk of them, which has rotted."""
+    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: False)
+    chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    area = same_bytes(tmp_path, chunks, pids[0])
+    chunks._early = EarlyWriter(chunks._layout.create(), SMALL, rotten(tmp_path, area))
+    chunks._early.begin(area)
+    wait_for(lambda: os.listdir(tmp_path / "image/gpusnap/blobs/sha256"), "the first chunk, linked")
+    chunks.take(pids)
+    assert chunks._early.end(), "nothing was linked"
+    chunks.give_back(pids)
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    chunks.close()
+    area.close()
+
+
+def test_no_link_takes_the_place_of_all_that_is_left(
+    holders: list[Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One region is nowhere but in chunks; another one has the same bytes, known and rotten elsewhere."""
+    monkeypatch.setattr(mount_namespace, "is_lasting", lambda: False)
+    home = ImageDestination(str(image(tmp_path)), "c0ffee", SMALL)
+    chunks = Chunks(home.place, "c0ffee", SMALL, destination=home)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    area = same_bytes(tmp_path, chunks, pids[0])
+    known = rotten(tmp_path, area)
+    chunks.take(pids)
+    monkeypatch.setattr(home, "open_known", lambda: nullcontext(known))
+    chunks._processes[0] = pages._Process(
+        held=(pages._CapturedRegion(regions.Region(area.address, area.size), area),)
+    )
+    chunks.write()
+    del chunks._processes[0]
+    chunks.give_back(pids)
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    chunks.close()
+    area.close()
 
 
 def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> None:

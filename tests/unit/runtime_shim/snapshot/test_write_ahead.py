@@ -171,6 +171,29 @@ def test_nothing_here_fails(area: Area, layout: Layout, monkeypatch: pytest.Monk
     assert early.end() == {}
 
 
+@pytest.mark.parametrize("name", ["gpusnap-early", "gpusnap-oci"])
+def test_no_more_threads(
+    area: Area, layout: Layout, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Neither one that watches nor one that writes: nothing is written ahead, and it ends without a word."""
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    hooked: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", hooked.append)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    fill(area, 0, os.urandom(8 * SIZE))
+    early = EarlyWriter(layout, MEMORY, None)
+    early.begin(area)
+    assert early.end() == {}
+    assert early.end() == {}
+    assert (hooked, capfd.readouterr().err) == ([], "")
+
+
 def test_an_empty_region(area: Area, layout: Layout) -> None:
     """Zeros all the way: there is nothing to write, and it ends when it is told to."""
     early = EarlyWriter(layout, MEMORY, None)
