@@ -434,7 +434,7 @@ def _discard(job: Job) -> None:
     """The checkpoint came to nothing; what processes still need of it stays."""
     whole = _has(job, manifest.FOLDER, manifest.NAME)
     # An earlier one in the same place may consist of the same chunks.
-    job.pages.discard(layout=not whole)
+    job.pages.discard(layout=not whole, suspended=job.suspended)
     # What is staged has gone by then: nobody would find it without the journal.
     if not job.suspended and job.asleep is None:
         journal.remove(job.container.key)
