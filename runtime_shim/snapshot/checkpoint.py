@@ -437,7 +437,7 @@ def _discard(job: Job) -> None:
     """Discard a failed checkpoint, except for what processes still need."""
     whole = _has(job, manifest.FOLDER, manifest.NAME)
     # An earlier checkpoint in the same place may use the same chunks.
-    job.pages.discard(layout=not whole)
+    job.pages.discard(layout=not whole, suspended=job.suspended)
     # The stage is removed by now: without the journal, gpusnap could not find it.
     if not job.suspended and job.asleep is None:
         journal.remove(job.container.key)

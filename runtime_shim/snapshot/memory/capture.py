@@ -75,6 +75,8 @@ class _Process:
     held: tuple[_CapturedRegion, ...] | None = None
     """None before `take`."""
     freed: bool = False
+    taken: bool = False
+    """Whether it was freed once: then the journal says where its bytes are."""
 
 
 class Chunks(Pages):
@@ -149,7 +151,7 @@ class Chunks(Pages):
                 self._layout.sync()
         self.note(list(self._processes))
         for process in fresh.values():
-            process.freed = True
+            process.freed = process.taken = True
         run_at_once(self._free, fresh).raise_first()
 
     def write(self) -> None:
@@ -272,12 +274,16 @@ class Chunks(Pages):
             for area in process.populated.areas:
                 area.close()
 
-    def discard(self, *, layout: bool) -> None:
+    def discard(self, *, layout: bool, suspended: bool = False) -> None:
         """Remove the stage, with `layout` also the layout. Do nothing if a running process needs its bytes.
 
         Raises ImageError.
+
+        `suspended`: some may not have continued. Then `gpusnap recover` gives all of them what the journal
+        names, even if they have it.
         """
-        if any(process.freed and proc.is_running(pid) for pid, process in self._processes.items()):
+        waiting = [pid for pid, each in self._processes.items() if each.freed or (suspended and each.taken)]
+        if any(map(proc.is_running, waiting)):
             return
         self.close()
         self._destination.discard(earlier=not layout)

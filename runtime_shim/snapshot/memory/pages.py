@@ -91,5 +91,8 @@ class Pages:
     def close(self) -> None:
         """The checkpoint is complete: release everything."""
 
-    def discard(self, *, layout: bool) -> None:
-        """Remove what was staged and, of the image, the `layout`, but nothing that a process needs."""
+    def discard(self, *, layout: bool, suspended: bool = False) -> None:
+        """Remove what was staged and, of the image, the `layout`, but nothing that a process needs.
+
+        `suspended`: a process may not have continued, and needs what the journal names even if it has it.
+        """

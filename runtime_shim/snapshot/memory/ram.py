@@ -79,7 +79,7 @@ class SuspendedChunks(Chunks):
         self._end_early()
         self.leave()
 
-    def discard(self, *, layout: bool) -> None:
+    def discard(self, *, layout: bool, suspended: bool = False) -> None:
         """Remove what was written."""
         self.close()
         self._destination.discard(earlier=not layout)

@@ -316,6 +316,22 @@ def test_discard(way: str, holders: list[Holder], tmp_path: Path) -> None:
     assert not os.path.ismount(stage.FOLDER)
 
 
+def test_what_recover_will_give_back_stays(way: str, holders: list[Holder], tmp_path: Path) -> None:
+    """Processes have their bytes again, but the driver could not resume one: the journal still names them."""
+    chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
+    digests = suspended(chunks, holders)
+    pids = [holder.pid for holder in holders]
+    chunks.take(pids)
+    chunks.give_back(pids)
+    chunks.discard(layout=True, suspended=True)
+    (entry,) = journal.entries()
+    assert bring_back._give_back(entry, entry.processes, SMALL, {}) == {}
+    go_on(pids)
+    assert [holder.say("digest") for holder in holders] == digests
+    chunks.discard(layout=True)
+    assert not os.path.ismount(stage.FOLDER)
+
+
 def test_a_process_that_ends(way: str, holders: list[Holder], tmp_path: Path) -> None:
     """The others are taken and given back."""
     chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
