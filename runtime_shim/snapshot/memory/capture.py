@@ -277,10 +277,8 @@ class Chunks(Pages):
     def discard(self, *, layout: bool, suspended: bool = False) -> None:
         """Remove the stage, with `layout` also the layout. Do nothing if a running process needs its bytes.
 
-        Raises ImageError.
-
-        `suspended`: some may not have continued. Then `gpusnap recover` gives all of them what the journal
-        names, even if they have it.
+        `suspended`: some processes may not have continued. Then `gpusnap recover` gives all of them what the
+        journal names, even if they have it. Raises ImageError.
         """
         waiting = [pid for pid, each in self._processes.items() if each.freed or (suspended and each.taken)]
         if any(map(proc.is_running, waiting)):
