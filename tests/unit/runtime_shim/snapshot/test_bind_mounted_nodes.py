@@ -25,6 +25,7 @@ from gpusnap.runtime_shim.errors import ContainerError
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.snapshot.devices.bind_mounted_nodes import (
     device_nodes,
     mounted_nodes,
@@ -150,8 +151,9 @@ Make = Callable[..., Container]
 
 
 def host_mounts() -> tuple[proc.Mount, ...]:
-    """This machine's, but for those that other tests have meanwhile in folders of theirs."""
-    return tuple(each for each in proc.mounts("self") if "/pytest-" not in each.destination)
+    """This machine's, but for those that other tests have meanwhile: in their folders, and gpusnap's own."""
+    others = ("/pytest-", tmpfs.FOLDER)
+    return tuple(each for each in proc.mounts("self") if not any(map(each.destination.__contains__, others)))
 
 
 @pytest.fixture
