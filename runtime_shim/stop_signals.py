@@ -11,7 +11,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -48,6 +48,23 @@ def make_interrupted(*, hint: str = "") -> Interrupted:
 
 
 @contextmanager
+def handle_signals(
+    handler: Callable[[int, FrameType | None], object], numbers: Sequence[signal.Signals] = STOPPING
+) -> Iterator[None]:
+    """Handle these signals by `handler` while the block runs, except those that are ignored (nohup)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # other threads get no signals
+        return
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def raise_interrupts() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt while the block runs, unless they are ignored (nohup).
 
@@ -67,12 +84,8 @@ def raise_interrupts() -> Iterator[None]:
         if now - before >= _SAME:
             raise KeyboardInterrupt
 
-    ours = (signal.SIGTERM, signal.SIGHUP)
-    handled = [number for number in ours if signal.getsignal(number) is not signal.SIG_IGN]
-    replaced = {number: signal.signal(number, stop) for number in handled}
     try:
-        yield
+        with handle_signals(stop, (signal.SIGTERM, signal.SIGHUP)):
+            yield
     finally:
-        for number, handler in replaced.items():
-            signal.signal(number, handler)
         _First.number = None

@@ -21,7 +21,7 @@ from types import FrameType, TracebackType
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, make_unforeseen, reason
-from gpusnap.runtime_shim.stop_signals import STOPPING, note_signal
+from gpusnap.runtime_shim.stop_signals import STOPPING, handle_signals, note_signal
 
 # Characters of a step's notes: the manifest's schema allows no more.
 _NOTE = 4096
@@ -196,15 +196,12 @@ def make_interruptible() -> Iterator[None]:
     if not _Signals.depth:
         _Signals.pending, _Signals.stopping = 0, False
     _Signals.depth += 1
-    handled = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _handler) for number in handled}
-    try:
-        yield
-    finally:
-        _Signals.depth -= 1
-        _Signals.committed = outer
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handle_signals(_handler):
+        try:
+            yield
+        finally:
+            _Signals.depth -= 1
+            _Signals.committed = outer
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import re
 import secrets
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
@@ -22,7 +21,7 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, split_code
 from gpusnap.runtime_shim.log import NOTE, note
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.stop_signals import STOPPING, note_signal
+from gpusnap.runtime_shim.stop_signals import handle_signals, note_signal
 from gpusnap.user_errors import Killed
 
 # In the environment of Podman; the runtime of a restore inherits it from conmon.
@@ -185,7 +184,7 @@ def _decide_signal(command: str, relay: _Relay) -> str:
 def _pass_signals_on(mark: str, is_over: Callable[[], bool]) -> Iterator[_Relay]:
     """Pass signals on while the block runs."""
     relay = _Relay(mark, is_over)
-    with _handle_signals(relay.pass_on):
+    with handle_signals(relay.pass_on):
         yield relay
 
 
@@ -194,22 +193,7 @@ def ignore_signals() -> AbstractContextManager[None]:
 
     The handlers do nothing: child processes would inherit SIG_IGN (execve(2)).
     """
-    return _handle_signals(lambda *_: None)
-
-
-@contextmanager
-def _handle_signals(handler: Callable[[int, object], object]) -> Iterator[None]:
-    """Handle signals by `handler` while the block runs, except those that are ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # other threads get no signals
-        return
-    ours = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in ours}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+    return handle_signals(lambda *_: None)
 
 
 def _worker(podman: int, mark: str) -> int:

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.process.stopped_processes import StoppedProcesses
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 _PATIENCE = 30.0  # seconds that killed processes may take to end
@@ -87,20 +88,17 @@ def continue_stopped() -> Iterator[None]:
 
 
 def _watch(over: threading.Event, others: Collection[int]) -> None:
-    since: dict[tuple[int, int], float] = {}
+    watched = StoppedProcesses(_STOPPED)
     while not over.wait(_LOOK):
         with contextlib.suppress(GpusnapError, OSError):  # the next time, then
-            now = time.monotonic()
             stopped = [pid for pid in _list_below(others) if proc.is_thread_stopped(pid, pid)]
-            found = [(each.pid, each.start) for each in map(proc.process, stopped) if each is not None]
-            since = {each: since.get(each, now) for each in found}
-            pidfd.remember(found)
-            for each, began in since.items():
-                if now - began >= _STOPPED and not over.is_set():
-                    name = proc.comm(each[0])
-                    pidfd.send(each[0], signal.SIGCONT)
+            found = (each for each in map(proc.process, stopped) if each is not None)
+            for pid in watched.find_long(found):
+                if not over.is_set():
+                    name = proc.comm(pid)
+                    pidfd.send(pid, signal.SIGCONT)
                     note(
-                        f"{name} (process {each[0]}) was stopped by a signal, and has to go on: SIGCONT sent",
+                        f"{name} (process {pid}) was stopped by a signal, and has to go on: SIGCONT sent",
                         code="GPS-524",
                     )
 

@@ -22,13 +22,13 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, make_unforeseen
 from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.process.stopped_processes import StoppedProcesses
 from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.runtime_shim.runtime.criu.version import criu_version
 
@@ -63,7 +63,7 @@ class Gate:
         self._criu = criu
         self._path, self._launcher, self._stages = path, launcher, stages
         self._probed = False
-        self._stopped: dict[tuple[int, int], float] = {}
+        self._watched = StoppedProcesses(_STOPPED)
         """When CRIU's programs were first seen stopped, by PID and start time."""
         self.error: GpusnapError | None = None
         """The reason if CRIU was not allowed to continue."""
@@ -138,22 +138,18 @@ class Gate:
 
     def _end_stopped(self) -> None:
         """Kill our programs that CRIU waits for, if a signal has stopped them for too long."""
-        now = time.monotonic()
         try:
-            found = [(each.pid, each.start) for each in self._list_stopped()]
+            found = self._watched.find_long(self._list_stopped())
         except GpusnapError:
             return  # the next time, then
-        self._stopped = {each: self._stopped.get(each, now) for each in found}
-        pidfd.remember(found)
-        for (pid, _), since in self._stopped.items():
-            if now - since >= _STOPPED:
-                self.error = self.error or RuntimeFailed(
-                    f"the program that CRIU runs at its stages, process {pid}, was stopped by a signal",
-                    hint="find out what sends SIGSTOP to gpusnap's processes, then restore again",
-                    code="GPS-524",
-                )
-                with contextlib.suppress(OSError, GpusnapError):  # the next time, then
-                    pidfd.send(pid, signal.SIGKILL)
+        for pid in found:
+            self.error = self.error or RuntimeFailed(
+                f"the program that CRIU runs at its stages, process {pid}, was stopped by a signal",
+                hint="find out what sends SIGSTOP to gpusnap's processes, then restore again",
+                code="GPS-524",
+            )
+            with contextlib.suppress(OSError, GpusnapError):  # the next time, then
+                pidfd.send(pid, signal.SIGKILL)
 
     def _list_stopped(self) -> Iterator[proc.Process]:
         for pid in proc.pids():

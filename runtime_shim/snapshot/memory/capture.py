@@ -134,8 +134,7 @@ class Chunks(Pages):
 
         Skips processes whose regions were taken before.
         """
-        if self._early is not None:
-            self._early.end()
+        self._end_early()
         fresh = {pid: self._processes[pid] for pid in pids if self._processes[pid].held is None}
         for pid, process in fresh.items():
             process.held = tuple(self._capture(pid, process))
@@ -163,7 +162,6 @@ class Chunks(Pages):
         """Write the staged regions to chunks and sync them: a disk error later would cost the container."""
         self.write()
         if self._settings.sync:
-            self._end_early()
             with transfer.as_image_error(self._layout.path):
                 self._layout.create().sync()
 
@@ -228,7 +226,6 @@ class Chunks(Pages):
         """Make the chunks durable and complete the layout, so that others can read it. Raises ImageError."""
         self.write()
         tables = [each.table for _, each in self._all() if each.table is not None]
-        self._end_early()
         self._destination.commit(tables, kept=kept)
         return self._destination.write_images()
 

@@ -207,9 +207,9 @@ def test_a_program_that_is_stopped_for_a_moment(
     monkeypatch.setattr(gates, "_STOPPED", 100.0)
     monkeypatch.setattr(gates, "_LOOK", 0.02)
     with closing(Gate(str(tmp_path / "gate"), str(launcher), {})) as gate, stopped(gate._path) as ours:
-        wait_for(lambda: (ours.pid, state_files.owner(ours.pid)[1]) in gate._stopped, "that it is seen")
+        wait_for(lambda: (ours.pid, state_files.owner(ours.pid)[1]) in gate._watched.since, "that it is seen")
         ours.send_signal(signal.SIGCONT)
-        wait_for(lambda: not gate._stopped, "that it is forgotten")
+        wait_for(lambda: not gate._watched.since, "that it is forgotten")
         assert gate.error is None
         assert ours.poll() is None
 
