@@ -147,7 +147,12 @@ class _Worker:
             self.forget()
 
     def _look(self) -> None:
-        """Raise _Ended where it has been stopped by a signal for too long."""
+        """Raise _Ended where it has ended, or has been stopped by a signal for too long.
+
+        Its end of the sockets says that it has ended, unless another process has that end too.
+        """
+        if wait_for_end(self._descriptor, 0):
+            raise _Ended
         if not _is_stopped(self.pid):
             self._stopped = None
         elif self._stopped is None:
@@ -547,8 +552,11 @@ def _fork_workers(end: socket.socket) -> None:
             found.append(os.pidfd_open(pid))
         except OSError as error:
             pid = -(error.errno or errno.EAGAIN)
+        # Before the answer: if this process is stopped right after it, gpusnap still sees the worker end.
+        for descriptor in descriptors:
+            os.close(descriptor)
         socket.send_fds(end, [_NUMBER.pack(pid)], found)
-        for descriptor in (*descriptors, *found):
+        for descriptor in found:
             os.close(descriptor)
 
 

@@ -11,6 +11,7 @@ effect. They are not used, because they are faster on some disks and slower on o
 
 from __future__ import annotations
 
+import ctypes
 import io
 import mmap
 import os
@@ -19,6 +20,8 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
+
+_libc = ctypes.CDLL(None)
 
 # Fewer bytes are not significant: a disk starts slowly, and has a cache of its own.
 _LEAST = 256 << 20
@@ -110,18 +113,25 @@ class _Reads(AbstractContextManager[None]):
 def in_page_cache(file: io.FileIO, size: int) -> bool:
     """Whether the first or the last byte of a file is in the page cache; True if that is not known.
 
-    preadv2(2) with RWF_NOWAIT returns EAGAIN if it would have to read from the disk. The kernel then reads
-    it, so a second call may have another result: each page is checked once.
+    mincore(2) has nothing read. preadv2(2) with RWF_NOWAIT begins to read what is not there, and finds it if
+    the disk is quick, or the calling thread slow (linux, mm/filemap.c, filemap_get_pages).
     """
     offsets = (size - 1, 0) if size > mmap.PAGESIZE else (0,)
-    return any(_is_cached_at(file, offset) for offset in offsets)
+    return any(_is_cached_at(file, offset, size) for offset in offsets)
 
 
-def _is_cached_at(file: io.FileIO, offset: int) -> bool:
+def _is_cached_at(file: io.FileIO, offset: int, size: int) -> bool:
+    start = offset - offset % mmap.PAGESIZE
+    length = min(size - start, mmap.PAGESIZE)
+    resident = ctypes.c_ubyte()
     try:
-        os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
+        with mmap.mmap(
+            file.fileno(), length, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=start
+        ) as page:
+            first = ctypes.c_char.from_buffer(page)
+            address = ctypes.c_void_p(ctypes.addressof(first))
+            del first  # it would keep the mapping
+            result = _libc.mincore(address, ctypes.c_size_t(length), ctypes.byref(resident))
     except (OSError, ValueError):
         return True
-    return True
+    return result != 0 or bool(resident.value & 1)

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -194,6 +195,21 @@ def test_a_forker_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     os.kill(child, signal.SIGKILL)
     assert ask(ME, "x", os.getpid) != child
     assert not proc.is_running(forker.pid)
+
+
+def test_another_process_has_the_end_of_a_killed_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the worker itself says that it does not answer: here the forker keeps its end."""
+    question_process.end()
+    close = os.close
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            os, "close", lambda number: None if stat.S_ISSOCK(os.fstat(number).st_mode) else close(number)
+        )
+        question_process.start()  # only the forker has it for good
+    child = ask(ME, "x", os.getpid)
+    os.kill(child, signal.SIGKILL)
+    assert ask(ME, "x", os.getpid) != child
+    question_process.end()
 
 
 def test_a_signal_at_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
