@@ -19,10 +19,10 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.records import manifest, manifest_json
-from gpusnap.runtime_shim.snapshot.memory.destination import write_artifact
+from gpusnap.runtime_shim.records.artifact import write_artifact
 from gpusnap.user_errors import Damaged
 
-# As gpusnap.runtime_shim.snapshot.memory.destination.make_annotations writes them.
+# As gpusnap.runtime_shim.records.artifact.make_annotations writes them.
 _CONTAINER = "io.gpusnap.container.id"
 _CREATED = "org.opencontainers.image.created"
 

@@ -20,8 +20,8 @@ from gpusnap.oci.layout.documents import Descriptor, empty_descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.records import manifest_json
+from gpusnap.runtime_shim.records.artifact import label_tables
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
-from gpusnap.runtime_shim.snapshot.memory.destination import label_tables
 
 __all__ = ["CHUNK", "START", "blob_path", "damage", "keep", "noise", "packed", "tar_of", "with_memory"]
 

@@ -11,7 +11,7 @@ from gpusnap.checkpoints.formats.podman import take_in
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.snapshot.memory.destination import write_artifact
+from gpusnap.runtime_shim.records.artifact import write_artifact
 
 __all__ = ["an_archive", "keep", "keep_pages"]
 

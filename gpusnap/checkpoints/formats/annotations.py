@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from gpusnap.oci.base.json_text import parse_json
+from gpusnap.runtime_shim.records.artifact import make_annotations
 from gpusnap.runtime_shim.records.manifest import Manifest
-from gpusnap.runtime_shim.snapshot.memory import destination as destination
 
 CREATED = "org.opencontainers.image.created"
 VOLUMES = "io.gpusnap.volumes"
@@ -29,7 +29,7 @@ def annotations_of(config: bytes, spec: bytes, record: Manifest | None, *, writt
     is the engine's name for it, which `podman container restore IMAGE` compares with its own.
     """
     values = _object(config)
-    ours = destination.make_annotations(record) if record is not None else {}
+    ours = make_annotations(record) if record is not None else {}
     found = {
         CREATED: time_of(written),
         "io.gpusnap.container.id": values.get("id"),

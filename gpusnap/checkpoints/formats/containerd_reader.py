@@ -40,8 +40,8 @@ from gpusnap.oci.tar.archive import Entry
 from gpusnap.oci.tar.compression import Readable, kind_of
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.records.artifact import make_annotations
 from gpusnap.runtime_shim.records.manifest import Manifest
-from gpusnap.runtime_shim.snapshot.memory import destination as destination
 
 # A registry that has the base image has its layers, which are larger.
 _SMALL = 1 << 20
@@ -153,7 +153,7 @@ def _images(content: Readable, where: str, written: list[float]) -> Iterator[Ent
 
 def _notes(image: Image, config: bytes, record: Manifest | None, written: Iterable[float]) -> dict[str, str]:
     """Return the annotations; keys as in gpusnap.checkpoints.formats.annotations."""
-    ours = destination.make_annotations(record) if record is not None else {}
+    ours = make_annotations(record) if record is not None else {}
     criu = "org.criu.checkpoint."
     return bounded(
         {

@@ -36,7 +36,7 @@ from gpusnap.oci.tar.archive import entries
 from gpusnap.oci.tar.compression import Readable
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.process.memory import copy as copies
-from gpusnap.runtime_shim.snapshot.memory.destination import label_tables
+from gpusnap.runtime_shim.records.artifact import label_tables
 
 Append = Callable[[bytes], object]
 

@@ -35,7 +35,7 @@ from gpusnap.oci.tar.archive import Compression, Writer
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records import manifest, manifest_json
-from gpusnap.runtime_shim.snapshot.memory.destination import label_tables
+from gpusnap.runtime_shim.records.artifact import label_tables
 
 Report = Callable[[Progress], None]
 

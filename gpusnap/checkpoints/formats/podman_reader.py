@@ -40,7 +40,8 @@ from gpusnap.oci.tar.archive import Content, Entry
 from gpusnap.oci.tar.compression import Readable, as_file, compress
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.records import manifest, manifest_json
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination, label_tables
+from gpusnap.runtime_shim.records.artifact import label_tables
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 
 # More threads write blobs no faster; each may have a blob in memory.
 _MOST_THREADS = 16

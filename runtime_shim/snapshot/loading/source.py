@@ -37,10 +37,10 @@ from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ImageError, Refused, reason
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
+from gpusnap.runtime_shim.records.artifact import write_artifact
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.memory.destination import write_artifact
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.units import human
 

@@ -17,21 +17,19 @@ from typing import Protocol
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import File
 from gpusnap.oci.chunks.encoding import ReadSpeed
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table, descriptors
-from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.read_rate import recall
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.records.artifact import write_artifact
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
-from gpusnap.runtime_shim.records.manifest_json import encode
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.chunk_cache import ChunkCache
@@ -275,41 +273,6 @@ class StoreDestination:
                 self._staging.unmark_precious()
                 self._staging.close()
             self._staging = None
-
-
-def label_tables(record: Manifest) -> list[tuple[str, Table]]:
-    """Return the tables of a manifest, each with its label: PID and address, or the name of an image."""
-    regions = [(f"{p.pid}:{r.start:x}", r.table) for p in record.processes for r in p.regions]
-    return regions + [(each.name, each.table) for each in record.files]
-
-
-def write_artifact(layout: Layout, record: Manifest) -> Descriptor:
-    """Write an artifact of a manifest and its chunks, which exist already. Raises as Layout.add_blob does."""
-    config = layout.add_blob(encode(record), media_type=artifact.CONFIG)
-    chunks = artifact.chunk_layers(label_tables(record))
-    return artifact.write(
-        layout, artifact.Artifact(config, chunks=chunks, annotations=make_annotations(record))
-    )
-
-
-def make_annotations(record: Manifest) -> dict[str, str]:
-    """The annotations with which an artifact describes its manifest to programs that read nothing else."""
-    models = sorted({gpu.model for gpu in record.gpus})
-    found = {
-        "org.opencontainers.image.created": record.created,
-        "org.criu.checkpoint.criu.version": record.host.criu_version,
-        "org.criu.checkpoint.host.arch": record.host.architecture,
-        "org.criu.checkpoint.host.kernel": record.host.kernel,
-        "org.criu.checkpoint.runtime.name": record.host.runtime_name,
-        "org.criu.checkpoint.runtime.version": record.host.runtime_version,
-        "io.gpusnap.version": record.gpusnap,
-        "io.gpusnap.container.id": record.container,
-        "io.gpusnap.driver": f"{record.host.vendor} {record.host.driver_version}",
-        "io.gpusnap.gpus": f"{len(record.gpus)} {', '.join(models)}".strip(),
-        "io.gpusnap.memory": str(sum(gpu.memory_used for gpu in record.gpus)),
-        "io.gpusnap.processes": str(len(record.processes)),
-    }
-    return {name: "".join(c if c.isprintable() else "?" for c in text)[:256] for name, text in found.items()}
 
 
 def is_in_image(layout: str, image_path: str) -> bool:

@@ -17,13 +17,13 @@ from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.store.read_rate import remember
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import ImageError, Refused
+from gpusnap.runtime_shim.records.artifact import label_tables
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
 from gpusnap.runtime_shim.records.manifest_json import decode
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory.destination import (
     ImageDestination,
     StoreDestination,
-    label_tables,
     reopen_destination,
 )
 

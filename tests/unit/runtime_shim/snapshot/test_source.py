@@ -28,12 +28,12 @@ from gpusnap.oci.store.read_rate import recall
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.records.artifact import label_tables, write_artifact
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Store as Settings
 from gpusnap.runtime_shim.snapshot.loading import source as module
 from gpusnap.runtime_shim.snapshot.loading.source import BlobSource, ImageRebuild, rebuild
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.memory.destination import label_tables, write_artifact
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 64 * KIB
