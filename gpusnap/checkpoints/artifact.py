@@ -6,11 +6,10 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import datetime
 
 from gpusnap.checkpoints import locator
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import DiskError, NotThere, OciError, StoreError
+from gpusnap.oci.base.errors import DiskError, OciError, StoreError
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.chunks.table import Table, descriptors
@@ -21,10 +20,6 @@ from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.artifact import write_artifact
 from gpusnap.user_errors import Damaged
-
-# As gpusnap.runtime_shim.records.artifact.make_annotations writes them.
-_CONTAINER = "io.gpusnap.container.id"
-_CREATED = "org.opencontainers.image.created"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,31 +171,3 @@ def pages_of(found: ArtifactParts, staging: Layout, before: set[str]) -> str:
     """
     pages = write_artifact(staging, found.record).digest if found.record is not None else ""
     return "" if pages in before else pages
-
-
-def forget_pages_of(store: Store, container: str, since: datetime, before: set[str]) -> None:
-    """Remove the index entries that a runtime has made since `before` for a checkpoint that failed.
-
-    Only those of this container (its full ID): others make checkpoints in the same store meanwhile. `since`:
-    when the checkpoint began. The blobs stay. An entry that cannot be identified or removed is left, and
-    `gpusnap ls` shows it.
-    """
-
-    def ours(found: Artifact) -> bool:
-        notes = found.annotations
-        try:
-            created = datetime.fromisoformat(notes.get(_CREATED, ""))
-            # The time is recorded in whole seconds.
-            return notes.get(_CONTAINER) == container and created >= since.replace(microsecond=0)
-        except (ValueError, TypeError):
-            return False
-
-    for entry in store.entries():
-        digest = entry.descriptor.digest
-        if entry.name or digest in before:
-            continue
-        with suppress(OciError):
-            found = artifacts.read(entry.descriptor, store.read)
-            if found.records is None and ours(found):
-                with suppress(NotThere):
-                    store.remove(digest)

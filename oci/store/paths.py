@@ -18,6 +18,7 @@ from gpusnap.oci.layout.layout import Layout
 
 BLOBS = ("blobs", "sha256")
 PRECIOUS = "precious"
+COMPLETE = "complete"
 # The prefix of directories that are being removed: nobody uses such a directory in staging/.
 GONE = ".gone-"
 CUT_OFF = compile_later(re.escape(UNFINISHED) + "[0-9a-f]{16}")

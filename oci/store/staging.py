@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -30,6 +31,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.index import Catalog, check_name
 from gpusnap.oci.store.paths import (
     BLOBS,
+    COMPLETE,
     CUT_OFF,
     PRECIOUS,
     THREADS,
@@ -40,6 +42,8 @@ from gpusnap.oci.store.paths import (
 )
 
 _LONGEST_REASON = 4096
+# More than a manifest of gpusnap may have.
+_LONGEST_NOTE = 65 << 20
 
 
 class Staging:
@@ -52,6 +56,8 @@ class Staging:
         self._tree = tree
         self._lock: int | None = lock
         self._checked = checked
+        # Blobs that another process has synced, and checked while it wrote them.
+        self._durable: frozenset[str] = frozenset()
 
     def __enter__(self) -> Staging:
         return self
@@ -87,6 +93,18 @@ class Staging:
         """Undo `mark_precious`. Raises DiskError."""
         with self._tree.explain_write_errors("the mark of a staging"), contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self.path, PRECIOUS))
+
+    def hand_over(self, note: bytes) -> None:
+        """Make it complete, for the process that calls `take_over` after `close(leave=True)`.
+
+        Its blobs are synced. It must be precious. `note` says what it contains. Raises DiskFull, DiskError.
+        """
+        self.layout.sync()
+        with (
+            self._tree.explain_write_errors("the note of a staging", len(note)),
+            open_nested_folder(self.path) as folder,
+        ):
+            replace(COMPLETE, note, folder)
 
     def commit(
         self,
@@ -190,6 +208,8 @@ class Staging:
                     raise _make_missing_error(name, size, self._tree.path)
                 continue
             here.add(name)
+            if name in self._durable:
+                continue
             # If the store has the same file, it was synced before it was linked there.
             there = _status(name, store)
             if there is None or not os.path.samestat(found, there):
@@ -275,6 +295,42 @@ def adopt(tree: Tree, path: str) -> Staging:
                 f"the staging {path} cannot be taken over: its owner has just removed it", code="GPS-703"
             )
     return Staging(tree, os.path.join(folder, name), lock, checked=False)
+
+
+def take_over(tree: Tree, name: str) -> tuple[Staging, bytes]:
+    """Return a staging directory that was handed over, and its note. Raises as `adopt`, and DiskError."""
+    path = os.path.join(tree.staging, name)
+    staging = adopt(tree, path)
+    try:
+        note = read_note(path)
+        if note is None:
+            raise NotThere(f"the staging {path} was not handed over", code="GPS-703")
+        with open_nested_folder(path, *BLOBS) as own:
+            staging._durable = frozenset(os.listdir(own))
+        staging._checked = True
+    except OSError as error:
+        staging.close(leave=True)
+        raise DiskError(f"the staging {path} cannot be taken over: {reason(error)}") from error
+    except BaseException:
+        staging.close(leave=True)
+        raise
+    return staging, note
+
+
+def read_note(path: str) -> bytes | None:
+    """Return the note of a staging directory that was handed over; None if it was not.
+
+    Its owner may have been killed while it removed the directory: then it is not precious any more.
+    Raises OSError.
+    """
+    try:
+        with open_nested_folder(path) as folder:
+            os.stat(PRECIOUS, dir_fd=folder, follow_symlinks=False)
+            return read_regular(COMPLETE, folder, limit=_LONGEST_NOTE)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise OSError(errno.EINVAL, str(error), os.path.join(path, COMPLETE)) from error
 
 
 def read_why_precious(path: str) -> str | None:

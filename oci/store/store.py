@@ -3,13 +3,14 @@
     <store>/                          0700; for example /var/lib/gpusnap; other names in it are ignored
         oci-layout, index.json        a layout, for any tool to read
         blobs/sha256/<64 hex>         the blobs of everything that index.json names, each once
-        known.json                    which chunk is in which blob (gpusnap.oci.chunks.index); if it is
-        broken, all chunks count as new read-rate.json                the read rate of its disk (read_rate.py)
-        lock                          flock, exclusive: for changes of one of these, and to begin a staging
-        directory staging/<name>/               a layout without index: one writer's blobs; locked (flock)
-        while it lives precious                  why nobody may remove it, even after its owner has died
-        staging/.gone-<16 hex>/       being removed holds/<64 hex>                locked (flock), shared, by
-        readers of that manifest and what it names
+        known.json                    which chunk is in which blob (gpusnap.oci.chunks.index)
+        read-rate.json                the read rate of its disk (read_rate.py)
+        lock                          flock, exclusive: for a change of these, or a new staging directory
+        staging/<name>/               a layout without index: one writer's blobs; the writer locks it (flock)
+            precious                  why nobody may remove it, even after its owner has died
+            complete                  it was handed over: what it contains, for whoever takes it over
+        staging/.gone-<16 hex>/       being removed
+        holds/<64 hex>                locked (flock), shared, by readers of that manifest and what it names
 
 The rules:
 
@@ -43,7 +44,7 @@ import secrets
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from gpusnap.oci.base.errors import DigestError, LayoutError, NotThere, StoreError
+from gpusnap.oci.base.errors import DigestError, DiskError, LayoutError, NotThere, StoreError, reason
 from gpusnap.oci.base.files import UNFINISHED, exists
 from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.oci.base.patterns import compile_later
@@ -54,8 +55,8 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.gc import Collected, collect, list_held
 from gpusnap.oci.store.index import Catalog
-from gpusnap.oci.store.paths import Tree, link_error, open_nested_folder
-from gpusnap.oci.store.staging import Staging, adopt, stage
+from gpusnap.oci.store.paths import GONE, Tree, link_error, open_nested_folder
+from gpusnap.oci.store.staging import Staging, adopt, read_note, stage, take_over
 from gpusnap.oci.store.tags import select_tagged
 
 PATIENCE = 60.0
@@ -125,6 +126,27 @@ class Store:
         Raises StagingBusy if its owner lives, StoreBusy, NotThere, StoreError.
         """
         return adopt(self._tree, path)
+
+    def take_over(self, name: str) -> tuple[Staging, bytes]:
+        """Return a staging directory that its writer has handed over, and the note of that.
+
+        Its blobs are synced and right. Raises NotThere, StagingBusy, StoreBusy, StoreError, DiskError.
+        """
+        return take_over(self._tree, name)
+
+    def list_handed_over(self) -> dict[str, bytes]:
+        """Return the note of each staging directory that was handed over, by name. Raises DiskError."""
+        found = {}
+        try:
+            for name in sorted(os.listdir(self._tree.staging)):
+                path = os.path.join(self._tree.staging, name)
+                if not name.startswith(GONE) and (note := read_note(path)) is not None:
+                    found[name] = note
+        except (FileNotFoundError, NotADirectoryError):  # it is no store
+            pass
+        except OSError as error:
+            raise DiskError(f"{self._tree.staging} cannot be read: {reason(error)}") from error
+        return found
 
     # Readers
 

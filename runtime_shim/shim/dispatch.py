@@ -132,7 +132,8 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
             asleep = suspensions.read(container.key)
             if asleep is not None and asleep.stage is not suspensions.Stage.SUSPENDED:
                 raise suspensions.make_unfinished_error(asleep)
-            checkpoint(call, real, settings, driver, container, asleep)
+            recipient = overrides.find_recipient(container.id)
+            checkpoint(call, real, settings, driver, container, asleep, recipient)
             if cri_layout.is_wanted(str(call.images()), container.annotations):
                 cri_layout.fold(str(call.images()))
         restored_containers.sweep()

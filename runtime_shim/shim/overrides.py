@@ -4,7 +4,7 @@ Podman runs a runtime with an almost empty environment at checkpoint (libpod, Ch
 settings that differ for this one checkpoint are in a file:
 
     /run/gpusnap/orders/<container>.json    0600 in 0700; {"owner": [pid, start], "pages": …, "store": …,
-                                             "force": …, "progress": …}
+                                             "staging": …, "force": …, "progress": …}
 
 It counts while the process that wrote it lives, only for that container, and only for descendants of that
 process, so not for a Podman that somebody else runs on the same container meanwhile. Only one process at a
@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
@@ -29,6 +30,9 @@ from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.setting_keys import TABLE
 from gpusnap.runtime_shim.settings import Settings
 
+if TYPE_CHECKING:
+    from gpusnap.runtime_shim.snapshot.memory.handover import Recipient
+
 FOLDER = "/run/gpusnap/orders"
 # Seconds for `sweep` to release a lock.
 _SWEEPING = 1.0
@@ -37,6 +41,7 @@ _LARGEST = 16 << 10
 # Far more generations than there are between a command and the runtime of its Podman.
 _FARTHEST = 64
 _IN_CRIU = "criu"
+_UNREADABLE = (GpusnapError, OSError, ValueError, KeyError, TypeError)
 
 
 @contextmanager
@@ -45,6 +50,7 @@ def order(
     *,
     pages: str,
     store: str = "",
+    staging: str = "",
     force: bool = False,
     progress: str = "",
     asleep: bool = False,
@@ -52,6 +58,7 @@ def order(
     """While the block runs, checkpoints of that container by descendants of this process use these options.
 
     `container`: its full ID. `pages`: as memory.pages. `store`: as store.path; empty for the settings'.
+    `staging`: the name of the staging directory there in which the memory is handed over to this process.
     `force`: as nvidia.allow-nccl; False for the settings'. `progress`: the path of a progress.Board.
     `asleep`: it is suspended and stays so, whatever Podman makes its runtime pause or resume meanwhile.
     Raises ContainerError if another process has such a file for it, GpusnapError.
@@ -61,6 +68,7 @@ def order(
         "owner": state_files.owner(),
         "pages": pages,
         "store": store,
+        "staging": staging,
         "force": force,
         "progress": progress,
         "asleep": asleep,
@@ -116,17 +124,12 @@ def apply_orders(settings: Settings, container: str) -> Settings:
     An order says where the chunks go: memory that the settings leave in CRIU's images stays there. It may
     also say who is to be told how far the checkpoint is.
     """
-    if not _ID.fullmatch(container):
-        return settings
     try:
-        document = state_files.read(_path(container), limit=_LARGEST)
-        pid, start = document["owner"]
+        document = _read_order(container)
         pages, store = TABLE["memory.pages"].check(document["pages"]), str(document["store"])
         force = document.get("force") is True
-        if not (proc.is_same(int(pid), int(start)) and _is_below(int(pid))):
-            return settings
         progress = document.get("progress")
-    except (OSError, ValueError, KeyError, TypeError):
+    except _UNREADABLE:
         return settings
     if isinstance(progress, str) and progress:
         reporter.report_to(progress)
@@ -140,14 +143,36 @@ def apply_orders(settings: Settings, container: str) -> Settings:
     return replace(settings, memory=memory)
 
 
+def find_recipient(container: str) -> Recipient | None:
+    """The process above this one that ordered that the memory of a container is handed over to it."""
+    from gpusnap.runtime_shim.snapshot.memory.handover import Recipient  # a pause does not need it
+
+    try:
+        document = _read_order(container)
+        pid, start = document["owner"]
+        staging = document["staging"]
+    except _UNREADABLE:
+        return None
+    return Recipient(staging, (int(pid), int(start))) if isinstance(staging, str) and staging else None
+
+
 def is_ordered_to_stay(container: str) -> bool:
     """Whether somebody above this process ordered that a suspended container stays as it is."""
     try:
-        document = state_files.read(_path(container), limit=_LARGEST)
-        pid, start = document["owner"]
-        return document.get("asleep") is True and proc.is_same(int(pid), int(start)) and _is_below(int(pid))
-    except (GpusnapError, OSError, ValueError, KeyError, TypeError):
+        return _read_order(container).get("asleep") is True
+    except _UNREADABLE:
         return False
+
+
+def list_stores() -> set[str]:
+    """The stores that orders name, also those of processes that were killed."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(FOLDER):
+            with contextlib.suppress(*_UNREADABLE):
+                if name.endswith(".json"):
+                    found.add(str(state_files.read(os.path.join(FOLDER, name), limit=_LARGEST)["store"]))
+    return found - {""}
 
 
 def sweep() -> None:
@@ -160,6 +185,15 @@ def sweep() -> None:
         # Who has the lock lives; one who comes meanwhile waits for nothing and says that another is at work.
         with contextlib.suppress(GpusnapError, OSError), _hold_lock(_path(container), container):
             state_files.remove(_path(container))
+
+
+def _read_order(container: str) -> dict[str, Any]:
+    """The order for a container, if a process above this one wrote it. Raises one of _UNREADABLE."""
+    document = state_files.read(_path(container), limit=_LARGEST)
+    pid, start = document["owner"]
+    if not (proc.is_same(int(pid), int(start)) and _is_below(int(pid))):
+        raise KeyError(container)
+    return dict(document)
 
 
 def _is_below(owner: int) -> bool:

@@ -66,6 +66,7 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.job import (
 )
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
+from gpusnap.runtime_shim.snapshot.memory.handover import Recipient
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.memory.ram import SuspendedChunks
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
@@ -81,14 +82,17 @@ def checkpoint(
     driver: Driver,
     container: containers.Container,
     asleep: Suspension | None = None,
+    recipient: Recipient | None = None,
 ) -> None:
     """Checkpoint a running container that was given GPUs, whether or not any process uses one now.
 
-    For a suspended container, `asleep` is its record. Raises GpusnapError: the container is then in the same
+    For a suspended container, `asleep` is its record. `recipient`: to whom memory in a store is handed over.
+    Raises GpusnapError: the container is then in the same
     state as before, unless the error says otherwise.
     """
     with make_interruptible():
-        pages = _pages(call, settings, driver, container, asleep=asleep is not None)
+        destination = _choose_destination(call, settings, container, recipient)
+        pages = _pages(call, settings, driver, container, destination, asleep=asleep is not None)
         job = Job(call, real, settings, driver, container, Transaction(), pages, asleep=asleep)
         with _name_whole_failure(job), job.transaction as transaction:
             with transaction.step("inspect"):
@@ -130,30 +134,35 @@ def _pages(
     settings: Settings,
     driver: Driver,
     container: containers.Container,
+    destination: StoreDestination | None,
     *,
     asleep: bool,
 ) -> Pages:
     """Choose how the GPU memory is saved."""
     image_path, memory = str(call.images()), settings.memory
     if asleep:
-        destination = _choose_destination(call, settings, container)
         return SuspendedChunks(image_path, container.key, memory, container.bundle, destination=destination)
     if driver.plugin is not None:
-        return criu_plugin.pages(image_path, container, settings)
+        return criu_plugin.pages(image_path, container, memory, destination)
     if memory.pages == Pages.name:
         return Pages(image_path, container.key, memory.threads)
-    destination, ahead = _choose_destination(call, settings, container), not call.leave_running
+    ahead = not call.leave_running
     return Chunks(image_path, container.key, memory, container.bundle, destination=destination, ahead=ahead)
 
 
 def _choose_destination(
-    call: CheckpointCall, settings: Settings, container: containers.Container
+    call: CheckpointCall,
+    settings: Settings,
+    container: containers.Container,
+    recipient: Recipient | None,
 ) -> StoreDestination | None:
     """Return this host's store if the chunks go there, else None."""
     if settings.memory.pages != StoreDestination.kind:
         return None
     store, images = settings.store, str(call.images())
-    return StoreDestination(store.path, images, container.id, settings.memory, read_rate=store.read_rate)
+    return StoreDestination(
+        store.path, images, container.id, settings.memory, read_rate=store.read_rate, recipient=recipient
+    )
 
 
 def _inspect(job: Job) -> None:

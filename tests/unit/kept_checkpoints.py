@@ -12,8 +12,11 @@ from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.records.artifact import write_artifact
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.snapshot.memory import handover
+from gpusnap.runtime_shim.snapshot.memory.handover import Recipient
 
-__all__ = ["an_archive", "keep", "keep_pages"]
+__all__ = ["an_archive", "hand_over_pages", "keep", "keep_pages"]
 
 
 def an_archive(folder: Path, *, pages: str = "chunks") -> str:
@@ -39,3 +42,12 @@ def keep_pages(store: Store) -> str:
         root = write_artifact(staging.layout, record(regions(staging.layout), pages="store"))
         staging.commit(root)
     return root.digest
+
+
+def hand_over_pages(store: Store, name: str, owner: tuple[int, int] = (0, 0)) -> Manifest:
+    """Hand over what a runtime would for `an_archive(pages="store")`; `owner`: the command it is for."""
+    with store.create().stage(name) as staging:
+        staging.mark_precious("for a test")
+        found = record(regions(staging.layout), pages="store")
+        handover.hand_over(staging, found, Recipient(name, owner))
+    return found

@@ -32,10 +32,11 @@ from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import recover_restore, restore_record, restored_containers
-from gpusnap.runtime_shim.snapshot.memory import chunk_cache
+from gpusnap.runtime_shim.snapshot.memory import chunk_cache, handover
 from gpusnap.runtime_shim.snapshot.records import journal, reservations, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep as sweep_suspended
+from gpusnap.user_errors import convert_errors
 
 # Libpod's ContainerStateConfigured, as it prints it.
 _CREATED = "created"
@@ -231,12 +232,29 @@ def _recover_and_say(
         settings = settings_file.load()
         sweep_suspended(settings.store.path)
         chunk_cache.remove_stale(settings.memory)
+        stored = _store_memory(settings.store.path, names)
         overrides.sweep()
-        idle = not found and not cut_off and not moving and not moves.list_actions()
+        idle = not found and not cut_off and not moving and not moves.list_actions() and not stored
         store = Store(settings.store.path)
         told = _tell_memory(store)
         if idle and not unknown and not open_ones and not told:
             click.echo(_NOTHING, err=True)
+
+
+def _store_memory(path: str, names: Names) -> bool:
+    """Keep memory in the stores that commands were to keep there, and were killed; whether there was some.
+
+    `path`: of this host's store. The orders of the commands name others.
+    """
+    needed = {each.layout for each in journal.entries()}
+    done = False
+    for place in sorted({path} | overrides.list_stores()):
+        with convert_errors():
+            for record in handover.commit_left(Store(place), but=needed):
+                done = True
+                shown = names.format_name(record.container)
+                click.echo(f"{shown}  the memory of its checkpoint is in the store {place}")
+    return done
 
 
 def _end_unknown(container: str, up: Sequence[restore_record.Restore]) -> None:

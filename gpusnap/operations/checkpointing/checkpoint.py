@@ -1,10 +1,10 @@
 """`gpusnap checkpoint`: a running container becomes an artifact in a store or a registry, or an archive.
 
-Podman makes the checkpoint, and gpusnap-runtime puts all memory directly into the store, so Podman's export
-is small. gpusnap splits that export into the records of the same artifact. An error after Podman ended the
-container loses nothing, because the checkpoint is in Podman's storage, too. If Podman removes that together
-with the container (--rm), its export is kept; see failed_export.py. Such a container is lost only if Podman's
-own export fails, so gpusnap checks for room first; see disk_space.py.
+Podman makes the checkpoint, and gpusnap-runtime writes all memory directly to the store, so Podman's export
+is small. gpusnap splits that export into records, and commits them and the memory as one artifact. An error
+after Podman ended the container loses nothing, because the checkpoint is in Podman's storage, too. If Podman
+removes that together with the container (--rm), its export is kept; see failed_export.py. Such a container is
+lost only if Podman's own export fails, so gpusnap checks for room first; see disk_space.py.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from gpusnap.operations import disk_space, push_pull, sources
 from gpusnap.operations import open as source
 from gpusnap.operations.checkpointing import archive as archives
 from gpusnap.operations.checkpointing.failed_export import Export, explain_export_errors
+from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.operations.push_pull import PushResult
 from gpusnap.progress import Progress, Tick, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
@@ -197,8 +198,12 @@ def _to_store(
             gpus=False,
         )
         store.create()  # it writes, and would otherwise report only that its own few bytes do not fit
-        with _open_staging(request, found, store) as (staging, export), ExitStack() as order:
-            before, blobs = kept.roots(store), _blobs(store)
+        with (
+            _open_staging(request, found, store) as (staging, export),
+            OrderedMemory(store) as memory,
+            ExitStack() as order,
+        ):
+            blobs = _blobs(store)
             shown = order.enter_context(board())
             path = shown.path if shown is not None else ""
             measure = watch_growth(os.path.dirname(staging.path))
@@ -209,24 +214,25 @@ def _to_store(
                     found.id,
                     pages=StoreDestination.kind,
                     store=store.path,
+                    staging=memory.name,
                     force=request.force,
                     progress=path,
                     asleep=request.asleep,
                 )
             )
-            since = datetime.now(UTC)
-            with explain_export_errors(export, lambda: kept.forget_pages_of(store, found.id, since, before)):
+            with explain_export_errors(export, memory.settle):
                 _run(request, export, ["--compress", "none"], tick, progress)
                 order.close()
                 progress.stage("records")
+                whole_in = memory.take() or staging
                 root, volumes = sources.take_in(
-                    staging, export.archive, progress, request.labels, written=store.open_known_chunks()
+                    whole_in, export.archive, progress, request.labels, written=store.open_known_chunks()
                 )
                 progress.stage("to disk")
-                whole = kept.load(root, staging.layout)
-                pages = kept.pages_of(whole, staging.layout, before)
-                tables = [each.table for each in volumes]
-                staging.commit(root, names=names, tables=tables, completes=pages)
+                whole = kept.load(root, whole_in.layout)
+                tables = [*whole.tables, *(each.table for each in volumes)]
+                whole_in.commit(root, names=names, tables=tables)
+                memory.finish()
     parts = {each.digest: each.size for each in (*whole.artifact.blobs(), *whole.artifact.documents)}
     return CheckpointResult(
         container=found,

@@ -54,10 +54,12 @@ class Export:
 
 
 @contextmanager
-def explain_export_errors(export: Export, runs_on: Callable[[], None] = lambda: None) -> Iterator[None]:
+def explain_export_errors(
+    export: Export, settle: Callable[[bool], None] = lambda runs: None
+) -> Iterator[None]:
     """Convert errors in the block into one that says how the container can be restored.
 
-    runs_on: called if the container runs as before. Raises GpusnapError.
+    settle: called after an error, with whether the container runs as before. Raises GpusnapError.
     """
     export.kept = True  # until it is certain that nobody needs it
     try:
@@ -71,11 +73,12 @@ def explain_export_errors(export: Export, runs_on: Callable[[], None] = lambda: 
                 # First: on a full disk, nothing could be restored from a store either.
                 with suppress(OSError):
                     os.unlink(export.archive)
-                runs_on()
+                settle(True)
                 # Otherwise its runtime has reported the state.
                 if export.whole and "continues to run" not in said.sentence():
                     said.add_hint(f"{export.found.name} continues to run")
                 raise said from error
+            settle(False)
             raise _make_error_after(export, said, left) from error
     export.kept = False
 

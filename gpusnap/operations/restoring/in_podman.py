@@ -15,8 +15,9 @@ from gpusnap.engines import podman
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError, ManifestError
 from gpusnap.runtime_shim.records import manifest_file
+from gpusnap.runtime_shim.snapshot.memory import handover
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.user_errors import NotFound
 
@@ -47,8 +48,9 @@ def list_restorable(store: Store) -> tuple[podman.Container, ...]:
     found: list[podman.Container] = []
     if not exists(store.path):
         return ()
-    with suppress(OciError):
+    with suppress(OciError, ManifestError):
         ids = {row.container_id for row in listing(store).rows if row.kind == "pages"}
+        ids |= {each.container for each in handover.list_left(store)}
         for container_id in sorted(ids - {""}):
             with suppress(GpusnapError):
                 there = podman.inspect_container(container_id)

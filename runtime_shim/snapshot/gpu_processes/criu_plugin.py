@@ -41,14 +41,11 @@ def _name(plugin: Plugin | None) -> str:
     return plugin.name if plugin is not None else ""
 
 
-def pages(image_path: str, container: containers.Container, settings: Settings) -> Pages:
-    """The pages for this case: in CRIU's images, and with these in a store if the settings ask for that."""
-    memory: Memory = settings.memory
-    if memory.pages == StoreDestination.kind:
-        store = settings.store
-        destination = StoreDestination(
-            store.path, image_path, container.id, memory, read_rate=store.read_rate
-        )
+def pages(
+    image_path: str, container: containers.Container, memory: Memory, destination: StoreDestination | None
+) -> Pages:
+    """The pages for this case: in CRIU's images, and with these in a store if there is a destination."""
+    if destination is not None:
         return Chunks(image_path, container.key, memory, container.bundle, destination=destination)
     return Pages(image_path, container.key, memory.threads)
 

@@ -34,14 +34,15 @@ from gpusnap.oci.store import read_rate
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import ImageError, Refused, reason
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.records.artifact import write_artifact
 from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
-from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory import handover, transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
+from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
@@ -196,7 +197,13 @@ class BlobSource:
                 f"the store {self._store.path} cannot be used: {error}", code=error.code
             ) from error
         with transfer.as_image_error(self._store.path):
-            return [each for each in staging.take_all(wanted) if not self._link_from_staging(each, staging)]
+            missing = staging.take_all(wanted)
+            if missing:
+                # The command that was to commit them may have been killed.
+                with contextlib.suppress(OciError, GpusnapError):
+                    handover.commit_left(self._store, but={each.layout for each in journal.entries()})
+                missing = staging.take_all(missing)
+            return [each for each in missing if not self._link_from_staging(each, staging)]
 
     def _link_from_staging(self, wanted: Descriptor, staging: Staging) -> bool:
         """Link a blob from a staging directory whose owner died before its commit, for example in a crash."""

@@ -1,7 +1,8 @@
 """Where the chunks of a checkpoint go: beside CRIU's images, or into this host's store.
 
 In a store, the chunks are written to a staging directory, which stays as long as a process may need it. At
-the end the store's index names them as an artifact without records: Podman's own records are in its archive.
+the end it is handed over to the `gpusnap checkpoint` that ordered the checkpoint (handover.py). Without one,
+the store's index names the chunks as an artifact without records: Podman's own records are in its archive.
 After the dump, CRIU's images of memory go into chunks of the store as well, so the image's directory stays
 small."""
 
@@ -33,6 +34,7 @@ from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.chunk_cache import ChunkCache
+from gpusnap.runtime_shim.snapshot.memory.handover import Recipient, hand_over, take_over
 
 _PAGES = compile_later(r"pages-[0-9]{1,10}\.img", re.ASCII)
 # Smaller ones may as well stay in the archive.
@@ -153,16 +155,18 @@ class StoreDestination:
         *,
         why: str = "",
         read_rate: int = 0,
+        recipient: Recipient | None = None,
     ) -> None:
         """`path`: of the store. `why`: for whom nobody may remove the directory, if not for a checkpoint.
 
-        `read_rate`: as store.read-rate.
+        `read_rate`: as store.read-rate. `recipient`: the command to which the memory is handed over.
         """
         # The layout follows no symbolic links, but an operator may have moved the store.
         self.place = os.path.realpath(path)
         self._store = Store(self.place)
         self._staging: Staging | None = None
         self._needed = False
+        self._recipient, self._handed_over = recipient, False
         self._image, self._container, self._settings = image_path, container, settings
         rate = read_rate or recall(self.place)
         self.speed = ReadSpeed(rate, transfer.count_reading_threads(settings)) if rate is not None else None
@@ -179,7 +183,8 @@ class StoreDestination:
     def begin(self) -> None:
         """Create a staging directory. Raises Refused if the store cannot be used."""
         try:
-            self._staging = self._store.create().stage()
+            name = self._recipient.staging if self._recipient is not None else ""
+            self._staging = self._store.create().stage(name)
         except OciError as error:
             raise Refused(
                 f"the store {self.place} cannot be used: {error}", hint="check store.path", code="GPS-704"
@@ -193,7 +198,11 @@ class StoreDestination:
         destination = cls(os.path.dirname(os.path.dirname(path)), image_path, container, settings)
         with transfer.as_image_error(path):
             try:
-                staging = destination._store.adopt(path)
+                taken = take_over(destination._store, os.path.basename(path))
+                if taken is not None:  # complete, but its command cannot know whether the manifest is
+                    destination._staging = taken.staging
+                    taken.commit()
+                staging = taken.staging if taken is not None else destination._store.adopt(path)
             except NotThere:  # it had been committed before the kill
                 staging = destination._store.create().stage()
             destination._staging = staging
@@ -247,9 +256,14 @@ class StoreDestination:
             self.layout.sync()
 
     def name(self, record: Manifest) -> None:
-        """Name it as an artifact: the manifest is its config."""
+        """Hand it over, or else name it as an artifact: the manifest is its config."""
         with transfer.as_image_error(self.place):
-            self._require_staging().commit(write_artifact(self.layout, record), tables=record.tables)
+            if self._recipient is not None and self._recipient.is_alive:
+                self.mark_needed()
+                hand_over(self._require_staging(), record, self._recipient)
+                self._handed_over = True
+            else:
+                self._require_staging().commit(write_artifact(self.layout, record), tables=record.tables)
 
     def close(self, record: Manifest | None) -> None:
         """Remove the images that are in chunks, and the layout of an earlier checkpoint in the same place."""
@@ -257,7 +271,11 @@ class StoreDestination:
         for each in record.files if record is not None else ():
             with contextlib.suppress(OSError):  # it only uses space
                 os.unlink(os.path.join(self._image, each.name))
-        self._end()
+        if self._handed_over:
+            staging, self._staging = self._require_staging(), None
+            staging.close(leave=True)
+        else:
+            self._end()
 
     def discard(self, *, earlier: bool) -> None:
         """Remove the staging directory."""

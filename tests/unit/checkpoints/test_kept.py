@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from archives import CREATED, record, regions
+from archives import record, regions
 from kept_checkpoints import an_archive, keep, keep_pages
 
 from gpusnap.checkpoints import artifact as kept
@@ -79,26 +78,6 @@ def test_pages_become_the_whole(store: Store, tmp_path: Path) -> None:
     pages = keep_pages(store)
     assert complete(set()) == whole
     assert kept.roots(store) == {whole, other}
-
-
-def test_forget_pages_of(store: Store, tmp_path: Path) -> None:
-    """Of that container and made since then: what others keep meanwhile in the same store is theirs."""
-    pages = keep_pages(store)
-    made, container = datetime.fromisoformat(CREATED), "ab" * 32
-    for of, since, before in (
-        ("cd" * 32, made, set()),
-        (container, made + timedelta(seconds=1), set()),
-        (container, made, {pages}),
-    ):
-        kept.forget_pages_of(store, of, since, before)
-        assert kept.roots(store) == {pages}
-    store.tag(pages, "mine")
-    kept.forget_pages_of(store, container, made, set())
-    assert kept.roots(store) == {pages}
-    store.remove("mine")
-    keep_pages(store)
-    kept.forget_pages_of(store, container, made + timedelta(microseconds=5), set())
-    assert kept.roots(store) == set()
 
 
 def test_a_chunk_that_is_no_layer(store: Store) -> None:

@@ -19,6 +19,7 @@ import click
 import pytest
 import zstandard
 from fakes import POISON, FakeDriver, a_manifest, gpu, uuid
+from kept_checkpoints import hand_over_pages
 from rich.console import Console
 
 from gpusnap.cli import exit_codes
@@ -26,6 +27,7 @@ from gpusnap.cli import main as cli
 from gpusnap.cli import tables as show
 from gpusnap.cli.commands import host as host_commands
 from gpusnap.oci.base.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
+from gpusnap.oci.store.store import Store
 from gpusnap.operations import driver as needed
 from gpusnap.operations.open import load_manifest
 from gpusnap.runtime_shim._version import __version__
@@ -567,6 +569,29 @@ def test_nothing_to_recover(
     assert gpusnap("recover", *words) == (0, "", "nothing to recover\n")
     assert [path.name for path in tmp_path.iterdir()] == (["w.json"] if words else [])
     assert gpusnap("recover", "--list", "--json")[1] == "[]\n"
+
+
+def test_memory_that_a_killed_command_left(
+    gpusnap: Run, host_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """recover has this host's store name it, and the store of a killed command's order."""
+    for module in (journal, restore_record):
+        monkeypatch.setattr(module, "entries", tuple)
+    monkeypatch.setattr(restored_containers, "list_living", tuple)
+    for module in (recovery, restored_containers, reservations):
+        monkeypatch.setattr(module, "sweep", lambda: None)
+    monkeypatch.setattr(chunk_cache, "remove_stale", lambda _: None)
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    (tmp_path / "orders").mkdir()
+    other = Store(tmp_path / "another")
+    (tmp_path / "orders/w.json").write_text(json.dumps({"owner": [1, 1], "store": other.path}))
+    made = [hand_over_pages(store, "handed") for store in (host_store, other)]
+    code, out, _ = gpusnap("recover")
+    assert code == 0
+    for store in (host_store, other):
+        assert f"{made[0].container[:12]}  the memory of its checkpoint is in the store {store.path}\n" in out
+        assert [each.name for each in store.entries()] == [""]
+        assert store.list_handed_over() == {}
 
 
 def test_plan_by_map(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None:

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import tarfile
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,14 @@ from archives import written
 from checkpoints import tar_of
 from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry, Say
-from kept_checkpoints import an_archive, keep_pages
+from kept_checkpoints import an_archive, hand_over_pages
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats import podman as convert
 from gpusnap.engines import podman_work
 from gpusnap.oci.base.errors import DiskFull
+from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks import writer
 from gpusnap.oci.layout.reference import parse
 from gpusnap.oci.store.store import Store
@@ -30,11 +30,16 @@ from gpusnap.operations import disk_space
 from gpusnap.operations.checkpointing import archive, failed_export
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing.checkpoint import CheckpointRequest, CheckpointResult
+from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, SettingsError
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.settings import Settings, load
 from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot.memory import handover
+from gpusnap.runtime_shim.snapshot.records import journal
 
 
 @pytest.fixture(autouse=True)
@@ -56,17 +61,17 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
 
 @pytest.fixture
 def pages(fake: FakePodman, store: Store, tmp_path: Path) -> FakePodman:
-    """A runtime that puts the pages into the store, as it was ordered to, before Podman exports the rest."""
+    """A runtime that hands the pages over, as it was ordered to, before Podman exports the rest."""
     (tmp_path / "other").mkdir()
-    keep_pages(Store(tmp_path / "other"))
+    hand_over_pages(Store(tmp_path / "other"), "given", state_files.owner())
     folder = tmp_path / "with"
     folder.mkdir()
     fake.exports(an_archive(folder, pages="store"))
-    # The index is put in place by hand: a store of one artifact is copied over an empty one.
+    ordered = f'"pages": "store", "store": "{store.path}", "staging": "\\([0-9a-f]*\\)"'
     fake.first(
-        f'grep -q \'"pages": "store", "store": "{store.path}"\' {tmp_path}/orders/{ID}.json || exit 9\n'
-        f"cp {tmp_path}/other/blobs/sha256/* {store.path}/blobs/sha256/\n"
-        f"cp {tmp_path}/other/index.json {store.path}/\n"
+        f"name=$(sed -n 's|.*{ordered}.*|\\1|p' {tmp_path}/orders/{ID}.json)\n"
+        '[ "$name" ] || exit 9\n'
+        f"cp -r {tmp_path}/other/staging/given {store.path}/staging/$name\n"
     )
     return fake
 
@@ -76,7 +81,7 @@ def made(**more: object) -> CheckpointResult:
 
 
 def test_pages_in_the_store(pages: FakePodman, store: Store) -> None:
-    """They are there already; the artifact with the records names them, and the runtime's is forgotten."""
+    """They were handed over; one artifact has them and the records."""
     done = made()
     (entry,) = store.entries()
     assert entry.name == done.name
@@ -296,7 +301,7 @@ def test_it_ends_by_itself(fake: FakePodman, earlier: bool) -> None:
 def test_we_fail_after_the_end(
     pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """The same; the pages stay in the store, which what Podman has refers to."""
+    """The same; the store keeps the pages, which what Podman has refers to."""
 
     def fails(*_: object, **__: object) -> None:
         raise error
@@ -311,26 +316,91 @@ def test_we_fail_after_the_end(
 
 
 def test_we_fail_and_it_runs_on(pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing refers to the pages then: what its runtime kept since the beginning is forgotten."""
-    forgotten: list[tuple[str, datetime, set[str]]] = []
-
-    def forget(_: Store, container: str, since: datetime, before: set[str]) -> None:
-        forgotten.append((container, since, before))
-        # Where the disk is full its room is needed to take anything out of the store.
-        assert not list(Path(store.path, "staging").glob("*/*.tar"))
+    """Nothing refers to the pages then, and nothing is left of them."""
 
     def fails(*_: object, **__: object) -> None:
         raise DiskFull("the disk is full")
 
+    def settle(self: OrderedMemory, runs: bool) -> None:
+        # Where the disk is full its room is needed for whatever follows.
+        assert not list(Path(store.path, "staging").glob("*/*.tar"))
+        really(self, runs)
+
+    really = OrderedMemory.settle
     monkeypatch.setattr(convert, "take_in", fails)
-    monkeypatch.setattr(kept, "forget_pages_of", forget)
+    monkeypatch.setattr(OrderedMemory, "settle", settle)
     with pytest.raises(GpusnapError, match=r"^the disk is full$") as raised:
         made(leave_running=True)
     assert raised.value.hint.endswith("; w continues to run")
-    ((container, since, before),) = forgotten
-    assert (container, before) == (ID, set())
-    assert since <= datetime.now(UTC)
+    assert store.entries() == ()
     assert os.listdir(store.path + "/staging") == []
+
+
+@pytest.mark.parametrize("leave_running", [True, False])
+def test_podman_fails_after_the_pages_were_handed_over(
+    pages: FakePodman, store: Store, leave_running: bool
+) -> None:
+    """The store keeps them only where Podman has a checkpoint that needs them."""
+    pages.fails("Error: writing the archive: no space left\n")
+    if not leave_running:
+        before = (pages.folder / "first.sh").read_text()
+        pages.first(before + pages.ends("inventory.img", "gpusnap/manifest.json"))
+    with pytest.raises(GpusnapError, match="no space left"):
+        made(leave_running=leave_running)
+    assert [each.name for each in store.entries()] == ([] if leave_running else [""])
+    assert os.listdir(store.path + "/staging") == []
+
+
+@pytest.mark.parametrize("leave_running", [True, False])
+def test_the_journal_needs_the_pages(
+    pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch, leave_running: bool
+) -> None:
+    """What `gpusnap recover` still has to put right finds them as they are."""
+    pages.fails("gpusnap: a process could not be resumed\n")
+    named = f"{store.path}/staging"
+    monkeypatch.setattr(
+        journal, "entries", lambda: [entry_of(f"{named}/{each}") for each in os.listdir(named)]
+    )
+    with pytest.raises(GpusnapError, match="could not be resumed"):
+        made(leave_running=leave_running)
+    assert store.entries() == ()
+    ((_, note),) = store.list_handed_over().items()
+    assert note
+
+
+def entry_of(path: str) -> journal.Entry:
+    return journal.Entry(ID, "/image", (1, 1), (), path)
+
+
+@pytest.mark.parametrize("moment", ["after the commit", "before the commit"])
+def test_killed_with_the_pages(
+    pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Whoever looks after it keeps them once: with the records if these were committed, else without."""
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object, **__: object) -> None:
+        raise Killed
+
+    if moment == "after the commit":
+        monkeypatch.setattr(OrderedMemory, "finish", die)
+    else:
+        monkeypatch.setattr(kept, "load", die)
+    with pytest.raises(Killed):
+        made()
+    assert handover.commit_left(store) == ()  # its command lives: this process
+    monkeypatch.setattr(proc, "is_same", lambda *_: False)
+    assert len(handover.commit_left(store)) == 1
+    (entry,) = store.entries()
+    assert bool(entry.name) == (moment == "after the commit")
+    assert handover.commit_left(store) == ()
+    assert store.list_handed_over() == {}
+    root = artifacts.read(entry.descriptor, store.read)
+    assert (root.records is not None) == bool(entry.name)
+    for each in root.blobs():
+        store.layout.check_blob(each)
 
 
 @pytest.mark.parametrize("leave_running", [True, False])

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.settings import Memory, Nvidia, Settings
 from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot.memory.handover import Recipient
 
 ID = "c0ffee" * 10
 
@@ -45,6 +47,19 @@ def test_the_store_of_the_settings_stays() -> None:
     with overrides.order(ID, pages="chunks"):
         found = overrides.apply_orders(Settings(), ID)
     assert (found.memory.pages, found.store) == ("chunks", Settings().store)
+
+
+def test_who_gets_the_memory() -> None:
+    """The process that ordered it, in the directory that it named; nobody without an order for that."""
+    with overrides.order(ID, pages="store", store="/somewhere", staging="named"):
+        assert overrides.find_recipient(ID) == Recipient("named", state_files.owner())
+        assert overrides.find_recipient("another") is None
+        assert overrides.list_stores() == {"/somewhere"}
+    with overrides.order(ID, pages="chunks"):
+        assert overrides.find_recipient(ID) is None
+        assert overrides.list_stores() == set()
+    assert overrides.find_recipient(ID) is None
+    assert overrides.list_stores() == set()
 
 
 @pytest.mark.parametrize("pages", ["store", "criu"])

@@ -23,11 +23,12 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.runtime.criu import plugins
-from gpusnap.runtime_shim.settings import Criu, Memory, Nvidia, Settings, Store
+from gpusnap.runtime_shim.settings import Memory, Nvidia, Settings, Store
 from gpusnap.runtime_shim.snapshot import checkpoint
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.gpu_processes import choose_driver, criu_plugin
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 
 STEPS = ("lock", "checkpoint", "restore", "unlock")
 
@@ -277,9 +278,9 @@ def test_the_way_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages() -> None:
     """In CRIU's images; these go into the store where that is asked for."""
     here = container(1)
-    for pages, name in (("chunks", "criu"), ("criu", "criu"), ("store", "store")):
-        settings = Settings(memory=Memory(pages=pages), criu=Criu())
-        assert criu_plugin.pages("/nowhere", here, settings).name == name
+    store = StoreDestination("/nowhere/store", "/nowhere", here.id, Memory())
+    for destination, name in ((None, "criu"), (store, "store")):
+        assert criu_plugin.pages("/nowhere", here, Memory(), destination).name == name
 
 
 @pytest.mark.parametrize("asleep", [True, False])
@@ -289,7 +290,9 @@ def test_the_rate_of_the_setting(tmp_path: Path, asleep: bool, plugin: Plugin | 
     given = Settings(memory=Memory(pages="store"), store=Store(path=str(tmp_path), read_rate=5 << 30))
     call: Any = SimpleNamespace(images=lambda: tmp_path, leave_running=False)
     driver = FakeDriver(vendor="amd", plugin=plugin)
-    pages = checkpoint._pages(call, given, driver, Container("c", 1, "running", "", {}), asleep=asleep)
+    of = Container("c", 1, "running", "", {})
+    destination = checkpoint._choose_destination(call, given, of, None)
+    pages = checkpoint._pages(call, given, driver, of, destination, asleep=asleep)
     assert isinstance(pages, Chunks)
     assert pages._destination.speed is not None
     assert pages._destination.speed.disk == 5 << 30

@@ -13,9 +13,11 @@ from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.encoding import ReadSpeed
+from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.store.read_rate import remember
 from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.records.artifact import label_tables
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
@@ -26,6 +28,7 @@ from gpusnap.runtime_shim.snapshot.memory.destination import (
     StoreDestination,
     reopen_destination,
 )
+from gpusnap.runtime_shim.snapshot.memory.handover import Recipient, take_over
 
 MEMORY = Memory(pages="store", chunk_size=4096, threads=2, ceiling=64 << 20)
 ID = "c0ffee"
@@ -199,6 +202,58 @@ def test_killed_after_it_was_named(destination: StoreDestination, image: Path, t
     again.close(record)
     assert len(Store(tmp_path / "store").entries()) == 1
     assert stagings(tmp_path) == []
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_with_a_recipient(image: Path, tmp_path: Path, alive: bool) -> None:
+    """It gets the memory in the directory that it named, if it still runs; else the store names it."""
+    owner = state_files.owner() if alive else (1, 0)
+    path = str(tmp_path / "store")
+    destination = StoreDestination(path, str(image), ID, MEMORY, recipient=Recipient("named", owner))
+    destination.begin()
+    assert destination.layout.path == f"{path}/staging/named"
+    record = written(destination)
+    destination.commit([table for _, table in label_tables(record)], kept=False)
+    destination.name(record)
+    destination.close(record)
+    store = Store(path)
+    assert len(store.entries()) == (0 if alive else 1)
+    assert stagings(tmp_path) == ([tmp_path / "store/staging/named"] if alive else [])
+    store.collect()
+    taken = take_over(store, "named")
+    assert (taken is not None) == alive
+    if taken is not None:
+        assert taken.record == record
+        assert not taken.staging.layout.list_missing(descriptors(record.tables))
+        taken.remove()
+
+
+def test_handed_over_for_nothing(image: Path, tmp_path: Path) -> None:
+    """A checkpoint that fails after it takes the memory back."""
+    path, recipient = str(tmp_path / "store"), Recipient("named", state_files.owner())
+    destination = StoreDestination(path, str(image), ID, MEMORY, recipient=recipient)
+    destination.begin()
+    destination.name(written(destination))
+    destination.discard(earlier=False)
+    assert stagings(tmp_path) == []
+    assert Store(path).entries() == ()
+
+
+def test_killed_after_it_was_handed_over(image: Path, tmp_path: Path) -> None:
+    """`gpusnap recover` has the store name it, whatever it does with the processes and the directory then."""
+    path, recipient = str(tmp_path / "store"), Recipient("named", state_files.owner())
+    destination = StoreDestination(path, str(image), ID, MEMORY, recipient=recipient)
+    destination.begin()
+    record = written(destination)
+    destination.name(record)
+    destination.close(None)
+    tables = [table for _, table in label_tables(record)]
+    again = reopen_destination(f"{path}/staging/named", str(image), ID, MEMORY, tables)
+    again.discard(earlier=True)
+    assert stagings(tmp_path) == []
+    (entry,) = Store(path).entries()
+    for each in artifact.read(entry.descriptor, Store(path).read).chunks:
+        Store(path).layout.check_blob(each)
 
 
 def test_left_in_the_image(image: Path) -> None:

@@ -19,7 +19,7 @@ from gpusnap.oci.base.errors import BlobError, Unreachable
 from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.read_meter import ReadMeter
 from gpusnap.oci.chunks.reader import Reader, read
-from gpusnap.oci.chunks.table import Table
+from gpusnap.oci.chunks.table import Table, descriptors
 from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
@@ -33,7 +33,8 @@ from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRe
 from gpusnap.runtime_shim.settings import Store as Settings
 from gpusnap.runtime_shim.snapshot.loading import source as module
 from gpusnap.runtime_shim.snapshot.loading.source import BlobSource, ImageRebuild, rebuild
-from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.memory import handover, transfer
+from gpusnap.runtime_shim.snapshot.memory.handover import Recipient
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 64 * KIB
@@ -449,6 +450,23 @@ def test_what_is_full(stage: Path) -> None:
         with pytest.raises(ImageError, match=said) as caught, transfer.as_image_error("/image"):
             raise OSError(*full, where)
         assert caught.value.code == "GPS-512"
+
+
+def test_chunks_whose_command_was_killed(
+    tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository, content: bytes
+) -> None:
+    """The store names them from then on; no registry is asked, and no chunk is read to be checked."""
+    record, layout = made
+    store = Store(tmp_path / "store").create()
+    with store.stage("handed") as staging:
+        staging.mark_precious("a checkpoint")
+        for each in descriptors(record.tables):
+            staging.layout.link_blob(each.digest, each.size, layout)
+        handover.hand_over(staging, record, Recipient("handed", (1, 0)))
+    with BlobSource(record, str(tmp_path / "images"), store.path, ["registry.example/w"]) as source:
+        assert bytes_of(region_of(record), source) == content
+    assert len(store.entries()) == 1
+    assert idle(tmp_path / "store")
 
 
 def test_chunks_that_a_crash_left_in_a_staging(

@@ -1,0 +1,64 @@
+"""The memory of a checkpoint that `gpusnap checkpoint` has ordered, from the runtime that hands it over.
+
+runtime_shim/snapshot/memory/handover.py explains how. A runtime hands nothing over for a container without
+GPU memory, and if it leaves all memory in CRIU's images.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+
+from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.store.staging import Staging
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.snapshot.memory import handover
+from gpusnap.runtime_shim.snapshot.memory.handover import HandedOver
+from gpusnap.runtime_shim.snapshot.records import journal
+
+
+class OrderedMemory:
+    """What is handed over to this process. A `with` statement leaves what was neither stored nor settled."""
+
+    def __init__(self, store: Store) -> None:
+        self.name = secrets.token_hex(16)
+        """The name of its staging directory, for the order."""
+        self._store = store
+        self._taken: HandedOver | None = None
+
+    def __enter__(self) -> OrderedMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._taken is not None:
+            self._taken.leave()
+
+    def take(self) -> Staging | None:
+        """Take it over once the runtime has ended; None if it has handed nothing over. Raises OciError."""
+        self._taken = handover.take_over(self._store, self.name)
+        return self._taken.staging if self._taken is not None else None
+
+    def finish(self) -> None:
+        """Remove the staging directory after its commit."""
+        if self._taken is not None:
+            taken, self._taken = self._taken, None
+            with suppress(OciError):  # `gpusnap recover` removes it
+                taken.remove()
+
+    def settle(self, runs: bool) -> None:
+        """After an error: remove it if the container runs as before, else keep it in the store.
+
+        If that fails, `gpusnap recover` or a restore of what Podman has keeps it. If the journal names it,
+        recover needs it as it is.
+        """
+        with suppress(OciError, GpusnapError, OSError):
+            if self._taken is None and not any(self._is_named_by(each) for each in journal.entries()):
+                self._taken = handover.take_over(self._store, self.name)
+            if self._taken is not None:
+                if not runs:
+                    self._taken.commit()
+                self.finish()
+
+    def _is_named_by(self, entry: journal.Entry) -> bool:
+        return bool(entry.layout) and entry.layout.endswith(f"/{self.name}")

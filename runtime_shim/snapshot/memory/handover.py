@@ -1,0 +1,156 @@
+"""Memory of a checkpoint that the runtime hands over to the `gpusnap checkpoint` that ordered it.
+
+The command commits the memory together with the records of Podman, which it has only when the runtime has
+ended. So both are one artifact, committed once:
+
+    gpusnap checkpoint              runtime                          STORE/staging/NAME
+    orders it, with NAME      ───>  writes chunks, syncs them        locked by the runtime, precious
+                                    writes the manifest: `complete`  precious
+    takes it over, adds Podman's
+    records, and commits all                                         locked by the command, then removed
+
+Without such an order, and if the command has ended, the runtime commits the memory itself, without records.
+If the command is killed later, `gpusnap recover` does that, or a restore on this host that needs the chunks.
+
+What is in `complete`: a line of JSON with the boot, PID and start time of the command, then the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.errors import NotThere, OciError
+from gpusnap.oci.chunks import artifact as artifacts
+from gpusnap.oci.chunks.table import descriptors
+from gpusnap.oci.layout.digests import digest_of
+from gpusnap.oci.store.staging import Staging
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.records.artifact import write_artifact
+from gpusnap.runtime_shim.records.manifest import Manifest
+from gpusnap.runtime_shim.records.manifest_json import decode, encode
+
+
+@dataclass(frozen=True, slots=True)
+class Recipient:
+    """A `gpusnap checkpoint` that takes the memory over."""
+
+    staging: str
+    """The name of the staging directory in its store."""
+    owner: tuple[int, int]
+    """PID and start time of the command."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the command still runs."""
+        return proc.is_same(*self.owner)
+
+
+class HandedOver:
+    """Memory that was handed over and is taken over now: nobody else uses its staging directory."""
+
+    def __init__(self, store: Store, staging: Staging, record: Manifest) -> None:
+        self.staging, self.record = staging, record
+        self._store = store
+
+    def commit(self) -> None:
+        """Commit it as an artifact without records. The directory stays. Raises OciError, ManifestError."""
+        layout = self.staging.layout
+        # Whatever else is in it belongs to a checkpoint that failed, and may have filled the disk.
+        layout.prune(each.digest for each in descriptors(self.record.tables))
+        config = digest_of(encode(self.record))
+        if config not in self._list_configs():  # its command may have been killed after the commit
+            self.staging.commit(write_artifact(layout, self.record), tables=self.record.tables)
+
+    def remove(self) -> None:
+        """Remove the directory: the memory is committed, or nobody needs it. Raises DiskError."""
+        self.staging.unmark_precious()
+        self.staging.close()
+
+    def leave(self) -> None:
+        """Leave it as it is, for `gpusnap recover`."""
+        self.staging.close(leave=True)
+
+    def _list_configs(self) -> set[str]:
+        found = set()
+        for entry in self._store.entries():
+            try:
+                found.add(artifacts.read(entry.descriptor, self._store.read).config.digest)
+            except OciError:  # another tool's, or damaged
+                continue
+        return found
+
+
+def hand_over(staging: Staging, record: Manifest, recipient: Recipient) -> None:
+    """Complete a precious staging directory for its recipient. Raises OciError, ManifestError."""
+    owner = json.dumps([state_files.boot(), *recipient.owner])
+    staging.hand_over(owner.encode() + b"\n" + encode(record))
+
+
+def take_over(store: Store, name: str) -> HandedOver | None:
+    """Take over what was handed over in the staging directory `name`; None if nothing was.
+
+    Raises OciError, ManifestError.
+    """
+    try:
+        staging, note = store.take_over(name)
+    except NotThere:
+        return None
+    try:
+        return HandedOver(store, staging, _parse_record(note, name))
+    except BaseException:
+        staging.close(leave=True)
+        raise
+
+
+def commit_left(store: Store, *, but: Collection[str] = ()) -> tuple[Manifest, ...]:
+    """Commit the memory whose command has ended, and return the manifests.
+
+    `but`: paths of layouts that are left alone. Raises OciError, ManifestError.
+    """
+    done = []
+    for name in _list_left(store):
+        taken = take_over(store, name)
+        if taken is None:
+            continue
+        if taken.staging.layout.path in but:
+            taken.leave()
+            continue
+        try:
+            taken.commit()
+        except BaseException:
+            taken.leave()
+            raise
+        taken.remove()
+        done.append(taken.record)
+    return tuple(done)
+
+
+def list_left(store: Store) -> tuple[Manifest, ...]:
+    """Return the manifests of memory whose command has ended. Raises OciError, ManifestError."""
+    return tuple(_parse_record(note, name) for name, note in _list_left(store).items())
+
+
+def _list_left(store: Store) -> dict[str, bytes]:
+    return {name: note for name, note in store.list_handed_over().items() if not _has_owner(note)}
+
+
+def _has_owner(note: bytes) -> bool:
+    """Return whether the command that was to take it over still runs."""
+    try:
+        boot, pid, start = json.loads(note.partition(b"\n")[0])
+        return boot == state_files.boot() and proc.is_same(int(pid), int(start))
+    except (ValueError, TypeError):
+        return False
+
+
+def _parse_record(note: bytes, name: str) -> Manifest:
+    try:
+        return decode(note.partition(b"\n")[2], f"the manifest of the staging {name}")
+    except ManifestError as error:
+        error.add_hint("gpusnap gc names its directory")
+        raise

@@ -1,0 +1,138 @@
+"""Memory that a runtime hands over to a command, and what becomes of it if the command is killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from kept_checkpoints import hand_over_pages, keep_pages
+
+from gpusnap.oci.base.errors import NotThere, StagingBusy
+from gpusnap.oci.layout.unsynced import Unsynced
+from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.snapshot.memory import handover
+
+NAME = "handed"
+GONE = (1, 0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store").create()
+
+
+def staging_of(store: Store) -> Path:
+    (found,) = (Path(store.path) / "staging").iterdir()
+    return found
+
+
+def test_taken_over(store: Store) -> None:
+    """With its manifest, by one process."""
+    made = hand_over_pages(store, NAME, state_files.owner())
+    taken = handover.take_over(store, NAME)
+    assert taken is not None
+    assert taken.record == made
+    with pytest.raises(StagingBusy):
+        handover.take_over(store, NAME)
+    assert store.entries() == ()
+    taken.remove()
+    assert handover.take_over(store, NAME) is None
+
+
+def test_what_is_synced_at_the_commit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was added: the manifest, and its config. The chunks were synced before."""
+    hand_over_pages(store, NAME)
+    taken = handover.take_over(store, NAME)
+    assert taken is not None
+    chunks = set(os.listdir(staging_of(store) / "blobs" / "sha256"))
+    synced: set[str] = set()
+    really = Unsynced._sync
+
+    def sync(self: Unsynced, name: str, descriptor: int) -> None:
+        synced.add(name)
+        really(self, name, descriptor)
+
+    monkeypatch.setattr(Unsynced, "_sync", sync)
+    taken.commit()
+    taken.remove()
+    assert chunks
+    assert synced == set(os.listdir(Path(store.path) / "blobs" / "sha256")) - chunks
+    assert len(synced) == 2
+
+
+def test_not_handed_over(store: Store) -> None:
+    """What its writer has not completed is for `Store.adopt` alone."""
+    with store.stage(NAME) as staging:
+        staging.mark_precious("for a test")
+    assert handover.take_over(store, NAME) is None
+    with pytest.raises(NotThere, match="was not handed over"):
+        store.take_over(NAME)
+    assert handover.list_left(store) == ()
+    assert handover.commit_left(store) == ()
+    store.adopt(staging.path).close()
+    assert staging_of(store).exists()
+
+
+def test_left_by_a_command(store: Store) -> None:
+    """It is committed without records, once; not if the journal names it."""
+    made = hand_over_pages(store, NAME, GONE)
+    staging = staging_of(store)
+    assert handover.list_left(store) == (made,)
+    assert handover.commit_left(store, but={str(staging)}) == ()
+    assert handover.commit_left(store) == (made,)
+    assert handover.commit_left(store) == ()
+    (entry,) = store.entries()
+    assert entry.name == ""
+    assert not staging.exists()
+    assert store.collect().blobs == 0
+
+
+def test_its_command_lives(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not taken it over yet. After a boot, a process with its PID and start time is another one."""
+    hand_over_pages(store, NAME, state_files.owner())
+    assert handover.list_left(store) == ()
+    assert handover.commit_left(store) == ()
+    monkeypatch.setattr(state_files, "boot", lambda: "another")
+    assert len(handover.commit_left(store)) == 1
+
+
+def test_committed_already(store: Store) -> None:
+    """By a command that was killed before it removed the directory; nothing is committed twice."""
+    store.tag(keep_pages(store), "mine")
+    made = hand_over_pages(store, NAME, GONE)
+    assert handover.commit_left(store) == (made,)
+    assert [each.name for each in store.entries()] == ["mine"]
+    assert store.list_handed_over() == {}
+
+
+def test_killed_in_the_removal(store: Store) -> None:
+    """What is not precious any more was committed, or nobody needs it: gc removes it."""
+    hand_over_pages(store, NAME, GONE)
+    staging = staging_of(store)
+    (staging / "precious").unlink()
+    assert handover.commit_left(store) == ()
+    store.collect()
+    assert not staging.exists()
+
+
+@pytest.mark.parametrize("damage", ["", "no line", '["boot", 1]\n{}', "[1]\n\0"])
+def test_a_note_that_is_damaged(store: Store, damage: str) -> None:
+    """The error names it, and nothing is removed."""
+    hand_over_pages(store, NAME, GONE)
+    staging = staging_of(store)
+    (staging / "complete").write_text(damage)
+    with pytest.raises(ManifestError, match=f"the manifest of the staging {NAME}"):
+        handover.commit_left(store)
+    store.collect()
+    assert (staging / "precious").exists()
+    store.adopt(str(staging)).close(leave=True)
+
+
+def test_a_store_that_is_none(tmp_path: Path) -> None:
+    """An empty directory, and none."""
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "none"):
+        assert handover.commit_left(Store(tmp_path / name)) == ()
