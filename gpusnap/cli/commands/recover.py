@@ -95,7 +95,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
     gpusnap recover lists those whose memory is in this host's store, and shows how much memory of failed
-    checkpoints is left in it (see `gpusnap gc`).
+    checkpoints is left in it (see `gpusnap gc`). Memory that a killed command was about to store with its
+    records is stored without them.
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
