@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -154,6 +154,53 @@ def test_killed(store: Store, tmp_path: Path, after: str) -> None:
     until(lambda: not run("pgrep", "-x", "podman").out, "the end of Podman")
     good(podman("container", "restore", "w"))
     container.goes_on()
+
+
+@pytest.mark.parametrize("recover", [True, False])
+@pytest.mark.parametrize("options", [[], ["--rm"]])
+def test_killed_before_it_takes_the_memory(store: Store, options: list[str], recover: bool) -> None:
+    """It has ordered the memory, and dies when Podman has ended: gc spares the memory, a restore finds it."""
+    container = Container.start("w", *WORK, options=options)
+    with stopped_checkpoint(container):
+        (staging,) = store.list_handed_over()
+        good(gpusnap("recover"))  # of a command that lives: nothing
+        assert list(store.list_handed_over()) == [staging]
+    good(gpusnap("gc"))
+    assert list(store.list_handed_over()) == [staging]
+    assert store.entries() == ()
+    if not options:
+        assert "podman container restore w" in gpusnap("recover", "--list").err
+    if recover:
+        assert "  the memory of its checkpoint is in the store " in good(gpusnap("recover"))
+        assert gpusnap("recover").err.count("nothing to recover") == (1 if options else 0)
+        good(gpusnap("gc"))
+        assert [each.name for each in store.entries()] == [""]
+    archives = list((STORE / "staging").glob("*/podman.tar"))
+    good(podman("container", "restore", *(["--import", str(archives[0])] if options else ["w"])))
+    container.goes_on()
+    assert [each.name for each in store.entries()] == [""]
+    assert store.list_handed_over() == {}
+    good(gpusnap("checkpoint", "w"))
+    for each in archives:
+        shutil.rmtree(each.parent)
+    assert list((STORE / "staging").iterdir()) == []
+
+
+@contextmanager
+def stopped_checkpoint(container: Container) -> Iterator[None]:
+    """In the block, Podman and its runtime have ended; the command was stopped, and is killed after it."""
+    orders = Path("/run/gpusnap/orders") / f"{container.id}.json"
+    child = subprocess.Popen(
+        [COMMAND, "checkpoint", "w"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        until(lambda: orders.exists() and "podman" in map(proc.comm, started(child.pid)), "Podman")
+        child.send_signal(signal.SIGSTOP)
+        until(lambda: not [pid for pid in started(child.pid) if proc.is_running(pid)], "the end of Podman")
+        yield
+    finally:
+        child.kill()
+        child.wait()
 
 
 @pytest.fixture
