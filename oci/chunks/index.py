@@ -66,10 +66,18 @@ class Known:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
         self._lock = threading.Lock()
-        self._places: dict[str, Place] = _read(self.path)
+        self._read: dict[str, Place] | None = None
+
+    @property
+    def _places(self) -> dict[str, Place]:
+        """The entries; the file is read when they are needed first. The lock is held."""
+        if self._read is None:
+            self._read = _read(self.path)
+        return self._read
 
     def __len__(self) -> int:
-        return len(self._places)
+        with self._lock:
+            return len(self._places)
 
     def find(self, plain: str) -> Place | None:
         """Return where the chunk of a plain digest is; None if its blob is wrong now, and forget it."""
@@ -104,7 +112,7 @@ class Known:
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
-            self._places.clear()
+            self._read = {}
 
     def learn(self, tables: Iterable[Table], layout: Layout, *, foreign: bool = False) -> None:
         """Add all chunks of a layout that is synced, and whose blobs are known to be right.

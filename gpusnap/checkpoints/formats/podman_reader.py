@@ -124,6 +124,8 @@ class ArchiveReader:
         # A separate layout of the same folder: blobs that are dropped at the end need no sync in the first
         # one.
         self._inner = Layout(layout.path)
+        self._contained: set[str] = set()
+        """Digests of chunks that the archive contains."""
         self._added: set[str] = set()
         self._seen: set[str] = set()
         self._dumps: dict[str, tuple[bytes, tarfile.TarInfo]] = {}
@@ -294,6 +296,7 @@ class ArchiveReader:
         content, size = self._file(entry), entry.info.size
         if self._wanted is not None and (digest, size) not in self._wanted:
             return
+        self._contained.add(digest)
         if not self._inner.has_blob(digest, size):
             self._added.add(digest)
         if self._known is not None and self._known(digest, size):
@@ -319,10 +322,11 @@ class ArchiveReader:
     def _settle(self, chunks: Sequence[Descriptor]) -> None:
         """Check that every chunk exists."""
         elsewhere = self._record is not None and self._record.pages == StoreDestination.kind
+        missing = {each.digest for each in self._inner.list_missing(chunks)}
         for each in chunks:
-            if self._inner.has_blob(each.digest, each.size):
-                # It exists: this only tells the layout to sync it.
-                self._layout.link_blob(each.digest, each.size, self._inner)
+            if each.digest not in missing:
+                if each.digest in self._contained:  # the layout syncs it
+                    self._layout.link_blob(each.digest, each.size, self._inner)
             elif not elsewhere:
                 notes = each.annotations
                 raise ImageError(

@@ -18,6 +18,7 @@ What is in `complete`: a line of JSON with the boot, PID and start time of the c
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection
 
 from gpusnap.oci.base.dataclass import dataclass
@@ -53,18 +54,22 @@ class Recipient:
 class HandedOver:
     """Memory that was handed over and is taken over now: nobody else uses its staging directory."""
 
-    def __init__(self, store: Store, staging: Staging, record: Manifest) -> None:
-        self.staging, self.record = staging, record
-        self._store = store
+    def __init__(self, store: Store, staging: Staging, note: bytes) -> None:
+        self.staging = staging
+        self._store, self._note = store, note
 
-    def commit(self) -> None:
-        """Commit it as an artifact without records. The directory stays. Raises OciError, ManifestError."""
-        layout = self.staging.layout
+    def commit(self) -> Manifest:
+        """Commit it as an artifact without records, and return its manifest. The directory stays.
+
+        Raises OciError, ManifestError.
+        """
+        layout, record = self.staging.layout, _parse_record(self._note, os.path.basename(self.staging.path))
         # Whatever else is in it belongs to a checkpoint that failed, and may have filled the disk.
-        layout.prune(each.digest for each in descriptors(self.record.tables))
-        config = digest_of(encode(self.record))
+        layout.prune(each.digest for each in descriptors(record.tables))
+        config = digest_of(encode(record))
         if config not in self._list_configs():  # its command may have been killed after the commit
-            self.staging.commit(write_artifact(layout, self.record), tables=self.record.tables)
+            self.staging.commit(write_artifact(layout, record), tables=record.tables)
+        return record
 
     def remove(self) -> None:
         """Remove the directory: the memory is committed, or nobody needs it. Raises DiskError."""
@@ -94,17 +99,13 @@ def hand_over(staging: Staging, record: Manifest, recipient: Recipient) -> None:
 def take_over(store: Store, name: str) -> HandedOver | None:
     """Take over what was handed over in the staging directory `name`; None if nothing was.
 
-    Raises OciError, ManifestError.
+    Raises OciError.
     """
     try:
         staging, note = store.take_over(name)
     except NotThere:
         return None
-    try:
-        return HandedOver(store, staging, _parse_record(note, name))
-    except BaseException:
-        staging.close(leave=True)
-        raise
+    return HandedOver(store, staging, note)
 
 
 def commit_left(store: Store, *, but: Collection[str] = ()) -> tuple[Manifest, ...]:
@@ -121,12 +122,11 @@ def commit_left(store: Store, *, but: Collection[str] = ()) -> tuple[Manifest, .
             taken.leave()
             continue
         try:
-            taken.commit()
+            done.append(taken.commit())
         except BaseException:
             taken.leave()
             raise
         taken.remove()
-        done.append(taken.record)
     return tuple(done)
 
 

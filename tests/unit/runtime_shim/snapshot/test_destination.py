@@ -223,7 +223,7 @@ def test_with_a_recipient(image: Path, tmp_path: Path, alive: bool) -> None:
     taken = take_over(store, "named")
     assert (taken is not None) == alive
     if taken is not None:
-        assert taken.record == record
+        assert taken.commit() == record
         assert not taken.staging.layout.list_missing(descriptors(record.tables))
         taken.remove()
 

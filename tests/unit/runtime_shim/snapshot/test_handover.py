@@ -34,10 +34,9 @@ def test_taken_over(store: Store) -> None:
     made = hand_over_pages(store, NAME, state_files.owner())
     taken = handover.take_over(store, NAME)
     assert taken is not None
-    assert taken.record == made
+    assert taken.commit() == made
     with pytest.raises(StagingBusy):
         handover.take_over(store, NAME)
-    assert store.entries() == ()
     taken.remove()
     assert handover.take_over(store, NAME) is None
 
