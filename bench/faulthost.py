@@ -374,10 +374,11 @@ def prepare(program: str, given: argparse.Namespace) -> Report:
     return Report(program, given.seed, given.keep)
 
 
-def settings(runtime: str, *, pages: str = "chunks") -> None:
+def settings(runtime: str, *, pages: str = "chunks", chunk_size: str = "1M") -> None:
     """Write the settings file."""
     shimhost.write_settings(
-        f'runtime = "{runtime}"\n[memory]\npages = "{pages}"\nchunk-size = "1M"\n[store]\npath = "{STORE}"\n'
+        f'runtime = "{runtime}"\n[memory]\npages = "{pages}"\nchunk-size = "{chunk_size}"\n'
+        f'[store]\npath = "{STORE}"\n'
     )
 
 

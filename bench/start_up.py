@@ -2,7 +2,7 @@
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 --
         /opt/gpusnap/bin/python -B /src/bench/start_up.py [--rounds 7] [--runtime crun]
-        [--workload='--counters 4'] [--memory MIB] [--json FILE]
+        [--workload='--counters 4'] [--memory MIB] [--chunk-size 1M] [--json FILE]
 
 `gpusnap checkpoint` into the store and `gpusnap restore` from it, in turn. Programs in front of Podman,
 gpusnap-runtime and the real runtime record when each starts and ends, which adds a few milliseconds to each
@@ -63,7 +63,7 @@ def put_in_front(target: Path, name: str, program: str) -> None:
     target.chmod(0o755)
 
 
-def install(runtime: str) -> dict[str, str]:
+def install(runtime: str, chunk_size: str) -> dict[str, str]:
     """Put them in front of all three; the environment for gpusnap."""
     shutil.rmtree(_FOLDER, ignore_errors=True)
     aside = _FOLDER / "launcher" / "gpusnap-runtime"
@@ -76,7 +76,7 @@ def install(runtime: str) -> dict[str, str]:
     engine = shutil.which("podman")
     assert engine is not None
     put_in_front(_FOLDER / "bin" / "podman", "podman", engine)
-    settings(f"{_FOLDER}/bin/{runtime}")
+    settings(f"{_FOLDER}/bin/{runtime}", chunk_size=chunk_size)
     return {"PATH": f"{_FOLDER}/bin:{os.environ['PATH']}"}
 
 
@@ -128,7 +128,7 @@ def plain(line: list[str]) -> float:
     return time.perf_counter() - begin
 
 
-def measure(rounds: int, runtime: str, workload: str, memory: int) -> dict[str, list[float]]:
+def measure(rounds: int, runtime: str, workload: str, memory: int, chunk_size: str) -> dict[str, list[float]]:
     """Each row's readings."""
     found: dict[str, list[float]] = {}
 
@@ -136,7 +136,7 @@ def measure(rounds: int, runtime: str, workload: str, memory: int) -> dict[str, 
         for name, value in rows.items():
             found.setdefault(name, []).append(value)
 
-    environment = install(runtime)
+    environment = install(runtime, chunk_size)
     if memory:
         script = _HOLDING.format(mib=memory, workload=workload)
         Container.start(NAME, script=script, gpus=("0",), options=("-v", "/usr:/host:ro"))
@@ -155,11 +155,12 @@ def main() -> int:
     options.add_argument("--runtime", default="crun")
     options.add_argument("--workload", default="", help="more options of gpuwork")
     options.add_argument("--memory", type=int, default=0, help="MiB")
+    options.add_argument("--chunk-size", default="1M", help="as memory.chunk-size")
     options.add_argument("--json", type=Path)
     chosen = options.parse_args()
     prepare("start_up", chosen)
     try:
-        found = measure(chosen.rounds, chosen.runtime, chosen.workload, chosen.memory)
+        found = measure(chosen.rounds, chosen.runtime, chosen.workload, chosen.memory, chosen.chunk_size)
     finally:
         remove_all()
     medians = {name: statistics.median(values) for name, values in found.items()}
