@@ -23,6 +23,7 @@ from collections.abc import Collection
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError
+from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.digests import digest_of
@@ -142,7 +143,7 @@ def _list_left(store: Store) -> dict[str, bytes]:
 def _has_owner(note: bytes) -> bool:
     """Return whether the command that was to take it over still runs."""
     try:
-        boot, pid, start = json.loads(note.partition(b"\n")[0])
+        boot, pid, start = parse_json(note.partition(b"\n")[0])
         return boot == state_files.boot() and proc.is_same(int(pid), int(start))
     except (ValueError, TypeError):
         return False

@@ -90,15 +90,27 @@ def test_groups_are_apart(box: Box, ranks: list[Rank]) -> None:
     assert other.waits()
 
 
+def wait_until_busy(caller: Agent, rank: Rank) -> None:
+    """A launch is only begun when `Rank.launch` returns, and a lock may come first."""
+
+    def is_busy() -> bool:
+        found = caller.lock(rank.pid, BRIEFLY)
+        if found == OK:
+            assert caller.unlock(rank.pid) == OK
+        return found == "NOT_READY"
+
+    wait_until(is_busy, f"the launch of rank {rank.number}")
+
+
 def test_locks(caller: Agent, ranks: list[Rank]) -> None:
     """One that has launched is not locked before the others have; one that is locked keeps all waiting."""
     ranks[0].launch(1)
-    assert caller.lock(ranks[0].pid, BRIEFLY) == "NOT_READY"
+    wait_until_busy(caller, ranks[0])
     assert caller.state(ranks[0].pid) == RUNNING
     assert caller.lock(ranks[1].pid) == OK
     ranks[2].launch(3)
     ranks[1].agent.begin("barrier", 0, "launch", "barrier", 1, GROUP, 3, 1, ranks[1].word)
-    assert caller.lock(ranks[2].pid, BRIEFLY) == "NOT_READY"
+    wait_until_busy(caller, ranks[2])
     assert all(rank.waits() for rank in ranks)
     assert caller.unlock(ranks[1].pid) == OK
     assert [rank.sum() for rank in ranks] == [4, 4, 4]

@@ -56,6 +56,12 @@ class Host:
         path = self.folder / "calls"
         return path.read_text().splitlines() if path.exists() else []
 
+    def mounts(self) -> list[str]:
+        """Where something is mounted below its folder; other tests mount elsewhere meanwhile."""
+        return [
+            each.destination for each in proc.mounts("self") if each.destination.startswith(f"{self.folder}/")
+        ]
+
     def words(self) -> list[str]:
         """The lines that it was called with, without the program's path."""
         return [line.split(" ", 1)[1] for line in self.calls()]
@@ -274,9 +280,9 @@ def test_the_mounts_are_shown(host: Host) -> None:
         assert init.stdout is not None
         init.stdout.readline()
         host.container = Container("c0ffee", init.pid, "running", str(host.folder / "bundle"), {})
-        before = proc.mounts("self"), os.getcwd(), proc.namespace(os.getpid(), "mnt")
+        before = list[str](), os.getcwd(), proc.namespace(os.getpid(), "mnt")
         said = host.rerun(hook(LDCACHE), show=show_mounts)
-        assert (proc.mounts("self"), os.getcwd(), proc.namespace(os.getpid(), "mnt")) == before
+        assert (host.mounts(), os.getcwd(), proc.namespace(os.getpid(), "mnt")) == before
         init.communicate(b"\n", timeout=DEADLINE)
     assert said == "gpusnap: note: NVIDIA's hook update-ldcache printed: seen\n"
     assert (host.folder / "new").read_text() == "made\n"
