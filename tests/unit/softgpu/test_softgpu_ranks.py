@@ -97,7 +97,7 @@ def wait_until_busy(caller: Agent, rank: Rank) -> None:
         found = caller.lock(rank.pid, BRIEFLY)
         if found == OK:
             assert caller.unlock(rank.pid) == OK
-        return found == "NOT_READY"
+        return bool(found == "NOT_READY")
 
     wait_until(is_busy, f"the launch of rank {rank.number}")
 
