@@ -250,17 +250,17 @@ def _is_stopped(pid: int) -> bool:
 
 
 class Companion:
-    """A worker for questions of one kind. It exists once `start` was called, if the kernel permits it.
+    """A worker for questions of one kind. It exists if the kernel permits it, and the forker was started.
 
     One that ends or stopped in the middle of a question is replaced, once. What ended it, such as a
     library that crashes, would end gpusnap if gpusnap asked itself.
     """
 
-    def __init__(self, *, here: bool = True) -> None:
-        """`here`: without a worker, ask in this process."""
+    def __init__(self, *, here: bool = True, starts: bool = False) -> None:
+        """`here`: without a worker, ask in this process. `starts`: start the forker if nobody has."""
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
-        self._here = here
+        self._here, self._starts = here, starts
         _State.companions.append(self)
 
     def ask(self, function: Callable[..., T], *arguments: object, within: float) -> T:
@@ -274,7 +274,7 @@ class Companion:
         with self._lock:
             for _ in range(2):
                 if self._worker is None:
-                    self._worker = _get_started_worker()
+                    self._worker = _get_started_worker(starts=self._starts)
                 if self._worker is None:
                     break
                 try:
@@ -455,10 +455,10 @@ def _make_ended_error(doing: str) -> GpusnapError:
     )
 
 
-def _get_started_worker() -> _Worker | None:
-    """Return a new worker if there is a forker already."""
+def _get_started_worker(*, starts: bool) -> _Worker | None:
+    """Return a new worker if there is a forker already, or with `starts`."""
     with _State.lock, suppress(OSError):  # TimeoutError is one
-        if _State.forker is not None:
+        if starts or _State.forker is not None:
             return _get_forker().worker()
     return None
 

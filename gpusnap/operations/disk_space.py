@@ -15,6 +15,7 @@ from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Refused, reason
 from gpusnap.runtime_shim.gpu.nvidia import nvml
+from gpusnap.runtime_shim.gpu.nvidia.driver import ask_nvml
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container
 from gpusnap.runtime_shim.units import human
@@ -122,7 +123,7 @@ def measure_gpu_memory(found: podman.Container) -> int:
     """Return how many bytes of GPU memory its processes use; 0 if that is unknown."""
     pids = _pids(found)
     with suppress(GpusnapError):  # this host has no such GPU, or the runtime reports the error
-        return sum(sum(used.values()) for used in nvml.memory_used(pids).values()) if pids else 0
+        return sum(sum(used.values()) for used in ask_nvml(nvml.memory_used, pids).values()) if pids else 0
     return 0
 
 

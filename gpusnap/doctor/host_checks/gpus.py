@@ -12,7 +12,8 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
-from gpusnap.runtime_shim.gpu.nvidia.nvml import binding
+from gpusnap.runtime_shim.gpu.nvidia import nvml
+from gpusnap.runtime_shim.gpu.nvidia.driver import ask_nvml
 from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.units import human
@@ -141,24 +142,16 @@ def _join(indexes: Iterable[int]) -> str:
     return f"GPU{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
 
 
-def persistence_modes(gpus: Iterable[Gpu]) -> Mapping[int, bool]:
-    """Return by GPU whether its persistence mode is on, from NVML; GPUs that do not report it are omitted."""
-    nvml = binding()
-    found: dict[int, bool] = {}
-    for gpu in gpus:
-        try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(gpu.index)
-            found[gpu.index] = bool(nvml.nvmlDeviceGetPersistenceMode(handle))
-        except nvml.NVMLError:
-            continue
-    return found
+def _ask_persistence_modes() -> Mapping[int, bool]:
+    return ask_nvml(nvml.persistence_modes)
 
 
 def check_persistence(
-    gpus: Iterable[Gpu], ask: Callable[[Iterable[Gpu]], Mapping[int, bool]] = persistence_modes
+    gpus: Iterable[Gpu], ask: Callable[[], Mapping[int, bool]] = _ask_persistence_modes
 ) -> Iterator[Check]:
     """Check the persistence mode: without it, each operation on an unused GPU starts the driver."""
-    modes = ask(gpus)
+    there = {each.index for each in gpus}
+    modes = {index: on for index, on in ask().items() if index in there}
     off = [index for index, on in modes.items() if not on]
     if off:
         yield warning(

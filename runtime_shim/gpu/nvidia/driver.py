@@ -67,7 +67,7 @@ _DYING = 0.2
 # Seconds for an answer of NVML. If nobody keeps the driver open, it first starts every GPU of the host.
 # Less than Podman gives a restore (240 s), so that gpusnap says why it failed, and undoes what it did.
 _NVML = 180.0
-_COMPANION = Companion()
+_COMPANION = Companion(starts=True)
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
 
@@ -89,8 +89,8 @@ def is_present() -> bool:
     return any(name == "ctl" or name.isdigit() for name in nodes)
 
 
-def _nvml(question: Callable[..., T], *arguments: object) -> T:
-    """Return NVML's answer, asked in a separate process if question_process has one.
+def ask_nvml(question: Callable[..., T], *arguments: object) -> T:
+    """Return the answer of a function of nvml.py, asked in a separate process if the kernel permits one.
 
     That process imports nvidia-ml-py and starts NVML at the same time as other work, and a GPU that has
     fallen off the bus cannot make gpusnap wait forever. Raises GpuError.
@@ -125,7 +125,7 @@ class Nvidia:
 
     def host(self) -> Host:
         """Return the inventory, read anew at each call; needs NVML, not libcuda."""
-        return _nvml(nvml.inventory)
+        return ask_nvml(nvml.inventory)
 
     def state(self, pid: int) -> ProcessState | None:
         """Return the state of a process; None if it has no GPU state (NOT_INITIALIZED) or has ended."""
@@ -160,7 +160,7 @@ class Nvidia:
 
     def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
         """Return bytes by PID and GPU UUID; `nvml.memory_used` says what it cannot know."""
-        return _nvml(nvml.memory_used, tuple(pids))
+        return ask_nvml(nvml.memory_used, tuple(pids))
 
     def list_handles(self, pid: int) -> tuple[str, ...]:
         """Return paths of NVIDIA's device files that the process has open or mapped, sorted by path."""
@@ -316,7 +316,7 @@ def _open_library() -> Library:
 def _version(library: Library) -> str:
     """Return the driver's version for a message, or else the CUDA version that it supports."""
     try:
-        return nvml.driver_version()
+        return ask_nvml(nvml.driver_version)
     except GpuError:
         result, cuda = library.version()
         return f"CUDA {cuda // 1000}.{cuda % 1000 // 10}" if result == CUDA_SUCCESS else "of unknown version"

@@ -82,6 +82,21 @@ def memory_used(pids: Iterable[int]) -> dict[int, dict[str, int]]:
     return used
 
 
+def persistence_modes() -> dict[int, bool]:
+    """Return by NVML's index whether a GPU's persistence mode is on, without GPUs that do not report it.
+
+    Raises as `inventory` does.
+    """
+    nvml = _nvml()
+    found: dict[int, bool] = {}
+    for index, handle in _handles(nvml):
+        try:
+            found[index] = bool(nvml.nvmlDeviceGetPersistenceMode(handle))
+        except nvml.NVMLError:
+            continue
+    return found
+
+
 def is_open() -> bool:
     """Whether NVML was initialised in this process. A child by fork cannot use its parent's."""
     return _ready

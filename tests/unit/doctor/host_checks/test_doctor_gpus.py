@@ -108,9 +108,9 @@ def test_compute_modes(mode: str, verdict: str, said: str) -> None:
 
 def test_persistence() -> None:
     """On, off, or not told."""
-    assert only(gpus.check_persistence((gpu(0),), lambda each: {0: True}))[0] == "ok"
-    assert only(gpus.check_persistence((gpu(0),), lambda each: {0: True, 1: False}))[0] == "warning"
-    assert [*gpus.check_persistence((gpu(0),), lambda each: {})] == []
+    assert only(gpus.check_persistence((gpu(0),), lambda: {0: True, 1: False}))[0] == "ok"
+    assert only(gpus.check_persistence((gpu(0), gpu(1)), lambda: {0: True, 1: False}))[0] == "warning"
+    assert [*gpus.check_persistence((gpu(0),), dict)] == []
 
 
 @pytest.mark.parametrize(("name", "verdict"), [("nvidia-cuda-mps\n", "warning"), ("python3\n", "ok")])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpusnap.doctor.base import free_space
-from gpusnap.runtime_shim import gpu
+from gpusnap.runtime_shim import gpu, question_process
 from gpusnap.runtime_shim.gpu.api import device_files
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import (
@@ -32,7 +32,7 @@ from gpusnap.runtime_shim.gpu.api.errors import (
 )
 from gpusnap.runtime_shim.gpu.nvidia import cuda, nvml
 from gpusnap.runtime_shim.gpu.nvidia import driver as nvidia
-from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia
+from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia, ask_nvml
 
 ME = os.getpid()
 UUIDS = [f"GPU-{i:08x}-0000-0000-0000-000000000000" for i in range(4)]
@@ -132,6 +132,7 @@ def test_open_once_from_many_threads(fake: Fake) -> None:
 
 def test_the_old_driver(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.absent = tuple(cuda._CHECKPOINT)
+    monkeypatch.setattr(nvidia, "ask_nvml", lambda question: question())
     monkeypatch.setattr(nvml, "driver_version", lambda: "550.54.15")
     with pytest.raises(DriverTooOld, match=r"550\.54\.15.*cuCheckpointProcessGetState.*570"):
         Nvidia().open()
@@ -336,6 +337,27 @@ def test_an_nvml_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvidia._COMPANION, "ask", ask)
     with pytest.raises(DriverNotReady, match="NVML did not respond within 180 s"):
         Nvidia().host()
+
+
+def test_a_command_does_not_wait_for_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks in a process of its own, although nobody has started one before."""
+    question_process.end()
+    monkeypatch.setattr(nvidia, "_NVML", 0.5)
+    monkeypatch.setattr(nvml, "is_open", lambda: False)
+    monkeypatch.setattr(nvml, "memory_used", hang)
+    with pytest.raises(DriverNotReady, match=r"NVML did not respond within 0\.5 s"):
+        Nvidia().memory_used([1])
+    question_process.end()
+    assert ask_nvml(tell_pid) != os.getpid()
+    question_process.end()
+
+
+def hang(_: object) -> None:
+    threading.Event().wait()
+
+
+def tell_pid() -> int:
+    return os.getpid()
 
 
 def test_handles_are_paths(monkeypatch: pytest.MonkeyPatch) -> None:
