@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -127,7 +128,7 @@ def run(
         try:
             out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            process.kill()
+            _kill(process)
             raise RuntimeFailed(
                 f"{argv[0]} did not finish within {seconds:g} s",
                 hint="run it manually, and check what it waits for",
@@ -138,6 +139,15 @@ def run(
             ) from error
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Finished(code, _text(out), _text(err))
+
+
+def _kill(process: Child) -> None:
+    """Kill a child, and reap it; one that waits in the kernel, for a disk for example, is left behind."""
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_PATIENCE)
+    if process.returncode is None:
+        process.returncode = -signal.SIGKILL  # otherwise the end of its `with` block would wait
 
 
 def _text(data: bytes | None) -> str:

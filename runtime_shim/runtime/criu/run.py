@@ -22,6 +22,9 @@ from gpusnap.runtime_shim.runtime.criu.log import first_error
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 
+# Seconds for a short command of the real runtime.
+_CONTROL = 120.0
+
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
@@ -114,9 +117,10 @@ def make_quiet_command(call: CheckpointCall | RestoreCall, real: RealRuntime) ->
 
 
 def control(argv: Sequence[str]) -> Finished:
-    """Run a short command of the real runtime, such as kill or delete; the caller judges its exit code.
+    """Run a short command of the real runtime, such as pause or delete; the caller judges its exit code.
 
-    It has gpusnap's mark, so that a recovery after a kill waits for it; Ctrl-C does not reach it.
+    It has gpusnap's mark, so that a recovery after a kill waits for it; Ctrl-C does not reach it. Raises
+    RuntimeFailed if it is not done after two minutes: it only writes to control groups, and sends signals.
     """
     env = {**locate.environment(), scratch_files.CONFIG: scratch_files.prefix("criu") + "none"}
-    return run(argv, env=env, own_session=True)
+    return run(argv, env=env, own_session=True, seconds=_CONTROL)

@@ -67,9 +67,11 @@ class DumpPause:
 
     def _try_pause(self) -> bool:
         """Make the runtime pause the container; return whether it did, with a cgroup that is known."""
-        done = control([*self._command, "pause", self._container.id])
-        # Also after a failure: if a process does not freeze in time, runc leaves the cgroup frozen.
-        self._group = next(filter(cgroup_freezer.is_frozen, self._groups), None)
+        try:
+            done = control([*self._command, "pause", self._container.id])
+        finally:
+            # Also after a failure: if a process does not freeze in time, runc leaves the cgroup frozen.
+            self._group = next(filter(cgroup_freezer.is_frozen, self._groups), None)
         if done.code == 0 and self._group is None:
             control([*self._command, "resume", self._container.id])
         return done.code == 0 and self._group is not None

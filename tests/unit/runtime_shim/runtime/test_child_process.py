@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap.runtime_shim.errors import GpusnapError, NotStarted
+from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed
 from gpusnap.runtime_shim.runtime import child_process
 
 
@@ -65,6 +65,28 @@ def test_no_program() -> None:
     with pytest.raises(NotStarted, match=r"^/nonexistent cannot be started: it does not exist$"):
         child_process.run(["/nonexistent"])
     assert children() == before
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_one_that_takes_too_long(monkeypatch: pytest.MonkeyPatch, stuck: bool) -> None:
+    """It is killed, and left behind if the kernel does not let it end."""
+    before = children()
+    waits = child_process.Child.wait
+
+    def wait(self: child_process.Child, timeout: float | None = None) -> int:
+        if stuck and self.returncode is None:
+            assert timeout is not None, "a wait without a deadline"
+            raise subprocess.TimeoutExpired("sleep", timeout)
+        return waits(self, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(child_process.Child, "wait", wait)
+        with pytest.raises(RuntimeFailed, match=r"^sleep did not finish within 0\.2 s"):
+            child_process.run(["sleep", "60"], seconds=0.2)
+    left = children() - before
+    for pid in left:
+        os.waitpid(pid, 0)
+    assert len(left) == stuck
 
 
 def test_a_wait_ends_with_the_child(monkeypatch: pytest.MonkeyPatch) -> None:

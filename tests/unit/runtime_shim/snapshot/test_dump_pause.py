@@ -12,11 +12,11 @@ import pytest
 from cells import ID, Cell, cell, folder
 from fakes import Scene, wait_for
 
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, RuntimeFailed
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
-from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.runtime.criu import run, scratch_files
 from gpusnap.runtime_shim.snapshot.gpu_processes import dump_pause
 from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import DumpPause
 from gpusnap.runtime_shim.snapshot.records import journal
@@ -130,6 +130,18 @@ def test_the_runtime_pauses_it_half(cell: Cell, command: list[str], folder: Path
     Path(command[0]).write_text(f"#!/bin/sh\necho 1 >{cell.group}/cgroup.freeze; exit 1\n")
     pause = made(cell, command)
     pause.begin(timeout=60)
+    cell.run()
+    assert list(folder.iterdir()) == []
+
+
+def test_the_runtime_hangs(
+    cell: Cell, command: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed, and the container goes on although the runtime had frozen it."""
+    Path(command[0]).write_text(f"#!/bin/sh\necho 1 >{cell.group}/cgroup.freeze; exec sleep 600\n")
+    monkeypatch.setattr(run, "_CONTROL", 0.5)
+    with pytest.raises(RuntimeFailed, match=r"did not finish within 0\.5 s"):
+        made(cell, command).begin(timeout=60)
     cell.run()
     assert list(folder.iterdir()) == []
 
