@@ -357,7 +357,10 @@ class Layout:
             folder = open_folder(self.path, "blobs", "sha256")
         except OSError as error:
             where = error.filename or self.path  # an error of fstat(2) or close(2) names no file
-            raise LayoutError(f"{where} is not a directory of an image layout: {reason(error)}") from error
+            what = (
+                "is not a directory of an image layout" if error.errno in _NO_FOLDER else "cannot be opened"
+            )
+            raise LayoutError(f"{where} {what}: {reason(error)}") from error
         try:
             yield folder
         finally:
@@ -412,6 +415,7 @@ class Layout:
         return parse_document(data, self._join_path(name))
 
 
+_NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 # No link is possible: another file system, one without links, too many of them, or none permitted for this
 # file.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EACCES}

@@ -249,9 +249,7 @@ def test_an_error_that_names_no_file(layout: Layout, monkeypatch: pytest.MonkeyP
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(layout_module, "open_folder", fail)
-    with pytest.raises(
-        LayoutError, match=f"^{layout.path} is not a directory of an image layout: Input/output"
-    ):
+    with pytest.raises(LayoutError, match=f"^{layout.path} cannot be opened: Input/output"):
         layout.open_blob(DIGEST)
 
 
