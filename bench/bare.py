@@ -71,7 +71,7 @@ class Bare:
         if row != _STAGED:
             return self._round(run_only if row == PLAIN else run_populating)
         with self._staging() as chunks:
-            return self._round(chunks.thread, chunks)
+            return self._round(chunks.run_driver_thread, chunks)
 
     @contextmanager
     def _staging(self) -> Iterator[Chunks]:
@@ -94,7 +94,7 @@ class Bare:
         thread: Callable[[int, int], AbstractContextManager[Any]],
         chunks: Chunks | None = None,
     ) -> tuple[dict[str, float], str]:
-        """As checkpoint.py does it, all at once; seconds of each step, and what `thread` said of populating.
+        """As checkpoint.py does it, all at once; seconds of each step, and what `run_driver_thread` returned.
 
         With `chunks` their bytes are put aside between the two, as for a dump, and mapped back.
         """
@@ -123,7 +123,7 @@ class Bare:
         stop(pids, timeout=_TIMEOUT)
         step("driver checkpoint", checkpoint_one)
         if chunks is not None:
-            time_step("let go", partial(chunks.take, pids))
+            time_step("let go", partial(chunks.take_out, pids))
             time_step("map back", partial(_map_back, chunks, pids))
         step("driver restore", restore_one)
         go_on(pids)

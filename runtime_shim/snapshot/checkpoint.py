@@ -246,7 +246,7 @@ def _prepare(job: Job, draft: Draft) -> None:
 
 def _write(job: Job) -> None:
     with job.transaction.step("write"):
-        job.pages.ready()
+        job.pages.write_durably()
 
 
 def _dump(job: Job, draft: Draft) -> None:
@@ -347,7 +347,7 @@ def _finish_image(job: Job, draft: Draft) -> None:
     try:
         if job.call.leave_running:
             if failure is None:  # else `gpusnap recover` may try again
-                job.pages.note(())
+                job.pages.record_places(())
             _write(job)
         with job.transaction.step("sync"):
             image.drop_earlier(job.image_path, job.earlier)

@@ -166,7 +166,7 @@ def suspend(
 def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> None:
     @contextmanager
     def lent(pid: int, tid: int) -> Iterator[Tracer]:
-        with pages.thread(pid, tid) as done:
+        with pages.run_driver_thread(pid, tid) as done:
             assert done.tracer is not None
             yield done.tracer
         if done.why_not:
@@ -220,7 +220,7 @@ def resume(
         lacking = pages.give_back(waiting)
         ready = [pid for pid in waiting if pid not in lacking]
         bring_back = partial(_bring_back, driver, pages, pairs, right, let_go)
-        outcome = run_at_once(bring_back, ready, look=pages.look)
+        outcome = run_at_once(bring_back, ready, look=pages.check_signals)
         # There is nothing to restore for a process that has ended meanwhile.
         errors = {
             pid: error for pid, error in (*lacking.items(), *outcome.errors.items()) if proc.is_running(pid)

@@ -190,7 +190,7 @@ def suspend_all(job: Job) -> None:
         rounds += 1
     if set(job.records) != done:
         with job.transaction.step("pages"):
-            job.pages.take(list(job.records))
+            job.pages.take_out(list(job.records))
 
 
 def _watch_over(job: Job) -> None:
@@ -302,7 +302,7 @@ def _take_off(job: Job, records: Mapping[int, Record], all_bytes: int) -> None:
     job.records |= records
     if job.driver.plugin is not None:
         return  # CRIU calls its plugin for this
-    job.pages.note(list(job.records))
+    job.pages.record_places(list(job.records))
     timeout = job.settings.nvidia.lock_timeout
     if job.paused is not None:
         job.paused.keep(records)

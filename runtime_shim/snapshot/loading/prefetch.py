@@ -352,7 +352,7 @@ class PrefetchedPages(Pages):
         """As Prefetch.is_waiting."""
         return self._prefetch is not None and self._prefetch.is_waiting(pid)
 
-    def look(self) -> None:
+    def check_signals(self) -> None:
         """If the restore is to stop, kill a process that misses memory: the call cannot be cancelled."""
         if self._prefetch is not None and self._prefetch.is_loading and is_asked_to_stop():
             self._prefetch.stop()

@@ -73,7 +73,7 @@ class _Process:
     """Its mappings before the driver's checkpoint."""
     populated: PopulateResult = field(default_factory=PopulateResult)
     held: tuple[_CapturedRegion, ...] | None = None
-    """None before `take`."""
+    """None before `take_out`."""
     freed: bool = False
     taken: bool = False
     """Whether it was freed once: then the journal says where its bytes are."""
@@ -121,7 +121,7 @@ class Chunks(Pages):
         self._destination.begin()
 
     @contextlib.contextmanager
-    def thread(self, pid: int, tid: int) -> Iterator[PopulateResult]:
+    def run_driver_thread(self, pid: int, tid: int) -> Iterator[PopulateResult]:
         """Let the driver's thread run for its checkpoint; make its large mappings from files if possible."""
         process = self._processes[pid] = _Process(_mappings(pid))
         lent = partial(journal.keep_thread, self._key, pid)
@@ -129,7 +129,7 @@ class Chunks(Pages):
         with run_populating(pid, tid, threads=self._settings.threads, backing=backing) as process.populated:
             yield process.populated
 
-    def take(self, pids: Sequence[int]) -> None:
+    def take_out(self, pids: Sequence[int]) -> None:
         """Put the regions of the processes into files, record where they are, and free them.
 
         Skips processes whose regions were taken before.
@@ -148,7 +148,7 @@ class Chunks(Pages):
         if streamed:  # regardless of memory.sync: from now on these are the only copies
             with transfer.as_image_error(self._layout.path):
                 self._layout.sync()
-        self.note(list(self._processes))
+        self.record_places(list(self._processes))
         for process in fresh.values():
             process.freed = process.taken = True
         run_at_once(self._free, fresh).raise_first()
@@ -158,7 +158,7 @@ class Chunks(Pages):
         left = [(pid, each) for pid, each in self._all() if each.table is None]
         self._write([each.area for _, each in left if each.area is not None], left)
 
-    def ready(self) -> None:
+    def write_durably(self) -> None:
         """Write the staged regions to chunks and sync them: a disk error later would cost the container."""
         self.write()
         if self._settings.sync:
@@ -195,7 +195,7 @@ class Chunks(Pages):
                     code="GPS-027",
                 ) from error
 
-    def note(self, pids: Sequence[int]) -> None:
+    def record_places(self, pids: Sequence[int]) -> None:
         """Record in the journal where the regions are: in the layout, in the stage, or in the processes."""
         layout: dict[int, tuple[RegionRecord, ...]] = dict.fromkeys(pids, ())
         staged: dict[int, tuple[journal.StagedRegion, ...]] = {}

@@ -35,21 +35,21 @@ class Pages:
     def prepare(self) -> None:
         """Begin a checkpoint, before anything is changed. Raises Refused."""
 
-    def thread(self, pid: int, tid: int) -> AbstractContextManager[PopulateResult]:
+    def run_driver_thread(self, pid: int, tid: int) -> AbstractContextManager[PopulateResult]:
         """Let the driver's thread run while the block makes the driver checkpoint the stopped process."""
         return run_populating(pid, tid, threads=self._threads)
 
-    def take(self, pids: Sequence[int]) -> None:
+    def take_out(self, pids: Sequence[int]) -> None:
         """Take the suspended processes' GPU memory out of them, before CRIU dumps them."""
 
-    def ready(self) -> None:
-        """Write what a restore needs: the next dump ends the processes."""
+    def write_durably(self) -> None:
+        """Write what a restore needs, and sync it: the next dump ends the processes."""
 
     def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
         """Map it back before the driver restores them, after a dump or a failure; errors by PID."""
         return {}
 
-    def note(self, pids: Sequence[int]) -> None:
+    def record_places(self, pids: Sequence[int]) -> None:
         """Record in the journal where their memory is, or that it was not taken yet.
 
         Without PIDs, all of them run again, and nobody may touch their memory. If it was never taken out of
@@ -67,8 +67,8 @@ class Pages:
         """Whether a thread of the process waits for memory that is still loading and will arrive."""
         return False
 
-    def look(self) -> None:
-        """Called repeatedly while the driver restores: end the restore if a signal asks for that."""
+    def check_signals(self) -> None:
+        """End the restore if a signal asks for that; called repeatedly while the driver restores."""
 
     def records(self) -> Mapping[int, tuple[RegionRecord, ...]] | None:
         """Return the memory outside of CRIU's images, by PID, for the manifest; None before it is known."""

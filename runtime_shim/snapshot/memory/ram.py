@@ -71,7 +71,7 @@ class SuspendedChunks(Chunks):
     The journal's record of it is right all the time.
     """
 
-    def note(self, pids: Sequence[int]) -> None:
+    def record_places(self, pids: Sequence[int]) -> None:
         """Do nothing: the record does not change."""
 
     def close(self) -> None:

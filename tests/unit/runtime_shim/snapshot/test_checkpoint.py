@@ -342,7 +342,7 @@ def dies(scene: Scene, pids: list[int], _patch: pytest.MonkeyPatch) -> None:
 
 
 def dies_after(scene: Scene, _pids: list[int], patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pages, "take", lambda _, pids: scene.family.end(pids[0]))
+    patch.setattr(Pages, "take_out", lambda _, pids: scene.family.end(pids[0]))
 
 
 def late_and_no_lock(scene: Scene, pids: list[int], _patch: pytest.MonkeyPatch) -> None:
@@ -690,7 +690,7 @@ SIGNALS: dict[str, Callable[[Scene, pytest.MonkeyPatch], object]] = {
     "prepare": in_prepare,
     "lock": lambda scene, _: scene.driver.when("lock", stop),
     "driver checkpoint": lambda scene, _: scene.driver.when("checkpoint", stop),
-    "pages": lambda _, patch: patch.setattr(Pages, "take", lambda *_: stop()),
+    "pages": lambda _, patch: patch.setattr(Pages, "take_out", lambda *_: stop()),
 }
 
 

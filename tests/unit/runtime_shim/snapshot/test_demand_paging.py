@@ -756,15 +756,15 @@ def test_asked_to_stop(target: Target, gate: Gate, monkeypatch: pytest.MonkeyPat
         target.tell(region.reads())
         waits(target)
         pages = PrefetchedPages(prefetch)
-        pages.look()
+        pages.check_signals()
         assert proc.is_running(target.pid)
         monkeypatch.setattr(prefetching, "is_asked_to_stop", lambda: True)
-        pages.look()
+        pages.check_signals()
         ended(target)
         gate.open()
         with pytest.raises(GpusnapError, match="ended before all GPU memory was read"):
             prefetch.wait_checked()
-        pages.look()
+        pages.check_signals()
 
 
 def test_let_go_of_while_a_worker_is_about_to_release(

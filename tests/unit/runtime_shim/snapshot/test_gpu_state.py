@@ -220,7 +220,7 @@ class Elsewhere(Pages):
         self.failures = failures
         self.given: list[list[int]] = []
 
-    def take(self, pids: Sequence[int]) -> None:
+    def take_out(self, pids: Sequence[int]) -> None:
         """Not asked for here."""
 
     def give_back(self, pids: Sequence[int]) -> dict[int, GpusnapError]:

@@ -111,7 +111,7 @@ def suspended(chunks: Chunks, holders: list[Holder]) -> list[str]:
     for holder in holders:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pages, "run_populating", lambda *_, **__: nullcontext(PopulateResult()))
-            with chunks.thread(holder.pid, holder.pid):
+            with chunks.run_driver_thread(holder.pid, holder.pid):
                 digests.append(holder.say("map"))
     stop([holder.pid for holder in holders], timeout=60)
     return digests
@@ -134,10 +134,10 @@ def test_taken_and_given_back(way: str, holders: list[Holder], tmp_path: Path) -
     digests = suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
     before = [resident(pid) for pid in pids]
-    chunks.take(pids)
-    chunks.take(pids)
+    chunks.take_out(pids)
+    chunks.take_out(pids)
     assert (chunks.records() is None) == (way == "staged"), "what is staged is not in the layout yet"
-    chunks.ready()
+    chunks.write_durably()
     records = chunks.records()
     assert records is not None
     for pid, size in zip(pids, before, strict=True):
@@ -158,12 +158,12 @@ def test_what_runs_again_does_not_change_what_is_written(holders: list[Holder], 
     chunks = Chunks(str(path), "c0ffee", SMALL)
     digests = suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
-    chunks.take(pids)
+    chunks.take_out(pids)
     chunks.give_back(pids)
     go_on(pids)
     changed = [holder.say("change") for holder in holders]
     assert changed != digests
-    chunks.note(())
+    chunks.record_places(())
     assert journal.entries()[0].processes == ()
     chunks.commit(kept=False)
     stop(pids, timeout=60)
@@ -191,7 +191,7 @@ def test_for_the_disk_that_it_is_read_from(
     chunks = Chunks(home.place, "c0ffee", SMALL, destination=home)
     suspended(chunks, holders)
     early = chunks._start_early_writer()
-    chunks.take([holder.pid for holder in holders])
+    chunks.take_out([holder.pid for holder in holders])
     chunks.write()
     assert early is not None
     assert [early._speed, *set(asked)] == [home.speed] * 2
@@ -204,7 +204,7 @@ def test_a_killed_gpusnap(way: str, holders: list[Holder], tmp_path: Path) -> No
     chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
     digests = suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
-    chunks.take(pids)
+    chunks.take_out(pids)
     (entry,) = journal.entries()
     assert entry.at_work
     assert [process.pid for process in bring_back.list_alive(entry)] == pids
@@ -231,7 +231,7 @@ def test_filling(way: str, holders: list[Holder], tmp_path: Path) -> None:
     chunks = Chunks(str(path), "c0ffee", SMALL)
     digests = suspended(chunks, holders)
     pid = holders[0].pid
-    chunks.take([pid])
+    chunks.take_out([pid])
     chunks.commit(kept=False)
     with Prefetch(str(path), made(chunks, holders[0]), SMALL, "other") as prefetch:
         prefetch.deliver({7: pid})
@@ -247,7 +247,7 @@ def test_a_region_that_a_process_does_not_take(way: str, holders: list[Holder], 
     chunks = Chunks(str(path), "c0ffee", SMALL)
     suspended(chunks, holders)
     pid = holders[0].pid
-    chunks.take([pid])
+    chunks.take_out([pid])
     chunks.commit(kept=False)
     record = made(chunks, holders[0])
     wrong = tuple(replace(each, start=1 << 50) for each in record.processes[0].regions)
@@ -267,7 +267,7 @@ def test_one_that_has_ended_is_left_out(way: str, holders: list[Holder], tmp_pat
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", SMALL)
     suspended(chunks, holders)
-    chunks.take([holders[0].pid])
+    chunks.take_out([holders[0].pid])
     chunks.commit(kept=False)
     with Prefetch(str(path), made(chunks, holders[0]), SMALL, "other") as prefetch:
         prefetch.deliver({})
@@ -283,7 +283,7 @@ def test_a_blob_that_is_damaged(
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", SMALL)
     suspended(chunks, holders)
-    chunks.take([holders[0].pid])
+    chunks.take_out([holders[0].pid])
     records = made(chunks, holders[0]).processes[0].regions
     region = max(records, key=lambda region: region.table.stored)
     name = region.table.chunks[0].blob.partition(":")[2]
@@ -306,7 +306,7 @@ def test_discard(way: str, holders: list[Holder], tmp_path: Path) -> None:
     chunks = Chunks(str(path), "c0ffee", SMALL)
     suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
-    chunks.take(pids)
+    chunks.take_out(pids)
     chunks.discard(layout=True)
     left = path / "gpusnap/blobs/sha256" if way == "streamed" else Path(stage.FOLDER, "c0ffee")
     assert os.listdir(left)
@@ -321,7 +321,7 @@ def test_what_recover_will_give_back_stays(way: str, holders: list[Holder], tmp_
     chunks = Chunks(str(image(tmp_path)), "c0ffee", SMALL)
     digests = suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
-    chunks.take(pids)
+    chunks.take_out(pids)
     chunks.give_back(pids)
     chunks.discard(layout=True, suspended=True)
     (entry,) = journal.entries()
@@ -339,7 +339,7 @@ def test_a_process_that_ends(way: str, holders: list[Holder], tmp_path: Path) ->
     gone, left = holders
     gone.process.kill()
     gone.process.wait()
-    chunks.take([gone.pid, left.pid])
+    chunks.take_out([gone.pid, left.pid])
     chunks.give_back([gone.pid, left.pid])
     go_on([left.pid])
     assert left.say("digest") == digests[1]
@@ -429,8 +429,8 @@ def test_what_recover_calls_whole_is_on_disk(
     chunks = Chunks(str(path), "c0ffee", replace(SMALL, sync=False))
     suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
-    chunks.take(pids)
-    chunks.ready()
+    chunks.take_out(pids)
+    chunks.write_durably()
     (path / "inventory.img").write_bytes(b"inventory")
     record = replace(made(chunks, holders[0]), container="c0ffee")
     Draft(str(path)).prepare(record)
@@ -478,7 +478,7 @@ def test_what_is_freed_is_on_disk(
     with monkeypatch.context() as broken:
         broken.setattr(os, "fsync", fsync)
         with pytest.raises(ImageError, match="Input/output error"):
-            chunks.take(pids)
+            chunks.take_out(pids)
     chunks.discard(layout=True)
     go_on(pids)
     assert [holder.say("digest") for holder in holders] == digests
@@ -518,7 +518,7 @@ def test_what_was_linked_ahead_is_not_all_that_is_left(
     chunks._early = EarlyWriter(chunks._layout.create(), SMALL, rotten(tmp_path, area))
     chunks._early.begin(area)
     wait_for(lambda: os.listdir(tmp_path / "image/gpusnap/blobs/sha256"), "the first chunk, linked")
-    chunks.take(pids)
+    chunks.take_out(pids)
     assert chunks._early.end(), "nothing was linked"
     chunks.give_back(pids)
     go_on(pids)
@@ -538,7 +538,7 @@ def test_no_link_takes_the_place_of_all_that_is_left(
     pids = [holder.pid for holder in holders]
     area = same_bytes(tmp_path, chunks, pids[0])
     known = rotten(tmp_path, area)
-    chunks.take(pids)
+    chunks.take_out(pids)
     monkeypatch.setattr(home, "open_known", lambda: nullcontext(known))
     chunks._processes[0] = pages._Process(
         held=(pages._CapturedRegion(regions.Region(area.address, area.size), area),)
@@ -558,13 +558,13 @@ def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> 
     chunks = Chunks(str(path), "c0ffee", SMALL)
     suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
-    chunks.take(pids)
+    chunks.take_out(pids)
     Draft(str(path)).prepare(None)
     (path / "pages-1.img").write_bytes(b"pages")
     chunks.give_back(pids)
     go_on(pids)
-    chunks.note(())
-    chunks.ready()
+    chunks.record_places(())
+    chunks.write_durably()
     (entry,) = journal.entries()
     entry = replace(entry, owner=(entry.owner[0], 1))  # it was killed
     journal_read = journal.read
@@ -622,8 +622,8 @@ def test_a_container_of_that_id_elsewhere(holders: list[Holder], tmp_path: Path)
     chunks = Chunks(str(path), here, SMALL)
     digests = suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
-    chunks.take(pids)
-    chunks.ready()
+    chunks.take_out(pids)
+    chunks.write_durably()
     chunks.commit(kept=False)
     with journal.hold(here), journal.hold(there):
         assert [entry.container for entry in journal.entries()] == ["w"]
@@ -642,7 +642,7 @@ def test_no_process_has_gpu_state(holders: list[Holder], tmp_path: Path) -> None
     """An idle container: nothing is written but a layout without chunks."""
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", SMALL)
-    chunks.ready()
+    chunks.write_durably()
     assert chunks.records() == {}
     chunks.commit(kept=True)
     chunks.close()
@@ -659,7 +659,7 @@ def test_nothing_is_staged_where_it_would_not_last(
     chunks = Chunks(str(path), "c0ffee", SMALL)
     digests = suspended(chunks, holders)
     pids = [holder.pid for holder in holders]
-    chunks.take(pids)
+    chunks.take_out(pids)
     assert chunks.records() is not None
     assert stage.containers() == []
     chunks.commit(kept=False)
