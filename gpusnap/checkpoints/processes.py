@@ -145,7 +145,7 @@ def read(images: Mapping[str, bytes], where: str) -> tuple[Process, ...]:
             files, sockets = _list_open_files(descriptors, open_files, left)
             left -= len(files) + len(sockets)
             name = f"pagemap-{pid}.img"
-            pages = _pages(images[name]) if name in images else None
+            pages = _parse_pagemap(images[name]) if name in images else None
             # A zombie has no memory.
             memory = _memory(images, pid, pages) if pages is not None else None
             processes.append(replace(process, files=files, sockets=sockets, memory=memory))
@@ -260,7 +260,7 @@ def _format_end(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _pages(data: bytes) -> pagemap.Pagemap:
+def _parse_pagemap(data: bytes) -> pagemap.Pagemap:
     source = Source(io.BytesIO(data), len(data))
     source.begin("pagemap")
     return pagemap.read(source)

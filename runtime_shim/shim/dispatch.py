@@ -34,7 +34,7 @@ from gpusnap.runtime_shim.runtime.criu.external_mounts import list_undeclared
 from gpusnap.runtime_shim.runtime.criu.run import make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
 from gpusnap.runtime_shim.settings import Settings, apply_annotations, load_usable
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import users
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_users
 
 # The same as in gpusnap.runtime_shim.snapshot.records.journal, whose import a container without a GPU must
 # avoid.
@@ -257,7 +257,7 @@ def _concerns_us(driver: Driver, container: containers.Container) -> bool:
         driver.open()  # a process that only loaded the driver's library may be suspended: ask
     except GpuError:
         return False  # without the checkpoint API it cannot be suspended
-    return bool(users(driver, members))
+    return bool(find_users(driver, members))
 
 
 def _spare_neighbours(

@@ -54,9 +54,9 @@ from gpusnap.runtime_shim.snapshot.describe import describe
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, device_access, remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin, inherited_handles
 from gpusnap.runtime_shim.snapshot.gpu_processes.adopt import adopt
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import users
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_users
 from gpusnap.runtime_shim.snapshot.gpu_processes.job import (
-    Job,
+    CheckpointJob,
     check_all_suspended,
     newcomers,
     pause_for_dump,
@@ -92,8 +92,8 @@ def checkpoint(
     """
     with make_interruptible():
         destination = _choose_destination(call, settings, container, recipient)
-        pages = _pages(call, settings, driver, container, destination, asleep=asleep is not None)
-        job = Job(call, real, settings, driver, container, Transaction(), pages, asleep=asleep)
+        pages = _choose_pages(call, settings, driver, container, destination, asleep=asleep is not None)
+        job = CheckpointJob(call, real, settings, driver, container, Transaction(), pages, asleep=asleep)
         with _name_whole_failure(job), job.transaction as transaction:
             with transaction.step("inspect"):
                 _inspect(job)
@@ -115,7 +115,7 @@ def checkpoint(
 
 
 @contextlib.contextmanager
-def _name_whole_failure(job: Job) -> Iterator[None]:
+def _name_whole_failure(job: CheckpointJob) -> Iterator[None]:
     """Add a hint to an error if the container runs as before and nothing of the checkpoint is left."""
     try:
         yield
@@ -129,7 +129,7 @@ def _name_whole_failure(job: Job) -> Iterator[None]:
         raise
 
 
-def _pages(
+def _choose_pages(
     call: CheckpointCall,
     settings: Settings,
     driver: Driver,
@@ -143,7 +143,7 @@ def _pages(
     if asleep:
         return SuspendedChunks(image_path, container.key, memory, container.bundle, destination=destination)
     if driver.plugin is not None:
-        return criu_plugin.pages(image_path, container, memory, destination)
+        return criu_plugin.make_pages(image_path, container, memory, destination)
     if memory.pages == Pages.name:
         return Pages(image_path, container.key, memory.threads)
     ahead = not call.leave_running
@@ -165,14 +165,14 @@ def _choose_destination(
     )
 
 
-def _inspect(job: Job) -> None:
+def _inspect(job: CheckpointJob) -> None:
     """Check the container, and collect what the dump needs to know. Nothing is changed."""
     job.driver.open()
     job.host = job.driver.host()
     job.init = proc.process(job.container.pid)
     preflight.check_criu_library(job.real)
     preflight.check_pycriu(job.container)
-    preflight.call(job.call, job.container)
+    preflight.refuse_options(job.call, job.container)
     preflight.refuse_adopted(job.container)
     preflight.refuse_neighbours(job.call, job.container)
     config = containers.bundle_config(job.container.bundle)
@@ -200,7 +200,7 @@ def _inspect(job: Job) -> None:
     thaw(job)
     preflight.refuse_leftover(lambda: inherited_handles.find_strangers(job.driver, job.processes(), job.held))
     criu_plugin.refuse_inherited(job.driver, job.processes())
-    found = users(job.driver, job.processes(), job.held)
+    found = find_users(job.driver, job.processes(), job.held)
     preflight.check_states(found)
     preflight.check_complete(job.container, job.processes(), list(found))
     preflight.refuse_shared(list(found), job.settings.nvidia, job.host)
@@ -215,11 +215,11 @@ def _inspect(job: Job) -> None:
         )
 
 
-def _connections(job: Job) -> criu_config.Connections:
+def _connections(job: CheckpointJob) -> criu_config.Connections:
     return criu_config.connections(job.call, job.real, job.settings.criu, job.container.annotations)
 
 
-def _refuse_unknown_devices(job: Job, config: dict[str, Any]) -> None:
+def _refuse_unknown_devices(job: CheckpointJob, config: dict[str, Any]) -> None:
     """Refuse a container with a device in /dev that a restore would not create, as its config lacks it."""
     known = {
         *dev.DEFAULT,
@@ -236,7 +236,7 @@ def _refuse_unknown_devices(job: Job, config: dict[str, Any]) -> None:
             )
 
 
-def _prepare(job: Job, draft: Draft) -> None:
+def _prepare(job: CheckpointJob, draft: Draft) -> None:
     """Prepare the image directory. An earlier checkpoint in it stays complete until the dump begins."""
     image.make(job.image_path)
     job.transaction.undo("removing the incomplete image", lambda: _discard(job))
@@ -244,12 +244,12 @@ def _prepare(job: Job, draft: Draft) -> None:
     job.pages.prepare()
 
 
-def _write(job: Job) -> None:
+def _write(job: CheckpointJob) -> None:
     with job.transaction.step("write"):
         job.pages.write_durably()
 
 
-def _dump(job: Job, draft: Draft) -> None:
+def _dump(job: CheckpointJob, draft: Draft) -> None:
     """Make the real runtime dump the container. Repeat this if a process began to use a GPU meanwhile."""
     attempt = 0
     while True:
@@ -286,7 +286,7 @@ def _dump(job: Job, draft: Draft) -> None:
             _write(job)
 
 
-def _call_runtime(job: Job) -> GpusnapError | None:
+def _call_runtime(job: CheckpointJob) -> GpusnapError | None:
     """Call the real runtime once; return the error if there is no dump."""
     plugin = job.driver.plugin if job.records else None
     with inject(plugin, job.settings, processes=len(job.records)) as extra:
@@ -315,7 +315,7 @@ def _call_runtime(job: Job) -> GpusnapError | None:
     return None
 
 
-def _is_alive(job: Job) -> bool:
+def _is_alive(job: CheckpointJob) -> bool:
     """Whether the container's init is still the same process, and is not ending.
 
     CRIU does not wait for its end.
@@ -324,7 +324,7 @@ def _is_alive(job: Job) -> bool:
     return init is not None and proc.is_same(init.pid, init.start) and not proc.is_dying(init.pid)
 
 
-def _dump_error(job: Job, done: Invocation) -> RuntimeFailed:
+def _dump_error(job: CheckpointJob, done: Invocation) -> RuntimeFailed:
     said = done.explain(os.path.join(job.call.work() or job.image_path, "dump.log"))
     return RuntimeFailed(
         f"{job.real.name} could not dump container {job.container.id}: {said}",
@@ -334,7 +334,7 @@ def _dump_error(job: Job, done: Invocation) -> RuntimeFailed:
     )
 
 
-def _finish_image(job: Job, draft: Draft) -> None:
+def _finish_image(job: CheckpointJob, draft: Draft) -> None:
     """After the dump: resume the container if it shall run on, make the image durable, write its manifest."""
     assert job.record is not None
     failure: GpusnapError | None = None
@@ -378,7 +378,7 @@ def _finish_image(job: Job, draft: Draft) -> None:
         job.paused.forget()
 
 
-def _finish_manifest(job: Job, record: manifest.Manifest) -> manifest.Manifest:
+def _finish_manifest(job: CheckpointJob, record: manifest.Manifest) -> manifest.Manifest:
     """Complete the manifest with what is known since the dump; the processes may have ended by now."""
     regions = job.pages.records() or {}
     processes = tuple(
@@ -394,7 +394,7 @@ def _finish_manifest(job: Job, record: manifest.Manifest) -> manifest.Manifest:
     )
 
 
-def _not_written(job: Job, error: GpusnapError, failure: GpusnapError | None) -> None:
+def _not_written(job: CheckpointJob, error: GpusnapError, failure: GpusnapError | None) -> None:
     """Handle a failure after the dump: discard the image if the container runs on, else keep all of it."""
     if failure is not None:
         error.add_hint(failure.sentence())
@@ -409,7 +409,7 @@ def _not_written(job: Job, error: GpusnapError, failure: GpusnapError | None) ->
         error.add_hint(f"the container is dumped: run gpusnap recover {job.container.id} to try again")
 
 
-def _manifest(job: Job) -> manifest.Manifest:
+def _manifest(job: CheckpointJob) -> manifest.Manifest:
     assert job.host is not None
     return describe(
         job.container,
@@ -426,7 +426,7 @@ def _manifest(job: Job) -> manifest.Manifest:
     )
 
 
-def _has(job: Job, *names: str) -> bool:
+def _has(job: CheckpointJob, *names: str) -> bool:
     """Whether a file is in the image directory. If this cannot be determined, True: then nothing is lost."""
     try:
         return manifest_file.has(job.image_path, *names)
@@ -435,14 +435,14 @@ def _has(job: Job, *names: str) -> bool:
         return True
 
 
-def _clean(job: Job) -> None:
+def _clean(job: CheckpointJob) -> None:
     """Remove what a failed dump wrote, so that nothing looks like a checkpoint."""
     Draft(job.image_path).discard()
     if job.dumping is not None:
         image.clean(job.image_path, since=job.dumping)
 
 
-def _discard(job: Job) -> None:
+def _discard(job: CheckpointJob) -> None:
     """Discard a failed checkpoint, except for what processes still need."""
     whole = _has(job, manifest.FOLDER, manifest.NAME)
     # An earlier checkpoint in the same place may use the same chunks.
@@ -453,7 +453,7 @@ def _discard(job: Job) -> None:
     _clean(job)
 
 
-def _sync(job: Job, *, but: Collection[str]) -> tuple[manifest.ImageRecord, ...]:
+def _sync(job: CheckpointJob, *, but: Collection[str]) -> tuple[manifest.ImageRecord, ...]:
     """Sync the images except `but`; return their digests, computed while the disk works."""
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(digests.take, job.image_path, but=but)

@@ -47,7 +47,7 @@ from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin
 from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.restore_gpus import restore_gpus, settle
-from gpusnap.runtime_shim.snapshot.restore_job import Job
+from gpusnap.runtime_shim.snapshot.restore_job import RestoreJob
 from gpusnap.runtime_shim.snapshot.restore_plan import plan
 from gpusnap.runtime_shim.snapshot.restore_record import Stage
 from gpusnap.runtime_shim.transaction import (
@@ -83,7 +83,9 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
         ExitStack() as cleanup,
         Transaction() as transaction,
     ):
-        job = Job(call, real, settings, record, driver, found, transaction, images, held, room, cleanup)
+        job = RestoreJob(
+            call, real, settings, record, driver, found, transaction, images, held, room, cleanup
+        )
         with transaction.step("plan"):
             held.enter_context(journal.hold(job.key))
             _refuse_existing(job)
@@ -101,14 +103,14 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
         return _run_in_foreground(job)
 
 
-def _begin(job: Job, config: dict[str, Any]) -> None:
+def _begin(job: RestoreJob, config: dict[str, Any]) -> None:
     """Record what to remove if this process is killed. There is no such container yet."""
     job.entry = restore_record.make_record(job.call, job.real, job.record, config)
     job.transaction.undo("forgetting the restore", lambda: _forget(job))
     restore_record.write(job.entry)
 
 
-def _drop_hook(job: Job, container: containers.Container) -> None:
+def _drop_hook(job: RestoreJob, container: containers.Container) -> None:
     """Remove the hook for runc from config.json; `recover` knows the changed file from the record."""
     bundle.drop_hook(
         container.bundle,
@@ -117,13 +119,13 @@ def _drop_hook(job: Job, container: containers.Container) -> None:
     )
 
 
-def _forget(job: Job) -> None:
+def _forget(job: RestoreJob) -> None:
     """The last undo; `gpusnap recover` removes what could not be removed."""
     if job.removed or (job.entry is not None and job.entry.stage is Stage.PREPARE):
         restore_record.forget(job.key)
 
 
-def _commit(job: Job) -> None:
+def _commit(job: RestoreJob) -> None:
     """The container runs, and must not be removed any more: later errors are only reported."""
     job.transaction.commit()
     with job.transaction.step("let go"):
@@ -156,7 +158,7 @@ def _commit_fetched(blob_source: BlobSource) -> None:
         note(f"the fetched chunks cannot be kept in the store: {error.sentence()}")
 
 
-def _refuse_existing(job: Job) -> None:
+def _refuse_existing(job: RestoreJob) -> None:
     """Refuse if such a container exists: the runtime would refuse, and the undo must not remove it."""
     command = restore_record.commands(job.call, job.real)
     try:
@@ -176,7 +178,7 @@ def _refuse_existing(job: Job) -> None:
     )
 
 
-def _refuse_waiting(job: Job) -> None:
+def _refuse_waiting(job: RestoreJob) -> None:
     """Refuse if processes wait for memory in RAM under the same key: a restore would remove it."""
     entry = journal.read(job.key)
     waiting = [p.pid for p in entry.processes if proc.is_same(p.pid, p.start)] if entry is not None else []
@@ -190,7 +192,9 @@ def _refuse_waiting(job: Job) -> None:
         )
 
 
-def _invoke(job: Job, pid_file: str | None, started: Callable[[int], object] | None = None) -> Invocation:
+def _invoke(
+    job: RestoreJob, pid_file: str | None, started: Callable[[int], object] | None = None
+) -> Invocation:
     call = replace(job.call, pid_file=job.call.pid_file or pid_file)
     if job.images != str(call.images(job.real.kind)):
         # Both runtimes would write CRIU's log beside the images, in a view that is removed.
@@ -209,7 +213,7 @@ def _invoke(job: Job, pid_file: str | None, started: Callable[[int], object] | N
         return invoke(call, job.real, text, capture=False, started=started, environment=environment)
 
 
-def _make_error(job: Job, done: Invocation) -> GpusnapError:
+def _make_error(job: RestoreJob, done: Invocation) -> GpusnapError:
     if job.bulk is not None and job.bulk.error is not None:
         return job.bulk.error  # CRIU failed for this reason
     said = done.explain(job.criu_log)
@@ -221,7 +225,7 @@ def _make_error(job: Job, done: Invocation) -> GpusnapError:
     )
 
 
-def _restore_container(job: Job) -> None:
+def _restore_container(job: RestoreJob) -> None:
     runtime = RuntimeThread(lambda started: _invoke(job, None, started), job.criu_log)
     with job.transaction.step("restore"), hold_signals():
         job.save_progress(stage=Stage.RESTORE)
@@ -232,7 +236,7 @@ def _restore_container(job: Job) -> None:
     stop_if_asked()
 
 
-def _finish(job: Job) -> None:
+def _finish(job: RestoreJob) -> None:
     """Do what the runtime does not: cgroups, and the GPUs."""
     if job.bulk is not None:
         job.bulk.check()
@@ -260,7 +264,7 @@ def _finish(job: Job) -> None:
     job.room.close()
 
 
-def _write_timing(job: Job) -> None:
+def _write_timing(job: RestoreJob) -> None:
     """Write the steps' times beside the runtime's restore.log."""
     document: dict[str, Any] = {
         "timing": [
@@ -278,14 +282,14 @@ def _write_timing(job: Job) -> None:
         replace_below(job.work_path, TIMING, json.dumps(document).encode("ascii"), sync=False)
 
 
-def _kill(job: Job) -> None:
+def _kill(job: RestoreJob) -> None:
     assert job.entry is not None
     with name_recover(job.call.container_id):
         recover_restore.remove(job.entry)
     job.removed = True
 
 
-def _run_in_foreground(job: Job) -> int:
+def _run_in_foreground(job: RestoreJob) -> int:
     """Without --detach, run the runtime until the container ends, and restore the GPUs meanwhile."""
     with pid_file(job.call) as path:
         runtime = RuntimeThread(lambda started: _invoke(job, path, started), job.criu_log)

@@ -17,11 +17,11 @@ from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin, driver_watc
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import resume
 from gpusnap.runtime_shim.snapshot.loading.prefetch import PrefetchedPages
 from gpusnap.runtime_shim.snapshot.memory import transfer
-from gpusnap.runtime_shim.snapshot.restore_job import Job
+from gpusnap.runtime_shim.snapshot.restore_job import RestoreJob
 from gpusnap.runtime_shim.stopping.stop import stop
 
 
-def settle(job: Job, container: containers.Container, found: Remap, driver: Driver) -> None:
+def settle(job: RestoreJob, container: containers.Container, found: Remap, driver: Driver) -> None:
     """Prepare the restored namespaces while the GPU processes are still stopped."""
     with job.transaction.step("settle"):
         remap.settle(container.pid, found, driver)
@@ -30,7 +30,7 @@ def settle(job: Job, container: containers.Container, found: Remap, driver: Driv
 
 
 def restore_gpus(
-    job: Job, driver: Driver, container: containers.Container, members: Sequence[proc.Process]
+    job: RestoreJob, driver: Driver, container: containers.Container, members: Sequence[proc.Process]
 ) -> None:
     """Restore the GPU memory of the restored processes, and check that none was forgotten."""
     inner = containers.inner_pids(container.pid, members)
@@ -49,7 +49,7 @@ def restore_gpus(
 
 
 def _fill(
-    job: Job,
+    job: RestoreJob,
     driver: Driver,
     container: containers.Container,
     suspended: Sequence[proc.Process],
@@ -85,7 +85,7 @@ def _fill(
     return gone_on
 
 
-def _check_process(job: Job, gone_on: set[int], pid: int) -> None:
+def _check_process(job: RestoreJob, gone_on: set[int], pid: int) -> None:
     """Check, before a process continues, that its memory is right, and its own."""
     if job.prefetch is not None:
         job.prefetch.wait_checked()

@@ -26,7 +26,7 @@ from gpusnap.runtime_shim.transaction import Transaction
 
 
 @dataclass(slots=True)
-class Job:
+class RestoreJob:
     """One restore in progress."""
 
     call: RestoreCall

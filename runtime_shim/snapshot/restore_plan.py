@@ -43,13 +43,13 @@ from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.preflight import addresses, space
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, claim
-from gpusnap.runtime_shim.snapshot.restore_job import Job
+from gpusnap.runtime_shim.snapshot.restore_job import RestoreJob
 
 _WRITTEN = ("restore.log", "stats-restore")
 """Files that CRIU writes in the work directory (criu/log.c, criu/stats.c)."""
 
 
-def plan(job: Job, config: dict[str, Any]) -> None:
+def plan(job: RestoreJob, config: dict[str, Any]) -> None:
     """Choose the GPUs and prepare what the runtime will read. The container does not exist yet."""
     replaced: dict[str, bytes] = {}
     reading = _start_reading(job)
@@ -93,7 +93,7 @@ def plan(job: Job, config: dict[str, Any]) -> None:
     job.transaction.undo("restoring config.json", undo)
 
 
-def _begin_bulk_copy(job: Job, config: dict[str, Any]) -> bulk_copy.BulkCopy | None:
+def _begin_bulk_copy(job: RestoreJob, config: dict[str, Any]) -> bulk_copy.BulkCopy | None:
     """Let gpusnap write a part of the processes' memory; CRIU writes all of it if RAM is limited."""
     memory = job.settings.memory
     if not memory.parallel_restore or memory.ceiling:
@@ -107,7 +107,7 @@ def _begin_bulk_copy(job: Job, config: dict[str, Any]) -> bulk_copy.BulkCopy | N
     return found
 
 
-def _start_reading(job: Job) -> ImageRebuild | JoinedImages | None:
+def _start_reading(job: RestoreJob) -> ImageRebuild | JoinedImages | None:
     """Start to read the memory; return CRIU's images that are in chunks.
 
     Only CRIU waits for its images, and only the driver waits for the GPUs' memory.
@@ -144,7 +144,7 @@ def _start_reading(job: Job) -> ImageRebuild | JoinedImages | None:
     return images
 
 
-def _rebuild(job: Job, blob_source: BlobSource, folder: str) -> ImageRebuild:
+def _rebuild(job: RestoreJob, blob_source: BlobSource, folder: str) -> ImageRebuild:
     """Start to build CRIU's images, in RAM if there is room, else in the directory."""
     memory = job.settings.memory
     return ImageRebuild(
@@ -157,7 +157,7 @@ def _rebuild(job: Job, blob_source: BlobSource, folder: str) -> ImageRebuild:
     )
 
 
-def _clear_links(job: Job) -> None:
+def _clear_links(job: RestoreJob) -> None:
     """Remove symbolic links and FIFOs where CRIU and the runtime write files.
 
     An archive may contain some: they would follow the link as root, and wait for the FIFO. Raises ImageError.
@@ -177,7 +177,7 @@ def _clear_links(job: Job) -> None:
 
 
 def _choose(
-    job: Job, host: Host, room: GpuClaim, only: Collection[str] | None
+    job: RestoreJob, host: Host, room: GpuClaim, only: Collection[str] | None
 ) -> tuple[tuple[str, str], ...]:
     """Return the pairs of the plan; their memory is claimed until `job.room` is closed. Raises Refused."""
     request = gpu_request(job.call.gpu_map)
@@ -196,5 +196,5 @@ def _read_driver_files(host: Host) -> DriverFiles:
     return find_files(cdi.load(report=lambda error: note(str(error), code=error.code)), host.driver_version)
 
 
-def _record_config_change(job: Job, before: bytes, after: bytes) -> None:
+def _record_config_change(job: RestoreJob, before: bytes, after: bytes) -> None:
     job.save_progress(**restore_record.describe_change(before, after))

@@ -19,7 +19,7 @@ from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
 from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin, inherited_handles
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, record, users
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, find_users, record
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
@@ -37,7 +37,7 @@ def use(driver: Driver, processes: Sequence[Process]) -> tuple[Use, dict[Process
 
     Raises Refused for one that is stopped.
     """
-    states = users(driver, processes)
+    states = find_users(driver, processes)
     if not states:
         return {}, states
     inner = {process.pid: process.ns_pids[-1] for process in states}
@@ -105,7 +105,7 @@ def _list_checks(
     store = settings.store.path if settings.memory.pages == StoreDestination.kind else ""
     looking = replace(settings.nvidia, allow_nccl=False)
     return (
-        _Asked("container", "", lambda: preflight.call(call, container)),
+        _Asked("container", "", lambda: preflight.refuse_options(call, container)),
         _Asked("other containers", "", lambda: preflight.refuse_adopted(container)),
         _Asked(
             "other containers",

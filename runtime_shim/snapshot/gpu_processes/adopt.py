@@ -6,13 +6,13 @@ from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.gpu_processes import paused_container
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record
-from gpusnap.runtime_shim.snapshot.gpu_processes.job import Job
+from gpusnap.runtime_shim.snapshot.gpu_processes.job import CheckpointJob
 from gpusnap.runtime_shim.snapshot.memory.ram import SuspendedChunks
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 
 
-def adopt(job: Job, asleep: Suspension) -> None:
+def adopt(job: CheckpointJob, asleep: Suspension) -> None:
     """Use what a suspend took from the container, instead of taking it now.
 
     Raises Refused, GpusnapError.

@@ -41,7 +41,7 @@ def _name(plugin: Plugin | None) -> str:
     return plugin.name if plugin is not None else ""
 
 
-def pages(
+def make_pages(
     image_path: str, container: containers.Container, memory: Memory, destination: StoreDestination | None
 ) -> Pages:
     """The pages for this case: in CRIU's images, and with these in a store if there is a destination."""

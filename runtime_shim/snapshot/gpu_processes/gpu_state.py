@@ -60,7 +60,7 @@ class Record:
         return sum(used for _, used in self.gpus)
 
 
-def users(
+def find_users(
     driver: Driver, processes: Iterable[proc.Process], held: Collection[int] = ()
 ) -> dict[proc.Process, ProcessState]:
     """Return the processes that have GPU state, with that state.

@@ -35,7 +35,7 @@ from gpusnap.runtime_shim.process.kcmp import EQUAL, FILE, FILES, VM, compare
 from gpusnap.runtime_shim.process.ptrace.neutralise import NeutraliseResult, neutralise
 from gpusnap.runtime_shim.records.manifest import NeutralisedProcess
 from gpusnap.runtime_shim.runtime import container as containers
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_idle_holders, users
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_idle_holders, find_users
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
 
@@ -60,7 +60,7 @@ def find_strangers(
     idle = find_idle_holders(driver, processes, held)
     if not idle:
         return {}
-    gpu = users(driver, (process for process in processes if process not in idle), held)
+    gpu = find_users(driver, (process for process in processes if process not in idle), held)
     source = _Source(driver, [process.pid for process in gpu])
     everyone = [process.pid for process in processes]
     own = {process: source.list_own(process.pid, everyone) for process in idle}

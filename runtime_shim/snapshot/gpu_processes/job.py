@@ -23,7 +23,7 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_watch, inherited_handles, paused_container
 from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import DumpPause
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, record, resume, suspend, users
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, find_users, record, resume, suspend
 from gpusnap.runtime_shim.snapshot.gpu_processes.lock import lock
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
@@ -37,7 +37,7 @@ from gpusnap.runtime_shim.transaction import Transaction, name_recover
 
 
 @dataclass(slots=True)
-class Job:
+class CheckpointJob:
     """One checkpoint in progress."""
 
     call: CheckpointCall
@@ -92,7 +92,7 @@ class Job:
         return containers.processes(self.container.pid, self.container.id)
 
 
-def thaw(job: Job) -> None:
+def thaw(job: CheckpointJob) -> None:
     """Stop the processes of a paused container, and thaw it, because frozen ones do not answer the driver."""
     if job.driver.plugin is not None:
         return  # CRIU thaws it if necessary
@@ -106,7 +106,7 @@ def thaw(job: Job) -> None:
         job.paused.hold(pids, timeout=job.settings.nvidia.lock_timeout)
 
 
-def _freeze(job: Job) -> None:
+def _freeze(job: CheckpointJob) -> None:
     """Freeze again what `thaw` has thawed."""
     if job.paused is not None:
         with job.transaction.step("freeze"):
@@ -114,7 +114,7 @@ def _freeze(job: Job) -> None:
 
 
 @contextmanager
-def pause_for_dump(job: Job) -> Iterator[None]:
+def pause_for_dump(job: CheckpointJob) -> Iterator[None]:
     """Pause the container while the block dumps it, at a moment when CRIU can dump it; or freeze it again.
 
     Not with a plugin of CRIU, because the plugin needs running processes.
@@ -148,7 +148,7 @@ def pause_for_dump(job: Job) -> Iterator[None]:
             say(job.stuck.sentence())
 
 
-def _begin_pause(job: Job, pause: DumpPause) -> None:
+def _begin_pause(job: CheckpointJob, pause: DumpPause) -> None:
     """Pause the container at a moment when every suspended process is stopped."""
     timeout = job.settings.nvidia.lock_timeout
     deadline = time.monotonic() + timeout
@@ -170,7 +170,7 @@ def _begin_pause(job: Job, pause: DumpPause) -> None:
         pause.begin(timeout=timeout)
 
 
-def suspend_all(job: Job) -> None:
+def suspend_all(job: CheckpointJob) -> None:
     """Lock and checkpoint every GPU process; those that begin to use a GPU meanwhile in another round."""
     if job.driver.plugin is not None:
         _suspend_these(job, newcomers(job))  # CRIU asks its plugin about processes that come later
@@ -193,25 +193,25 @@ def suspend_all(job: Job) -> None:
             job.pages.take_out(list(job.records))
 
 
-def _watch_over(job: Job) -> None:
+def _watch_over(job: CheckpointJob) -> None:
     """Keep the suspended processes stopped, whoever sends them a SIGCONT."""
     _leave_alone(job)
     job.guard = Guard(job.records)
 
 
-def _leave_alone(job: Job) -> None:
+def _leave_alone(job: CheckpointJob) -> None:
     if job.guard is not None:
         job.guard.stop_watching()
         job.guard = None
 
 
-def _undo_suspend(job: Job) -> None:
+def _undo_suspend(job: CheckpointJob) -> None:
     with name_recover(job.container.id):
         resume_all(job)
     job.suspended = False
 
 
-def resume_all(job: Job) -> None:
+def resume_all(job: CheckpointJob) -> None:
     """Let the GPU processes run again; a paused container is thawed for that, and must be frozen later."""
     if job.stuck is not None:
         raise job.stuck  # the driver cannot work on a frozen process
@@ -230,26 +230,26 @@ def resume_all(job: Job) -> None:
         _note_calls(job)
 
 
-def _check_process(job: Job, pid: int) -> None:
+def _check_process(job: CheckpointJob, pid: int) -> None:
     """Check, before a process continues, that its memory is its own, and no longer keep it stopped."""
     transfer.replace_staged_memory(job.container.key, pid)
     if job.guard is not None:
         job.guard.release(pid)
 
 
-def newcomers(job: Job) -> list[proc.Process]:
+def newcomers(job: CheckpointJob) -> list[proc.Process]:
     """Return the GPU processes that have not been suspended.
 
     Raises Refused for a process that a dump would omit: `podman exec` may start one at any moment.
     """
     members = job.processes()
-    found = list(users(job.driver, [each for each in members if each.pid not in job.records], job.held))
+    found = list(find_users(job.driver, [each for each in members if each.pid not in job.records], job.held))
     if found:
         preflight.check_complete(job.container, members, found)
     return found
 
 
-def check_all_suspended(job: Job) -> None:
+def check_all_suspended(job: CheckpointJob) -> None:
     """Check that every GPU process is stopped, and that none has ended, because the manifest lists them.
 
     A process that somebody else continued is stopped again. Raises GpusnapError.
@@ -269,7 +269,7 @@ def check_all_suspended(job: Job) -> None:
     _watch_over(job)
 
 
-def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
+def _suspend_these(job: CheckpointJob, fresh: Sequence[proc.Process]) -> None:
     """Suspend these processes, all at the same time."""
     assert job.host is not None
     inner = containers.inner_pids(job.container.pid, fresh)
@@ -289,7 +289,7 @@ def _suspend_these(job: Job, fresh: Sequence[proc.Process]) -> None:
         _take_off(job, records, all_bytes)
 
 
-def _take_off(job: Job, records: Mapping[int, Record], all_bytes: int) -> None:
+def _take_off(job: CheckpointJob, records: Mapping[int, Record], all_bytes: int) -> None:
     """Make the driver take the GPU state of these. `all_bytes`: of GPU memory, with what it took before."""
     if job.on_disk:
         space.check_disk(
@@ -319,16 +319,16 @@ def _take_off(job: Job, records: Mapping[int, Record], all_bytes: int) -> None:
         _watch_over(job)
 
 
-def _note_calls(job: Job) -> None:
+def _note_calls(job: CheckpointJob) -> None:
     for text in driver_watch.take_notes():
         job.transaction.note(text)
 
 
-def _make_room(job: Job, need: int) -> None:
+def _make_room(job: CheckpointJob, need: int) -> None:
     chunk_cache.make_room(job.settings.memory, job.image_path, need, container=job.container.id)
 
 
-def _stop_processes(job: Job, timeout: float) -> None:
+def _stop_processes(job: CheckpointJob, timeout: float) -> None:
     """Stop the GPU processes; nothing has been taken from them yet.
 
     They may have begun to share memory since the first check. What their children inherited is replaced now,
@@ -342,7 +342,7 @@ def _stop_processes(job: Job, timeout: float) -> None:
     )
 
 
-def resume_processes(job: Job) -> GpusnapError | None:
+def resume_processes(job: CheckpointJob) -> GpusnapError | None:
     """Return the error that keeps processes from continuing; a container that was paused is so again."""
     try:
         failure = _catch_error(partial(resume_all, job))

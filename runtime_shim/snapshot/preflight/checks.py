@@ -43,7 +43,7 @@ _IP = "CR_IP_TOOL"  # the environment variable of CRIU that names another progra
 _CRIU_LIBRARY = compile_later(rb"libcriu\.so\.\d+\0")
 
 
-def call(wanted: CheckpointCall, container: Container) -> None:
+def refuse_options(wanted: CheckpointCall, container: Container) -> None:
     """Refuse options and states that cannot work for a container that uses a GPU."""
     if _has_user_namespace(container.pid):
         raise Refused(

@@ -34,7 +34,7 @@ from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
 from gpusnap.runtime_shim.transaction import Step, Transaction, make_interruptible, name_recover
 
 if TYPE_CHECKING:
-    from gpusnap.runtime_shim.snapshot.gpu_processes.job import Job
+    from gpusnap.runtime_shim.snapshot.gpu_processes.job import CheckpointJob
 
 _TAKE = "gpusnap.runtime_shim.snapshot.suspended_containers.take"
 
@@ -94,7 +94,7 @@ class _Undo:
 
     def __init__(self, container: containers.Container, begun: Suspension, engine: Engine) -> None:
         self._key, self._begun, self._engine = container.key, begun, engine
-        self.job: Job | None = None
+        self.job: CheckpointJob | None = None
         """Set once the container is paused."""
         self._failed = self._others = False
 

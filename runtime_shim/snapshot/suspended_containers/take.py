@@ -12,8 +12,8 @@ from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, Globals
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.gpu_processes import inherited_handles
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import users
-from gpusnap.runtime_shim.snapshot.gpu_processes.job import Job, suspend_all, thaw
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_users
+from gpusnap.runtime_shim.snapshot.gpu_processes.job import CheckpointJob, suspend_all, thaw
 from gpusnap.runtime_shim.snapshot.memory import ram
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
@@ -30,7 +30,7 @@ def job_of(
     driver: Driver,
     transaction: Transaction,
     seen: InitialState,
-) -> Job:
+) -> CheckpointJob:
     """Return the job for a container that is not dumped, and of which nothing is written to a disk."""
     call = CheckpointCall(
         container_id=container.id,
@@ -39,12 +39,12 @@ def job_of(
         leave_running=True,
     )
     pages = ram.create_staged(container.key, settings.memory)
-    job = Job(call, real, settings, driver, container, transaction, pages, on_disk=False)
+    job = CheckpointJob(call, real, settings, driver, container, transaction, pages, on_disk=False)
     job.host, job.init, job.nodes = seen.host, seen.init, tuple(seen.nodes)
     return job
 
 
-def take_gpu_state(job: Job, begun: Suspension) -> Suspension:
+def take_gpu_state(job: CheckpointJob, begun: Suspension) -> Suspension:
     """Make the driver take the GPU state of a paused container; return its new record.
 
     `begun`: the record before. The job's transaction is committed at the end. Raises a GpusnapError; nothing
@@ -71,9 +71,9 @@ def take_gpu_state(job: Job, begun: Suspension) -> Suspension:
     return done
 
 
-def _check(job: Job) -> None:
+def _check(job: CheckpointJob) -> None:
     """Check what can refuse and can only be checked once the processes are stopped."""
-    found = users(job.driver, job.processes(), job.held)
+    found = find_users(job.driver, job.processes(), job.held)
     preflight.check_states(found)
     if job.paused is None:
         raise GpusnapError(
@@ -87,7 +87,7 @@ def _check(job: Job) -> None:
     preflight.refuse_shared(list(found), job.settings.nvidia, job.host)
 
 
-def _describe(job: Job, begun: Suspension) -> Suspension:
+def _describe(job: CheckpointJob, begun: Suspension) -> Suspension:
     """Return the record with what a resume needs to know of its GPUs and processes."""
     assert job.host is not None
     used: dict[str, int] = {node.gpu: 0 for node in job.nodes if node.gpu}

@@ -280,7 +280,7 @@ def test_pages() -> None:
     here = container(1)
     store = StoreDestination("/nowhere/store", "/nowhere", here.id, Memory())
     for destination, name in ((None, "criu"), (store, "store")):
-        assert criu_plugin.pages("/nowhere", here, Memory(), destination).name == name
+        assert criu_plugin.make_pages("/nowhere", here, Memory(), destination).name == name
 
 
 @pytest.mark.parametrize("asleep", [True, False])
@@ -292,7 +292,7 @@ def test_the_rate_of_the_setting(tmp_path: Path, asleep: bool, plugin: Plugin | 
     driver = FakeDriver(vendor="amd", plugin=plugin)
     of = Container("c", 1, "running", "", {})
     destination = checkpoint._choose_destination(call, given, of, None)
-    pages = checkpoint._pages(call, given, driver, of, destination, asleep=asleep)
+    pages = checkpoint._choose_pages(call, given, driver, of, destination, asleep=asleep)
     assert isinstance(pages, Chunks)
     assert pages._destination.speed is not None
     assert pages._destination.speed.disk == 5 << 30

@@ -25,7 +25,7 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu.run import invoke
 from gpusnap.runtime_shim.settings import Nvidia
 from gpusnap.runtime_shim.snapshot import checkpoint
-from gpusnap.runtime_shim.snapshot.gpu_processes.job import Job
+from gpusnap.runtime_shim.snapshot.gpu_processes.job import CheckpointJob
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
@@ -131,7 +131,7 @@ def test_leave_running(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = checkpoint._sync
     final = scene.image / "gpusnap" / "manifest.json"
 
-    def synced(job: Job, *, but: Sequence[str]) -> None:
+    def synced(job: CheckpointJob, *, but: Sequence[str]) -> None:
         assert scene.all_running()
         assert not final.exists()
         seen.append("sync")

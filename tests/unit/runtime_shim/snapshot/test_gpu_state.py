@@ -15,10 +15,10 @@ from gpusnap.runtime_shim.runtime import container
 from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import (
     find_idle_holders,
+    find_users,
     record,
     resume,
     suspend,
-    users,
 )
 from gpusnap.runtime_shim.snapshot.memory import pages
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
@@ -48,7 +48,7 @@ def test_users(family: Family, driver: FakeDriver) -> None:
     driver.idle[family.spawn()] = ("/dev/nvidia0",)
     members = container.processes(family.init, "none")
     family.end(gone)
-    assert {process.pid: state for process, state in users(driver, members).items()} == {
+    assert {process.pid: state for process, state in find_users(driver, members).items()} == {
         used: RUNNING,
         locked: LOCKED,
     }
@@ -303,10 +303,10 @@ def test_users_that_we_hold(family: Family, driver: FakeDriver) -> None:
     pid = driver.use(family.spawn())
     stop([pid], timeout=60)
     members = container.processes(family.init, "none")
-    assert [process.pid for process in users(driver, members, held=[pid])] == [pid]
+    assert [process.pid for process in find_users(driver, members, held=[pid])] == [pid]
     assert proc.is_still(pid)
     with pytest.raises(Refused, match="is stopped"):
-        users(driver, members)
+        find_users(driver, members)
 
 
 def test_resume_without_going_on(family: Family, driver: FakeDriver) -> None:

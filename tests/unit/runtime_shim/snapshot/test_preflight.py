@@ -155,12 +155,12 @@ def test_a_freezer_of_version_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """CRIU would hang there, so it is refused; one for all, or beside version 2, is in nobody's way."""
     here = {"": "/libpod-c0ffee", "freezer": "/", "cpu,cpuacct": "/libpod-c0ffee"}
     monkeypatch.setattr(proc, "cgroups", lambda pid: here)
-    preflight.call(CheckpointCall(container_id="c"), CONTAINER)
+    preflight.refuse_options(CheckpointCall(container_id="c"), CONTAINER)
     here["freezer"] = "/libpod_parent/libpod-c0ffee"
-    preflight.call(CheckpointCall(container_id="c"), CONTAINER)
+    preflight.refuse_options(CheckpointCall(container_id="c"), CONTAINER)
     here[""] = "/"
     with pytest.raises(Refused, match="a cgroup v1 freezer"):
-        preflight.call(CheckpointCall(container_id="c"), CONTAINER)
+        preflight.refuse_options(CheckpointCall(container_id="c"), CONTAINER)
 
 
 @pytest.mark.skipif(not unshare_works("--user"), reason="making a user namespace is not allowed here")
@@ -169,12 +169,14 @@ def test_a_user_namespace() -> None:
     with Family("unshare", "--user", "--fork", "--kill-child") as family:
         container = Container("c0ffee", family.init, "running", "/b", {})
         with pytest.raises(Refused, match="has its own user namespace, which"):
-            preflight.call(CheckpointCall(container_id="c"), container)
+            preflight.refuse_options(CheckpointCall(container_id="c"), container)
 
 
 def test_call() -> None:
     """Nothing is in the way of a plain checkpoint of a running container."""
-    preflight.call(CheckpointCall(container_id="c", tcp_established=True, leave_running=True), CONTAINER)
+    preflight.refuse_options(
+        CheckpointCall(container_id="c", tcp_established=True, leave_running=True), CONTAINER
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,14 +191,14 @@ def test_call() -> None:
 def test_options_that_cannot_work(call: CheckpointCall, named: str) -> None:
     """What would leave GPU memory outside of the image is refused by name."""
     with pytest.raises(Refused, match=named) as caught:
-        preflight.call(call, CONTAINER)
+        preflight.refuse_options(call, CONTAINER)
     assert caught.value.hint
 
 
 def test_paused() -> None:
     """A frozen process cannot answer the driver."""
     with pytest.raises(Refused, match="c0ffee is paused") as caught:
-        preflight.call(CheckpointCall(container_id="c"), Container("c0ffee", 1, "paused", "/b", {}))
+        preflight.refuse_options(CheckpointCall(container_id="c"), Container("c0ffee", 1, "paused", "/b", {}))
     assert "unpause" in caught.value.hint
 
 

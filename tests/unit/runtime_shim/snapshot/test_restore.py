@@ -36,7 +36,7 @@ from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
 from gpusnap.runtime_shim.snapshot.memory import bulk_copy
 from gpusnap.runtime_shim.snapshot.memory.bulk_copy import CopyTotals
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
-from gpusnap.runtime_shim.snapshot.restore_job import Job
+from gpusnap.runtime_shim.snapshot.restore_job import RestoreJob
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
 
@@ -507,7 +507,7 @@ def test_memory_is_claimed(scene: Scene, monkeypatch: pytest.MonkeyPatch, joined
     monkeypatch.setattr(restore_plan, "Prefetch", WrongContent)
     read = restore_plan._start_reading
 
-    def start_reading(job: Job) -> object:
+    def start_reading(job: RestoreJob) -> object:
         found = read(job)
         job.joined_regions = joined
         return found
