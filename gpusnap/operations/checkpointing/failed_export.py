@@ -68,17 +68,17 @@ def explain_export_errors(
         with podman_work.ignore_signals():  # a second signal would leave the archive without a message
             said = _make_told_error(error)
             left = _find_left(export)
-            if left == "running":
+            if left in ("running", "in Podman", "cut off"):
                 export.kept = False
-                # First: on a full disk, nothing could be restored from a store either.
+                # First: the disk may be full, and the store needs a little of it.
                 with suppress(OSError):
                     os.unlink(export.archive)
-                settle(True)
+            settle(left == "running")
+            if left == "running":
                 # Otherwise its runtime has reported the state.
                 if export.whole and "continues to run" not in said.sentence():
                     said.add_hint(f"{export.found.name} continues to run")
                 raise said from error
-            settle(False)
             raise _make_error_after(export, said, left) from error
     export.kept = False
 
@@ -137,8 +137,6 @@ def _make_error_after(export: Export, error: GpusnapError, left: _Left) -> Gpusn
     name, kind = export.found.name, type(error)
     again = f"{export.environment}podman container restore {name} restores it"
     there = f"{error}; nothing is lost: Podman has the checkpoint of {name} in its storage"
-    if left in ("in Podman", "cut off"):
-        export.kept = False
     if left == "in Podman":
         return kind(there, hint=again, code=error.code)
     if left == "cut off":

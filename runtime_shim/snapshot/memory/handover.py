@@ -22,7 +22,7 @@ import os
 from collections.abc import Collection
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import NotThere, OciError
+from gpusnap.oci.base.errors import NotThere, OciError, StagingBusy
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks.table import descriptors
@@ -112,11 +112,15 @@ def take_over(store: Store, name: str) -> HandedOver | None:
 def commit_left(store: Store, *, but: Collection[str] = ()) -> tuple[Manifest, ...]:
     """Commit the memory whose command has ended, and return the manifests.
 
-    `but`: paths of layouts that are left alone. Raises OciError, ManifestError.
+    Memory that another process is committing just now is skipped. `but`: paths of layouts that are left
+    alone. Raises OciError, ManifestError.
     """
     done = []
     for name in _list_left(store):
-        taken = take_over(store, name)
+        try:
+            taken = take_over(store, name)
+        except StagingBusy:
+            continue
         if taken is None:
             continue
         if taken.staging.layout.path in but:

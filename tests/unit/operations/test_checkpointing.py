@@ -9,6 +9,7 @@ import shutil
 import signal
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from archives import written
@@ -24,7 +25,9 @@ from gpusnap.engines import podman_work
 from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks import writer
+from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.reference import parse
+from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space
 from gpusnap.operations.checkpointing import archive, failed_export
@@ -313,6 +316,30 @@ def test_we_fail_after_the_end(
     assert isinstance(raised.value, Interrupted) == isinstance(error, KeyboardInterrupt)
     (entry,) = store.entries()
     assert entry.name == ""
+    assert os.listdir(store.path + "/staging") == []
+
+
+def test_the_disk_is_full_after_the_end(
+    pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room of Podman's export, and of the records, is free before the pages are committed alone."""
+    commit = Staging.commit
+    found: list[int] = []
+
+    def commit_if_fits(self: Staging, root: Descriptor, **options: Any) -> None:
+        if options.get("names"):
+            raise DiskFull("the disk is full")
+        assert not list(Path(store.path, "staging").glob("*/*.tar"))
+        found.append(len(list(Path(self.path, "blobs", "sha256").iterdir())))
+        commit(self, root, **options)
+
+    monkeypatch.setattr(Staging, "commit", commit_if_fits)
+    with pytest.raises(GpusnapError, match="disk is full; nothing is lost: Podman has the checkpoint of w"):
+        made()
+    (entry,) = store.entries()
+    root = artifacts.read(entry.descriptor, store.read)
+    assert found == [len({each.digest for each in root.blobs()}) + 1]
+    assert root.records is None
 
 
 def test_we_fail_and_it_runs_on(pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,17 @@ def test_left_by_a_command(store: Store) -> None:
     assert store.collect().blobs == 0
 
 
+def test_another_process_commits_it(store: Store) -> None:
+    """Two may come at once: one does it, and the other goes on."""
+    hand_over_pages(store, NAME, GONE)
+    taken = handover.take_over(store, NAME)
+    assert taken is not None
+    assert handover.commit_left(store) == ()
+    taken.commit()
+    taken.remove()
+    assert handover.commit_left(store) == ()
+
+
 def test_its_command_lives(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has not taken it over yet. After a boot, a process with its PID and start time is another one."""
     hand_over_pages(store, NAME, state_files.owner())
