@@ -114,12 +114,18 @@ class Layout:
             return False
 
     def list_missing(self, wanted: Iterable[Descriptor]) -> list[Descriptor]:
-        """Return those for which `has_blob` is false. Raises DigestError."""
+        """Return those for which `has_blob` is false.
+
+        Raises DigestError, and LayoutError if a directory cannot be opened although it is there.
+        """
         names = [(get_hex(each.digest), each) for each in wanted]
         try:
             with self._blobs() as folder:
                 return [each for name, each in names if not _is_there(name, each.size, folder)]
-        except (LayoutError, OSError):
+        except LayoutError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno not in _NO_FOLDER:
+                raise
             return [each for _, each in names]
 
     def add_blob(

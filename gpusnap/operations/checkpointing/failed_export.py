@@ -19,7 +19,7 @@ from gpusnap.engines import podman, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.tar.archive import entries
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, reason
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, make_unforeseen, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import INVENTORY
@@ -64,7 +64,7 @@ def explain_export_errors(
     export.kept = True  # until it is certain that nobody needs it
     try:
         yield
-    except (GpusnapError, OciError, OSError, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:  # of any kind: the user must be told what is left
         with podman_work.ignore_signals():  # a second signal would leave the archive without a message
             said = _make_told_error(error)
             left = _find_left(export)
@@ -102,6 +102,8 @@ def _make_told_error(error: BaseException) -> GpusnapError:
         return failure(error)
     if isinstance(error, OSError):
         return ImageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}")
+    if isinstance(error, Exception):
+        return make_unforeseen(error)
     return Interrupted("interrupted before the checkpoint was stored")
 
 

@@ -83,7 +83,8 @@ class BlobSource:
         self.meter = ReadMeter(drop=space.would_evict(record.tables))
         """The meter of the store's disk, for those that read the blobs."""
         every = descriptors(record.tables)
-        wanted = self._image_layout.list_missing(every)
+        with transfer.as_image_error(self._image_layout.path):
+            wanted = self._image_layout.list_missing(every)
         self._in_image = {each.digest for each in every} - {each.digest for each in wanted}
         try:
             missing = self._link_available(wanted) if wanted and not self._hold(artifact, wanted) else []
@@ -188,7 +189,8 @@ class BlobSource:
         try:
             staging = self._staging = self._store.create().stage()
         except DiskError:  # a store that is mounted read-only can still be read
-            missing = self._store.layout.list_missing(wanted)
+            with transfer.as_image_error(self._store.path):
+                missing = self._store.layout.list_missing(wanted)
             if missing:
                 raise self._make_missing_error(missing, ["the store cannot be written to"]) from None
             return []

@@ -300,7 +300,9 @@ def test_it_ends_by_itself(fake: FakePodman, earlier: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("error", [DiskFull("the disk is full"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [DiskFull("the disk is full"), KeyboardInterrupt(), MemoryError(), ZeroDivisionError("a bug")]
+)
 def test_we_fail_after_the_end(
     pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:

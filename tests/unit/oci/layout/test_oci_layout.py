@@ -242,6 +242,26 @@ def test_folders_are_not_followed(layout: Layout, part: str) -> None:
         layout.open_blob(DIGEST)
 
 
+@pytest.mark.parametrize(
+    ("number", "lacks"), [(errno.ENOENT, True), (errno.ENOTDIR, True), (errno.EMFILE, False)]
+)
+def test_what_is_missing_where_nothing_can_be_opened(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, number: int, lacks: bool
+) -> None:
+    """A directory that is not there has no blob; of one that cannot be opened, this is not known."""
+    there = layout.add_blob(b"content")
+
+    def fail(*_: str) -> int:
+        raise OSError(number, os.strerror(number), layout.path)
+
+    monkeypatch.setattr(layout_module, "open_folder", fail)
+    if lacks:
+        assert layout.list_missing([there]) == [there]
+    else:
+        with pytest.raises(LayoutError, match="cannot be opened: Too many open files"):
+            layout.list_missing([there])
+
+
 def test_an_error_that_names_no_file(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one of close(2): the layout is named."""
 
