@@ -456,10 +456,12 @@ def _make_ended_error(doing: str) -> GpusnapError:
 
 
 def _get_started_worker(*, starts: bool) -> _Worker | None:
-    """Return a new worker if there is a forker already, or with `starts`."""
-    with _State.lock, suppress(OSError):  # TimeoutError is one
-        if starts or _State.forker is not None:
-            return _get_forker().worker()
+    """Return a new worker if there is a forker already, or with `starts`; None if the kernel permits none."""
+    with _State.lock:
+        for _ in range(2):  # with another forker if the first one was killed
+            if starts or _State.forker is not None:
+                with suppress(OSError):  # TimeoutError is one
+                    return _get_forker().worker()
     return None
 
 

@@ -327,7 +327,7 @@ def read_note(path: str) -> bytes | None:
         with open_nested_folder(path) as folder:
             os.stat(PRECIOUS, dir_fd=folder, follow_symlinks=False)
             return read_regular(COMPLETE, folder, limit=_LONGEST_NOTE)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error), os.path.join(path, COMPLETE)) from error

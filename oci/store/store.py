@@ -142,8 +142,8 @@ class Store:
                 path = os.path.join(self._tree.staging, name)
                 if not name.startswith(GONE) and (note := read_note(path)) is not None:
                     found[name] = note
-        except (FileNotFoundError, NotADirectoryError):  # it is no store
-            pass
+        except FileNotFoundError:  # it is no store
+            return {}
         except OSError as error:
             raise DiskError(f"{self._tree.staging} cannot be read: {reason(error)}") from error
         return found

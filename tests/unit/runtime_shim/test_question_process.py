@@ -197,6 +197,21 @@ def test_a_forker_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not proc.is_running(forker.pid)
 
 
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_companion_without_a_forker(starts: bool) -> None:
+    """It asks here, or starts one; one that was killed is replaced."""
+    question_process.end()
+    companion = Companion(starts=starts)
+    assert (companion.ask(os.getpid, within=9) == ME) != starts
+    if starts:
+        forker = question_process._State.forker
+        assert forker is not None
+        os.kill(forker.pid, signal.SIGKILL)
+        companion.end()
+        assert companion.ask(os.getpid, within=9) != ME
+    question_process.end()
+
+
 def test_another_process_has_the_end_of_a_killed_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the worker itself says that it does not answer: here the forker keeps its end."""
     question_process.end()

@@ -141,6 +141,17 @@ def test_a_note_that_is_damaged(store: Store, damage: str) -> None:
     store.adopt(str(staging)).close(leave=True)
 
 
+def test_files_of_somebody_else(store: Store) -> None:
+    """They are no staging directories, and keep nobody from finding one."""
+    folder = Path(store.path) / "staging"
+    made = hand_over_pages(store, NAME, GONE)
+    (folder / "a-file").touch()
+    (folder / "another").mkdir()
+    assert handover.commit_left(store) == (made,)
+    (folder / "a-file").unlink()
+    (folder / "another").rmdir()
+
+
 def test_a_store_that_is_none(tmp_path: Path) -> None:
     """An empty directory, and none."""
     (tmp_path / "empty").mkdir()
