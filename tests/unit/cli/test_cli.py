@@ -553,17 +553,22 @@ def test_plan_of_a_registry_without_tls(gpusnap: Run, monkeypatch: pytest.Monkey
     assert said == [True]
 
 
-@pytest.mark.parametrize("words", [[], ["--list"]])
-def test_nothing_to_recover(
-    gpusnap: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
-) -> None:
-    """That is said; programs get an empty list. What a killed command ordered is removed."""
+@pytest.fixture
+def nothing_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The journal and the records of restores are empty, and not those of this host."""
     for module in (journal, restore_record):
         monkeypatch.setattr(module, "entries", tuple)
     monkeypatch.setattr(restored_containers, "list_living", tuple)
     for module in (recovery, restored_containers, reservations):
         monkeypatch.setattr(module, "sweep", lambda: None)
     monkeypatch.setattr(chunk_cache, "remove_stale", lambda _: None)
+
+
+@pytest.mark.parametrize("words", [[], ["--list"]])
+def test_nothing_to_recover(
+    gpusnap: Run, nothing_noted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    """That is said; programs get an empty list. What a killed command ordered is removed."""
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path))
     (tmp_path / "w.json").write_text('{"owner": [1, 1]}')
     assert gpusnap("recover", *words) == (0, "", "nothing to recover\n")
@@ -572,15 +577,9 @@ def test_nothing_to_recover(
 
 
 def test_memory_that_a_killed_command_left(
-    gpusnap: Run, host_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpusnap: Run, nothing_noted: None, host_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """recover has this host's store name it, and the store of a killed command's order."""
-    for module in (journal, restore_record):
-        monkeypatch.setattr(module, "entries", tuple)
-    monkeypatch.setattr(restored_containers, "list_living", tuple)
-    for module in (recovery, restored_containers, reservations):
-        monkeypatch.setattr(module, "sweep", lambda: None)
-    monkeypatch.setattr(chunk_cache, "remove_stale", lambda _: None)
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
     (tmp_path / "orders").mkdir()
     other = Store(tmp_path / "another")
