@@ -220,7 +220,7 @@ def _to_store(
                     asleep=request.asleep,
                 )
             )
-            with explain_export_errors(export, memory.settle):
+            with explain_export_errors(export, memory):
                 _run(request, export, ["--compress", "none"], tick, progress)
                 order.close()
                 progress.stage("records")

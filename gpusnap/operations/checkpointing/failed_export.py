@@ -19,6 +19,7 @@ from gpusnap.engines import podman, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.tar.archive import entries
+from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, make_unforeseen, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
@@ -51,15 +52,26 @@ class Export:
     began: float = field(default_factory=time.time)
     kept: bool = False
     """It is not removed."""
+    first: proc.Process | None = field(init=False, default=None)
+    """The first process of the container, before the checkpoint."""
+
+    def __post_init__(self) -> None:
+        self.first = proc.process(self.found.init) if self.found.init else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the first process has ended, or is about to; another may have its PID by now."""
+        first = self.first
+        if first is None:
+            return bool(self.found.init)
+        return not proc.is_same(first.pid, first.start) or proc.is_dying(first.pid)
 
 
 @contextmanager
-def explain_export_errors(
-    export: Export, settle: Callable[[bool], None] = lambda runs: None
-) -> Iterator[None]:
+def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -> Iterator[None]:
     """Convert errors in the block into one that says how the container can be restored.
 
-    settle: called after an error, with whether the container runs as before. Raises GpusnapError.
+    memory: settled after an error. Raises GpusnapError.
     """
     export.kept = True  # until it is certain that nobody needs it
     try:
@@ -67,13 +79,17 @@ def explain_export_errors(
     except (Exception, KeyboardInterrupt) as error:  # of any kind: the user must be told what is left
         with podman_work.ignore_signals():  # a second signal would leave the archive without a message
             said = _make_told_error(error)
+            # First: the runtime of a Podman that was killed may end the container at any moment.
+            if memory is not None:
+                memory.take_left()
             left = _find_left(export)
             if left in ("running", "in Podman", "cut off"):
                 export.kept = False
                 # First: the disk may be full, and the store needs a little of it.
                 with suppress(OSError):
                     os.unlink(export.archive)
-            settle(left == "running")
+            if memory is not None:
+                memory.settle(left == "running")
             if left == "running":
                 # Otherwise its runtime has reported the state.
                 if export.whole and "continues to run" not in said.sentence():
@@ -115,9 +131,8 @@ def _find_left(export: Export) -> _Left:
         return "removed"
     except GpusnapError:
         return "unknown"
-    first = export.found.init
     # Podman learns of the end a little later.
-    if now.status in ("running", "paused") and not (first and proc.is_dying(first)):
+    if now.status in ("running", "paused") and not export.has_ended:
         return "running"
     if export.found.auto_remove:
         return "removed"  # it will be removed in a moment

@@ -46,15 +46,25 @@ class OrderedMemory:
             with suppress(OciError):  # `gpusnap recover` removes it
                 taken.remove()
 
-    def settle(self, runs: bool) -> None:
-        """After an error: remove it if the container runs as before, else keep it in the store.
+    def take_left(self) -> None:
+        """After an error, before it is looked at whether the container runs: take what is handed over.
 
-        If that fails, `gpusnap recover` or a restore of what Podman has keeps it. If the journal names it,
+        Then its runtime has dumped the container, and does nothing more to it. Not if the journal names it:
         recover needs it as it is.
         """
         with suppress(OciError, GpusnapError, OSError):
             if self._taken is None and not any(self._is_named_by(each) for each in journal.entries()):
                 self._taken = handover.take_over(self._store, self.name)
+
+    def settle(self, runs: bool) -> None:
+        """After `take_left`: remove it if the container runs as before, else keep it in the store.
+
+        If that fails, `gpusnap recover` or a restore of what Podman has keeps it. What was handed over since
+        `take_left` is never removed: the container may have ended since.
+        """
+        if not runs:
+            self.take_left()
+        with suppress(OciError, GpusnapError, OSError):
             if self._taken is not None:
                 if not runs:
                     self._taken.commit()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -378,6 +379,42 @@ def test_podman_fails_after_the_pages_were_handed_over(
         made(leave_running=leave_running)
     assert [each.name for each in store.entries()] == ([] if leave_running else [""])
     assert os.listdir(store.path + "/staging") == []
+
+
+@pytest.mark.parametrize("leave_running", [True, False])
+def test_the_pages_come_while_we_look(
+    fake: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch, leave_running: bool
+) -> None:
+    """If Podman alone is killed, its runtime may end the container after we saw it run: they stay."""
+    find_left = failed_export._find_left
+
+    def find_left_and_dump(export: failed_export.Export) -> str:
+        left = find_left(export)
+        order = json.loads(Path(overrides.FOLDER, f"{ID}.json").read_text())
+        hand_over_pages(store, order["staging"], state_files.owner())
+        return left
+
+    fake.fails("Error: killed\n")
+    monkeypatch.setattr(failed_export, "_find_left", find_left_and_dump)
+    with pytest.raises(GpusnapError, match="killed"):
+        made(leave_running=leave_running)
+    assert len(store.list_handed_over()) == 1
+    monkeypatch.setattr(state_files, "boot", lambda: "after the command")
+    assert len(handover.commit_left(store)) == 1
+
+
+def test_another_process_has_the_pid(
+    pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed Podman shows the container as running; that its PID is in use again does not mean that."""
+    pages.has(init=os.getpid())
+    script = (pages.folder / "first.sh").read_text()
+    pages.first(f"{script}mkdir -p $F/checkpoint\n: >$F/checkpoint/inventory.img\n")
+    pages.fails("Error: killed\n")
+    monkeypatch.setattr(proc, "is_same", lambda *_: False)
+    with pytest.raises(GpusnapError, match="Podman has the checkpoint of w in its storage"):
+        made()
+    assert [each.name for each in store.entries()] == [""]
 
 
 @pytest.mark.parametrize("leave_running", [True, False])
