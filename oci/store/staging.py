@@ -106,6 +106,12 @@ class Staging:
         ):
             replace(COMPLETE, note, folder)
 
+    def prune(self, wanted: Iterable[str]) -> None:
+        """Remove all blobs except these digests. One that is written again is a new one. Raises DiskError."""
+        digests = frozenset(wanted)
+        self.layout.prune(digests)
+        self._durable &= frozenset(map(get_hex, digests))
+
     def commit(
         self,
         root: Descriptor,

@@ -135,12 +135,21 @@ class Store:
         return take_over(self._tree, name)
 
     def list_handed_over(self) -> dict[str, bytes]:
-        """Return the note of each staging directory that was handed over, by name. Raises DiskError."""
+        """Return the note of each staging directory that was handed over, by name. Raises DiskError.
+
+        A note that cannot be read is empty; `take_over` raises the reason.
+        """
         found = {}
         try:
             for name in sorted(os.listdir(self._tree.staging)):
                 path = os.path.join(self._tree.staging, name)
-                if not name.startswith(GONE) and (note := read_note(path)) is not None:
+                if name.startswith(GONE):
+                    continue
+                try:
+                    note = read_note(path)
+                except OSError:  # it hides no other one
+                    note = b""
+                if note is not None:
                     found[name] = note
         except FileNotFoundError:  # it is no store
             return {}

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError, StagingBusy
@@ -66,7 +67,7 @@ class HandedOver:
         """
         layout, record = self.staging.layout, _parse_record(self._note, os.path.basename(self.staging.path))
         # Whatever else is in it belongs to a checkpoint that failed, and may have filled the disk.
-        layout.prune(each.digest for each in descriptors(record.tables))
+        self.staging.prune(each.digest for each in descriptors(record.tables))
         config = digest_of(encode(record))
         if config not in self._list_configs():  # its command may have been killed after the commit
             self.staging.commit(write_artifact(layout, record), tables=record.tables)
@@ -109,35 +110,60 @@ def take_over(store: Store, name: str) -> HandedOver | None:
     return HandedOver(store, staging, note)
 
 
-def commit_left(store: Store, *, but: Collection[str] = ()) -> tuple[Manifest, ...]:
+def commit_left(
+    store: Store, *, but: Collection[str] = (), done: Callable[[Manifest], object] = lambda record: None
+) -> tuple[Manifest, ...]:
     """Commit the memory whose command has ended, and return the manifests.
 
     Memory that another process is committing just now is skipped. `but`: paths of layouts that are left
-    alone. Raises OciError, ManifestError.
+    alone. `done` is called with each manifest. Raises OciError, ManifestError: the first one, after all
+    others were committed.
     """
-    done = []
+    found, failures = list[Manifest](), list[OciError | ManifestError]()
     for name in _list_left(store):
         try:
-            taken = take_over(store, name)
-        except StagingBusy:
+            record = _commit_one_left(store, name, but)
+        except (OciError, ManifestError) as error:  # a damaged one keeps no other one from the store
+            failures.append(error)
             continue
-        if taken is None:
-            continue
-        if taken.staging.layout.path in but:
-            taken.leave()
-            continue
-        try:
-            done.append(taken.commit())
-        except BaseException:
-            taken.leave()
-            raise
-        taken.remove()
-    return tuple(done)
+        if record is not None:
+            found.append(record)
+            done(record)
+    if failures:
+        raise failures[0]
+    return tuple(found)
+
+
+def _commit_one_left(store: Store, name: str, but: Collection[str]) -> Manifest | None:
+    """Commit what was handed over in a staging directory, unless somebody else does or needs it as it is."""
+    try:
+        taken = take_over(store, name)
+    except StagingBusy:
+        return None
+    if taken is None:
+        return None
+    if taken.staging.layout.path in but:
+        taken.leave()
+        return None
+    try:
+        record = taken.commit()
+    except BaseException:
+        taken.leave()
+        raise
+    taken.remove()
+    return record
 
 
 def list_left(store: Store) -> tuple[Manifest, ...]:
-    """Return the manifests of memory whose command has ended. Raises OciError, ManifestError."""
-    return tuple(_parse_record(note, name) for name, note in _list_left(store).items())
+    """Return the manifests of memory whose command has ended. Raises OciError.
+
+    A damaged one is left out; `commit_left` raises what is wrong with it.
+    """
+    found = []
+    for name, note in _list_left(store).items():
+        with suppress(ManifestError):
+            found.append(_parse_record(note, name))
+    return tuple(found)
 
 
 def _list_left(store: Store) -> dict[str, bytes]:

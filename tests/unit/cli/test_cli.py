@@ -593,6 +593,26 @@ def test_memory_that_a_killed_command_left(
         assert store.list_handed_over() == {}
 
 
+def test_a_store_that_fails_keeps_no_other_one(
+    gpusnap: Run, nothing_noted: None, host_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """recover does the others; the order stays, so that the next one finds that store again."""
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    (tmp_path / "orders").mkdir()
+    other = Store(tmp_path / "zz-another")
+    order = tmp_path / "orders/w.json"
+    order.write_text(json.dumps({"owner": [1, 1], "store": other.path}))
+    for store in (host_store, other):
+        hand_over_pages(store, "handed")
+    (Path(host_store.path) / "staging/handed/complete").write_text("")
+    code, out, err = gpusnap("recover")
+    assert code
+    assert f"is in the store {other.path}\n" in out
+    assert "the manifest of the staging handed" in err
+    assert [each.name for each in other.entries()] == [""]
+    assert order.exists()
+
+
 def test_plan_by_map(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None:
     """--gpu-map chooses; JSON has the pairs and every verdict."""
     path = str(archive(tmp_path, a_manifest()))

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 from kept_checkpoints import hand_over_pages, keep_pages
 
-from gpusnap.oci.base.errors import NotThere, StagingBusy
+from gpusnap.oci.base.errors import DiskError, NotThere, StagingBusy
+from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.unsynced import Unsynced
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.records.artifact import write_artifact
+from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.snapshot.memory import handover
 
 NAME = "handed"
@@ -41,12 +44,18 @@ def test_taken_over(store: Store) -> None:
     assert handover.take_over(store, NAME) is None
 
 
-def test_what_is_synced_at_the_commit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was added: the manifest, and its config. The chunks were synced before."""
-    hand_over_pages(store, NAME)
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_is_synced_at_the_commit(store: Store, monkeypatch: pytest.MonkeyPatch, killed: bool) -> None:
+    """What was added: the manifest, and its config. The chunks were synced before.
+
+    What a command wrote before it was killed was not.
+    """
+    made = hand_over_pages(store, NAME)
+    chunks = set(os.listdir(staging_of(store) / "blobs" / "sha256"))
+    if killed:
+        write_artifact(Layout(staging_of(store)), made)
     taken = handover.take_over(store, NAME)
     assert taken is not None
-    chunks = set(os.listdir(staging_of(store) / "blobs" / "sha256"))
     synced: set[str] = set()
     really = Unsynced._sync
 
@@ -126,6 +135,26 @@ def test_killed_in_the_removal(store: Store) -> None:
     assert handover.commit_left(store) == ()
     store.collect()
     assert not staging.exists()
+
+
+@pytest.mark.parametrize("damage", ["unreadable", "damaged"])
+def test_one_that_is_damaged_hides_no_other(store: Store, damage: str) -> None:
+    """The others are listed and committed, and then the error is raised."""
+    made = hand_over_pages(store, "bb", GONE)
+    hand_over_pages(store, "aa", GONE)
+    note = Path(store.path) / "staging/aa/complete"
+    if damage == "unreadable":
+        note.unlink()
+        note.mkdir()
+    else:
+        note.write_text("")
+    assert handover.list_left(store) == (made,)
+    done: list[Manifest] = []
+    with pytest.raises((DiskError, ManifestError)):
+        handover.commit_left(store, done=done.append)
+    assert done == [made]
+    assert os.listdir(f"{store.path}/staging") == ["aa"]
+    assert len(store.entries()) == 1
 
 
 @pytest.mark.parametrize("damage", ["", "no line", '["boot", 1]\n{}', "[1]\n\0"])
