@@ -106,6 +106,17 @@ class Staging:
         ):
             replace(COMPLETE, note, folder)
 
+    def take_back(self) -> None:
+        """Undo `hand_over`, so that blobs may be changed again; it stays precious. Raises DiskError."""
+        with (
+            self._tree.explain_write_errors("the note of a staging"),
+            open_nested_folder(self.path) as folder,
+        ):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(COMPLETE, dir_fd=folder)
+            os.fsync(folder)
+        self._durable, self._checked = frozenset(), False
+
     def prune(self, wanted: Iterable[str]) -> None:
         """Remove all blobs except these digests. One that is written again is a new one. Raises DiskError."""
         digests = frozenset(wanted)

@@ -27,10 +27,11 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.read_rate import recall
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.errors import ManifestError, Refused
 from gpusnap.runtime_shim.process.memory import copy as copies
+from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.artifact import write_artifact
-from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
+from gpusnap.runtime_shim.records.manifest import FOLDER, NAME, FileRecord, Manifest
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.chunk_cache import ChunkCache
@@ -199,9 +200,12 @@ class StoreDestination:
         with transfer.as_image_error(path):
             try:
                 taken = take_over(destination._store, os.path.basename(path))
-                if taken is not None:  # complete, but its command cannot know whether the manifest is
+                if taken is not None:
                     destination._staging = taken.staging
-                    taken.commit()
+                    if _is_complete(taken.read(), image_path):  # its command could not know that
+                        taken.commit()
+                    else:  # it is written again, or nobody needs it
+                        taken.staging.take_back()
                 staging = taken.staging if taken is not None else destination._store.adopt(path)
             except NotThere:  # it had been committed before the kill
                 staging = destination._store.create().stage()
@@ -291,6 +295,20 @@ class StoreDestination:
                 self._staging.unmark_precious()
                 self._staging.close()
             self._staging = None
+
+
+def _is_complete(record: Manifest, image_path: str) -> bool:
+    """Return whether the image has this manifest, or the one from before the dump; see Draft.finish.
+
+    Also if it cannot be read: then the chunks must not be lost. Raises ImageError.
+    """
+    if not manifest_file.has(image_path, FOLDER, NAME):
+        return False
+    try:
+        there = manifest_file.read(image_path)
+    except ManifestError:
+        return True
+    return (there.container, there.created) == (record.container, record.created)
 
 
 def is_in_image(layout: str, image_path: str) -> bool:

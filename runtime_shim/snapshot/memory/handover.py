@@ -60,12 +60,16 @@ class HandedOver:
         self.staging = staging
         self._store, self._note = store, note
 
+    def read(self) -> Manifest:
+        """Return its manifest. Raises ManifestError."""
+        return _parse_record(self._note, os.path.basename(self.staging.path))
+
     def commit(self) -> Manifest:
         """Commit it as an artifact without records, and return its manifest. The directory stays.
 
         Raises OciError, ManifestError.
         """
-        layout, record = self.staging.layout, _parse_record(self._note, os.path.basename(self.staging.path))
+        layout, record = self.staging.layout, self.read()
         # Whatever else is in it belongs to a checkpoint that failed, and may have filled the disk.
         self.staging.prune(each.digest for each in descriptors(record.tables))
         config = digest_of(encode(record))

@@ -21,9 +21,11 @@ from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.records.artifact import label_tables
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
+from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.records.manifest_json import decode
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory.destination import (
+    Destination,
     ImageDestination,
     StoreDestination,
     reopen_destination,
@@ -239,21 +241,65 @@ def test_handed_over_for_nothing(image: Path, tmp_path: Path) -> None:
     assert Store(path).entries() == ()
 
 
-def test_killed_after_it_was_handed_over(image: Path, tmp_path: Path) -> None:
-    """`gpusnap recover` has the store name it, whatever it does with the processes and the directory then."""
-    path, recipient = str(tmp_path / "store"), Recipient("named", state_files.owner())
-    destination = StoreDestination(path, str(image), ID, MEMORY, recipient=recipient)
+@pytest.fixture
+def handed_over(image: Path, tmp_path: Path) -> Manifest:
+    """The manifest of memory whose runtime was killed when it had handed it over."""
+    recipient = Recipient("named", state_files.owner())
+    destination = StoreDestination(str(tmp_path / "store"), str(image), ID, MEMORY, recipient=recipient)
     destination.begin()
     record = written(destination)
     destination.name(record)
     destination.close(None)
+    return record
+
+
+def reopened(record: Manifest, image: Path, tmp_path: Path) -> Destination:
+    """As `gpusnap recover` opens it."""
     tables = [table for _, table in label_tables(record)]
-    again = reopen_destination(f"{path}/staging/named", str(image), ID, MEMORY, tables)
-    again.discard(earlier=True)
+    return reopen_destination(f"{tmp_path}/store/staging/named", str(image), ID, MEMORY, tables)
+
+
+@pytest.mark.parametrize("there", ["it", "from before the dump", "damaged"])
+def test_killed_after_it_was_handed_over(
+    handed_over: Manifest, image: Path, tmp_path: Path, there: str
+) -> None:
+    """If the image has its manifest, recover has the store name it, whatever it does with the processes."""
+    draft = Draft(str(image))
+    draft.begin()
+    draft.prepare(handed_over)
+    draft.finish(replace(handed_over, peak_memory=1) if there == "from before the dump" else handed_over)
+    if there == "damaged":
+        (image / "gpusnap/manifest.json").write_text("{")
+    reopened(handed_over, image, tmp_path).discard(earlier=True)
     assert stagings(tmp_path) == []
-    (entry,) = Store(path).entries()
-    for each in artifact.read(entry.descriptor, Store(path).read).chunks:
-        Store(path).layout.check_blob(each)
+    store = Store(tmp_path / "store")
+    (entry,) = store.entries()
+    for each in artifact.read(entry.descriptor, store.read).chunks:
+        store.layout.check_blob(each)
+
+
+def test_killed_before_its_manifest(handed_over: Manifest, image: Path, tmp_path: Path) -> None:
+    """If the checkpoint has failed, recover leaves nothing of it in the store."""
+    reopened(handed_over, image, tmp_path).discard(earlier=False)
+    assert stagings(tmp_path) == []
+    assert Store(tmp_path / "store").entries() == ()
+
+
+def test_completed_after_it_was_handed_over(handed_over: Manifest, image: Path, tmp_path: Path) -> None:
+    """Recover commits it once, with the manifest that it completes.
+
+    Until then its chunks are written again, and nobody takes them for synced.
+    """
+    store = Store(tmp_path / "store")
+    again = reopened(handed_over, image, tmp_path)
+    assert store.list_handed_over() == {}
+    assert [path.name for path in stagings(tmp_path) if (path / "precious").exists()] == ["named"]
+    record = replace(handed_over, timing=())
+    again.commit(record.tables, kept=False)
+    again.name(record)
+    again.close(record)
+    assert len(store.entries()) == 1
+    assert stagings(tmp_path) == []
 
 
 def test_left_in_the_image(image: Path) -> None:
