@@ -205,7 +205,9 @@ class BlobSource:
                 with contextlib.suppress(OciError, GpusnapError):
                     handover.commit_left(self._store, but={each.layout for each in journal.entries()})
                 missing = staging.take_all(missing)
-            return [each for each in missing if not self._link_from_staging(each, staging)]
+            missing = [each for each in missing if not self._link_from_staging(each, staging)]
+            # Their staging directory may have been committed, and removed, since the store was asked.
+            return staging.take_all(missing)
 
     def _link_from_staging(self, wanted: Descriptor, staging: Staging) -> bool:
         """Link a blob from a staging directory whose owner died before its commit, for example in a crash."""

@@ -25,7 +25,9 @@ from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.registry.repository import Repository
 from gpusnap.oci.store.read_rate import recall
+from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.artifact import label_tables, write_artifact
@@ -450,6 +452,32 @@ def test_what_is_full(stage: Path) -> None:
         with pytest.raises(ImageError, match=said) as caught, transfer.as_image_error("/image"):
             raise OSError(*full, where)
         assert caught.value.code == "GPS-512"
+
+
+def test_chunks_that_are_committed_meanwhile(
+    tmp_path: Path, made: tuple[Manifest, Layout], content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their command, after the store was asked and before its staging directories are read."""
+    record, layout = made
+    store = Store(tmp_path / "store").create()
+    with store.stage("handed") as staging:
+        staging.mark_precious("a checkpoint")
+        for each in descriptors(record.tables):
+            staging.layout.link_blob(each.digest, each.size, layout)
+        handover.hand_over(staging, record, Recipient("handed", state_files.owner()))
+    link_from_staging = BlobSource._link_from_staging
+
+    def commit_and_link(self: BlobSource, wanted: Descriptor, staging: Staging) -> bool:
+        taken = handover.take_over(store, "handed")
+        if taken is not None:
+            taken.commit()
+            taken.remove()
+        return link_from_staging(self, wanted, staging)
+
+    monkeypatch.setattr(BlobSource, "_link_from_staging", commit_and_link)
+    with BlobSource(record, str(tmp_path / "images"), store.path, []) as source:
+        assert bytes_of(region_of(record), source) == content
+    assert idle(tmp_path / "store")
 
 
 def test_chunks_whose_command_was_killed(
