@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,7 @@ def order(
     force: bool = False,
     progress: str = "",
     asleep: bool = False,
+    is_needed: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """While the block runs, checkpoints of that container by descendants of this process use these options.
 
@@ -61,6 +62,7 @@ def order(
     `staging`: the name of the staging directory there in which the memory is handed over to this process.
     `force`: as nvidia.allow-nccl; False for the settings'. `progress`: the path of a progress.Board.
     `asleep`: it is suspended and stays so, whatever Podman makes its runtime pause or resume meanwhile.
+    `is_needed`: whether the file stays after the block, for `list_stores`.
     Raises ContainerError if another process has such a file for it, GpusnapError.
     """
     path = _path(container)
@@ -81,8 +83,9 @@ def order(
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):
-                state_files.remove(path)
+            if not is_needed():
+                with contextlib.suppress(OSError):
+                    state_files.remove(path)
 
 
 def keep_alone(container: str) -> AbstractContextManager[None]:
@@ -165,7 +168,7 @@ def is_ordered_to_stay(container: str) -> bool:
 
 
 def list_stores() -> set[str]:
-    """The stores that orders name, also those of processes that were killed."""
+    """The stores that orders name, also those of processes that were killed or left memory there."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(FOLDER):

@@ -204,7 +204,8 @@ def _to_store(
             ExitStack() as order,
         ):
             blobs = _blobs(store)
-            shown = order.enter_context(board())
+            view = order.enter_context(ExitStack())
+            shown = view.enter_context(board())
             path = shown.path if shown is not None else ""
             measure = watch_growth(os.path.dirname(staging.path))
             tick = progress.follow(shown, f"checkpoint of {found.name}", measure)
@@ -218,11 +219,13 @@ def _to_store(
                     force=request.force,
                     progress=path,
                     asleep=request.asleep,
+                    # By it, `gpusnap recover` finds the store; so it stays until the memory is committed.
+                    is_needed=memory.is_left,
                 )
             )
             with explain_export_errors(export, memory):
                 _run(request, export, ["--compress", "none"], tick, progress)
-                order.close()
+                view.close()
                 progress.stage("records")
                 whole_in = memory.take() or staging
                 root, volumes = sources.take_in(

@@ -6,10 +6,12 @@ GPU memory, and if it leaves all memory in CRIU's images.
 
 from __future__ import annotations
 
+import os
 import secrets
 from contextlib import suppress
 
 from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError
@@ -69,6 +71,12 @@ class OrderedMemory:
                 if not runs:
                     self._taken.commit()
                 self.finish()
+
+    def is_left(self) -> bool:
+        """Return whether its staging directory is there, or may be: a runtime may still hand it over."""
+        with suppress(OSError):
+            return exists(os.path.join(self._store.path, "staging", self.name), follow=False)
+        return True
 
     def _is_named_by(self, entry: journal.Entry) -> bool:
         return bool(entry.layout) and entry.layout.endswith(f"/{self.name}")

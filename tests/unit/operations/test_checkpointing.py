@@ -469,6 +469,39 @@ def test_killed_with_the_pages(
         store.layout.check_blob(each)
 
 
+@pytest.mark.parametrize("fails", ["the records", "also the memory"])
+def test_recover_finds_the_store(
+    pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """By the order, which is there until the memory is in the store, and stays if it cannot get there."""
+    order = f"{overrides.FOLDER}/{ID}.json"
+
+    def fail(*_: object, **__: object) -> None:
+        assert overrides.list_stores() == {store.path}
+        raise DiskFull("the disk is full")
+
+    monkeypatch.setattr(convert, "take_in", fail)
+    if fails == "also the memory":
+        monkeypatch.setattr(handover.HandedOver, "commit", fail)
+    with pytest.raises(GpusnapError, match="the disk is full"):
+        made()
+    assert os.path.exists(order) == bool(store.list_handed_over()) == (fails == "also the memory")
+
+
+def test_a_runtime_that_is_still_at_work(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """If its Podman is killed, it may hand the memory over after the end of the command: the order stays."""
+    fake.first(
+        f'name=$(sed -n \'s|.*"staging": "\\([0-9a-f]*\\)".*|\\1|p\' {tmp_path}/orders/{ID}.json)\n'
+        f"mkdir {store.path}/staging/$name\n"
+    )
+    fake.fails("Error: killed\n")
+    with pytest.raises(GpusnapError, match="killed"):
+        made()
+    assert overrides.list_stores() == {store.path}
+    store.collect()
+    assert os.listdir(f"{store.path}/staging") == []
+
+
 @pytest.mark.parametrize("leave_running", [True, False])
 def test_a_second_signal(
     fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave_running: bool
