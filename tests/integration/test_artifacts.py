@@ -156,6 +156,36 @@ def test_killed(store: Store, tmp_path: Path, after: str) -> None:
     container.goes_on()
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_podman_alone_is_killed(store: Store, tmp_path: Path, stopped: bool) -> None:
+    """The runtime completes the checkpoint, for a command that is stopped until then, or has ended."""
+    container = Container.start("w", *WORK)
+    with held(tmp_path, "crun", "checkpoint", SETTINGS_BUT_RUNTIME) as crun:
+        child = subprocess.Popen(
+            [COMMAND, "checkpoint", "w"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        until(crun.met, "the runtime")
+        runtime = crun.caller
+        (engine,) = [pid for pid in started(child.pid) if proc.comm(pid) == "podman"]
+        if stopped:
+            child.send_signal(signal.SIGSTOP)
+        os.kill(engine, signal.SIGKILL)
+        if not stopped:
+            assert "was killed by SIGKILL" in child.communicate(timeout=DEADLINE)[1]
+    until(lambda: not proc.is_running(runtime), "the end of the runtime")
+    until(lambda: container.inspect()["State"]["Status"] == "exited", "the end of the container")
+    if stopped:
+        assert len(store.list_handed_over()) == 1
+        child.send_signal(signal.SIGCONT)
+        assert "podman container restore w restores it" in child.communicate(timeout=DEADLINE)[1]
+    assert [each.name for each in store.entries()] == [""]
+    assert list((STORE / "staging").iterdir()) == []
+    good(podman("container", "restore", "w"))
+    container.goes_on()
+    good(gpusnap("recover"))
+    assert not list(Path("/run/gpusnap/orders").glob("*.json"))
+
+
 @pytest.mark.parametrize("recover", [True, False])
 @pytest.mark.parametrize("options", [[], ["--rm"]])
 def test_killed_before_it_takes_the_memory(store: Store, options: list[str], recover: bool) -> None:
