@@ -44,6 +44,8 @@ from gpusnap.oci.store.paths import (
 _LONGEST_REASON = 4096
 # More than a manifest of gpusnap may have.
 _LONGEST_NOTE = 65 << 20
+# open(2): nothing of that name is there, or something else is.
+_NO_STAGING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 
 
 class Staging:
@@ -297,7 +299,7 @@ def stage(tree: Tree, name: str) -> Staging:
 def adopt(tree: Tree, path: str) -> Staging:
     """Return the staging directory at `path`, whose owner died.
 
-    Raises StagingBusy, StoreBusy, NotThere, StoreError.
+    Raises StagingBusy, StoreBusy, NotThere, StoreError, DiskError.
     """
     folder, name = os.path.split(os.path.realpath(path))
     if folder != tree.staging or name.startswith("."):
@@ -306,7 +308,8 @@ def adopt(tree: Tree, path: str) -> Staging:
         try:
             lock = _try_lock(os.path.join(folder, name))
         except OSError as error:
-            raise NotThere(f"the staging {path} cannot be taken over: {reason(error)}") from error
+            kind = NotThere if error.errno in _NO_STAGING else DiskError
+            raise kind(f"the staging {path} cannot be taken over: {reason(error)}") from error
         if lock is None:
             raise NotThere(
                 f"the staging {path} cannot be taken over: its owner has just removed it", code="GPS-703"
@@ -315,7 +318,7 @@ def adopt(tree: Tree, path: str) -> Staging:
 
 
 def take_over(tree: Tree, name: str) -> tuple[Staging, bytes]:
-    """Return a staging directory that was handed over, and its note. Raises as `adopt`, and DiskError."""
+    """Return a staging directory that was handed over, and its note. Raises as `adopt`."""
     path = os.path.join(tree.staging, name)
     staging = adopt(tree, path)
     try:

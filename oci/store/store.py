@@ -123,7 +123,7 @@ class Store:
     def adopt(self, path: str) -> Staging:
         """Return the staging directory at `path`, whose owner died, unchanged: a `commit` checks its blobs.
 
-        Raises StagingBusy if its owner lives, StoreBusy, NotThere, StoreError.
+        Raises StagingBusy if its owner lives, StoreBusy, NotThere, StoreError, DiskError.
         """
         return adopt(self._tree, path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from kept_checkpoints import hand_over_pages, keep_pages
 from gpusnap.oci.base.errors import DiskError, NotThere, StagingBusy
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.unsynced import Unsynced
+from gpusnap.oci.store import staging as staging_module
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ManifestError
@@ -82,6 +84,23 @@ def test_not_handed_over(store: Store) -> None:
     assert handover.commit_left(store) == ()
     store.adopt(staging.path).close()
     assert staging_of(store).exists()
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE])
+def test_a_directory_that_cannot_be_opened(store: Store, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    """That is not said to be none: the command would look for the chunks elsewhere, and recover drop them."""
+    hand_over_pages(store, NAME)
+
+    def refuse(*_: str) -> int:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(staging_module, "open_folder", refuse)
+        with pytest.raises(DiskError, match=os.strerror(error)):
+            handover.take_over(store, NAME)
+    taken = handover.take_over(store, NAME)
+    assert taken is not None
+    taken.leave()
 
 
 def test_left_by_a_command(store: Store) -> None:
