@@ -308,8 +308,9 @@ def adopt(tree: Tree, path: str) -> Staging:
         try:
             lock = _try_lock(os.path.join(folder, name))
         except OSError as error:
-            kind = NotThere if error.errno in _NO_STAGING else DiskError
-            raise kind(f"the staging {path} cannot be taken over: {reason(error)}") from error
+            if error.errno not in _NO_STAGING:
+                raise DiskError(f"the staging {path} cannot be opened: {reason(error)}") from error
+            raise NotThere(f"the staging {path} cannot be taken over: {reason(error)}") from error
         if lock is None:
             raise NotThere(
                 f"the staging {path} cannot be taken over: its owner has just removed it", code="GPS-703"
