@@ -51,7 +51,7 @@ def checkpoint(
     first = proc.process(of.init) if of.init else None
 
     def is_over() -> bool:
-        return first is not None and (not proc.is_same(first.pid, first.start) or proc.is_dying(first.pid))
+        return first is not None and not proc.is_still_running(first.pid, first.start)
 
     return _work(words, {}, tick, is_over, say=say)[1]
 

@@ -40,8 +40,8 @@ _NO_FILES = {
 }
 _NULL = os.makedev(1, 3)  # Documentation/admin-guide/devices.txt
 
-# stat(2): nothing exists there, or can.
-_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+NOTHING_THERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+"""Errors of stat(2) and open(2): nothing exists there, or can."""
 
 
 def exists(path: str, *, follow: bool = True) -> bool:
@@ -306,6 +306,6 @@ def _mode(path: str, *, follow: bool) -> int | None:
     try:
         return os.stat(path, follow_symlinks=follow).st_mode
     except OSError as error:
-        if error.errno in _NOTHING:
+        if error.errno in NOTHING_THERE:
             return None
         raise

@@ -37,6 +37,7 @@ from typing import IO
 
 from gpusnap.oci.base.errors import BlobError, DiskError, LayoutError, disk_error, reason
 from gpusnap.oci.base.files import (
+    NOTHING_THERE,
     UNFINISHED,
     new_file,
     open_folder,
@@ -124,7 +125,7 @@ class Layout:
                 return [each for name, each in names if not _is_there(name, each.size, folder)]
         except LayoutError as error:
             cause = error.__cause__
-            if isinstance(cause, OSError) and cause.errno not in _NO_FOLDER:
+            if isinstance(cause, OSError) and cause.errno not in NOTHING_THERE:
                 raise
             return [each for _, each in names]
 
@@ -363,9 +364,9 @@ class Layout:
             folder = open_folder(self.path, "blobs", "sha256")
         except OSError as error:
             where = error.filename or self.path  # an error of fstat(2) or close(2) names no file
-            what = (
-                "is not a directory of an image layout" if error.errno in _NO_FOLDER else "cannot be opened"
-            )
+            what = "cannot be opened"
+            if error.errno in NOTHING_THERE:
+                what = "is not a directory of an image layout"
             raise LayoutError(f"{where} {what}: {reason(error)}") from error
         try:
             yield folder
@@ -421,7 +422,6 @@ class Layout:
         return parse_document(data, self._join_path(name))
 
 
-_NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 # No link is possible: another file system, one without links, too many of them, or none permitted for this
 # file.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EACCES}

@@ -19,7 +19,7 @@ from gpusnap.oci.base.errors import (
     StoreError,
     reason,
 )
-from gpusnap.oci.base.files import UNFINISHED, open_folder, read_regular, replace
+from gpusnap.oci.base.files import NOTHING_THERE, UNFINISHED, open_folder, read_regular, replace
 from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks.index import Known
@@ -44,8 +44,6 @@ from gpusnap.oci.store.paths import (
 _LONGEST_REASON = 4096
 # More than a manifest of gpusnap may have.
 _LONGEST_NOTE = 65 << 20
-# open(2): nothing of that name is there, or something else is.
-_NO_STAGING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 
 
 class Staging:
@@ -308,7 +306,7 @@ def adopt(tree: Tree, path: str) -> Staging:
         try:
             lock = _try_lock(os.path.join(folder, name))
         except OSError as error:
-            if error.errno not in _NO_STAGING:
+            if error.errno not in NOTHING_THERE:
                 raise DiskError(f"the staging {path} cannot be opened: {reason(error)}") from error
             raise NotThere(f"the staging {path} cannot be taken over: {reason(error)}") from error
         if lock is None:

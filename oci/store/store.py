@@ -134,6 +134,10 @@ class Store:
         """
         return take_over(self._tree, name)
 
+    def locate_staging(self, name: str) -> str:
+        """Return the path of the staging directory of that name, whether or not there is one."""
+        return os.path.join(self._tree.staging, name)
+
     def list_handed_over(self) -> dict[str, bytes]:
         """Return the note of each staging directory that was handed over, by name. Raises DiskError.
 

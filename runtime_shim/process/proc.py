@@ -270,6 +270,11 @@ def is_same(pid: int, start: int) -> bool:
     return stat is not None and stat[0] not in "ZX" and int(stat[19]) == start
 
 
+def is_still_running(pid: int, start: int) -> bool:
+    """Whether the process that began at `start` still has this PID, and is not about to end."""
+    return is_same(pid, start) and not is_dying(pid)
+
+
 def exists(pid: int, start: int) -> bool:
     """Whether the process that began at `start` still has this PID, even as a zombie."""
     stat = _stat(pid)

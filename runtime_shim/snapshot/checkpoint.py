@@ -87,8 +87,7 @@ def checkpoint(
     """Checkpoint a running container that was given GPUs, whether or not any process uses one now.
 
     For a suspended container, `asleep` is its record. `recipient`: to whom memory in a store is handed over.
-    Raises GpusnapError: the container is then in the same
-    state as before, unless the error says otherwise.
+    Raises GpusnapError: the container is then in the same state as before, unless the error says otherwise.
     """
     with make_interruptible():
         destination = _choose_destination(call, settings, container, recipient)
@@ -321,7 +320,7 @@ def _is_alive(job: CheckpointJob) -> bool:
     CRIU does not wait for its end.
     """
     init = job.init
-    return init is not None and proc.is_same(init.pid, init.start) and not proc.is_dying(init.pid)
+    return init is not None and proc.is_still_running(init.pid, init.start)
 
 
 def _dump_error(job: CheckpointJob, done: Invocation) -> RuntimeFailed:

@@ -48,7 +48,7 @@ def list_living() -> tuple[Restore, ...]:
 
 def is_alive(entry: Restore) -> bool:
     """Whether the container that was restored then still runs, and is not about to end."""
-    return entry.init is not None and proc.is_same(*entry.init) and not proc.is_dying(entry.init[0])
+    return entry.init is not None and proc.is_still_running(*entry.init)
 
 
 def is_on_file(key: str, init: int) -> bool:

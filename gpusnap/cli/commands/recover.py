@@ -28,7 +28,6 @@ from gpusnap.privileges import require_root
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver
-from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
@@ -248,19 +247,14 @@ def _store_memory(path: str, names: Names) -> bool:
 
     `path`: of this host's store. The orders of the commands name others.
     """
-    needed = {each.layout for each in journal.entries()}
     done, failures = False, list[GpusnapError]()
     for place in sorted({path} | overrides.list_stores()):
-
-        def tell(record: Manifest, place: str = place) -> None:
-            nonlocal done
-            done = True
-            shown = names.format_name(record.container)
-            click.echo(f"{shown}  the memory of its checkpoint is in the store {place}")
-
         try:
             with convert_errors():
-                handover.commit_left(Store(place), but=needed, done=tell)
+                for record in handover.commit_left(Store(place)):
+                    done = True
+                    shown = names.format_name(record.container)
+                    click.echo(f"{shown}  the memory of its checkpoint is in the store {place}")
         except GpusnapError as error:
             failures.append(error)
     if failures:

@@ -64,7 +64,7 @@ class Export:
         first = self.first
         if first is None:
             return bool(self.found.init)
-        return not proc.is_same(first.pid, first.start) or proc.is_dying(first.pid)
+        return not proc.is_still_running(first.pid, first.start)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ GPU memory, and if it leaves all memory in CRIU's images.
 
 from __future__ import annotations
 
-import os
 import secrets
 from contextlib import suppress
 
@@ -27,6 +26,7 @@ class OrderedMemory:
         self.name = secrets.token_hex(16)
         """The name of its staging directory, for the order."""
         self._store = store
+        self._path = store.locate_staging(self.name)
         self._taken: HandedOver | None = None
 
     def __enter__(self) -> OrderedMemory:
@@ -55,7 +55,7 @@ class OrderedMemory:
         recover needs it as it is.
         """
         with suppress(OciError, GpusnapError, OSError):
-            if self._taken is None and not any(self._is_named_by(each) for each in journal.entries()):
+            if self._taken is None and self._path not in journal.list_layouts():
                 self._taken = handover.take_over(self._store, self.name)
 
     def settle(self, runs: bool) -> None:
@@ -75,8 +75,5 @@ class OrderedMemory:
     def is_left(self) -> bool:
         """Return whether its staging directory is there, or may be: a runtime may still hand it over."""
         with suppress(OSError):
-            return exists(os.path.join(self._store.path, "staging", self.name), follow=False)
+            return exists(self._path, follow=False)
         return True
-
-    def _is_named_by(self, entry: journal.Entry) -> bool:
-        return bool(entry.layout) and entry.layout.endswith(f"/{self.name}")

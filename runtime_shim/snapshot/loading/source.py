@@ -42,7 +42,6 @@ from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
 from gpusnap.runtime_shim.snapshot.memory import handover, transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
-from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
@@ -203,7 +202,8 @@ class BlobSource:
             if missing:
                 # The command that was to commit them may have been killed.
                 with contextlib.suppress(OciError, GpusnapError):
-                    handover.commit_left(self._store, but={each.layout for each in journal.entries()})
+                    for _ in handover.commit_left(self._store):
+                        pass
                 missing = staging.take_all(missing)
             missing = [each for each in missing if not self._link_from_staging(each, staging)]
             # Their staging directory may have been committed, and removed, since the store was asked.

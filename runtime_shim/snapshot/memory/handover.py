@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 from gpusnap.oci.base.dataclass import dataclass
@@ -36,6 +36,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.artifact import write_artifact
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.records.manifest_json import decode, encode
+from gpusnap.runtime_shim.snapshot.records import journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class HandedOver:
         layout, record = self.staging.layout, self.read()
         # Whatever else is in it belongs to a checkpoint that failed, and may have filled the disk.
         self.staging.prune(each.digest for each in descriptors(record.tables))
-        config = digest_of(encode(record))
+        config = digest_of(_get_manifest(self._note))
         if config not in self._list_configs():  # its command may have been killed after the commit
             self.staging.commit(write_artifact(layout, record), tables=record.tables)
         return record
@@ -114,31 +115,26 @@ def take_over(store: Store, name: str) -> HandedOver | None:
     return HandedOver(store, staging, note)
 
 
-def commit_left(
-    store: Store, *, but: Collection[str] = (), done: Callable[[Manifest], object] = lambda record: None
-) -> tuple[Manifest, ...]:
-    """Commit the memory whose command has ended, and return the manifests.
+def commit_left(store: Store) -> Iterator[Manifest]:
+    """Commit the memory whose command has ended; yield each manifest when its memory is committed.
 
-    Memory that another process is committing just now is skipped. `but`: paths of layouts that are left
-    alone. `done` is called with each manifest. Raises OciError, ManifestError: the first one, after all
-    others were committed.
+    Memory that another process is committing just now, or that the journal names, is left alone. Raises
+    GpusnapError, and at the end, after all others were committed, the first OciError or ManifestError.
     """
-    found, failures = list[Manifest](), list[OciError | ManifestError]()
+    needed, failures = journal.list_layouts(), list[OciError | ManifestError]()
     for name in _list_left(store):
         try:
-            record = _commit_one_left(store, name, but)
+            record = _commit_one_left(store, name, needed)
         except (OciError, ManifestError) as error:  # a damaged one keeps no other one from the store
             failures.append(error)
             continue
         if record is not None:
-            found.append(record)
-            done(record)
+            yield record
     if failures:
         raise failures[0]
-    return tuple(found)
 
 
-def _commit_one_left(store: Store, name: str, but: Collection[str]) -> Manifest | None:
+def _commit_one_left(store: Store, name: str, needed: Collection[str]) -> Manifest | None:
     """Commit what was handed over in a staging directory, unless somebody else does or needs it as it is."""
     try:
         taken = take_over(store, name)
@@ -146,7 +142,7 @@ def _commit_one_left(store: Store, name: str, but: Collection[str]) -> Manifest 
         return None
     if taken is None:
         return None
-    if taken.staging.layout.path in but:
+    if taken.staging.layout.path in needed:
         taken.leave()
         return None
     try:
@@ -183,9 +179,13 @@ def _has_owner(note: bytes) -> bool:
         return False
 
 
+def _get_manifest(note: bytes) -> bytes:
+    return note.partition(b"\n")[2]
+
+
 def _parse_record(note: bytes, name: str) -> Manifest:
     try:
-        return decode(note.partition(b"\n")[2], f"the manifest of the staging {name}")
+        return decode(_get_manifest(note), f"the manifest of the staging {name}")
     except ManifestError as error:
         error.add_hint("gpusnap gc names its directory")
         raise

@@ -278,6 +278,11 @@ def entries() -> tuple[Entry, ...]:
     return tuple(entry for entry in found if entry is not None)
 
 
+def list_layouts() -> frozenset[str]:
+    """Return the layouts whose chunks the entries name, and need as they are. Raises as `entries`."""
+    return frozenset(entry.layout for entry in entries() if entry.layout)
+
+
 def _has_held_threads(key: str) -> bool:
     """Whether a killed gpusnap left threads of a container held, and not for a restore."""
     path = masks(key)

@@ -103,7 +103,7 @@ class Suspension:
     @property
     def is_alive(self) -> bool:
         """Whether its first process still exists."""
-        return proc.is_same(*self.init) and not proc.is_dying(self.init[0])
+        return proc.is_still_running(*self.init)
 
     def make_ended_error(self, done: str) -> ContainerError:
         """The error if its first process has ended meanwhile. `done`: for example "suspended"."""

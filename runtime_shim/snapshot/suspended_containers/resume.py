@@ -258,7 +258,7 @@ def _name_recover(found: Suspension) -> Iterator[None]:
 def _tell_of_ended(found: Suspension) -> None:
     """Report which of its GPU processes were killed while it was suspended; none could end by itself."""
     for each in found.processes:
-        if not proc.is_same(each.pid, each.start) or proc.is_dying(each.pid):
+        if not proc.is_still_running(each.pid, each.start):
             note(
                 f"process {each.pid} of container {found.name} (PID {each.inner_pid} in it) was killed "
                 "while it was suspended; the container continues without it",

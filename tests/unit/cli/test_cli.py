@@ -576,14 +576,21 @@ def test_nothing_to_recover(
     assert gpusnap("recover", "--list", "--json")[1] == "[]\n"
 
 
-def test_memory_that_a_killed_command_left(
-    gpusnap: Run, nothing_noted: None, host_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """recover has this host's store name it, and the store of a killed command's order."""
+@pytest.fixture
+def other_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Store, Path]:
+    """The store of a killed command's order, which comes after this host's, and the order."""
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
     (tmp_path / "orders").mkdir()
-    other = Store(tmp_path / "another")
-    (tmp_path / "orders/w.json").write_text(json.dumps({"owner": [1, 1], "store": other.path}))
+    other, order = Store(tmp_path / "zz-another"), tmp_path / "orders/w.json"
+    order.write_text(json.dumps({"owner": [1, 1], "store": other.path}))
+    return other, order
+
+
+def test_memory_that_a_killed_command_left(
+    gpusnap: Run, nothing_noted: None, host_store: Store, other_order: tuple[Store, Path]
+) -> None:
+    """recover has this host's store name it, and the store of a killed command's order."""
+    other, _ = other_order
     made = [hand_over_pages(store, "handed") for store in (host_store, other)]
     code, out, _ = gpusnap("recover")
     assert code == 0
@@ -594,14 +601,10 @@ def test_memory_that_a_killed_command_left(
 
 
 def test_a_store_that_fails_keeps_no_other_one(
-    gpusnap: Run, nothing_noted: None, host_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpusnap: Run, nothing_noted: None, host_store: Store, other_order: tuple[Store, Path]
 ) -> None:
     """recover does the others; the order stays, so that the next one finds that store again."""
-    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
-    (tmp_path / "orders").mkdir()
-    other = Store(tmp_path / "zz-another")
-    order = tmp_path / "orders/w.json"
-    order.write_text(json.dumps({"owner": [1, 1], "store": other.path}))
+    other, order = other_order
     for store in (host_store, other):
         hand_over_pages(store, "handed")
     (Path(host_store.path) / "staging/handed/complete").write_text("")

@@ -106,6 +106,17 @@ def stored(path: Path, record: Manifest, layout: Layout) -> Store:
     return store
 
 
+def handed_over(path: Path, record: Manifest, layout: Layout, owner: tuple[int, int]) -> Store:
+    """A store in which that checkpoint waits for its command."""
+    store = Store(path).create()
+    with store.stage("handed") as staging:
+        staging.mark_precious("a checkpoint")
+        for each in descriptors(record.tables):
+            staging.layout.link_blob(each.digest, each.size, layout)
+        handover.hand_over(staging, record, Recipient("handed", owner))
+    return store
+
+
 def bytes_of(table: Table, fetching: BlobSource) -> bytes:
     found = bytearray(table.size)
     read([table], fetching, [Buffer(found)], threads=2, ceiling=64 << 20)
@@ -459,12 +470,7 @@ def test_chunks_that_are_committed_meanwhile(
 ) -> None:
     """By their command, after the store was asked and before its staging directories are read."""
     record, layout = made
-    store = Store(tmp_path / "store").create()
-    with store.stage("handed") as staging:
-        staging.mark_precious("a checkpoint")
-        for each in descriptors(record.tables):
-            staging.layout.link_blob(each.digest, each.size, layout)
-        handover.hand_over(staging, record, Recipient("handed", state_files.owner()))
+    store = handed_over(tmp_path / "store", record, layout, state_files.owner())
     link_from_staging = BlobSource._link_from_staging
 
     def commit_and_link(self: BlobSource, wanted: Descriptor, staging: Staging) -> bool:
@@ -485,12 +491,7 @@ def test_chunks_whose_command_was_killed(
 ) -> None:
     """The store names them from then on; no registry is asked, and no chunk is read to be checked."""
     record, layout = made
-    store = Store(tmp_path / "store").create()
-    with store.stage("handed") as staging:
-        staging.mark_precious("a checkpoint")
-        for each in descriptors(record.tables):
-            staging.layout.link_blob(each.digest, each.size, layout)
-        handover.hand_over(staging, record, Recipient("handed", (1, 0)))
+    store = handed_over(tmp_path / "store", record, layout, (1, 0))
     with BlobSource(record, str(tmp_path / "images"), store.path, ["registry.example/w"]) as source:
         assert bytes_of(region_of(record), source) == content
     assert len(store.entries()) == 1
