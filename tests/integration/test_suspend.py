@@ -292,9 +292,11 @@ def test_killed_resume(real: str) -> None:
     for step in RESUME_STEPS:
         suspended(container)
         kill_at(step, [COMMAND, "--debug", "resume", "w"])
+        begun = not is_suspended(container)
+        assert begun or step == "plan"  # killed there, it may have come to what it does before its next step
         gpusnap("recover")
-        if step == "plan":
-            assert is_suspended(container)
+        assert is_suspended(container) is not begun
+        if not begun:
             good(gpusnap("resume", "w"))
         assert container.inspect()["State"]["Status"] == "running", step
         container.goes_on()
