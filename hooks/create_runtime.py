@@ -7,43 +7,38 @@ from __future__ import annotations
 
 import os
 
-from gpusnap.hooks.errors import HookError
-from gpusnap.hooks.file import read_file
-from gpusnap.hooks.marks import may_have_gpu
+from gpusnap.hooks import config as configuration
+from gpusnap.hooks.documents import HookError, check_schema, parse, read_file
 
 _CONFIG_LIMIT = 16 << 20
 
 
-def note_gpus(data: bytes) -> None:
+def record_gpus(data: bytes) -> None:
     """Record the GPUs of the container whose state `data` is; see gpusnap.hooks.record. Raises HookError."""
     quick = _bundle_without_parsing(data)
-    if quick and not may_have_gpu(_config(quick)):
+    if quick and not configuration.may_have_gpu(_config(quick)):
         return
-    from gpusnap.hooks.document import parse
-
     state = parse(data, "the container's state")
     bundle = state.get("bundle")
     if not isinstance(bundle, str) or not os.path.isabs(bundle):
         raise HookError("the container's state names no bundle", code="GPS-908")
     config = parse(_config(bundle), "the container's configuration")
-    from gpusnap.hooks import given
-
-    if not given.has_gpu(config):
+    if not configuration.has_gpu(config):
         return
-    from gpusnap.hooks import record, schema
+    from gpusnap.hooks import record
 
-    schema.check(state, "state", "the container's state")
-    schema.check(config, "config", "the container's configuration")
+    check_schema(state, "state", "the container's state")
+    check_schema(config, "config", "the container's configuration")
     record.write(
         record.Record(
             container=state["id"],
             created=record.format_now(),
             pid=int(state.get("pid", 0)),
             bundle=bundle,
-            driver=given.driver_version(config),
-            devices=tuple(record.Node(**node) for node in given.nodes(config)),
-            cdi=tuple(given.cdi_names(config)),
-            visible=given.visible_devices(config),
+            driver=configuration.find_driver_version(config),
+            devices=tuple(record.Node(**node) for node in configuration.list_nodes(config)),
+            cdi=tuple(configuration.list_cdi_names(config)),
+            visible=configuration.find_visible_devices(config),
         )
     )
 

@@ -20,9 +20,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpusnap.hooks.document import parse
-from gpusnap.hooks.errors import HookError
-from gpusnap.hooks.file import read_file
+from gpusnap.hooks.documents import HookError, parse, read_file
 from gpusnap.hooks.main import STAGES
 from gpusnap.runtime_shim.errors import reason
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-from gpusnap.hooks.marks import may_have_gpu
+from gpusnap.hooks.config import may_have_gpu
 
 TYPE_CHECKING = False  # not from typing, whose import takes longer than all of this module
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ def _with_state(stage: str, options: list[str], source: int) -> None:
     if not _read(source, came, _STATE_LIMIT):
         raise OverflowError(f"the container's state is larger than {_STATE_LIMIT >> 20} MiB")
     if stage == "createRuntime":
-        from gpusnap.hooks.create_runtime import note_gpus as act
+        from gpusnap.hooks.create_runtime import record_gpus as act
     else:
-        from gpusnap.hooks.poststop import forget as act
+        from gpusnap.hooks.poststop import remove_record as act
     act(b"".join(came))
 
 

@@ -19,9 +19,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from gpusnap.hooks import schema
-from gpusnap.hooks.document import parse, text
-from gpusnap.hooks.given import has_gpu, is_named_as_drivers
+from gpusnap.hooks.config import has_gpu, is_named_as_drivers
+from gpusnap.hooks.documents import check_schema, encode, parse
 
 CRIU_ANNOTATION = "org.criu.config"
 """Read by runc and, from 1.26 on with CRIU 4.2, by crun; an older crun refuses to checkpoint with it."""
@@ -41,11 +40,11 @@ def prepare_config(data: bytes, criu_config: str = "") -> bytes:
     config = parse(data, "the container's configuration")
     if not has_gpu(config):
         return data
-    schema.check(config, "config", "the container's configuration")
+    check_schema(config, "config", "the container's configuration")
     changes = [_mend(mount) for mount in config.get("mounts") or ()]
     if criu_config:
         changes.append(_annotate(config, criu_config))
-    return text(config) if any(changes) else data
+    return encode(config) if any(changes) else data
 
 
 def _mend(mount: dict[str, Any]) -> bool:

@@ -11,10 +11,8 @@ import os
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from gpusnap.hooks import place, schema
-from gpusnap.hooks.document import parse, text
-from gpusnap.hooks.errors import HookError
-from gpusnap.hooks.file import read_file
+from gpusnap.hooks.documents import HookError, check_schema, encode, parse, read_file
+from gpusnap.hooks.record_directories import check_id, open_directory
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import reason
 
@@ -59,7 +57,7 @@ def format_now() -> str:
 
 def write(record: Record) -> None:
     """Write a record, in one step and readable only for root. Raises HookError."""
-    container = place.check_id(record.container)
+    container = check_id(record.container)
     values = asdict(record)
     document = {
         "version": _VERSION,
@@ -67,42 +65,42 @@ def write(record: Record) -> None:
         "devices": list(values["devices"]),
         "cdi": list(record.cdi),
     }
-    schema.check(document, "gpus", f"the record of container {container}")
+    check_schema(document, "gpus", f"the record of container {container}")
     try:
-        with place.open_folder(container, make=True) as folder:
-            _write(text(document) + b"\n", folder)
+        with open_directory(container, make=True) as directory:
+            _write(encode(document) + b"\n", directory)
     except OSError as error:
         raise HookError(
             f"the record of container {container} cannot be written: {reason(error)}", code="GPS-908"
         ) from error
 
 
-def _write(data: bytes, folder: int) -> None:
+def _write(data: bytes, directory: int) -> None:
     pending = f".{NAME}.{os.getpid()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(pending, dir_fd=folder)
+        os.unlink(pending, dir_fd=directory)
     try:
-        with os.fdopen(os.open(pending, flags, 0o600, dir_fd=folder), "wb") as file:
+        with os.fdopen(os.open(pending, flags, 0o600, dir_fd=directory), "wb") as file:
             file.write(data)
-        os.replace(pending, NAME, src_dir_fd=folder, dst_dir_fd=folder)
+        os.replace(pending, NAME, src_dir_fd=directory, dst_dir_fd=directory)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(pending, dir_fd=folder)
+            os.unlink(pending, dir_fd=directory)
         raise
 
 
 def read(container: str) -> Record | None:
     """Read the record of a container by its full ID, None without one. Raises HookError if it is broken."""
-    what = f"the record of container {place.check_id(container)}"
+    what = f"the record of container {check_id(container)}"
     try:
-        with place.open_folder(container) as folder:
-            document = parse(read_file(NAME, _LIMIT, folder=folder), what)
+        with open_directory(container) as directory:
+            document = parse(read_file(NAME, _LIMIT, directory=directory), what)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise HookError(f"{what} cannot be read: {reason(error)}", code="GPS-908") from error
-    schema.check(document, "gpus", what)
+    check_schema(document, "gpus", what)
     if document["container"] != container:
         raise HookError(f"{what} belongs to container {document['container']}", code="GPS-908")
     return Record(

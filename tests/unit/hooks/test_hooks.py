@@ -17,10 +17,10 @@ from fakes import DEADLINE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpusnap.hooks import folder as record_folder
+from gpusnap import hooks
 from gpusnap.hooks import main as hook_main
 from gpusnap.hooks import record
-from gpusnap.hooks.errors import HookError
+from gpusnap.hooks.documents import HookError
 from gpusnap.hooks.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the records."""
     path = tmp_path / "run" / "gpusnap" / "containers"
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr(record_folder, "FOLDER", str(path))
+    monkeypatch.setattr(hooks, "RECORDS", str(path))
     return path
 
 
@@ -475,8 +475,8 @@ def test_the_bundle_is_found_without_a_parser(hook: Hook, bundle: Bundle) -> Non
 def test_an_ordinary_container_pays_little(stage: str, bundle: Bundle, tmp_path: Path) -> None:
     """Nothing heavy is imported for a container without a GPU."""
     program = (
-        "import sys; from gpusnap.hooks import folder; from gpusnap.hooks.main import main;"
-        f"folder.FOLDER = {str(tmp_path)!r} + '/none'; main([{stage!r}]);"
+        "import sys; from gpusnap import hooks; from gpusnap.hooks.main import main;"
+        f"hooks.RECORDS = {str(tmp_path)!r} + '/none'; main([{stage!r}]);"
         f"print(*{{*{HEAVY}}} & {{*sys.modules}}, file=sys.stderr)"
     )
     done = subprocess.run(

@@ -1,28 +1,36 @@
-"""Finds the GPUs that a container is given, in its configuration (runtime-spec, config-linux.md, Devices).
+"""The GPUs in a container's configuration (runtime-spec, config-linux.md, Devices).
 
 NVIDIA: the nodes /dev/nvidia*, and the driver's files as nvidia-ctk's CDI specification mounts them. AMD:
 /dev/kfd, with the render nodes in /dev/dri; render nodes alone may belong to any other GPU.
+
+Every container of the host waits for this module's import, so it needs no other that takes long.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from typing import Any
 
-from gpusnap.oci.base.patterns import compile_later
+TYPE_CHECKING = False  # not from typing, because every container would have to wait for its import
+if TYPE_CHECKING:
+    from typing import Any
 
-_DRIVER_FILE = compile_later(
-    r"""(?x) .*/(?:
+_DRIVER_FILE = r"""(?x) .*/(?:
         lib(?:cuda|cudadebugger|nvcuvid|nvoptix|nvidia-[\w-]+|(?:GLX|EGL|vdpau|GLESv1_CM|GLESv2)_nvidia)\.so[\w.]*
         | firmware/(?:updates/)?(?:[^/]+/)?nvidia/.+
         | s?bin/nvidia-[\w-]+
         | run/nvidia-(?:persistenced|fabricmanager)/socket
         | proc/driver/nvidia(?:/.*)?
     )"""
-)
-_VERSIONED = compile_later(r"/lib(?:cuda|nvidia-ml)\.so\.(\d{2,4}(?:\.\d{1,4}){1,2})$")
+_VERSIONED = r"/lib(?:cuda|nvidia-ml)\.so\.(\d{2,4}(?:\.\d{1,4}){1,2})$"
 _CDI = "cdi.k8s.io/"
+# A part of a node's or of a library's path, in every configuration of a container with a GPU.
+_PARTS = (b"nvidia", b"kfd", b"libcuda")
+
+
+def may_have_gpu(config: bytes) -> bool:
+    """Whether a configuration as JSON could be one of a container with a GPU; `has_gpu` parses it."""
+    return any(part in config for part in _PARTS)
 
 
 def is_named_as_drivers(path: str) -> bool:
@@ -31,48 +39,50 @@ def is_named_as_drivers(path: str) -> bool:
     A mount of such a file gets an option that does no harm to other mounts.
     gpu.nvidia.driver_files.is_driver_file is the stricter check for the manifest of a checkpoint.
     """
-    return _DRIVER_FILE.fullmatch(path) is not None
+    import re
+
+    return re.fullmatch(_DRIVER_FILE, path) is not None
 
 
 def _is_node(path: str) -> bool:
     return path.startswith("/dev/nvidia") or path == "/dev/kfd"
 
 
-def _objects(config: dict[str, Any], *names: str) -> list[dict[str, Any]]:
+def _list_objects(config: dict[str, Any], *names: str) -> list[dict[str, Any]]:
     """Return the objects in an array of a configuration that may not have been checked yet."""
-    place: Any = config
+    found: Any = config
     for name in names:
-        place = place.get(name) if isinstance(place, dict) else None
-    return [each for each in place if isinstance(each, dict)] if isinstance(place, list) else []
+        found = found.get(name) if isinstance(found, dict) else None
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
 
 
-def _word(entry: dict[str, Any], name: str) -> str:
+def _get_text(entry: dict[str, Any], name: str) -> str:
     value = entry.get(name)
     return value if isinstance(value, str) else ""
 
 
 def has_gpu(config: dict[str, Any]) -> bool:
     """Whether the configuration gives the container a GPU: a node of one, or the driver's libcuda."""
-    if any(_is_node(_word(device, "path")) for device in _objects(config, "linux", "devices")):
+    if any(_is_node(_get_text(device, "path")) for device in _list_objects(config, "linux", "devices")):
         return True
     return any(
         _is_node(path) or "/libcuda.so" in path
-        for mount in _objects(config, "mounts")
-        for path in (_word(mount, "source"), _word(mount, "destination"))
+        for mount in _list_objects(config, "mounts")
+        for path in (_get_text(mount, "source"), _get_text(mount, "destination"))
     )
 
 
-def nodes(config: dict[str, Any]) -> list[dict[str, Any]]:
+def list_nodes(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the GPUs' device nodes, by path in the container: path, major, minor; also mounted ones."""
     found: dict[str, tuple[int, int]] = {}
-    for device in _objects(config, "linux", "devices"):
+    for device in _list_objects(config, "linux", "devices"):
         major, minor = device.get("major"), device.get("minor")
         if isinstance(major, int) and isinstance(minor, int):
-            found[_word(device, "path")] = (major, minor)
-    for mount in _objects(config, "mounts"):
-        numbers = _numbers(_word(mount, "source"))
+            found[_get_text(device, "path")] = (major, minor)
+    for mount in _list_objects(config, "mounts"):
+        numbers = _stat_node(_get_text(mount, "source"))
         if numbers is not None:
-            found[_word(mount, "destination")] = numbers
+            found[_get_text(mount, "destination")] = numbers
     amd = "/dev/kfd" in found
     return [
         {"path": path, "major": major, "minor": minor}
@@ -81,7 +91,7 @@ def nodes(config: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _numbers(source: str) -> tuple[int, int] | None:
+def _stat_node(source: str) -> tuple[int, int] | None:
     """Return major and minor of a node on this host, for a bind mount of it (by a rootless engine)."""
     if not (_is_node(source) or source.startswith("/dev/dri/")):
         return None
@@ -92,24 +102,26 @@ def _numbers(source: str) -> tuple[int, int] | None:
     return (os.major(found.st_rdev), os.minor(found.st_rdev)) if stat.S_ISCHR(found.st_mode) else None
 
 
-def cdi_names(config: dict[str, Any]) -> list[str]:
+def list_cdi_names(config: dict[str, Any]) -> list[str]:
     """Return the CDI devices named by annotations, e.g. nvidia.com/gpu=0 (CDI, SPEC.md); Podman sets none."""
     annotations = config.get("annotations") or {}
     values = (value for name, value in annotations.items() if name.startswith(_CDI))
     return sorted({name.strip() for value in values for name in value.split(",") if name.strip()})
 
 
-def visible_devices(config: dict[str, Any]) -> str:
+def find_visible_devices(config: dict[str, Any]) -> str:
     """Return NVIDIA_VISIBLE_DEVICES of the container's environment; "void" from a CDI specification."""
     entries = (config.get("process") or {}).get("env") or ()
     prefix = "NVIDIA_VISIBLE_DEVICES="
     return next((entry.removeprefix(prefix) for entry in reversed(entries) if entry.startswith(prefix)), "")
 
 
-def driver_version(config: dict[str, Any]) -> str:
+def find_driver_version(config: dict[str, Any]) -> str:
     """Return the driver's version, which is in the names of its libraries; empty if none is mounted."""
-    for mount in _objects(config, "mounts"):
-        for path in (_word(mount, "source"), _word(mount, "destination")):
-            if match := _VERSIONED.search(path):
+    import re
+
+    for mount in _list_objects(config, "mounts"):
+        for path in (_get_text(mount, "source"), _get_text(mount, "destination")):
+            if match := re.search(_VERSIONED, path):
                 return match[1]
     return ""

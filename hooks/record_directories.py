@@ -13,8 +13,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from gpusnap.hooks import folder
-from gpusnap.hooks.errors import HookError
+from gpusnap import hooks
+from gpusnap.hooks.documents import HookError
 from gpusnap.oci.base.patterns import compile_later
 
 # runc (libcontainer/factory_linux.go) and containerd (pkg/identifiers) permit no more than this.
@@ -31,8 +31,8 @@ def check_id(container: object) -> str:
 
 
 @contextlib.contextmanager
-def open_folder(*names: str, make: bool = False) -> Iterator[int]:
-    """Open folder.FOLDER, or a directory in it; with `make`, missing ones are created.
+def open_directory(*names: str, make: bool = False) -> Iterator[int]:
+    """Open hooks.RECORDS, or a directory in it; with `make`, missing ones are created.
 
     Raises OSError.
     """
@@ -50,16 +50,16 @@ def open_folder(*names: str, make: bool = False) -> Iterator[int]:
 
 
 def _parts() -> tuple[str, str, str]:
-    """Return folder.FOLDER as the system's directory, and gpusnap's two below it."""
-    above, last = os.path.split(folder.FOLDER)
+    """Return hooks.RECORDS as the system's directory, and gpusnap's two below it."""
+    above, last = os.path.split(hooks.RECORDS)
     top, above = os.path.split(above)
     return top, above, last
 
 
-def remove(container: str) -> None:
+def remove_directory(container: str) -> None:
     """Remove the directory of a container with its content; a missing one is fine. Raises OSError."""
     try:
-        with open_folder() as parent:
+        with open_directory() as parent:
             _remove(container, parent, _DEPTH)
     except FileNotFoundError:
         return
