@@ -40,6 +40,7 @@ from gpusnap.operations import disk_space
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing.checkpoint import CheckpointResult
 from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring.restore_job import RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim._version import __version__
@@ -291,7 +292,7 @@ class _Move:
         try:
             self._note.remove()  # it certainly does not run there
             place = locator.InStore(Store(made.store), made.digest)
-            restoring.restore(restoring.RestoreRequest(what=place), self._progress)
+            restoring.restore(RestoreRequest(what=place), self._progress)
         except (GpusnapError, KeyboardInterrupt) as failed:
             if (
                 isinstance(failed, GpusnapError) and failed.code == "GPS-240"

@@ -21,8 +21,8 @@ from gpusnap.oci.base.errors import RegistryError, Unauthorized
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.registry.credentials import Credentials
-from gpusnap.oci.registry.http import Answer, Broken, Pool, address, exchange, host_of
-from gpusnap.oci.registry.responses import BODY_LIMIT, is_worth_retrying, make_refusal, parse_retry_after
+from gpusnap.oci.registry.http import Broken, Pool, Response, address, exchange, host_of
+from gpusnap.oci.registry.refusals import BODY_LIMIT, is_worth_retrying, make_refusal, parse_retry_after
 
 _CLIENT = "gpusnap"
 # Seconds that a token is valid if its service does not say it (token.md: at least 60), and the share of them
@@ -146,8 +146,8 @@ class Tokens:
         # Each once, ours first.
         wanted = list(dict.fromkeys(asked))
         begun = self._clock()
-        with self._ask(realm, service, wanted) as answer:
-            value, seconds = self._parse_token(answer, realm)
+        with self._ask(realm, service, wanted) as response:
+            value, seconds = self._parse_token(response, realm)
         return _Token(f"Bearer {value}", begun + seconds * _SHARE)
 
     def _check_realm(self, realm: str) -> None:
@@ -173,7 +173,7 @@ class Tokens:
                 code="GPS-809",
             )
 
-    def _ask(self, realm: str, service: str, scopes: list[str]) -> Answer:
+    def _ask(self, realm: str, service: str, scopes: list[str]) -> Response:
         found = self._credentials
         head = {"service": service} if service else {}
         if found is not None and found.identity_token:
@@ -188,20 +188,20 @@ class Tokens:
         query = urlencode([*head.items(), *(("scope", each) for each in scopes)])
         return exchange(self._pool, "GET", realm + ("&" if urlsplit(realm).query else "?") + query, headers)
 
-    def _parse_token(self, answer: Answer, realm: str) -> tuple[str, float]:
-        """Return the token of an answer and the seconds that it is valid."""
-        where, body = host_of(realm), answer.body(BODY_LIMIT)
-        if is_worth_retrying(answer.status):
-            wait = parse_retry_after(answer.header("Retry-After"))
-            raise Broken(f"the token service {where} responded with status {answer.status}", wait)
-        if answer.status in (400, 401, 403) and self._credentials is not None:
+    def _parse_token(self, response: Response, realm: str) -> tuple[str, float]:
+        """Return the token of a response and the seconds that it is valid."""
+        where, body = host_of(realm), response.body(BODY_LIMIT)
+        if is_worth_retrying(response.status):
+            wait = parse_retry_after(response.header("Retry-After"))
+            raise Broken(f"the token service {where} responded with status {response.status}", wait)
+        if response.status in (400, 401, 403) and self._credentials is not None:
             raise Unauthorized(
                 f"the token service {where} of {self._registry} does not accept "
                 f"{_name_user(self._credentials)}: log in again"
             )
-        if answer.status != 200:
+        if response.status != 200:
             raise make_refusal(
-                answer.status, body, f"the token service {where} of {self._registry} issues no token"
+                response.status, body, f"the token service {where} of {self._registry} issues no token"
             )
         try:
             found = parse_json(body)

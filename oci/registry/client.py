@@ -26,12 +26,12 @@ from urllib.parse import urljoin
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import RegistryError, Unreachable
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.oci.registry.answers import no_registry
 from gpusnap.oci.registry.auth import Tokens
 from gpusnap.oci.registry.credentials import Credentials
-from gpusnap.oci.registry.http import PIECE, Answer, Broken, address, clear, exchange, host_of, make_pool
+from gpusnap.oci.registry.http import PIECE, Broken, Response, address, clear, exchange, host_of, make_pool
 from gpusnap.oci.registry.pace import Limits
-from gpusnap.oci.registry.responses import BODY_LIMIT, is_worth_retrying, make_refusal, parse_retry_after
+from gpusnap.oci.registry.refusals import BODY_LIMIT, is_worth_retrying, make_refusal, parse_retry_after
+from gpusnap.oci.registry.response_checks import make_not_registry
 
 T = TypeVar("T")
 
@@ -119,37 +119,37 @@ class Client:
         """End what other threads wait for; they, and all later callers, get Cancelled."""
         self._pool.interrupt()
 
-    def ask(self, request: Request) -> Answer:
-        """Make one attempt; return an answer of an accepted status, which must be closed.
+    def ask(self, request: Request) -> Response:
+        """Make one attempt; return a response of an accepted status, which must be closed.
 
         Raises Broken; Unauthorized, NotInRegistry, Rejected, Unreachable, RegistryError; what the body does.
         """
         shown = self._tokens.header(request.scopes)
-        answer = self._follow(request, shown)
-        if answer.status == 401 and self._is_own(answer.url):
-            with answer:
-                header = answer.header("WWW-Authenticate")
+        response = self._follow(request, shown)
+        if response.status == 401 and self._is_own(response.url):
+            with response:
+                header = response.header("WWW-Authenticate")
             shown = self._tokens.answer_challenge(shown, header, request.scopes)
-            answer = self._follow(request, shown)
-            if answer.status == 401 and shown.startswith("Basic ") and self._is_own(answer.url):
-                with answer:
-                    self._tokens.answer_challenge(shown, answer.header("WWW-Authenticate"), request.scopes)
-        if answer.status in request.accepted:
-            return answer
-        with answer:
-            if is_worth_retrying(answer.status):
-                wait = parse_retry_after(answer.header("Retry-After"))
-                raise Broken(f"{host_of(answer.url)} answered {answer.status}", wait)
-            body = answer.body(BODY_LIMIT)
-            if answer.status == 400 and answer.url.startswith("http:") and _TLS_WANTED.search(body):
+            response = self._follow(request, shown)
+            if response.status == 401 and shown.startswith("Basic ") and self._is_own(response.url):
+                with response:
+                    self._tokens.answer_challenge(shown, response.header("WWW-Authenticate"), request.scopes)
+        if response.status in request.accepted:
+            return response
+        with response:
+            if is_worth_retrying(response.status):
+                wait = parse_retry_after(response.header("Retry-After"))
+                raise Broken(f"{host_of(response.url)} answered {response.status}", wait)
+            body = response.body(BODY_LIMIT)
+            if response.status == 400 and response.url.startswith("http:") and _TLS_WANTED.search(body):
                 raise Unreachable(
-                    f"{host_of(answer.url)} speaks TLS, but was asked over plain HTTP; {request.what}",
+                    f"{host_of(response.url)} speaks TLS, but was asked over plain HTTP; {request.what}",
                     code="GPS-804",
                 )
-            if answer.status < 400:
-                how = f"it responds to {request.method} with status {answer.status}"
-                raise no_registry(host_of(answer.url), how, request.what)
-            raise make_refusal(answer.status, body, request.what)
+            if response.status < 400:
+                how = f"it responds to {request.method} with status {response.status}"
+                raise make_not_registry(host_of(response.url), how, request.what)
+            raise make_refusal(response.status, body, request.what)
 
     def persist(
         self,
@@ -203,20 +203,20 @@ class Client:
             )
         return url
 
-    def _follow(self, request: Request, shown: str) -> Answer:
-        """Return the answer to a request, following the registry's redirects."""
+    def _follow(self, request: Request, shown: str) -> Response:
+        """Return the response to a request, following the registry's redirects."""
         url = request.url
         for _ in range(_MOST_REDIRECTS + 1):
             headers = dict(request.headers)
             if shown and self._is_own(url):
                 headers["Authorization"] = shown
             body = None if request.body is None else request.body()
-            answer = exchange(self._pool, request.method, url, headers, body)
+            response = exchange(self._pool, request.method, url, headers, body)
             _MET.add(self.base)
-            if request.method not in ("GET", "HEAD") or answer.status not in _REDIRECTS:
-                return answer
-            with answer:
-                location = answer.header("Location")
+            if request.method not in ("GET", "HEAD") or response.status not in _REDIRECTS:
+                return response
+            with response:
+                location = response.header("Location")
             url = self.resolve_location(url, location)
         raise RegistryError(f"{request.what}: more than {_MOST_REDIRECTS} redirects", code="GPS-808")
 

@@ -30,7 +30,7 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.registry import certificates
 from gpusnap.oci.registry.pace import Limits, Watch
 from gpusnap.oci.registry.proxies import proxy_for
-from gpusnap.oci.registry.responses import printable
+from gpusnap.oci.registry.refusals import printable
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -42,7 +42,7 @@ _AMBIGUOUS = compile_later(r"[^\x21-\x7e]|\\")
 # Seconds: for a connection, and how much longer a socket waits than gpusnap.oci.registry.pace, which reports
 # more.
 _CONNECT, _LONGER = 30.0, 5.0
-# The rest of an answer is read, so that its connection can be reused, if it is no more than this.
+# The rest of a response is read, so that its connection can be reused, if it is no more than this.
 _LEFTOVER = 64 << 10
 _CONNECTIONS = 32
 # Seconds between checks whether a connection in progress is still wanted.
@@ -151,7 +151,7 @@ class _Watched(HTTPConnection):
         super().putrequest(*args, **more)
 
     def getresponse(self, *args: Any, **more: Any) -> Any:
-        """Wait for the head of the answer."""
+        """Wait for the head of the response."""
         if (watch := getattr(_current, "watch", None)) is not None:
             watch.note_sent()
         return super().getresponse(*args, **more)
@@ -265,15 +265,15 @@ def _new_tls() -> ssl.SSLContext:
     return context
 
 
-class Answer:
-    """The answer to one request; a context manager, at whose end the connection can be reused."""
+class Response:
+    """The response to one request; a context manager, at whose end the connection can be reused."""
 
     def __init__(self, response: BaseHTTPResponse, url: str, watch: Watch) -> None:
         self._response, self._watch = response, watch
         self.url = url
         self.status: int = response.status
 
-    def __enter__(self) -> Answer:
+    def __enter__(self) -> Response:
         return self
 
     def __exit__(
@@ -328,8 +328,8 @@ def exchange(
     url: str,
     headers: Mapping[str, str],
     body: Iterable[bytes] | None = None,
-) -> Answer:
-    """Send one request and receive the head of its answer, whatever its status; no redirect is followed.
+) -> Response:
+    """Send one request and receive the head of its response, whatever its status; no redirect is followed.
 
     A body in pieces needs its Content-Length among the headers. Raises Broken; Unreachable if another attempt
     would not help; Cancelled; whatever `body` raises, and then the other side never sees the end of the body.
@@ -368,7 +368,7 @@ def exchange(
         raise
     finally:
         _current.watch = None
-    return Answer(response, url, watch)
+    return Response(response, url, watch)
 
 
 def _refuse_tls(error: BaseException, url: str) -> None:

@@ -30,10 +30,10 @@ from gpusnap.oci.layout.graph import INDEXES, MANIFESTS
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.partial_blob import Incoming
 from gpusnap.oci.layout.reference import Reference, check_tag, is_tag
-from gpusnap.oci.registry import answers
+from gpusnap.oci.registry import response_checks
 from gpusnap.oci.registry.client import Client, Request
 from gpusnap.oci.registry.credentials import Credentials
-from gpusnap.oci.registry.http import Answer, Broken
+from gpusnap.oci.registry.http import Broken, Response
 from gpusnap.oci.registry.pace import Limits
 from gpusnap.oci.registry.upload import Destination, Upload, Ways
 
@@ -113,8 +113,8 @@ class Repository:
         request = self._manifest("HEAD", wanted, pushing=pushing)
 
         def attempt() -> Descriptor | None:
-            with self._client.ask(request) as answer:
-                return _parse_head(answer, wanted)
+            with self._client.ask(request) as response:
+                return _parse_head(response, wanted)
 
         try:
             found = self._client.persist(attempt, request.what)
@@ -132,14 +132,14 @@ class Repository:
         request = self._manifest("GET", wanted, pushing=pushing)
 
         def attempt() -> tuple[str, str, bytes]:
-            with self._client.ask(request) as answer:
-                answers.check_no_page(answer, request.what)
-                told = answers.digest(answer)
-                content = answer.body(DOCUMENT_LIMIT + 1)
-                length = answers.length(answer)
+            with self._client.ask(request) as response:
+                response_checks.check_no_page(response, request.what)
+                told = response_checks.get_digest(response)
+                content = response.body(DOCUMENT_LIMIT + 1)
+                length = response_checks.get_length(response)
                 if length is not None and len(content) < min(length, DOCUMENT_LIMIT + 1):
                     raise Broken(f"the manifest ended after {len(content)} of {length} bytes")
-                return answer.header("Content-Type"), told, content
+                return response.header("Content-Type"), told, content
 
         kind, told, content = self._client.persist(attempt, request.what)
         shown = _format_name(self._to.shown, wanted)
@@ -149,7 +149,7 @@ class Repository:
         for expected in (wanted if _is_digest(wanted) else "", told):
             if expected not in ("", digest):
                 raise BlobError(f"the manifest {shown} was received as {digest}, not as {expected[:80]}")
-        media_type = answers.media_type(kind)
+        media_type = response_checks.strip_parameters(kind)
         if media_type in _VAGUE:
             value = parse_document(content, f"the manifest {shown}")
             media_type = str(value.get("mediaType")) if isinstance(value, dict) else ""
@@ -159,7 +159,7 @@ class Repository:
     def put_manifest(self, content: bytes, media_type: str, wanted: str = "") -> Descriptor:
         """Put a manifest into the registry under a tag or its digest; all that it names must exist there.
 
-        If the answer does not confirm that the registry has it, the registry is asked for it.
+        If the response does not confirm that the registry has it, the registry is asked for it.
         """
         digest = digest_of(content)
         wanted = wanted or digest
@@ -177,8 +177,8 @@ class Repository:
         )
 
         def attempt() -> tuple[int, str]:
-            with self._client.ask(request) as answer:
-                return answer.status, answers.digest(answer)
+            with self._client.ask(request) as response:
+                return response.status, response_checks.get_digest(response)
 
         status, told = self._client.persist(attempt, request.what)
         if told not in ("", digest):
@@ -204,7 +204,7 @@ class Repository:
             shown = _format_name(self._to.shown, wanted)
             has = f"has {found}" if found else "does not have it"
             how = f"it reported that it stored the manifest {digest}, but {has}"
-            raise answers.no_registry(self.reference.registry, how, f"{shown} does not exist")
+            raise response_checks.make_not_registry(self.reference.registry, how, f"{shown} does not exist")
 
     def read_referrers(self, digest: str, *, pushing: bool = False) -> tuple[Descriptor, ...] | None:
         """Return the referrers that the registry lists for a manifest; None if it keeps no such lists.
@@ -224,7 +224,7 @@ class Repository:
                 kind, more, content = self._client.persist(page, what)
             except (NotInRegistry, Rejected, Unauthorized):
                 return None
-            if answers.media_type(kind) != INDEX or len(content) > DOCUMENT_LIMIT:
+            if response_checks.strip_parameters(kind) != INDEX or len(content) > DOCUMENT_LIMIT:
                 return None
             found += Index.from_json(parse_document(content, f"the list of referrers of {digest}")).manifests
             match = _NEXT.search(more)
@@ -236,7 +236,7 @@ class Repository:
     def read_tags(self) -> tuple[str, ...]:
         """Return all tags, in the registry's order, up to some 10,000 (distribution-spec, Listing Tags).
 
-        Raises LayoutError, too, for an answer that is no list of tags.
+        Raises LayoutError, too, for a response that is no list of tags.
         """
         what = f"{self._to.shown} cannot list its tags"
         url = f"{self._to.url}tags/list"
@@ -259,10 +259,10 @@ class Repository:
 
     def _page(self, request: Request) -> tuple[str, str, bytes]:
         """Return media type, links and content of one page of a list."""
-        with self._client.ask(request) as answer:
-            answers.check_no_page(answer, request.what)
-            content = answer.body(DOCUMENT_LIMIT + 1)
-            return answer.header("Content-Type"), answer.header("Link"), content
+        with self._client.ask(request) as response:
+            response_checks.check_no_page(response, request.what)
+            content = response.body(DOCUMENT_LIMIT + 1)
+            return response.header("Content-Type"), response.header("Link"), content
 
     # Blobs
 
@@ -271,8 +271,10 @@ class Repository:
         request = self._blob("HEAD", digest, (200, 404), pushing=pushing)
 
         def attempt() -> bool:
-            with self._client.ask(request) as answer:
-                return answer.status == 200 and answers.has(answer, digest, size, request.what)
+            with self._client.ask(request) as response:
+                return response.status == 200 and response_checks.confirms_blob(
+                    response, digest, size, request.what
+                )
 
         return self._client.persist(attempt, request.what)
 
@@ -334,24 +336,24 @@ class Repository:
         """Yield the bytes of a blob from `start` on, as far as they arrive."""
         headers = {"Range": f"bytes={start}-"} if start else {}
         request = self._blob("GET", wanted.digest, (200, 206), headers)
-        with self._client.ask(request) as answer:
+        with self._client.ask(request) as response:
             at = 0
-            if answer.status == 206:
-                match = _CONTENT_RANGE.fullmatch(answer.header("Content-Range").strip())
+            if response.status == 206:
+                match = _CONTENT_RANGE.fullmatch(response.header("Content-Range").strip())
                 if match is None or int(match[1]) != start:
                     raise RegistryError(
                         f"{self._to.shown} returned another part of {wanted.digest} than requested",
                         code="GPS-808",
                     )
                 at = start
-            length = answers.length(answer)
+            length = response_checks.get_length(response)
             if length is None or at + length != wanted.size:
-                answers.check_no_page(answer, request.what)
+                response_checks.check_no_page(response, request.what)
             if length is not None and at + length != wanted.size:
                 raise BlobError(
                     f"the blob {wanted.digest} has {at + length} bytes in {self._to.shown}, not {wanted.size}"
                 )
-            for piece in answer.pieces():
+            for piece in response.pieces():
                 # A server without ranges sends all of it again.
                 new = piece[max(0, start - at) :] if at < start else piece
                 at += len(piece)
@@ -396,10 +398,10 @@ def _format_name(name: str, wanted: str) -> str:
     return f"{name}{'@' if _is_digest(wanted) else ':'}{wanted[:200]}"
 
 
-def _parse_head(answer: Answer, wanted: str) -> Descriptor | None:
-    """Return the descriptor in the head of an answer; None if it is incomplete."""
-    digest, length = answers.digest(answer), answers.length(answer)
-    media_type = answers.media_type(answer.header("Content-Type"))
+def _parse_head(response: Response, wanted: str) -> Descriptor | None:
+    """Return the descriptor in the head of a response; None if it is incomplete."""
+    digest, length = response_checks.get_digest(response), response_checks.get_length(response)
+    media_type = response_checks.strip_parameters(response.header("Content-Type"))
     if media_type in _VAGUE or length is None or (_is_digest(wanted) and digest != wanted):
         return None
     try:

@@ -11,7 +11,7 @@ part, or answers with another Range than was sent, the blob begins anew in one P
 
 After a failure, the next attempt continues: a small blob at the POST; a large one with a GET of the upload,
 whose Range says what the registry has received, or at the POST if the registry has dropped the upload. The
-registry may have received the last request, and only its answer may be lost: so before another POST, it is
+registry may have received the last request, and only its response may be lost: so before another POST, it is
 asked for the blob.
 
 All bytes are hashed as they are read, and the last ones are not sent before the digest of all is known to be
@@ -32,9 +32,9 @@ from gpusnap.oci.base.errors import BlobError, NotInRegistry, RegistryError, Rej
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.documents import Descriptor
-from gpusnap.oci.registry import answers
+from gpusnap.oci.registry import response_checks
 from gpusnap.oci.registry.client import Client, Request
-from gpusnap.oci.registry.http import PIECE, Answer, Broken
+from gpusnap.oci.registry.http import PIECE, Broken, Response
 
 T = TypeVar("T")
 
@@ -133,20 +133,21 @@ class Upload:
         )
         return self._insist(
             request,
-            lambda answer: (
-                answer.status == 200 and answers.has(answer, self._blob.digest, self._blob.size, self._what)
+            lambda response: (
+                response.status == 200
+                and response_checks.confirms_blob(response, self._blob.digest, self._blob.size, self._what)
             ),
         )
 
-    def _insist(self, request: Request, take: Callable[[Answer], T]) -> T:
-        """Return what `take` gets from the answer to a request without a body, which has attempts of its own.
+    def _insist(self, request: Request, take: Callable[[Response], T]) -> T:
+        """Return what `take` gets from the response to a request without a body; it has its own attempts.
 
         So the attempts of the upload itself are only for its bytes, which are lost when an attempt fails.
         """
 
         def attempt() -> T:
-            with self._client.ask(request) as answer:
-                return take(answer)
+            with self._client.ask(request) as response:
+                return take(response)
 
         return self._client.persist(attempt, self._what, check=lambda: self._step(self.position))
 
@@ -184,12 +185,12 @@ class Upload:
             self._ways.no_mounts.add(mount)
             return False
 
-    def _take_over(self, answer: Answer) -> bool:
-        """Use the upload of an answer to a POST; True if it is a mount instead."""
-        if answer.status == 201:
+    def _take_over(self, response: Response) -> bool:
+        """Use the upload of a response to a POST; True if it is a mount instead."""
+        if response.status == 201:
             return True
-        self._move(answer)
-        least = answer.header("OCI-Chunk-Min-Length")
+        self._move(response)
+        least = response.header("OCI-Chunk-Min-Length")
         if least.isascii() and least.isdigit() and len(least) < 16:
             self._chunk = max(MONOLITHIC, min(int(least), _LARGEST_CHUNK))
         return False
@@ -261,10 +262,10 @@ class Upload:
             lambda: self._bytes(start, end),
         )
         try:
-            with self._client.ask(request) as answer:
-                self._move(answer, needed=False)
-                said = answer.header("Range")
-                found = self._range(answer) if said else end
+            with self._client.ask(request) as response:
+                self._move(response, needed=False)
+                said = response.header("Range")
+                found = self._range(response) if said else end
         except Rejected:
             return False
         except NotInRegistry as error:
@@ -291,10 +292,10 @@ class Upload:
             lambda: self._bytes(start, end),
         )
         try:
-            with self._client.ask(request) as answer:
-                told = answer.header("Docker-Content-Digest")
+            with self._client.ask(request) as response:
+                told = response.header("Docker-Content-Digest")
         except NotInRegistry as error:
-            # If the answer to an earlier end was lost, the upload is gone because it is complete.
+            # If the response to an earlier end was lost, the upload is gone because it is complete.
             self._location = ""
             raise Broken(f"{self._to.shown} no longer knows the upload") from error
         if told not in ("", self._blob.digest):
@@ -303,20 +304,20 @@ class Upload:
             )
         self._step(self._blob.size)
 
-    def _move(self, answer: Answer, *, needed: bool = True) -> None:
-        """Use the Location of this answer for the upload from now on."""
-        location = answer.header("Location")
+    def _move(self, response: Response, *, needed: bool = True) -> None:
+        """Use the Location of this response for the upload from now on."""
+        location = response.header("Location")
         if location or needed:
-            self._location = self._client.resolve_location(answer.url, location)
+            self._location = self._client.resolve_location(response.url, location)
 
-    def _follow_location(self, answer: Answer) -> int:
+    def _follow_location(self, response: Response) -> int:
         """Follow the upload's Location; return its position."""
-        self._move(answer, needed=False)
-        return self._range(answer)
+        self._move(response, needed=False)
+        return self._range(response)
 
-    def _range(self, answer: Answer) -> int:
-        """Return how many bytes the registry has received, from its answer's Range: 0-0 means one or none."""
-        match = _RANGE.fullmatch(answer.header("Range").strip())
+    def _range(self, response: Response) -> int:
+        """Return how many bytes the registry has, by the Range of its response: 0-0 means one or none."""
+        match = _RANGE.fullmatch(response.header("Range").strip())
         last = int(match[1]) if match else 0
         return last + 1 if last else 0
 

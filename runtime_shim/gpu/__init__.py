@@ -42,7 +42,7 @@ def driver_of(vendor: str, plugin: str = "") -> Driver | None:
 
     None if this host has no GPU of that vendor, or gpusnap no such method.
     """
-    from gpusnap.runtime_shim.gpu.nvidia.criu_plugin import NvidiaByPlugin
+    from gpusnap.runtime_shim.gpu.nvidia.plugin_driver import NvidiaByPlugin
 
     found = next((driver for driver in find_drivers() if driver.vendor == vendor), None)
     ways: tuple[Driver | None, ...] = (found, NvidiaByPlugin() if found and vendor == "nvidia" else None)

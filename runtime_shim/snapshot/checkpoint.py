@@ -52,7 +52,7 @@ from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.describe import describe
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, device_access, remap
-from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin, inherited_handles
+from gpusnap.runtime_shim.snapshot.gpu_processes import inherited_handles, plugin_checkpoint
 from gpusnap.runtime_shim.snapshot.gpu_processes.adopt import adopt
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_users
 from gpusnap.runtime_shim.snapshot.gpu_processes.job import (
@@ -142,7 +142,7 @@ def _choose_pages(
     if asleep:
         return SuspendedChunks(image_path, container.key, memory, container.bundle, destination=destination)
     if driver.plugin is not None:
-        return criu_plugin.make_pages(image_path, container, memory, destination)
+        return plugin_checkpoint.make_pages(image_path, container, memory, destination)
     if memory.pages == Pages.name:
         return Pages(image_path, container.key, memory.threads)
     ahead = not call.leave_running
@@ -187,7 +187,7 @@ def _inspect(job: CheckpointJob) -> None:
     render(job.call, job.real)
     preflight.refuse_sockets(job.processes(), job.real, _connections(job))
     preflight.refuse_rings(job.processes())
-    criu_plugin.refuse_impossible(job.driver, job.container, job.processes(), job.settings)
+    plugin_checkpoint.refuse_impossible(job.driver, job.container, job.processes(), job.settings)
     if job.asleep is not None:
         if not job.call.leave_running:
             raise Refused(
@@ -198,7 +198,7 @@ def _inspect(job: CheckpointJob) -> None:
         return  # the rest was checked before it was suspended, and a frozen process cannot answer
     thaw(job)
     preflight.refuse_leftover(lambda: inherited_handles.find_strangers(job.driver, job.processes(), job.held))
-    criu_plugin.refuse_inherited(job.driver, job.processes())
+    plugin_checkpoint.refuse_inherited(job.driver, job.processes())
     found = find_users(job.driver, job.processes(), job.held)
     preflight.check_states(found)
     preflight.check_complete(job.container, job.processes(), list(found))

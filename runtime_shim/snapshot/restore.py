@@ -43,7 +43,7 @@ from gpusnap.runtime_shim.snapshot import (
 )
 from gpusnap.runtime_shim.snapshot.devices.choose import driver_for
 from gpusnap.runtime_shim.snapshot.foreground import RuntimeThread, pid_file
-from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin
+from gpusnap.runtime_shim.snapshot.gpu_processes import plugin_checkpoint
 from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.restore_gpus import restore_gpus, settle
@@ -75,7 +75,7 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     # the threads that load the memory. Meanwhile the modules to check the manifest's schema are imported.
     pycriu_package.load()
     record = manifest_file.read(images)
-    driver = driver_for(record, criu_plugin.of_record(record, found))
+    driver = driver_for(record, plugin_checkpoint.choose_driver(record, found))
     with (
         make_interruptible(),
         ExitStack() as held,

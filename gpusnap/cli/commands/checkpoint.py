@@ -323,6 +323,7 @@ def restore(
 
     asked = click.get_current_context().with_resource(start_ahead(loads=file is None))
     from gpusnap.operations.restoring import restore as restoring
+    from gpusnap.operations.restoring.restore_job import RestoreRequest
 
     if gpu_map:
         from gpusnap.runtime_shim.snapshot.devices.choose import gpu_request
@@ -334,7 +335,7 @@ def restore(
         )
 
     def work(one: str) -> restoring.RestoreResult:
-        request = restoring.RestoreRequest(
+        request = RestoreRequest(
             what=locator.in_file(one) if file is not None else locator.find(one),
             name=name,
             gpu_map=gpu_map,

@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
 from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
-from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin, inherited_handles
+from gpusnap.runtime_shim.snapshot.gpu_processes import inherited_handles, plugin_checkpoint
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, find_users, record
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
@@ -129,7 +129,7 @@ def _list_checks(
         _Asked(
             "CRIU plugin",
             "",
-            lambda: criu_plugin.refuse_impossible(driver, container, of.processes, settings),
+            lambda: plugin_checkpoint.refuse_impossible(driver, container, of.processes, settings),
         ),
         _Asked(
             "RAM",

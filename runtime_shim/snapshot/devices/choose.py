@@ -13,7 +13,7 @@ from gpusnap.runtime_shim.gpu.assignment import Plan, plan_assignment
 from gpusnap.runtime_shim.records import cri_layout, manifest
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.devices import remap
-from gpusnap.runtime_shim.snapshot.gpu_processes import criu_plugin
+from gpusnap.runtime_shim.snapshot.gpu_processes import plugin_checkpoint
 
 GPU_MAP = "GPUSNAP_GPU_MAP"
 """A variable of the caller's environment, which reaches a restore (conmon passes it on), no checkpoint."""
@@ -73,7 +73,7 @@ def choose(
     ignored, because these apply to more than this checkpoint. With `given`, they do not apply: those GPUs
     were chosen for this one. Raises Refused if the checkpoint's GPUs must stay as they are, and cannot.
     """
-    request = criu_plugin.make_same_gpu_map(record, host, request) or request
+    request = plugin_checkpoint.make_same_gpu_map(record, host, request) or request
     return plan_assignment(
         record.gpus,
         record.host.driver_version,

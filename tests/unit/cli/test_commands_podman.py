@@ -20,6 +20,7 @@ from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE
 from gpusnap.engines import podman
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring.restore_job import RestoreRequest
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, UsageError
 from gpusnap.user_errors import NotFound
 
@@ -198,7 +199,7 @@ class TestSeveral:
 def test_several_restores(monkeypatch: pytest.MonkeyPatch, fake: FakePodman, tmp_path: Path) -> None:
     """Each on its own, also one that is not found."""
 
-    def restore(wish: restoring.RestoreRequest, _: object, *, asked: object) -> restoring.RestoreResult:
+    def restore(wish: RestoreRequest, _: object, *, asked: object) -> restoring.RestoreResult:
         return restoring.RestoreResult(podman.inspect_container("w").id, "w", 1.0)
 
     monkeypatch.setattr(restoring, "restore", restore)

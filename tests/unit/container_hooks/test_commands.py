@@ -19,6 +19,7 @@ from gpusnap.container_hooks import commands
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring.restore_job import RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, SettingsError
 from gpusnap.runtime_shim.settings import OF_THE_COMMAND, Settings, apply_annotations
@@ -222,12 +223,12 @@ def test_after_a_restore(fake: FakePodman, store: Store, tmp_path: Path) -> None
     has(fake, BOTH, status="exited")
     (tmp_path / "kept").mkdir()
     keep(store, an_archive(tmp_path / "kept"), ["w"])
-    restoring.restore(restoring.RestoreRequest(what=InStore(store, "w")), QUIET)
+    restoring.restore(RestoreRequest(what=InStore(store, "w")), QUIET)
     assert order(fake) == ["restore", "sh -c wake up"]
     (fake.folder / "exec.sh").write_text("exit 9\n")
     has(fake, BOTH, status="exited")
     with pytest.raises(ContainerError, match="post-restore of the container w ended with exit code 9"):
-        restoring.restore(restoring.RestoreRequest(what=InStore(store, "w")), QUIET)
+        restoring.restore(RestoreRequest(what=InStore(store, "w")), QUIET)
     assert fake.status() == "running"
 
 

@@ -31,8 +31,9 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring import volumes
-from gpusnap.operations.restoring.restore import RestoreRequest, RestoreResult
+from gpusnap.operations.restoring import restore_job, volumes
+from gpusnap.operations.restoring.restore import RestoreResult, _run_command
+from gpusnap.operations.restoring.restore_job import RestoredContainer, RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, SettingsError, UsageError
@@ -104,8 +105,8 @@ def test_what_fails_when_the_container_runs(
             yield found
         raise error
 
-    real = restoring._make_folder
-    path = "gpusnap.operations.restoring.restore."
+    real = restore_job._make_folder
+    path = "gpusnap.operations.restoring.restore_job."
     monkeypatch.setattr(path + where, make_folder if where == "_make_folder" else fail)
     done = restored(InStore(store, "w"), not_migrated=True)
     assert (done.container, done.digest, done.name) == (ID, digest, "w")
@@ -138,7 +139,7 @@ def test_ctrl_c_when_the_container_runs(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpusnap.operations.restoring.restore.LoadProcess.__exit__", interrupt)
+    monkeypatch.setattr("gpusnap.operations.restoring.restore_job.LoadProcess.__exit__", interrupt)
     with pytest.raises(Interrupted, match=rf"^interrupted, but the container {ID} is restored already$"):
         restored(InStore(store, "w"))
 
@@ -147,16 +148,15 @@ def test_a_podman_that_cannot_be_asked_afterwards(
     fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the container has a command to be run, that it was not is said with what is done."""
-    from gpusnap.operations.restoring.restore import _RestoredContainer, _run_command
 
     def fail(wanted: str) -> None:
         raise GpusnapError("podman cannot be run: Cannot allocate memory", hint="free some memory")
 
     monkeypatch.setattr(podman, "inspect_container", fail)
-    assert _run_command(_RestoredContainer(ID, "w", annotated=False), QUIET) == "w"
-    assert _run_command(_RestoredContainer(ID, "", annotated=False), QUIET) == ID
+    assert _run_command(RestoredContainer(ID, "w", annotated=False), QUIET) == "w"
+    assert _run_command(RestoredContainer(ID, "", annotated=False), QUIET) == ID
     with pytest.raises(GpusnapError, match=r"^the container is restored, but no command .* Cannot allocate"):
-        _run_command(_RestoredContainer(ID, "w", annotated=True), QUIET)
+        _run_command(RestoredContainer(ID, "w", annotated=True), QUIET)
 
 
 def test_from_a_store(fake: FakePodman, store: Store, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_the_load_process(
         def environment(self) -> dict[str, str]:
             return {VARIABLE: "/where"}
 
-    monkeypatch.setattr(restoring, "LoadProcess", Process)
+    monkeypatch.setattr(restore_job, "LoadProcess", Process)
     restored(InStore(store, "w"))
     assert seen == [VERSION, store.layout.path, Memory(), [], 1]
     assert fake.environment()[VARIABLE] == "/where"
@@ -265,7 +265,7 @@ def test_much_comes_first(
     fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Podman would not wait for is in the store, and named, before it is asked."""
-    monkeypatch.setattr(restoring, "_ON_THE_WAY", 100)
+    monkeypatch.setattr(restore_job, "_ON_THE_WAY", 100)
     ref = f"{registry.host}/team/app:v1"
     push_pull.push(InFile(an_archive(tmp_path)), locator.parse_registry(f"http://{ref}"), progress=QUIET)
     fake.fails("gpusnap: no GPU fits\n")
@@ -283,7 +283,7 @@ def test_what_the_store_has_stays_while_podman_works(
     fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name may be removed and gc run meanwhile; and others who want the same need not wait."""
-    monkeypatch.setattr(restoring, "_ON_THE_WAY", 100)
+    monkeypatch.setattr(restore_job, "_ON_THE_WAY", 100)
     ref = locator.parse_registry(f"http://{registry.host}/team/app:v1")
     digest = push_pull.push(InFile(an_archive(tmp_path)), ref, progress=QUIET).digest
     real, free = podman_work.restore, []

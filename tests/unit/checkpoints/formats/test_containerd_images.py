@@ -23,6 +23,7 @@ from gpusnap.oci.layout.documents import INDEX
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
 from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring.restore_job import RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
 
@@ -90,7 +91,7 @@ def test_by_a_store(registry: FakeRegistry, store: Store, made: Made, tmp_path: 
     other = at(registry, "team/other:v1")
     assert push_pull.push(InStore(store, "w"), other, progress=QUIET).digest == pushed.digest
     with pytest.raises(Refused, match="containerd checkpoint, which Podman cannot restore"):
-        restoring.restore(restoring.RestoreRequest(what=InStore(store, "w")), QUIET)
+        restoring.restore(RestoreRequest(what=InStore(store, "w")), QUIET)
     with pytest.raises(Refused, match="which Podman cannot restore"):
         push_pull.push(InStore(store, "w"), other, format="podman", progress=QUIET)
 
@@ -107,7 +108,7 @@ def test_no_images_for_others(
         ):
             push_pull.push(what, at(registry), format=form, progress=QUIET)
     with pytest.raises(Refused, match="is an image layout"):
-        restoring.restore(restoring.RestoreRequest(what=InFile(archive)), QUIET)
+        restoring.restore(RestoreRequest(what=InFile(archive)), QUIET)
 
 
 def test_podmans(registry: FakeRegistry, ctr: FakeCtr, tmp_path: Path) -> None:

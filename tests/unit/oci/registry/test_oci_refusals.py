@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpusnap.oci.base.errors import NotInRegistry, RegistryError, Rejected, Unauthorized
-from gpusnap.oci.registry.responses import is_worth_retrying, make_refusal, parse_retry_after, printable
+from gpusnap.oci.registry.refusals import is_worth_retrying, make_refusal, parse_retry_after, printable
 
 WHAT = "r.example/a rejected the blob sha256:12"
 

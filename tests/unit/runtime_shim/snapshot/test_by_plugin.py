@@ -26,7 +26,7 @@ from gpusnap.runtime_shim.runtime.criu import plugins
 from gpusnap.runtime_shim.settings import Memory, Nvidia, Settings, Store
 from gpusnap.runtime_shim.snapshot import checkpoint
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
-from gpusnap.runtime_shim.snapshot.gpu_processes import choose_driver, criu_plugin
+from gpusnap.runtime_shim.snapshot.gpu_processes import choose_driver, plugin_checkpoint
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 
@@ -125,10 +125,10 @@ def test_paused(scene: Scene) -> None:
     """The plugin waits for an answer of processes that cannot give one."""
     here = replace(container(scene.family.init), status="paused")
     with pytest.raises(Refused, match="is paused, but CRIU's CUDA plugin needs") as caught:
-        criu_plugin.refuse_impossible(scene.driver, here, (), scene.settings)
+        plugin_checkpoint.refuse_impossible(scene.driver, here, (), scene.settings)
     assert 'nvidia.driver = "native"' in caught.value.hint
-    criu_plugin.refuse_impossible(FakeDriver(), here, (), scene.settings)
-    criu_plugin.refuse_impossible(FakeDriver(vendor="amd", plugin=AMDGPU), here, (), scene.settings)
+    plugin_checkpoint.refuse_impossible(FakeDriver(), here, (), scene.settings)
+    plugin_checkpoint.refuse_impossible(FakeDriver(vendor="amd", plugin=AMDGPU), here, (), scene.settings)
 
 
 def test_inherited_files(scene: Scene) -> None:
@@ -138,9 +138,11 @@ def test_inherited_files(scene: Scene) -> None:
     scene.driver.idle[child] = ("/dev/nvidia0",)
     members = [each for each in (proc.process(child),) if each is not None]
     with pytest.raises(Refused, match="leaves that file to CRIU") as caught:
-        criu_plugin.refuse_inherited(scene.driver, members)
+        plugin_checkpoint.refuse_inherited(scene.driver, members)
     assert "spawn" in caught.value.hint
-    criu_plugin.refuse_inherited(FakeDriver(idle=scene.driver.idle), members)  # that is gpusnap's own way
+    plugin_checkpoint.refuse_inherited(
+        FakeDriver(idle=scene.driver.idle), members
+    )  # that is gpusnap's own way
 
 
 def test_room_in_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,35 +203,36 @@ def test_the_way_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of this host's first driver, nor of its settings."""
     native, plugged, amd = FakeDriver(), FakeDriver(plugin=CUDA), FakeDriver(vendor="amd", plugin=AMDGPU)
     ways = {("nvidia", "cuda_plugin"): plugged, ("nvidia", ""): native, ("amd", "amdgpu_plugin"): amd}
-    monkeypatch.setattr(criu_plugin, "driver_of", lambda vendor, plugin="": ways.get((vendor, plugin)))
+    monkeypatch.setattr(plugin_checkpoint, "driver_of", lambda vendor, plugin="": ways.get((vendor, plugin)))
     ours, theirs = a_manifest(), replace(a_manifest(), plugin="cuda_plugin")
     other = replace(
         theirs, plugin="amdgpu_plugin", host=replace(theirs.host, vendor="amd", cuda_version="unknown")
     )
-    assert criu_plugin.of_record(ours, native) is native
-    assert criu_plugin.of_record(theirs, native) is plugged
-    assert criu_plugin.of_record(other, native) is amd
-    assert criu_plugin.of_record(other, amd) is amd
-    assert criu_plugin.of_record(ours, amd) is native
-    assert criu_plugin.of_record(ours, None) is None
+    assert plugin_checkpoint.choose_driver(ours, native) is native
+    assert plugin_checkpoint.choose_driver(theirs, native) is plugged
+    assert plugin_checkpoint.choose_driver(other, native) is amd
+    assert plugin_checkpoint.choose_driver(other, amd) is amd
+    assert plugin_checkpoint.choose_driver(ours, amd) is native
+    assert plugin_checkpoint.choose_driver(ours, None) is None
 
 
 def test_gpus_stay(scene: Scene) -> None:
     """For a plugin that cannot change them: the map is the same GPUs, or there is a sentence why not."""
     record = replace(a_manifest(), plugin="cuda_plugin")
     here = Host("nvidia", "580.159.04", "13.0", (gpu(0), gpu(1)))
-    assert criu_plugin.make_same_gpu_map(record, here, ()) == ((uuid(0), uuid(0)),)
-    assert criu_plugin.make_same_gpu_map(record, here, (("0", "0"),)) == ((uuid(0), uuid(0)),)
+    assert plugin_checkpoint.make_same_gpu_map(record, here, ()) == ((uuid(0), uuid(0)),)
+    assert plugin_checkpoint.make_same_gpu_map(record, here, (("0", "0"),)) == ((uuid(0), uuid(0)),)
     with pytest.raises(Refused, match="the GPU map assigns 1") as caught:
-        criu_plugin.make_same_gpu_map(record, here, (("0", "1"),))
+        plugin_checkpoint.make_same_gpu_map(record, here, (("0", "1"),))
     assert "nvidia.driver = native can move" in caught.value.hint
     elsewhere = replace(here, gpus=(gpu(1),))
     with pytest.raises(Refused, match="this host does not have it"):
-        criu_plugin.make_same_gpu_map(record, elsewhere, ())
+        plugin_checkpoint.make_same_gpu_map(record, elsewhere, ())
     assert (
-        criu_plugin.make_same_gpu_map(replace(record, plugin="amdgpu_plugin"), elsewhere, (("0", "1"),)) == ()
+        plugin_checkpoint.make_same_gpu_map(replace(record, plugin="amdgpu_plugin"), elsewhere, (("0", "1"),))
+        == ()
     )
-    assert criu_plugin.make_same_gpu_map(a_manifest(), elsewhere, ()) == ()
+    assert plugin_checkpoint.make_same_gpu_map(a_manifest(), elsewhere, ()) == ()
     # What the settings say for all containers does not move it, and is no reason to refuse.
     assert choosing.choose(record, here, (), (("0", "1"),), {}).pairs == ((uuid(0), uuid(0)),)
 
@@ -280,7 +283,7 @@ def test_pages() -> None:
     here = container(1)
     store = StoreDestination("/nowhere/store", "/nowhere", here.id, Memory())
     for destination, name in ((None, "criu"), (store, "store")):
-        assert criu_plugin.make_pages("/nowhere", here, Memory(), destination).name == name
+        assert plugin_checkpoint.make_pages("/nowhere", here, Memory(), destination).name == name
 
 
 @pytest.mark.parametrize("asleep", [True, False])

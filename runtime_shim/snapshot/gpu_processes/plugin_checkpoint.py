@@ -25,7 +25,7 @@ from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 
 
-def of_record(record: Manifest, found: Driver | None) -> Driver | None:
+def choose_driver(record: Manifest, found: Driver | None) -> Driver | None:
     """Return the driver that restores a checkpoint with the method of its suspend; None if it has no GPUs.
 
     `found` is this host's first driver.
