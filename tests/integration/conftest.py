@@ -7,6 +7,7 @@ import ctypes
 import os
 import shutil
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def host() -> None:
     """gpusnap and softgpu, installed once."""
-    shimhost.install(SRC)
+    # Without what `site` of an environment adds at each start, which the packages of a host have not.
+    shimhost.install(SRC, path=(sysconfig.get_path("purelib"),))
     gpuhost.install(SRC / "softgpu" / "build", GPUS_CONF)
     # A copy: a file that is built anew while a container has it mounted is a deleted one to CRIU.
     shutil.copy(SRC / "softgpu" / "build" / "bin" / "gpuwork", GPUWORK)

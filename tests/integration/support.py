@@ -23,7 +23,7 @@ import waiting
 RUNTIME = "/usr/local/bin/gpusnap-runtime"
 GPUWORK = "/usr/local/bin/gpuwork"
 # It rests, so that it leaves the cores to what is tested: each tick checks every byte.
-GPUWORK_LINE = ("/gpuwork", "--tick", "30", "--rest", "8", "--mib", "4")
+GPUWORK_LINE = ("/gpuwork", "--tick", "30", "--rest", "24", "--mib", "4")
 STORAGE = Path("/var/lib/containers/storage/overlay-containers")
 # JSON lists of containers with their names; those with --rm have one of their own (containers/storage).
 CONTAINERS = (STORAGE / "containers.json", STORAGE / "volatile-containers.json")

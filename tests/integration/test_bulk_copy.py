@@ -94,7 +94,7 @@ def begin(folder: Path, mib: int, *options: str) -> Container:
     """A container with the program beside gpuwork; returns when both of its processes have ticked twice."""
     program = folder / "memory.py"
     program.write_text(PROGRAM)
-    script = f"python3 -S /memory.py {mib} & exec /gpuwork --tick 30 --rest 8 --mib 4"
+    script = f"python3 -S /memory.py {mib} & exec /gpuwork --tick 30 --rest 24 --mib 4"
     mounts = ["-v", "/usr:/usr", "-v", f"{program}:/memory.py:ro"]
     container = Container.start("w", options=[*mounts, *options], script=script)
     checked(container)

@@ -25,7 +25,7 @@ HANDLER = "gpusnap"
 RUNC = pytest.mark.parametrize("real", ["runc"], indirect=True)
 RESTORES = pytest.mark.parametrize("real", ["runc", "crun"], indirect=True)
 UUIDS = re.findall(r"uuid=(\S+)", GPUS_CONF)
-WORK = ("/gpuwork", "--tick", "30", "--mib", "8")
+WORK = ("/gpuwork", "--tick", "30", "--rest", "24", "--mib", "8")
 # As docs/kubernetes.md has it, but for the first two: a sandbox is a container of an image that waits; and a
 # machine in a machine may not lower a process' oom_score_adj below its own.
 _CONFIG = """\

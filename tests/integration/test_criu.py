@@ -241,7 +241,7 @@ def test_mount_that_the_legacy_runtime_makes(real: str, archive: Path, tmp_path:
         "stages": ["createContainer"],
     }
     (hooks / "legacy.json").write_text(json.dumps(entry))
-    command = ["localhost/base", "/gpuwork", "--tick", "30", *WORK]
+    command = ["localhost/base", "/gpuwork", "--tick", "30", "--rest", "24", *WORK]
     options = ["--device", "nvidia.com/gpu=all", "-v", "/usr/local/bin/gpuwork:/gpuwork:ro"]
     good(podman("--hooks-dir", str(hooks), "run", "-d", "--name", "w", *options, *command))
     container = Container("w")

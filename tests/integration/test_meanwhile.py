@@ -80,7 +80,7 @@ def test_a_gpu_program_by_exec(crun: None, tmp_path: Path) -> None:
     """What `podman exec` starts meanwhile is in no dump: the checkpoint says so, or can be restored."""
     container = Container.start("w", "--mib", "4")
     archive = tmp_path / "w.tar"
-    good(podman("exec", "-d", "w", "/gpuwork", "--mib", "4", "--tick", "30"))
+    good(podman("exec", "-d", "w", "/gpuwork", "--mib", "4", "--tick", "30", "--rest", "24"))
     until(lambda: len(_working()) == 2, "the second program")
     done = container.checkpoint(archive)
     assert done.code != 0

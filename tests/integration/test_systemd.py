@@ -43,7 +43,7 @@ def _files() -> list[Path]:
 
 def start(machine: Machine, name: str) -> None:
     words = ("--device", "nvidia.com/gpu=0", "-v", f"{GPUWORK}:/gpuwork:ro", "localhost/base")
-    gpuwork = ("/gpuwork", "--tick", "30", "--mib", "4")
+    gpuwork = ("/gpuwork", "--tick", "30", "--rest", "24", "--mib", "4")
     good(machine.run("podman", "--runtime", "gpusnap-runtime", "run", "-d", "--name", name, *words, *gpuwork))
     until(lambda: len(ticks(machine, name)) > 2, f"the first ticks of {name}")
 

@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CONTAINERFILE = """\
 FROM localhost/base
 COPY gpuwork /gpuwork
-CMD ["/gpuwork", "--tick", "30", "--mib", "8"]
+CMD ["/gpuwork", "--tick", "30", "--rest", "24", "--mib", "8"]
 """
 
 
