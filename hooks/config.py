@@ -3,7 +3,7 @@
 NVIDIA: the nodes /dev/nvidia*, and the driver's files as nvidia-ctk's CDI specification mounts them. AMD:
 /dev/kfd, with the render nodes in /dev/dri; render nodes alone may belong to any other GPU.
 
-Every container of the host waits for this module's import, so it needs no other that takes long.
+Every container of the host waits for this module's import, so it imports no other that takes long.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PARTS = (b"nvidia", b"kfd", b"libcuda")
 
 
 def may_have_gpu(config: bytes) -> bool:
-    """Whether a configuration as JSON could be one of a container with a GPU; `has_gpu` parses it."""
+    """Whether a configuration, as JSON, may give the container a GPU; `has_gpu` parses it to be sure."""
     return any(part in config for part in _PARTS)
 
 
@@ -110,7 +110,7 @@ def list_cdi_names(config: dict[str, Any]) -> list[str]:
 
 
 def find_visible_devices(config: dict[str, Any]) -> str:
-    """Return NVIDIA_VISIBLE_DEVICES of the container's environment; "void" from a CDI specification."""
+    """Return NVIDIA_VISIBLE_DEVICES of the container's environment; CDI specifications set it to "void"."""
     entries = (config.get("process") or {}).get("env") or ()
     prefix = "NVIDIA_VISIBLE_DEVICES="
     return next((entry.removeprefix(prefix) for entry in reversed(entries) if entry.startswith(prefix)), "")

@@ -15,8 +15,8 @@ _CONFIG_LIMIT = 16 << 20
 
 def record_gpus(data: bytes) -> None:
     """Record the GPUs of the container whose state `data` is; see gpusnap.hooks.record. Raises HookError."""
-    quick = _bundle_without_parsing(data)
-    if quick and not configuration.may_have_gpu(_config(quick)):
+    found = _find_bundle(data)
+    if found and not configuration.may_have_gpu(_config(found)):
         return
     state = parse(data, "the container's state")
     bundle = state.get("bundle")
@@ -43,11 +43,11 @@ def record_gpus(data: bytes) -> None:
     )
 
 
-def _bundle_without_parsing(data: bytes) -> str:
+def _find_bundle(data: bytes) -> str:
     """Return the bundle of a state; empty if that needs a parser, whose import ordinary containers avoid.
 
-    Without a backslash, every quotation mark begins or ends a string, and a text that occurs once is the
-    name.
+    Without a backslash, every quotation mark begins or ends a string. So if "bundle" occurs once, it is the
+    member's name.
     """
     _, name, after = data.partition(b'"bundle"')
     if not name or name in after or b"\\" in data:

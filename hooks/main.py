@@ -6,7 +6,8 @@
 
 No hook may make a container fail, so the exit code is always 0, and an error is one line on stderr. precreate
 then prints the configuration unchanged, byte for byte. Every container of the host may have to wait for
-imports here, so a stage's module is imported only if it certainly has something to do.
+imports here, so each module is imported only if it has something to do, and JSON is parsed only if a text in
+it says that there may be a GPU, or if there are records that may have to be removed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from gpusnap import hooks
-from gpusnap.hooks.documents import HookError, check_schema, parse
+from gpusnap.hooks.documents import HookError, parse
 from gpusnap.runtime_shim.errors import reason
 
 
@@ -20,11 +20,7 @@ def remove_record(data: bytes) -> None:
         raise HookError(f"{hooks.RECORDS} cannot be read: {reason(error)}", code="GPS-908") from error
     from gpusnap.hooks.record_directories import check_id, remove_directory
 
-    state = parse(data, "the container's state")
-    container = check_id(state.get("id"))
-    if not os.path.lexists(os.path.join(hooks.RECORDS, container)):
-        return
-    check_schema(state, "state", "the container's state")
+    container = check_id(parse(data, "the container's state").get("id"))
     try:
         remove_directory(container)
     except OSError as error:

@@ -66,16 +66,26 @@ def write(record: Record) -> None:
         "cdi": list(record.cdi),
     }
     check_schema(document, "gpus", f"the record of container {container}")
+    data = encode(document) + b"\n"
     try:
-        with open_directory(container, make=True) as directory:
-            _write(encode(document) + b"\n", directory)
+        try:
+            _write(container, data)
+        except (
+            FileNotFoundError
+        ):  # poststop of an earlier container of that ID has just removed the directory
+            _write(container, data)
     except OSError as error:
         raise HookError(
             f"the record of container {container} cannot be written: {reason(error)}", code="GPS-908"
         ) from error
 
 
-def _write(data: bytes, directory: int) -> None:
+def _write(container: str, data: bytes) -> None:
+    with open_directory(container, make=True) as directory:
+        _replace(data, directory)
+
+
+def _replace(data: bytes, directory: int) -> None:
     pending = f".{NAME}.{os.getpid()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(FileNotFoundError):

@@ -71,6 +71,8 @@ def _remove(name: str, parent: int, depth: int) -> None:
         for inner in os.listdir(descriptor):
             try:
                 os.unlink(inner, dir_fd=descriptor)
+            except FileNotFoundError:  # a hook that writes it has renamed it meanwhile
+                continue
             except IsADirectoryError:
                 if not depth:
                     raise

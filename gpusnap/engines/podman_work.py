@@ -63,13 +63,15 @@ def restore(
     *,
     tick: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
+    restored: Callable[[str], None] = lambda container: None,
 ) -> str:
     """Create a container from an archive with Podman and run it; return its ID.
 
-    Parameters and errors as in `checkpoint`.
+    `restored` gets the ID as soon as the container runs; no signal raises before that. Other parameters and
+    errors as in `checkpoint`.
     """
     words = ("container", "restore", "--import", archive, *options)
-    return _work(words, environment, tick, say=say)[0]
+    return _work(words, environment, tick, say=say, done=restored)[0]
 
 
 def restore_in_place(
@@ -79,10 +81,11 @@ def restore_in_place(
     *,
     tick: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
+    restored: Callable[[str], None] = lambda container: None,
 ) -> str:
     """Restore a container that a checkpoint ended from Podman's storage; return its ID. Raises likewise."""
     clean_up(of)
-    return _work(("container", "restore", *options, of.id), environment, tick, say=say)[0]
+    return _work(("container", "restore", *options, of.id), environment, tick, say=say, done=restored)[0]
 
 
 def _work(
@@ -92,8 +95,12 @@ def _work(
     is_over: Callable[[], bool] = lambda: False,
     *,
     say: Callable[[str], None],
+    done: Callable[[str], None] = lambda out: None,
 ) -> tuple[str, bool]:
-    """Return Podman's output, and whether a signal came. `is_over`: once true, signals are ignored."""
+    """Return Podman's output, and whether a signal came. `is_over`: once true, signals are ignored.
+
+    `done` gets the output if Podman succeeds, while signals are still passed on.
+    """
     mark = secrets.token_hex(8)
     told = False
     with (
@@ -108,25 +115,27 @@ def _work(
             if relay.came and not told:
                 told = True
                 say(_decide_signal(words[1], relay))
-        done = finish(child, out, err)
-    if done.code:
-        if done.code < 0 and not relay.passed:
+        ended = finish(child, out, err)
+        if not ended.code:
+            done(ended.out.strip())
+    if ended.code:
+        if ended.code < 0 and not relay.passed:
             raise Killed(
-                f"podman {words[0]} {words[1]} was killed by {signal.Signals(-done.code).name}, and what "
+                f"podman {words[0]} {words[1]} was killed by {signal.Signals(-ended.code).name}, and what "
                 "it started may still be running",
                 hint="run gpusnap recover, which reports the state of the container, then try again",
                 code="GPS-902",
             )
         if relay.passed:
-            said, code = split_code(find_runtime_error(done))
+            said, code = split_code(find_runtime_error(ended))
             raise Interrupted(said or f"podman {words[0]} {words[1]} was interrupted", code=code)
-        if not find_runtime_error(done) and _KILLED.search(done.err):
+        if not find_runtime_error(ended) and _KILLED.search(ended.err):
             raise GpusnapError(
                 f"{RUNTIME}, which Podman runs for the {words[1]}, was killed or exited without a message",
                 hint="run gpusnap recover, then try again",
                 code="GPS-902",
             )
-        said, code = split_code(sentence(done))
+        said, code = split_code(sentence(ended))
         if not code and _OTHER_POD.search(said):
             raise GpusnapError(
                 said,
@@ -134,11 +143,11 @@ def _work(
                 code="GPS-522",
             )
         raise GpusnapError(said, code=code)
-    for line in done.err.splitlines():
+    for line in ended.err.splitlines():
         _, ours, text = line.partition(f"gpusnap: {NOTE}")
         if ours:
             note(text)
-    return done.out.strip(), bool(relay.came)
+    return ended.out.strip(), bool(relay.came)
 
 
 class _Relay:

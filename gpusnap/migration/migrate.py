@@ -40,7 +40,7 @@ from gpusnap.operations import disk_space
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing.checkpoint import CheckpointResult
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring.restore_job import RestoreRequest
+from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim._version import __version__

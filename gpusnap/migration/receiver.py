@@ -29,7 +29,7 @@ from gpusnap.oci.store.index import check_name
 from gpusnap.operations.disk_space import check_copy, free_bytes
 from gpusnap.operations.pull import have, open_staging
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring.restore_job import RestoreRequest
+from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file

@@ -35,16 +35,14 @@ def is_worth_retrying(status: int) -> bool:
 
 
 def make_refusal(status: int, body: bytes, what: str) -> RegistryError:
-    """The error for a status; `what` says what was asked of whom: "HOST does not take the blob sha256:…"."""
+    """The error for a status; `what` says what failed: "HOST/NAME cannot list its tags"."""
     code, message = _find_first_error(body)
-    words = f" ({': '.join(each for each in (code, message) if each) or f'status {status}'})"
+    said = ": ".join(each for each in (code, message) if each) or f"status {status}"
     if status in (401, 403):
-        return Unauthorized(
-            f"{what}: access denied with these credentials{words}: log in as a user with access"
-        )
+        return Unauthorized(f"{what}: access denied ({said}): log in as a user with access")
     if status == 404:
-        return NotInRegistry(f"{what}: it does not exist{words}")
-    return Rejected(f"{what}: it refuses{words}", status=status, says=code)
+        return NotInRegistry(f"{what}: not found ({said})")
+    return Rejected(f"{what}: {said}", status=status, says=code)
 
 
 def printable(text: object, longest: int = _LONGEST) -> str:

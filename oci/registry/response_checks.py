@@ -1,10 +1,11 @@
 """What a registry's responses mean, and whether it is a registry that responds.
 
-A web server, a log-in page or a proxy may answer everything with 200. So a response is believed only if it
-contains what only a registry would say: the digest, or the size, that was asked for. Registries omit much:
-some redirect the reader of a blob to an object store, which has no Docker-Content-Digest, others have no
-Content-Length, and some give an empty response the type text/html. A web page instead of content, or a status
-that the distribution-spec does not have there, shows that it is no registry.
+A web server, a log-in page or a proxy may answer everything with 200. So a response is not believed if it
+names another digest or another size than was asked for, or is a web page. It need not name them, because
+registries omit much: some redirect the reader of a blob to an object store, which has no
+Docker-Content-Digest, others have no Content-Length, and some give an empty response the type text/html. A
+web page instead of content, or a status that the distribution-spec does not have there, shows that it is no
+registry.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Upload:
         accepted = (201, 202) if mount else (202,)
         request = Request("POST", url, self._what, scopes, accepted, {"Content-Length": "0"})
         try:
-            return self._insist(request, self._take_over)
+            return self._insist(request, self._use_upload)
         except (Unauthorized, NotInRegistry, Rejected):
             # If the other repository is refused, that is no reason to give up on this one.
             if not mount:
@@ -185,7 +185,7 @@ class Upload:
             self._ways.no_mounts.add(mount)
             return False
 
-    def _take_over(self, response: Response) -> bool:
+    def _use_upload(self, response: Response) -> bool:
         """Use the upload of a response to a POST; True if it is a mount instead."""
         if response.status == 201:
             return True

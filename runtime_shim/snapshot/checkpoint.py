@@ -54,7 +54,7 @@ from gpusnap.runtime_shim.snapshot.describe import describe
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, device_access, remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import inherited_handles, plugin_checkpoint
 from gpusnap.runtime_shim.snapshot.gpu_processes.adopt import adopt
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_users
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_idle_holders, find_users
 from gpusnap.runtime_shim.snapshot.gpu_processes.job import (
     CheckpointJob,
     check_all_suspended,
@@ -198,7 +198,10 @@ def _inspect(job: CheckpointJob) -> None:
         return  # the rest was checked before it was suspended, and a frozen process cannot answer
     thaw(job)
     preflight.refuse_leftover(lambda: inherited_handles.find_strangers(job.driver, job.processes(), job.held))
-    plugin_checkpoint.refuse_inherited(job.driver, job.processes())
+    if job.driver.plugin is not None:
+        plugin_checkpoint.refuse_inherited(
+            job.driver.plugin, lambda: find_idle_holders(job.driver, job.processes())
+        )
     found = find_users(job.driver, job.processes(), job.held)
     preflight.check_states(found)
     preflight.check_complete(job.container, job.processes(), list(found))

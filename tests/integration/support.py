@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
@@ -43,6 +44,7 @@ SWALLOWED = re.compile(
     r"permission denied|no such file or directory|executable file not found", re.IGNORECASE
 )
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _TICK = re.compile(r"pid=(\d+) tick=(\d+) (ok|BAD)")
 
 
@@ -100,8 +102,8 @@ def kill_at(
 ) -> None:
     """Kill gpusnap as it begins a step; `line` has --debug.
 
-    The pipe to which it says its steps holds one line (O_DIRECT of pipe(2)). So on the busiest machine it has
-    come no further, when we have read that of the step, than to what it says next.
+    The pipe for its steps holds one line (O_DIRECT of pipe(2)), and the line of this step stays in it. So on
+    the busiest machine it comes no further than to what it says next.
     """
     reader, writer = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, resource.getpagesize())
@@ -112,15 +114,29 @@ def kill_at(
     ):
         os.close(writer)
         try:
-            while begins not in said:
+            while True:
                 # Not until the end of what is said: a restored container keeps the pipe open.
-                ready, _, _ = select.select([pipe], [], [], 0.2)
-                text = pipe.read(1 << 16) if ready else b""
-                if not text and (ready or shim.poll() is not None or time.monotonic() > end):
+                over = shim.poll() is not None or time.monotonic() > end
+                text = _peek(reader)
+                if begins in said + text:
+                    break
+                if not text and over:
                     raise AssertionError(f"no step {step}: {said.decode(errors='replace')}")
-                said += text
+                said += pipe.read(1 << 16) if text else b""
         finally:
             shim.kill()
+
+
+def _peek(reader: int) -> bytes:
+    """What a read of this pipe would return, which stays in it; b"" where nothing comes for a moment."""
+    if not select.select([reader], [], [], 0.2)[0]:
+        return b""
+    copy, into = os.pipe2(os.O_DIRECT | os.O_CLOEXEC)
+    with open(copy, "rb", buffering=0) as copied, open(into, "wb", buffering=0):
+        size = _LIBC.tee(reader, into, resource.getpagesize(), 0)
+        if size < 0:
+            raise OSError(ctypes.get_errno(), "tee")
+        return copied.read(1 << 16) if size else b""
 
 
 def podman(*argv: str | os.PathLike[str], runtime: str = "gpusnap-runtime") -> Done:

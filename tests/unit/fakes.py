@@ -578,12 +578,12 @@ class Scene:
         self.settings = replace(self.settings, **changed)
 
 
-class HandedOver(BaseException):
+class HandedOverMemory(BaseException):
     """In place of an exec, after which nothing of ours runs any more: nobody catches it."""
 
 
 def _never_become(path: str, args: list[str]) -> None:
-    raise HandedOver(f"handed over to {path} {args}")
+    raise HandedOverMemory(f"handed over to {path} {args}")
 
 
 def unshare_works(*options: str) -> bool:

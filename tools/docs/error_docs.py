@@ -34,6 +34,7 @@ _HEAD = (
 _WITHOUT = "Messages without a code"
 _TYPED = ("UsageError", "Interrupted", "Cancelled")
 """What was typed, or a signal: the message says all there is to say."""
+_BRACKET = re.compile(r"<(?!https://)")
 _REASON = re.compile(r"<(reason|error|said|sentence|why|err|strerror|reworded)>[^<>]{0,2}$")
 """A message that ends with an underlying error."""
 
@@ -184,9 +185,9 @@ def _quoted(template: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """With angle brackets as text, but for those within backquotes."""
+    """With angle brackets as text, but for those within backquotes and around addresses."""
     parts = text.split("`")
-    return "`".join(part if at % 2 else part.replace("<", "&lt;") for at, part in enumerate(parts))
+    return "`".join(part if at % 2 else _BRACKET.sub("&lt;", part) for at, part in enumerate(parts))
 
 
 def _told(lines: Sequence[str]) -> None:

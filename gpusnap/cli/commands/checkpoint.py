@@ -323,7 +323,7 @@ def restore(
 
     asked = click.get_current_context().with_resource(start_ahead(loads=file is None))
     from gpusnap.operations.restoring import restore as restoring
-    from gpusnap.operations.restoring.restore_job import RestoreRequest
+    from gpusnap.operations.restoring.podman_restore import RestoreRequest
 
     if gpu_map:
         from gpusnap.runtime_shim.snapshot.devices.choose import gpu_request

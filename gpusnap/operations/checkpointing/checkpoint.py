@@ -142,8 +142,10 @@ def checkpoint(
         else run_around_checkpoint(found, progress, leave_running=request.leave_running)
     )
     if isinstance(request.to, locator.InFile):
+        path = os.path.abspath(request.to.path)
+        archives.check_place(path, found)
         with commands:
-            return _to_file(request, found, request.to.path, progress, began)
+            return _to_file(request, found, path, progress, began)
     if isinstance(request.to, locator.InRegistry):
         progress.stage(f"asking {request.to.reference.registry}")
         _ask(request.to, plain_http=request.plain_http)
@@ -291,9 +293,7 @@ def _open_staging(
 def _to_file(
     request: CheckpointRequest, found: podman.Container, path: str, progress: Progress, began: float
 ) -> CheckpointResult:
-    path = os.path.abspath(path)
     folder, name = os.path.split(path)
-    archives.check_place(path, found)
     disk_space.check(
         found,
         folder,

@@ -15,19 +15,22 @@ from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot.memory import handover
-from gpusnap.runtime_shim.snapshot.memory.handover import HandedOver
+from gpusnap.runtime_shim.snapshot.memory.handover import HandedOverMemory
 from gpusnap.runtime_shim.snapshot.records import journal
 
 
 class OrderedMemory:
-    """What is handed over to this process. A `with` statement leaves what was neither stored nor settled."""
+    """What is handed over to this process.
+
+    At the end of a `with`, memory that is neither committed nor removed stays in its staging directory.
+    """
 
     def __init__(self, store: Store) -> None:
         self.name = secrets.token_hex(16)
         """The name of its staging directory, for the order."""
         self._store = store
         self._path = store.locate_staging(self.name)
-        self._taken: HandedOver | None = None
+        self._taken: HandedOverMemory | None = None
 
     def __enter__(self) -> OrderedMemory:
         return self
@@ -49,10 +52,10 @@ class OrderedMemory:
                 taken.remove()
 
     def take_left(self) -> None:
-        """After an error, before it is looked at whether the container runs: take what is handed over.
+        """Take what is handed over: call this after an error, before asking whether the container runs.
 
-        Then its runtime has dumped the container, and does nothing more to it. Not if the journal names it:
-        recover needs it as it is.
+        If memory was handed over, the runtime has finished with the container. Memory that the journal names
+        is left for `gpusnap recover`.
         """
         with suppress(OciError, GpusnapError, OSError):
             if self._taken is None and self._path not in journal.list_layouts():

@@ -41,6 +41,11 @@ def check_name(wanted: str) -> None:
         )
 
 
+def is_container_in_use(error: BaseException) -> bool:
+    """Return whether an error of Podman's says that a container already has the name or the ID."""
+    return _CONTAINER.search(str(error)) is not None
+
+
 def explain(error: GpusnapError, wanted: str) -> GpusnapError | None:
     """Return an error that names what is in use; None for other errors. wanted: the container's new name."""
     text = str(error)
@@ -63,7 +68,7 @@ def explain(error: GpusnapError, wanted: str) -> GpusnapError | None:
             f"{found[1]}) to restore the files of the checkpoint",
             code="GPS-518",
         )
-    if _CONTAINER.search(text) and is_name(wanted):
+    if is_container_in_use(error) and is_name(wanted):
         return _container(wanted)
     return None
 

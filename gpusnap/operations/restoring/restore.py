@@ -21,7 +21,7 @@ from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.image_marks import CRIU
 from gpusnap.oci.store.tags import base
 from gpusnap.operations.restoring import in_podman, in_use
-from gpusnap.operations.restoring.restore_job import RestoredContainer, RestoreJob, RestoreRequest
+from gpusnap.operations.restoring.podman_restore import PodmanRestore, RestoredContainer, RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, make_unforeseen
@@ -56,7 +56,7 @@ def restore(
     began = time.monotonic()
     kept_as = ""
     source: locator.ResolvedName | None = None
-    job = RestoreJob(request, progress)
+    job = PodmanRestore(request, progress)
     in_use.check_name(request.name)
     settings_file.load_usable()  # gpusnap-runtime would refuse, and Podman does not always show the reason
     try:
@@ -71,7 +71,7 @@ def restore(
                     try:
                         found, kept_as = job.restore_from_registry(request.what)
                     except RegistryError as error:
-                        # Before Podman was called: its runtime's error would be another one.
+                        # Only if Podman was not called: what its runtime does may have no such errors.
                         copy = stand_in(request.what, error) if job.container is None else None
                         if copy is None:
                             raise
@@ -80,18 +80,32 @@ def restore(
     except (Exception, KeyboardInterrupt) as error:
         if job.container is None:
             raise
-        found = job.container
         if isinstance(error, KeyboardInterrupt | Interrupted):
-            name = found.name or found.id
-            raise Interrupted(f"interrupted, but the container {name} is restored already") from error
+            _forget_migration(job)
+            raise _make_interrupted(job.container) from error
+        found = job.container
         _note_afterwards(error)
-    if job.digest and request.not_migrated:
+    _forget_migration(job)
+    name = _run_command(found, progress)
+    return RestoreResult(found.id, name, time.monotonic() - began, job.digest, kept_as, source)
+
+
+def _forget_migration(job: PodmanRestore) -> None:
+    """The container runs here, so it does not run on the host that it was being migrated to."""
+    if job.digest and job.request.not_migrated:
         try:
             migrations.forget(job.digest)
         except (GpusnapError, OSError) as error:
             _note_afterwards(error)
-    name = _run_command(found, progress)
-    return RestoreResult(found.id, name, time.monotonic() - began, job.digest, kept_as, source)
+
+
+def _make_interrupted(found: RestoredContainer) -> Interrupted:
+    """The error of a signal that came when the container was running already."""
+    name = found.name or found.id
+    error = Interrupted(f"interrupted, but the container {name} is restored already")
+    if found.annotated:
+        error.add_hint(f"if it has a command {CHECKPOINT.after}, that was not run (podman inspect {name})")
+    return error
 
 
 def _note_afterwards(error: Exception) -> None:

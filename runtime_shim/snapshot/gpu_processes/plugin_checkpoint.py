@@ -7,7 +7,7 @@ method of its checkpoint, whatever this host's settings say, because no other me
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.gpu import driver_of, holders
@@ -19,20 +19,18 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu import plugins
 from gpusnap.runtime_shim.settings import Memory, Settings
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_idle_holders
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
+from gpusnap.runtime_shim.snapshot.preflight.checks import find_lasting
 
 
 def choose_driver(record: Manifest, found: Driver | None) -> Driver | None:
-    """Return the driver that restores a checkpoint with the method of its suspend; None if it has no GPUs.
+    """Return the driver that restores a checkpoint, with the method that made it.
 
-    `found` is this host's first driver.
+    `found` is this host's first driver. None if this host has no driver for such a checkpoint.
     """
     if found is not None and found.vendor == record.host.vendor and _name(found.plugin) == record.plugin:
-        return found
-    if not record.plugin and (found is None or found.vendor == "nvidia") and record.host.vendor == "nvidia":
         return found
     return driver_of(record.host.vendor, record.plugin)
 
@@ -66,18 +64,16 @@ def refuse_impossible(
         )
 
 
-def refuse_inherited(driver: Driver, processes: Collection[proc.Process]) -> None:
-    """Refuse if processes hold GPU files without GPU state; without a plugin, do nothing.
+def refuse_inherited(plugin: Plugin, find: Callable[[], Mapping[proc.Process, Sequence[str]]]) -> None:
+    """Refuse if processes hold GPU files without GPU state; `find` returns them.
 
-    Call it when no process is just starting to use a GPU: that looks the same (`preflight.leftover` waits).
+    A process that is just starting to use a GPU looks the same, and gets a second for that.
     """
-    if (plugin := driver.plugin) is None:
-        return
-    for process, files in find_idle_holders(driver, processes).items():
+    for process, files in find_lasting(find).items():
         raise Refused(
             f"process {process.pid} ({process.comm}) has {files[0]} open but no GPU state of its own; "
             f"{plugin.what} leaves that file to CRIU, which cannot dump it",
-            hint='start workers with spawn, or set nvidia.driver = "native", which closes such files',
+            hint='start workers with spawn; for NVIDIA GPUs, nvidia.driver = "native" closes such files',
             code="GPS-213",
         )
 
@@ -99,7 +95,7 @@ def make_same_gpu_map(record: Manifest, host: Host, request: GpuMap) -> GpuMap:
             raise Refused(
                 f"the checkpoint was made with {plugin.what}, which restores a process onto its original "
                 f"GPU, {gpu.uuid}, but {why}",
-                hint="restore it on its original GPUs; a checkpoint made with nvidia.driver = native "
+                hint='restore it on its original GPUs; a checkpoint made with nvidia.driver = "native" '
                 "can move",
                 code="GPS-406",
             )

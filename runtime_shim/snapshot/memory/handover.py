@@ -54,7 +54,7 @@ class Recipient:
         return proc.is_same(*self.owner)
 
 
-class HandedOver:
+class HandedOverMemory:
     """Memory that was handed over and is taken over now: nobody else uses its staging directory."""
 
     def __init__(self, store: Store, staging: Staging, note: bytes) -> None:
@@ -79,8 +79,15 @@ class HandedOver:
         return record
 
     def remove(self) -> None:
-        """Remove the directory: the memory is committed, or nobody needs it. Raises DiskError."""
-        self.staging.unmark_precious()
+        """Remove the directory: the memory is committed, or nobody needs it.
+
+        Raises DiskError; then `gpusnap recover` removes it.
+        """
+        try:
+            self.staging.unmark_precious()
+        except BaseException:
+            self.leave()
+            raise
         self.staging.close()
 
     def leave(self) -> None:
@@ -103,7 +110,7 @@ def hand_over(staging: Staging, record: Manifest, recipient: Recipient) -> None:
     staging.hand_over(owner.encode() + b"\n" + encode(record))
 
 
-def take_over(store: Store, name: str) -> HandedOver | None:
+def take_over(store: Store, name: str) -> HandedOverMemory | None:
     """Take over what was handed over in the staging directory `name`; None if nothing was.
 
     Raises OciError.
@@ -112,7 +119,7 @@ def take_over(store: Store, name: str) -> HandedOver | None:
         staging, note = store.take_over(name)
     except NotThere:
         return None
-    return HandedOver(store, staging, note)
+    return HandedOverMemory(store, staging, note)
 
 
 def commit_left(store: Store) -> Iterator[Manifest]:
@@ -121,8 +128,9 @@ def commit_left(store: Store) -> Iterator[Manifest]:
     Memory that another process is committing just now, or that the journal names, is left alone. Raises
     GpusnapError, and at the end, after all others were committed, the first OciError or ManifestError.
     """
-    needed, failures = journal.list_layouts(), list[OciError | ManifestError]()
-    for name in _list_left(store):
+    left, failures = tuple(_list_left(store)), list[OciError | ManifestError]()
+    needed = journal.list_layouts()  # afterwards: it names a layout before the memory in it is handed over
+    for name in left:
         try:
             record = _commit_one_left(store, name, needed)
         except (OciError, ManifestError) as error:  # a damaged one keeps no other one from the store
@@ -150,7 +158,8 @@ def _commit_one_left(store: Store, name: str, needed: Collection[str]) -> Manife
     except BaseException:
         taken.leave()
         raise
-    taken.remove()
+    with suppress(OciError):  # the next one removes it
+        taken.remove()
     return record
 
 

@@ -159,7 +159,7 @@ def refuse_leftover(strangers: Callable[[], Mapping[proc.Process, Sequence[str]]
     `strangers` returns such processes, except those whose files `inherited_handles.clear` can replace. It is
     asked again for a moment, because a process that is just starting CUDA looks the same.
     """
-    holders = _ask_twice(strangers)
+    holders = find_lasting(strangers)
     for process, files in holders.items():
         raise Refused(
             f"process {process.pid} ({process.comm}) has {files[0]} open but no CUDA state of its own, "
@@ -182,7 +182,7 @@ def refuse_adopted(container: Container) -> None:
         found = containers.list_beside(container.pid, container.id)
         return [process for process in found if containers.is_descendant(process.pid, container.pid)]
 
-    for process in _ask_twice(children):
+    for process in find_lasting(children):
         raise Refused(
             f"process {process.pid} ({process.comm}) of another container became a child of container "
             f"{container.id} when its parent exited, and CRIU cannot dump one without the other",
@@ -195,7 +195,7 @@ def refuse_neighbours(wanted: CheckpointCall, container: Container) -> None:
     """Refuse if processes of other containers would end with this one, because its init is their PID 1."""
     if wanted.leave_running:
         return
-    for process in _ask_twice(lambda: containers.list_beside(container.pid, container.id)):
+    for process in find_lasting(lambda: containers.list_beside(container.pid, container.id)):
         raise Refused(
             f"process {process.pid} ({process.comm}) of another container shares the PID namespace of "
             f"container {container.id}, and would be killed as soon as this one exits",
@@ -243,8 +243,8 @@ def list_sessions(container: Container, members: Sequence[proc.Process]) -> tupl
     return tuple(each for each in members if apart(each) and apart(each))
 
 
-def _ask_twice(ask: Callable[[], _Found]) -> _Found:
-    """Return what is found in two consecutive calls."""
+def find_lasting(ask: Callable[[], _Found]) -> _Found:
+    """Return what is still found after a second; nothing if once nothing is found."""
     deadline = time.monotonic() + _STARTING
     while (found := ask()) and time.monotonic() < deadline:
         time.sleep(0.05)

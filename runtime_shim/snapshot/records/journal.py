@@ -7,7 +7,7 @@
         <key>.restore            a restore in progress, see snapshot/restore_record.py
         <key>.<pid>.thread       a thread's own registers, while gpusnap makes system calls with it
         <key>.masks              the signal masks of threads that are held, see process/ptrace/signal_masks.py
-        <key>.<pid>.idle         a process without GPU state that gpusnap stopped (`leftover`)
+        <key>.<pid>.idle         a process without GPU state that gpusnap stopped (`refuse_leftover`)
         <key>.paused             which processes of a paused container were stopped, see paused_container.py;
                                  or that gpusnap paused it, see dump_pause.py
         <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next fsync would not

@@ -20,7 +20,7 @@ from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE
 from gpusnap.engines import podman
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring.restore_job import RestoreRequest
+from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, UsageError
 from gpusnap.user_errors import NotFound
 

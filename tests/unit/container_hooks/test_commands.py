@@ -14,12 +14,12 @@ import pytest
 from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive, keep
 
-from gpusnap.checkpoints.locator import InStore
+from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.container_hooks import commands
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring.restore_job import RestoreRequest
+from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, SettingsError
 from gpusnap.runtime_shim.settings import OF_THE_COMMAND, Settings, apply_annotations
@@ -52,7 +52,7 @@ def has(
     fake.has(status=status, Config={"Annotations": annotations, "Labels": labels})
 
 
-def made(**more: bool) -> checkpointing.CheckpointResult:
+def made(**more: object) -> checkpointing.CheckpointResult:
     return checkpointing.checkpoint(checkpointing.CheckpointRequest(container="w", **more), QUIET)  # type: ignore[arg-type]
 
 
@@ -97,6 +97,14 @@ def test_the_checkpoint_fails(fake: FakePodman) -> None:
     with pytest.raises(GpusnapError, match="it broke"):
         made()
     assert order(fake) == ["sh -c sleep now", "checkpoint", "sh -c wake up"]
+
+
+def test_a_place_that_cannot_be_written(fake: FakePodman, tmp_path: Path) -> None:
+    """Is refused before the command runs: an engine would drop its cache for nothing."""
+    has(fake, BOTH)
+    with pytest.raises(GpusnapError, match="it is a directory"):
+        made(to=InFile(str(tmp_path)))
+    assert order(fake) == []
 
 
 def test_the_one_before_fails(fake: FakePodman) -> None:

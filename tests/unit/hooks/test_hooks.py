@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gpusnap import hooks
 from gpusnap.hooks import main as hook_main
-from gpusnap.hooks import record
+from gpusnap.hooks import record, record_directories
 from gpusnap.hooks.documents import HookError
 from gpusnap.hooks.main import main
 
@@ -367,6 +367,42 @@ def test_poststop(hook: Hook, bundle: Bundle, folder: Path, tmp_path: Path) -> N
     assert hook(state, "poststop") == (b"", "")
     assert os.listdir(folder) == ["other"]
     assert hook(state, "poststop") == (b"", "")
+
+
+def test_poststop_while_a_record_is_written(
+    hook: Hook, bundle: Bundle, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a container and the start of one of the same ID: a file that is gone is none to remove."""
+    hook(bundle.state(configuration()), "createRuntime")
+    real = os.unlink
+
+    def unlink(name: str, **more: int) -> None:
+        real(name, **more)
+        real(name, **more)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    record_directories.remove_directory(ID)
+    monkeypatch.undo()
+    assert not (folder / ID).exists()
+
+
+def test_a_directory_that_is_removed_while_a_record_is_written(
+    hook: Hook, bundle: Bundle, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made again: the record of the new container is not lost."""
+    real, removed = record._replace, list[str]()
+
+    def replace(data: bytes, directory: int) -> None:
+        if not removed:
+            (folder / ID).rmdir()
+            removed.append(ID)
+        real(data, directory)
+
+    monkeypatch.setattr(record, "_replace", replace)
+    assert hook(bundle.state(configuration()), "createRuntime")[1] == ""
+    found = record.read(ID)
+    assert found is not None
+    assert found.container == ID
 
 
 @pytest.mark.parametrize(

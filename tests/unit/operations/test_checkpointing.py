@@ -482,7 +482,7 @@ def test_recover_finds_the_store(
 
     monkeypatch.setattr(convert, "take_in", fail)
     if fails == "also the memory":
-        monkeypatch.setattr(handover.HandedOver, "commit", fail)
+        monkeypatch.setattr(handover.HandedOverMemory, "commit", fail)
     with pytest.raises(GpusnapError, match="the disk is full"):
         made()
     assert os.path.exists(order) == bool(store.list_handed_over()) == (fails == "also the memory")

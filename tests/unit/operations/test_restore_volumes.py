@@ -24,7 +24,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import pull, push_pull
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring.restore_job import RestoreRequest
+from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError
 

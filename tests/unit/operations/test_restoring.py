@@ -12,6 +12,7 @@ import signal
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from fake_registry import FakeRegistry
 from kept_checkpoints import an_archive, keep, keep_pages
 
 from gpusnap.checkpoints import artifact as kept
-from gpusnap.checkpoints import locator
+from gpusnap.checkpoints import locator, migrations
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.cli.exit_codes import exit_code
 from gpusnap.engines import podman, podman_objects, podman_work
@@ -30,10 +31,10 @@ from gpusnap.oci.base.errors import StoreBusy
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
+from gpusnap.operations.restoring import podman_restore, volumes
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring import restore_job, volumes
+from gpusnap.operations.restoring.podman_restore import RestoredContainer, RestoreRequest
 from gpusnap.operations.restoring.restore import RestoreResult, _run_command
-from gpusnap.operations.restoring.restore_job import RestoredContainer, RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, SettingsError, UsageError
@@ -105,8 +106,8 @@ def test_what_fails_when_the_container_runs(
             yield found
         raise error
 
-    real = restore_job._make_folder
-    path = "gpusnap.operations.restoring.restore_job."
+    real = podman_restore._make_folder
+    path = "gpusnap.operations.restoring.podman_restore."
     monkeypatch.setattr(path + where, make_folder if where == "_make_folder" else fail)
     done = restored(InStore(store, "w"), not_migrated=True)
     assert (done.container, done.digest, done.name) == (ID, digest, "w")
@@ -139,9 +140,40 @@ def test_ctrl_c_when_the_container_runs(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpusnap.operations.restoring.restore_job.LoadProcess.__exit__", interrupt)
+    monkeypatch.setattr("gpusnap.operations.restoring.podman_restore.LoadProcess.__exit__", interrupt)
     with pytest.raises(Interrupted, match=rf"^interrupted, but the container {ID} is restored already$"):
         restored(InStore(store, "w"))
+
+
+@pytest.mark.parametrize("annotated", [False, True])
+def test_a_signal_as_podman_ends(
+    fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, annotated: bool
+) -> None:
+    """The container runs, and that is said; also that a command of its own was not run."""
+    keep(store, an_archive(tmp_path), ["w"])
+    fake.has(status="exited")
+    real = podman_work._pass_signals_on
+
+    @contextmanager
+    def interrupted(*words: object) -> Iterator[object]:
+        with real(*words) as relay:  # type: ignore[arg-type]
+            yield relay
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(podman_work, "_pass_signals_on", interrupted)
+    monkeypatch.setattr(volumes, "read_text", lambda _, key: "w" if key == "name" else "")
+    real_choose = volumes.choose
+    monkeypatch.setattr(
+        volumes,
+        "choose",
+        lambda inside, **more: real_choose(replace(inside, annotated=annotated), **more),
+    )
+    with pytest.raises(
+        Interrupted, match=r"^interrupted, but the container w is restored already$"
+    ) as raised:
+        restored(InStore(store, "w"))
+    assert ("post-restore, that was not run" in raised.value.hint) is annotated
+    assert not [call for call in fake.calls() if call.startswith("rm ")]
 
 
 def test_a_podman_that_cannot_be_asked_afterwards(
@@ -222,7 +254,7 @@ def test_the_load_process(
         def environment(self) -> dict[str, str]:
             return {VARIABLE: "/where"}
 
-    monkeypatch.setattr(restore_job, "LoadProcess", Process)
+    monkeypatch.setattr(podman_restore, "LoadProcess", Process)
     restored(InStore(store, "w"))
     assert seen == [VERSION, store.layout.path, Memory(), [], 1]
     assert fake.environment()[VARIABLE] == "/where"
@@ -265,7 +297,7 @@ def test_much_comes_first(
     fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Podman would not wait for is in the store, and named, before it is asked."""
-    monkeypatch.setattr(restore_job, "_ON_THE_WAY", 100)
+    monkeypatch.setattr(podman_restore, "_MOST_MEANWHILE", 100)
     ref = f"{registry.host}/team/app:v1"
     push_pull.push(InFile(an_archive(tmp_path)), locator.parse_registry(f"http://{ref}"), progress=QUIET)
     fake.fails("gpusnap: no GPU fits\n")
@@ -279,11 +311,31 @@ def test_much_comes_first(
     assert registry.asked("GET", "blobs/") == []
 
 
+def test_one_that_may_run_elsewhere_is_not_fetched(
+    fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused when its manifest is there: a restore with much memory would fetch that before."""
+    monkeypatch.setattr(podman_restore, "_MOST_MEANWHILE", 100)
+    ref = locator.parse_registry(f"http://{registry.host}/team/app:v1")
+    digest = push_pull.push(InFile(an_archive(tmp_path)), ref, progress=QUIET).digest
+
+    def check(wanted: str) -> None:
+        if wanted == digest:
+            raise Refused("the container w may run on gpu2")
+
+    monkeypatch.setattr(migrations, "check", check)
+    registry.seen.clear()
+    with pytest.raises(Refused, match="may run on gpu2"):
+        restored(ref)
+    assert len(registry.asked("GET", "blobs/")) <= 1  # its config
+    assert fake.calls() == []
+
+
 def test_what_the_store_has_stays_while_podman_works(
     fake: FakePodman, store: Store, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name may be removed and gc run meanwhile; and others who want the same need not wait."""
-    monkeypatch.setattr(restore_job, "_ON_THE_WAY", 100)
+    monkeypatch.setattr(podman_restore, "_MOST_MEANWHILE", 100)
     ref = locator.parse_registry(f"http://{registry.host}/team/app:v1")
     digest = push_pull.push(InFile(an_archive(tmp_path)), ref, progress=QUIET).digest
     real, free = podman_work.restore, []
@@ -357,6 +409,16 @@ def test_the_container_runs(fake: FakePodman, store: Store, tmp_path: Path) -> N
         "--name; to return to the checkpoint, and lose what the container has done since, remove it "
         "first: podman rm --force x [GPS-508]"
     )
+
+
+def test_somebody_creates_one_of_that_name_meanwhile(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """It is new and does not run, as what a failed import leaves; and it is somebody else's, and stays."""
+    keep(store, an_archive(tmp_path), ["w"])
+    fake.has(name="x", status="created")
+    fake.fails('Error: creating container storage: the container name "x" is already in use by abc.\n')
+    with pytest.raises(GpusnapError, match=r"Podman already has a container x$"):
+        restored(InStore(store, "w"), name="x")
+    assert not [call for call in fake.calls() if call.startswith("rm ")]
 
 
 @pytest.mark.parametrize("what", ["store", "file"])

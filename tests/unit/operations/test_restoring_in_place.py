@@ -15,7 +15,7 @@ from gpusnap.checkpoints.locator import InFile, InStore, Place
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.restoring import in_place, volumes
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring.restore_job import RestoreRequest
+from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.operations.restoring.volumes import PodmanObjects, VolumeChoice
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError

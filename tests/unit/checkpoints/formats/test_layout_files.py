@@ -28,7 +28,7 @@ from gpusnap.oci.tar.archive import Writer
 from gpusnap.operations import open as source
 from gpusnap.operations import push_pull, sources
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.operations.restoring.restore_job import RestoreRequest
+from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.operations.verify import verify_one
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, UsageError

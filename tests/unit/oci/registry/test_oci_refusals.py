@@ -38,7 +38,7 @@ def test_its_own_words() -> None:
     found = make_refusal(400, body("DIGEST_INVALID", "provided digest did not match"), WHAT)
     assert isinstance(found, Rejected)
     assert (found.says, found.code) == ("DIGEST_INVALID", "GPS-806")
-    assert str(found) == f"{WHAT}: it refuses (DIGEST_INVALID: provided digest did not match)"
+    assert str(found) == f"{WHAT}: DIGEST_INVALID: provided digest did not match"
     assert "(DENIED: requested access" in str(make_refusal(403, body("DENIED", "requested access"), WHAT))
 
 

@@ -27,6 +27,7 @@ from gpusnap.runtime_shim.settings import Memory, Nvidia, Settings, Store
 from gpusnap.runtime_shim.snapshot import checkpoint
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.gpu_processes import choose_driver, plugin_checkpoint
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_idle_holders
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 
@@ -138,11 +139,19 @@ def test_inherited_files(scene: Scene) -> None:
     scene.driver.idle[child] = ("/dev/nvidia0",)
     members = [each for each in (proc.process(child),) if each is not None]
     with pytest.raises(Refused, match="leaves that file to CRIU") as caught:
-        plugin_checkpoint.refuse_inherited(scene.driver, members)
+        plugin_checkpoint.refuse_inherited(CUDA, lambda: find_idle_holders(scene.driver, members))
     assert "spawn" in caught.value.hint
-    plugin_checkpoint.refuse_inherited(
-        FakeDriver(idle=scene.driver.idle), members
-    )  # that is gpusnap's own way
+
+
+def test_a_process_that_is_just_starting(scene: Scene) -> None:
+    """Has the files open before it has GPU state, and is not refused for that."""
+    scene.gpu_processes(1)
+    child = scene.family.spawn()
+    scene.driver.idle[child] = ("/dev/nvidia0",)
+    members = [each for each in (proc.process(child),) if each is not None]
+    answers = [find_idle_holders(scene.driver, members), {}]
+    plugin_checkpoint.refuse_inherited(CUDA, lambda: answers.pop(0))
+    assert answers == []
 
 
 def test_room_in_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +222,7 @@ def test_the_way_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugin_checkpoint.choose_driver(other, native) is amd
     assert plugin_checkpoint.choose_driver(other, amd) is amd
     assert plugin_checkpoint.choose_driver(ours, amd) is native
+    ways.clear()
     assert plugin_checkpoint.choose_driver(ours, None) is None
 
 
@@ -224,7 +234,7 @@ def test_gpus_stay(scene: Scene) -> None:
     assert plugin_checkpoint.make_same_gpu_map(record, here, (("0", "0"),)) == ((uuid(0), uuid(0)),)
     with pytest.raises(Refused, match="the GPU map assigns 1") as caught:
         plugin_checkpoint.make_same_gpu_map(record, here, (("0", "1"),))
-    assert "nvidia.driver = native can move" in caught.value.hint
+    assert 'nvidia.driver = "native" can move' in caught.value.hint
     elsewhere = replace(here, gpus=(gpu(1),))
     with pytest.raises(Refused, match="this host does not have it"):
         plugin_checkpoint.make_same_gpu_map(record, elsewhere, ())

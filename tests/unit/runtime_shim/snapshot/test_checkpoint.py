@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import DEADLINE, Family, HandedOver, Scene, a_manifest, unshare_works, uuid, wait_for
+from fakes import DEADLINE, Family, HandedOverMemory, Scene, a_manifest, unshare_works, uuid, wait_for
 
 from gpusnap.runtime_shim.errors import ImageError, split_code
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
@@ -751,7 +751,7 @@ def test_a_signal_when_there_is_no_way_back(
 
 
 def handed_over(scene: Scene) -> None:
-    with pytest.raises(HandedOver, match="handed over"):
+    with pytest.raises(HandedOverMemory, match="handed over"):
         scene.checkpoint()
     assert not scene.image.exists()
     assert scene.driver.of("lock") == []
@@ -782,13 +782,13 @@ def test_a_neighbour_with_a_gpu(scene: Scene, monkeypatch: pytest.MonkeyPatch) -
         scene.driver.use(other.init)
         outcome = scene.checkpoint()
         assert f"process {other.init} (sh) of another container" in outcome.sentence()
-        with pytest.raises(HandedOver, match="handed over"):
+        with pytest.raises(HandedOverMemory, match="handed over"):
             scene.checkpoint("--leave-running")
 
 
 def test_an_unknown_container(scene: Scene) -> None:
     """A container that nobody knows is the real runtime's to complain of, in the caller's log, once."""
-    with pytest.raises(HandedOver, match="handed over"):
+    with pytest.raises(HandedOverMemory, match="handed over"):
         scene._run("checkpoint", "none")
     assert not scene.log.exists()
 

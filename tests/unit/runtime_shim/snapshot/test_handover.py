@@ -121,6 +121,22 @@ def test_left_by_a_command(store: Store, monkeypatch: pytest.MonkeyPatch) -> Non
     assert store.collect().blobs == 0
 
 
+def test_a_directory_that_cannot_be_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is committed, and that is said; the next one removes it, and commits nothing again."""
+    made = hand_over_pages(store, NAME, GONE)
+
+    def fail(_: object) -> None:
+        raise DiskError("it cannot be removed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_module.Staging, "unmark_precious", fail)
+        assert tuple(handover.commit_left(store)) == (made,)
+    assert staging_of(store).exists()
+    assert tuple(handover.commit_left(store)) == (made,)
+    assert len(store.entries()) == 1
+    assert list((Path(store.path) / "staging").iterdir()) == []
+
+
 def test_another_process_commits_it(store: Store) -> None:
     """Two may come at once: one does it, and the other goes on."""
     hand_over_pages(store, NAME, GONE)

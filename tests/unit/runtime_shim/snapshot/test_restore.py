@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from criu_images import CORE, INVENTORY, PAGE, pagemap
-from fakes import ID, KEY, HandedOver, Scene, a_manifest, gpu, uuid, wait_for
+from fakes import ID, KEY, HandedOverMemory, Scene, a_manifest, gpu, uuid, wait_for
 
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError
@@ -223,7 +223,7 @@ def test_the_mounts_are_declared(scene: Scene, monkeypatch: pytest.MonkeyPatch) 
 def test_not_ours(scene: Scene) -> None:
     """An image that gpusnap did not make is the real runtime's."""
     scene.image.mkdir()
-    with pytest.raises(HandedOver, match="handed over"):
+    with pytest.raises(HandedOverMemory, match="handed over"):
         scene.restore("--detach")
 
 

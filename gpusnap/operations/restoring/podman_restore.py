@@ -53,11 +53,12 @@ from gpusnap.runtime_shim.snapshot.loading import source
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
 from gpusnap.user_errors import Damaged, Killed
 
-# Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout): chunks that may not arrive in that
-# time are fetched before it begins, and need not be fetched again if it fails.
-_ON_THE_WAY = 8 << 30
-_SECONDS = 120.0
-# libpod, Container.validate: of an archive that Podman has written; see formats/podman_writer.py.
+# What is fetched while Podman restores: at most so many bytes, which should arrive within so many seconds.
+# Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout), and a network may become slower. The
+# rest is fetched before, and need not be fetched again if the restore fails.
+_MOST_MEANWHILE = 8 << 30
+_SECONDS_TO_ARRIVE = 120.0
+# Podman rejects its own archive of such a container (libpod, Container.validate): formats/podman_writer.py.
 _SPLIT = "--cgroup-mode=split"
 _DIGEST = compile_later("sha256:[0-9a-f]{64}")
 # Errors that concern a part of an archive: Podman's unpacking, a blob, an image.
@@ -114,7 +115,7 @@ class RestoreRequest:
 
 
 @dataclass(slots=True)
-class RestoreJob:
+class PodmanRestore:
     """A restore: what was asked for, and how far it has come."""
 
     request: RestoreRequest
@@ -161,11 +162,12 @@ class RestoreJob:
         except EngineImage as image:
             return self._restore_image(place, image), ""
 
-    def _check_here(self, digest: str) -> None:
-        """Keep the digest of a checkpoint. Raise Refused if its container may run on another host."""
-        self.digest = digest
+    def _check_here(self, found: ArtifactParts) -> None:
+        """Raise Refused for a checkpoint that is not Podman's, or whose container may run on another host."""
+        self.digest = found.root.digest
         if not self.request.not_migrated:
-            migrations.check(digest)
+            migrations.check(self.digest)
+        found.check_podman()
 
     def _restore_layout(self, path: str, found: InLayout) -> RestoredContainer:
         """Restore from an image layout in a file; the store gets nothing of it."""
@@ -186,9 +188,8 @@ class RestoreJob:
                     while piece := file.read(PIECE):
                         incoming.write(piece)
                 return self._restore_archive(blob_path(inner, layer.digest))
-            self._check_here(found.root.digest)
             whole = kept.load(found.root, layout)
-            whole.check_podman()
+            self._check_here(whole)
             self.progress.stage("archive")
             choice = self._choose_volumes(volumes.find_in_artifact(whole.artifact, layout))
             push_pull.write_archive(whole, layout, archive, volumes=not choice.ignore, progress=self.progress)
@@ -212,7 +213,6 @@ class RestoreJob:
             raise
 
     def _restore_artifact(self, place: locator.InStore, asked: podman.Listing | None) -> RestoredContainer:
-        self._check_here(place.entry().descriptor.digest)
         # Podman answers while the checkpoint is read.
         with (
             podman.Listing() if asked is None else nullcontext(asked) as listing,
@@ -221,7 +221,7 @@ class RestoreJob:
                 found,
             ),
         ):
-            found.check_podman()
+            self._check_here(found)
             memory = settings_file.load().memory
             with (
                 LoadProcess(found.record, store.layout.path, memory) as loading,
@@ -258,14 +258,13 @@ class RestoreJob:
         incoming = pull.fetch(
             store,
             place,
-            leave=_ON_THE_WAY,
-            seconds=_SECONDS,
-            check=ArtifactParts.check_podman,
+            leave=_MOST_MEANWHILE,
+            seconds=_SECONDS_TO_ARRIVE,
+            check=self._check_here,
             plain_http=self.request.plain_http,
             progress=self.progress,
         )
         with incoming as (staging, found, _), _make_folder(store) as folder, ExitStack() as stack:
-            self._check_here(found.root.digest)
             before = kept.roots(store)
             archive, choice = self._build_archive(found, staging.layout, folder)
             whole = _keep(store, staging, found, name, before)
@@ -306,40 +305,49 @@ class RestoreJob:
         `choice`: what happens to the container's volumes; `ids`: of all containers.
         """
         self.progress.stage("restore")
-        name, annotated = self.request.name or choice.of.name, choice.of.annotated
+        name = self.request.name or choice.of.name
         chosen = {GPU_MAP: self.request.gpu_map} if self.request.gpu_map else {}
         wanted = replace(self.request, ignore_volumes=choice.ignore)
         before = ids()
         ended = in_place.find(archive, wanted.options(), before)
         if ended is not None:
-            choice = volumes.keep_volumes(choice)
+            choice, shown_name = volumes.keep_volumes(choice), ended.container.name
         else:
             wanted = replace(wanted, pod=volumes.choose_pod(choice.of, wanted.pod))
+            shown_name = name if in_use.is_name(name) else ""
+
+        def restored(container: str) -> None:
+            self.container = RestoredContainer(container, shown_name, choice.of.annotated)
+
         with volumes.report_kept_volumes(choice), board() as shown:
             if shown is not None:
                 chosen[VARIABLE] = shown.path
             tick = self.progress.follow(shown, "restore", measure)
             variables = {**environment, **chosen}
             if ended is not None:
-                found = in_place.restore(ended, variables, tick, self.progress.say)
-                self.container = RestoredContainer(found, ended.container.name, annotated)
-                return self.container
-            found = _import(
-                lambda: podman_work.restore(
-                    archive, wanted.options(), variables, tick=tick, say=self.progress.say
-                ),
-                name,
-                before,
-            )
-            self.container = RestoredContainer(found, name if in_use.is_name(name) else "", annotated)
-            return self.container
+                in_place.restore(ended, variables, tick, self.progress.say, restored)
+            else:
+                _import(
+                    lambda: podman_work.restore(
+                        archive,
+                        wanted.options(),
+                        variables,
+                        tick=tick,
+                        say=self.progress.say,
+                        restored=restored,
+                    ),
+                    name,
+                    before,
+                )
+        assert self.container is not None
+        return self.container
 
     def _choose_volumes(self, inside: PodmanObjects) -> VolumeChoice:
         return volumes.choose(inside, ignore=self.request.ignore_volumes)
 
 
 def _check_files(path: str) -> PodmanObjects:
-    """Return the volumes in it.
+    """Check all entries of an archive; return its volumes, pod and name.
 
     Raises ImageError for a link in place of a file, ArchiveError if not everything can be checked.
 
@@ -383,19 +391,21 @@ def _keep(store: Store, staging: Staging, found: ArtifactParts, name: str, befor
     return False
 
 
-def _import(work: Callable[[], str], name: str, before: set[str]) -> str:
+def _import(work: Callable[[], object], name: str, before: set[str]) -> None:
     """Let Podman create a container from an archive; if that fails, remove it.
 
     `name`: the name that it gets; `before`: the IDs of all containers.
     """
     try:
-        return work()
+        work()
     except Killed:
         raise  # the runtime may still be at work in the new container
     except (GpusnapError, KeyboardInterrupt) as error:
-        with podman_work.ignore_signals(), suppress(GpusnapError):
-            _remove_new(name, before)
-        if isinstance(error, GpusnapError) and (refused := in_use.explain(error, name)) is not None:
+        refused = in_use.explain(error, name) if isinstance(error, GpusnapError) else None
+        if refused is None or not in_use.is_container_in_use(error):  # else that container is somebody else's
+            with podman_work.ignore_signals(), suppress(GpusnapError):
+                _remove_new(name, before)
+        if refused is not None:
             raise refused from error
         raise
 
@@ -429,7 +439,8 @@ def _make_folder(store: Store) -> Iterator[str]:
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(store.stage()).path
-        except (DiskError, LayoutError, StoreError):  # no store, another tool's, or on a read-only disk
+        # No store, another tool's, one that is busy, or on a disk that is full or cannot be written to.
+        except (DiskError, LayoutError, StoreError):
             prefix = scratch_files.prefix("records")
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix=prefix, dir=scratch_files.find_large())
