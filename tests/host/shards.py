@@ -40,6 +40,8 @@ BYTECODE, BYTECODE_IN_HOST = CHECKOUT / "build/testhost-bytecode", "/var/cache/g
 UNIT_BYTECODE = CHECKOUT / "build/unit-bytecode"
 ENTER = ["enter", "--env", "GPUSNAP_TESTHOST=1", "--bind", f"{BYTECODE}:{BYTECODE_IN_HOST}", "--"]
 PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no"]
+# Not what only the unit tests use, nor what a package of theirs brings: 0.2 s for each job.
+PLUGINS_IN_HOST = ["-p", "no:hypothesispytest", "-p", "no:anyio"]
 # -E: the test host has PYTHONDONTWRITEBYTECODE set for all else.
 PYTHON_IN_HOST = ["/opt/gpusnap/bin/python", "-E", "-X", f"pycache_prefix={BYTECODE_IN_HOST}"]
 DURATIONS = Path(__file__).with_name("durations.json")
@@ -50,6 +52,7 @@ UNKNOWN_UNIT, UNKNOWN_INTEGRATION = 1.0, 1000.0
 # pytest's exit code where the options select no test of a file.
 NONE_SELECTED = 5
 _SUMMARY = re.compile(r"(\d+) (passed|failed|skipped|error)")
+_ENDED = re.compile(r"\d (passed|failed|skipped|errors?|deselected)\b.* in \d+\.\d\ds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,11 @@ def unit_jobs(files: Iterable[Path], durations: Mapping[str, float], *, seconds:
         for number, (part, length) in enumerate(zip(parts, lengths, strict=True), 1)
         if part
     ]
+
+
+def summary(said: str) -> str:
+    """The line in which pytest counts its tests; Python may print warnings after it."""
+    return next((line for line in reversed(said.splitlines()) if _ENDED.search(line)), "")
 
 
 def environ(job: Job) -> dict[str, str]:
@@ -128,7 +136,7 @@ class Shards:
             with self._lock:
                 if code not in (0, NONE_SELECTED):
                     self.failed.append(job.name)
-                for number, what in _SUMMARY.findall(said.splitlines()[-1] if said.strip() else ""):
+                for number, what in _SUMMARY.findall(summary(said)):
                     self.counts[what] = self.counts.get(what, 0) + int(number)
                 if job.in_host and code == 0:
                     self.durations[str(job.files[0])] = seconds
@@ -146,7 +154,7 @@ class Shards:
     def _argv(self, job: Job) -> list[str]:
         words = [*PYTEST, *map(str, job.files), *self._options]
         if job.in_host:
-            return [*self._host, *PYTHON_IN_HOST, *words]
+            return [*self._host, *PYTHON_IN_HOST, *words, *PLUGINS_IN_HOST]
         report = [f"--junitxml={self._reports}/{job.name}.xml"] if self._reports else []
         return [sys.executable, *words, *report]
 

@@ -68,7 +68,7 @@ def test_the_longest_is_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """What failed is said, and a job none of whose tests was selected is not."""
     begun: list[str] = []
     answers = {
-        "long": (0, "..\n2 passed in 3.00s"),
+        "long": (0, "..\n2 passed in 3.00s\nResourceWarning: 1 failed to close"),
         "short": (1, "F.\n1 failed, 1 passed in 1.00s"),
         "middle": (shards.NONE_SELECTED, "9 deselected in 0.1s"),
     }
