@@ -17,8 +17,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 from gpusnap.engines.podman import Container, clean_up
 from gpusnap.engines.podman_command import RUNTIME, find_runtime_error, finish, sentence, start
+from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, split_code
+from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Interrupted, split_code
 from gpusnap.runtime_shim.log import NOTE, note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.stop_signals import handle_signals, note_signal
@@ -29,6 +30,8 @@ _MARK = "GPUSNAP_CALLER"
 _EVERY = 0.25
 # Podman's messages about a killed runtime: its own child at a checkpoint, a child of conmon at a restore.
 _KILLED = compile_later(r"^Error: .*(?:failed: signal: killed|no logs from conmon)", re.MULTILINE)
+# Go's texts of ENOSPC and EDQUOT, where Podman itself has written.
+_FULL = compile_later(r"no space left on device|disk quota exceeded")
 # libpod, CRImportCheckpoint, about a pod into which a container cannot be restored.
 _OTHER_POD = compile_later(r"^Podman failed: pod \S+ does not share the \w+ namespace")
 
@@ -142,6 +145,8 @@ def _work(
                 hint="create a pod that shares it (podman pod create --share …), and name it with --pod POD",
                 code="GPS-522",
             )
+        if not code and _FULL.search(said):
+            raise GpusnapError(said, hint=MAKE_ROOM, code=DiskFull.code)
         raise GpusnapError(said, code=code)
     for line in ended.err.splitlines():
         _, ours, text = line.partition(f"gpusnap: {NOTE}")

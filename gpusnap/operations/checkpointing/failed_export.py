@@ -91,8 +91,9 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
             if memory is not None:
                 memory.settle(left == "running")
             if left == "running":
-                # Otherwise its runtime has reported the state.
-                if export.whole and "continues to run" not in said.sentence():
+                # Otherwise its runtime has reported the state, or has refused before it did anything.
+                podmans = export.whole or str(said).startswith("Podman failed: ")
+                if podmans and "continues to run" not in said.sentence():
                     said.add_hint(f"{export.found.name} continues to run")
                 raise said from error
             raise _make_error_after(export, said, left) from error

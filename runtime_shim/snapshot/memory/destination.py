@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from gpusnap.oci.base.errors import NotThere, OciError
+from gpusnap.oci.base.errors import DiskFull, NotThere, OciError
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks import writer as writing
@@ -27,7 +27,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.read_rate import recall
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import ManifestError, Refused
+from gpusnap.runtime_shim.errors import MAKE_ROOM, ManifestError, Refused
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.artifact import write_artifact
@@ -186,6 +186,8 @@ class StoreDestination:
         try:
             name = self._recipient.staging if self._recipient is not None else ""
             self._staging = self._store.create().stage(name)
+        except DiskFull as error:
+            raise Refused(f"{error}", hint=MAKE_ROOM, code=error.code) from error
         except OciError as error:
             raise Refused(
                 f"the store {self.place} cannot be used: {error}", hint="check store.path", code="GPS-704"

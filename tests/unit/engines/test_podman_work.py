@@ -15,7 +15,7 @@ from fake_podman import ID, FakePodman
 from fakes import wait_for
 
 from gpusnap.engines import podman, podman_work
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
+from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Interrupted
 from gpusnap.user_errors import Killed
 
 FOUND = podman.Container(ID, "w", "gpusnap-runtime", "running")
@@ -70,6 +70,15 @@ def test_a_runtime_that_was_killed(fake: FakePodman, stderr: str) -> None:
     with pytest.raises(GpusnapError, match="restore, was killed or exited without a message") as raised:
         podman_work.restore("x", [], {})
     assert "gpusnap recover" in raised.value.hint
+
+
+@pytest.mark.parametrize("said", ["no space left on device", "disk quota exceeded"])
+def test_a_full_disk(fake: FakePodman, said: str) -> None:
+    """Podman says only that; the hint is what to do."""
+    fake.fails(f"Error: write /srv/w.tar: {said}\n")
+    with pytest.raises(GpusnapError, match=rf"^Podman failed: write /srv/w\.tar: {said}$") as raised:
+        podman_work.restore("x", [], {})
+    assert (raised.value.hint, raised.value.code) == (MAKE_ROOM, "GPS-007")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

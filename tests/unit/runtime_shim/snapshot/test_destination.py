@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fakes import a_manifest
 
+from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.buffers import Buffer
@@ -18,7 +19,7 @@ from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.store.read_rate import remember
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import ImageError, Refused
+from gpusnap.runtime_shim.errors import MAKE_ROOM, ImageError, Refused
 from gpusnap.runtime_shim.records.artifact import label_tables
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
 from gpusnap.runtime_shim.records.manifest_file import Draft
@@ -316,6 +317,18 @@ def test_a_store_that_cannot_be(tmp_path: Path, image: Path) -> None:
     with pytest.raises(Refused, match=str(tmp_path / "store")) as caught:
         destination.begin()
     assert "store.path" in caught.value.hint
+
+
+def test_a_store_that_is_full(tmp_path: Path, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its path is right: the hint is to make room."""
+
+    def fail(*_: object) -> None:
+        raise DiskFull("/store/staging is full: the image layout of 30 B did not fit, 0 B are free")
+
+    monkeypatch.setattr(Store, "stage", fail)
+    with pytest.raises(Refused, match="is full: the image layout") as raised:
+        StoreDestination(str(tmp_path / "store"), str(image), ID, MEMORY).begin()
+    assert (raised.value.hint, raised.value.code) == (MAKE_ROOM, "GPS-007")
 
 
 def test_an_image_that_cannot_be_cut_stays(
