@@ -85,21 +85,21 @@ def check(folder: Path, runtime: str, rounds: int) -> None:
     good(gpusnap("suspend", "--spill", "--wait", NAME))
     good(gpusnap("resume", NAME))
     container.goes_on()
-    for words, back in (((), NAME), (("--to", archive), archive), (("--to", other), other)):
-        good(gpusnap("checkpoint", *words, NAME))
+    for place in ("", archive, other):
+        good(gpusnap("checkpoint", *(["--to", place] if place else []), NAME))
         good(podman("rm", NAME))
-        good(gpusnap("restore", back))
+        good(gpusnap("restore", place or NAME))
         container.goes_on()
     good(gpusnap("copy", NAME, f"{other}2"))
     filled = fill(folder, _ROOM)
-    for words in (("checkpoint", NAME), ("checkpoint", "--leave-running", NAME)):
-        if gpusnap(*words).code == 0:
+    options: tuple[list[str], list[str]] = ([], ["--leave-running"])
+    for each in options:
+        if gpusnap("checkpoint", *each, NAME).code == 0:
             raise Bad("a checkpoint succeeded on a full disk")
         container.goes_on()
     filled.unlink()
     for number in range(rounds):
-        words = ["--leave-running"] if number % 2 else []
-        fill_meanwhile(folder, container, words, random.uniform(0.1, 0.6))
+        fill_meanwhile(folder, container, options[number % 2], random.uniform(0.1, 0.6))
     good(gpusnap("checkpoint", NAME))
     good(podman("rm", NAME))
     good(gpusnap("restore", NAME))
