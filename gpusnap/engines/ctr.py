@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _DIGEST = compile_later(r"sha256:[0-9a-f]{64}", re.ASCII)
 _LONGEST = 64 << 10
+_PAUSING = 10.0
+"""Seconds for a pause that has begun to end."""
 # Seconds for an answer, because containerd may unpack an image or pause a container for it; and for a killed
 # ctr to end.
 _PATIENCE, _DYING = 900.0, 5.0
@@ -163,10 +166,17 @@ def pause(namespace: str, container_id: str) -> None:
 
 
 def go_on(namespace: str, container_id: str) -> None:
-    """Unpause a task, if it is paused. Raises GpusnapError."""
-    lines = (line.split() for line in _ask(namespace, "tasks", "ls").splitlines())
-    if any(words[:1] == [container_id] and words[-1] == "PAUSED" for words in lines):
+    """Unpause a task, if it is paused or is just being paused. Raises GpusnapError."""
+    end = time.monotonic() + _PAUSING
+    while (state := _find_state(namespace, container_id)) == "PAUSING" and time.monotonic() < end:
+        time.sleep(0.1)
+    if state in ("PAUSED", "PAUSING"):
         _ask(namespace, "tasks", "resume", container_id)
+
+
+def _find_state(namespace: str, container_id: str) -> str:
+    lines = (line.split() for line in _ask(namespace, "tasks", "ls").splitlines())
+    return next((words[-1] for words in lines if words[:1] == [container_id]), "")
 
 
 def _find_image(namespace: str, name: str) -> tuple[str, str] | None:

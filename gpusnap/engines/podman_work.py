@@ -66,15 +66,17 @@ def restore(
     *,
     tick: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
+    has_begun: Callable[[], bool] = lambda: False,
     restored: Callable[[str], None] = lambda container: None,
 ) -> str:
     """Create a container from an archive with Podman and run it; return its ID.
 
-    `restored` gets the ID as soon as the container runs; no signal raises before that. Other parameters and
-    errors as in `checkpoint`.
+    `has_begun`: whether the runtime has begun. If it has, and has ended, a signal comes too late: Podman
+    only records the result. `restored` gets the ID as soon as the container runs; no signal raises before
+    that. Other parameters and errors as in `checkpoint`.
     """
     words = ("container", "restore", "--import", archive, *options)
-    return _work(words, environment, tick, say=say, done=restored)[0]
+    return _work(words, environment, tick, has_begun, say=say, done=restored)[0]
 
 
 def restore_in_place(
@@ -84,11 +86,13 @@ def restore_in_place(
     *,
     tick: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda text: None,
+    has_begun: Callable[[], bool] = lambda: False,
     restored: Callable[[str], None] = lambda container: None,
 ) -> str:
     """Restore a container that a checkpoint ended from Podman's storage; return its ID. Raises likewise."""
     clean_up(of)
-    return _work(("container", "restore", *options, of.id), environment, tick, say=say, done=restored)[0]
+    words = ("container", "restore", *options, of.id)
+    return _work(words, environment, tick, has_begun, say=say, done=restored)[0]
 
 
 def _work(
@@ -100,7 +104,9 @@ def _work(
     say: Callable[[str], None],
     done: Callable[[str], None] = lambda out: None,
 ) -> tuple[str, bool]:
-    """Return Podman's output, and whether a signal came. `is_over`: once true, signals are ignored.
+    """Return Podman's output, and whether a signal came.
+
+    `is_over`: once true, signals are ignored while no runtime works.
 
     `done` gets the output if Podman succeeds, while signals are still passed on.
     """
@@ -114,7 +120,8 @@ def _work(
         while child.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_EVERY)
-            tick()
+            with suppress(OSError):  # a full disk behind stderr must not abandon a Podman at work
+                tick()
             if relay.came and not told:
                 told = True
                 say(_decide_signal(words[1], relay))
@@ -191,6 +198,8 @@ def _decide_signal(command: str, relay: _Relay) -> str:
     name = signal.Signals(relay.came[0]).name
     if relay.passed:
         return f"{name}: undoing the {command}"
+    if command == "restore":
+        return f"{name}: the container is restored already; Podman completes its records first"
     return f"{name}: the container has stopped; completing Podman's export first"
 
 
@@ -212,15 +221,21 @@ def ignore_signals() -> AbstractContextManager[None]:
 
 def _worker(podman: int, mark: str) -> int:
     """Return the PID of the runtime that works for Podman at this moment; 0 if there is none."""
+    first = proc.process(podman)
     for pid in proc.pids():
+        # Not older than Podman: to read the command line of another container's process may take long.
+        found = proc.process(pid)
+        if found is None or (first is not None and found.start < first.start):
+            continue
         # The parent first: reading the command line of a process may block.
         parent = proc.parent(pid)
         below = parent == podman
         # At a restore, it is a child of conmon, which is no child of Podman.
         if not below and proc.comm(parent) != "conmon":
             continue
-        if "--image-path" in proc.command(pid) and (below or _has(pid, mark)):
-            return pid
+        with suppress(GpusnapError):  # the kernel does not answer about it, which it does about a runtime
+            if "--image-path" in proc.command(pid) and (below or _has(pid, mark)):
+                return pid
     return 0
 
 

@@ -93,6 +93,7 @@ def checkpoint(
         destination = _choose_destination(call, settings, container, recipient)
         pages = _choose_pages(call, settings, driver, container, destination, asleep=asleep is not None)
         job = CheckpointJob(call, real, settings, driver, container, Transaction(), pages, asleep=asleep)
+        job.podman = parent if proc.comm(parent := os.getppid()) == "podman" else 0
         with _name_whole_failure(job), job.transaction as transaction:
             with transaction.step("inspect"):
                 _inspect(job)
@@ -270,6 +271,7 @@ def _dump(job: CheckpointJob, draft: Draft) -> None:
             if job.volumes:
                 with job.transaction.step("volumes"):
                     volumes.take(job.image_path, volumes.list_open(job.processes(), job.volumes))
+            _check_podman(job)
             with job.transaction.step("dump"):
                 failure = _call_runtime(job)
         if failure is None:
@@ -286,6 +288,12 @@ def _dump(job: CheckpointJob, draft: Draft) -> None:
         suspend_all(job)
         if not job.call.leave_running:
             _write(job)
+
+
+def _check_podman(job: CheckpointJob) -> None:
+    """Raise Interrupted if Podman was killed: nobody would export a container that it removes (--rm)."""
+    if job.podman and os.getppid() != job.podman:
+        raise Interrupted("Podman ended before the container was dumped", hint="try again", code="GPS-902")
 
 
 def _call_runtime(job: CheckpointJob) -> GpusnapError | None:

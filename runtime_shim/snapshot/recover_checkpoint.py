@@ -8,6 +8,7 @@ checkpoint: it gives the manifest its name.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ from functools import partial
 from gpusnap.oci.base.errors import BlobError
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.records.manifest_file import Draft
@@ -38,6 +40,8 @@ from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
 
 _SETTLING = 10.0  # seconds
+_DYING = 60.0
+"""Seconds for a process that was killed to end; its memory may be large."""
 
 
 def recover(entry: Entry, driver: Driver, settings: Memory) -> str:
@@ -105,6 +109,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
         held_threads.unblock_signals(entry.key)
         what = "its pause" if entry.paused is not None else "a thread that was held"
         return f"only {what} needed repair"
+    _wait_for_dying(entry)
     there = bring_back(entry, driver, settings, let_go)
     if there:
         said = "running: " + " ".join(str(process.pid) for process in there)
@@ -212,6 +217,23 @@ def _drop(entry: Entry, settings: Memory) -> None:
     """Remove what was written to a store for a failed checkpoint."""
     with suppress(ImageError):  # it uses space until gc removes it
         reopen_destination(entry.layout, entry.image, entry.container, settings).discard(earlier=True)
+
+
+def _wait_for_dying(entry: Entry) -> None:
+    """Wait for the end of processes that were killed. CRIU kills them when their dump is complete.
+
+    One with much memory takes seconds to end, and must not be taken for one that continues to run. Raises
+    GpusnapError.
+    """
+    end = time.monotonic() + _DYING
+    while dying := [process.pid for process in list_alive(entry) if proc.is_dying(process.pid)]:
+        if time.monotonic() > end:
+            raise GpusnapError(
+                f"process {dying[0]} was killed but does not exit",
+                hint="run gpusnap recover again when it has ended",
+                code="GPS-025",
+            )
+        time.sleep(0.05)
 
 
 def _take_back(entry: Entry, settings: Memory) -> None:

@@ -78,7 +78,7 @@ def test_there_and_back(registry: Registry, layout: Layout, other: Layout) -> No
             found, moved = pull(mine, name, other)
             assert everything(other, found) == there
         assert moved == TransferTotals(0, 0, len(there), sum(there.values()))
-        with pytest.raises(NotInRegistry, match=r"team/app:v2 cannot be read: it does not exist"):
+        with pytest.raises(NotInRegistry, match=r"team/app:v2 cannot be read: not found"):
             pull(mine, "v2", other)
 
 

@@ -312,6 +312,15 @@ def test_killed_spill(store: Store) -> None:
     assert staged(store) == []
 
 
+def test_one_that_is_resumed_before_its_spill_begins(store: Store) -> None:
+    """The process that moves its memory behind it does not suspend it again."""
+    container = Container.start("w", "--mib", "8")
+    done = gpusnap("suspend", "--spill", "--wait", "--suspended", "w")
+    assert "not suspended" in sentence(done)
+    container.goes_on()
+    nothing_left()
+
+
 def test_what_a_killed_spill_leaves_in_ram(store: Store) -> None:
     """Killed when the journal names the store, and the RAM is not free yet: the next one frees it."""
     container = Container.start("w", "--mib", "8")

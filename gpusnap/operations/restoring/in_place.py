@@ -77,12 +77,19 @@ def restore(
     environment: Mapping[str, str],
     tick: Callable[[], None],
     say: Callable[[str], None] = lambda text: None,
+    has_begun: Callable[[], bool] = lambda: False,
     restored: Callable[[str], None] = lambda container: None,
 ) -> str:
     """Restore it with Podman; return its ID. See gpusnap.engines.podman_work.restore for the rest."""
     try:
         return podman_work.restore_in_place(
-            target.container, target.options, environment, tick=tick, say=say, restored=restored
+            target.container,
+            target.options,
+            environment,
+            tick=tick,
+            say=say,
+            has_begun=has_begun,
+            restored=restored,
         )
     except Killed:
         raise

@@ -60,6 +60,8 @@ _MOST_MEANWHILE = 8 << 30
 _SECONDS_TO_ARRIVE = 120.0
 # Podman rejects its own archive of such a container (libpod, Container.validate): formats/podman_writer.py.
 _SPLIT = "--cgroup-mode=split"
+# Podman's states of a container whose import failed (libpod, define.ContainerStatus).
+_NEVER_RAN = ("configured", "created", "initialized")
 _DIGEST = compile_later("sha256:[0-9a-f]{64}")
 # Errors that concern a part of an archive: Podman's unpacking, a blob, an image.
 _OF_ITS_CONTENT = compile_later(r"^Podman failed: |sha256:|/checkpoint/|\.img\b")
@@ -324,8 +326,12 @@ class PodmanRestore:
                 chosen[VARIABLE] = shown.path
             tick = self.progress.follow(shown, "restore", measure)
             variables = {**environment, **chosen}
+
+            def has_begun() -> bool:
+                return shown is not None and shown.read() is not None
+
             if ended is not None:
-                in_place.restore(ended, variables, tick, self.progress.say, restored)
+                in_place.restore(ended, variables, tick, self.progress.say, has_begun, restored)
             else:
                 _import(
                     lambda: podman_work.restore(
@@ -334,6 +340,7 @@ class PodmanRestore:
                         variables,
                         tick=tick,
                         say=self.progress.say,
+                        has_begun=has_begun,
                         restored=restored,
                     ),
                     name,
@@ -429,7 +436,7 @@ def _remove_new(name: str, before: set[str]) -> None:
     Another gpusnap may be restoring a container of that name: Podman refuses to remove it once it runs.
     """
     left = podman.inspect_container(name) if name else None
-    if left is not None and left.id not in before and left.status != "running":
+    if left is not None and left.id not in before and left.status in _NEVER_RAN:
         podman.remove(left.id)
 
 

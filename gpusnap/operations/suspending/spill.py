@@ -33,7 +33,7 @@ def spill_behind(name: str, asked: podman.Inspection) -> None:
     whole = f"{found.namespace}/{found.name}" if found.namespace else found.container
     try:
         subprocess.Popen(
-            [program, "suspend", "--spill", "--wait", whole],
+            [program, "suspend", "--spill", "--wait", "--suspended", whole],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -22,7 +22,8 @@ from gpusnap.operations.suspending.moved import MovedContainer
 from gpusnap.operations.suspending.resume import resume_this
 from gpusnap.operations.suspending.suspend import suspend_this
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, UsageError
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, UsageError, make_unforeseen
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.runtime import container as containers
@@ -48,6 +49,8 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
     first, second = early.containers
     _check_order(out, into, early)
     found = targets.find_suspended(into, second)
+    if found.stage is not Stage.SUSPENDED:
+        raise suspensions.make_unfinished_error(found)
     target = targets.find_running(out, first)
     container = target[1]
     used = driver.memory_used(each.pid for each in containers.processes(container.pid, container.id))
@@ -65,14 +68,18 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
         try:
             suspended = suspend_this(target, early, leaving=found.key)
             return suspended, resume_this(found, settings, driver, second, request, loading)
-        except GpusnapError as error:
+        except Exception as error:  # of any kind: the first one may be off
+            said = error if isinstance(error, GpusnapError) else make_unforeseen(error)
             off = _find_suspension(container.id)
-            if off is not None and off.stage is Stage.SUSPENDED:
+            # Not one that another gpusnap has suspended meanwhile.
+            if off is not None and off.stage is Stage.SUSPENDED and off.owner == state_files.owner():
                 there = f"{into} runs, and {out} is suspended"
                 if not _is_running(found):
                     there = _bring_back(off, settings, driver, first)
-                error.add_hint(there)
-            raise
+                said.add_hint(there)
+            if said is error:
+                raise
+            raise said from error
 
 
 def _find_suspension(container: str) -> Suspension | None:

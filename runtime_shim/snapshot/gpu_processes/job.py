@@ -76,6 +76,8 @@ class CheckpointJob:
     """The images of that earlier checkpoint."""
     asleep: Suspension | None = None
     """Set if the container is suspended, and stays so: its GPU state is where the journal says."""
+    podman: int = 0
+    """The PID of the Podman that ordered the checkpoint; 0 if somebody else did."""
     on_disk: bool = True
     """Whether it is written to a disk; a suspended container only goes to RAM."""
 

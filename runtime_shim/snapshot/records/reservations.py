@@ -23,6 +23,7 @@ removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -42,6 +43,8 @@ RAM = "RAM"
 PATIENCE = 10.0
 """Seconds to wait for others that choose GPUs; choosing takes less than one."""
 _LOCK = "lock"
+# This process has too few of something, which says nothing about a file.
+_SHORT = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 # 256 GPUs make about 16 KiB.
 _MAX_BYTES = 64 << 10
 _MAX_GPUS = 256
@@ -189,7 +192,12 @@ def _read_others(folder: str, *, tidy: bool) -> dict[str, int]:
         if name == _LOCK:
             continue
         path = os.path.join(folder, name)
-        entry = _read(path)
+        try:
+            entry = _read(path)
+        except OSError as error:
+            if error.errno in _SHORT:  # whose it is is not known, and it stays
+                continue
+            entry = None
         if entry is not None and entry.is_alive():
             for uuid, size in entry.bytes.items():
                 found[uuid] = found.get(uuid, 0) + size
@@ -200,10 +208,10 @@ def _read_others(folder: str, *, tidy: bool) -> dict[str, int]:
 
 
 def _read(path: str) -> _Entry | None:
-    """Read an entry; None if the file contains none."""
+    """Read an entry; None if the file contains none. Raises OSError."""
     try:
         return _decode(state_files.read(path, limit=_MAX_BYTES))
-    except (OSError, ValueError):
+    except ValueError:
         return None
 
 

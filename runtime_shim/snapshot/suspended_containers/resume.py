@@ -124,7 +124,8 @@ def recover(key: str, settings: Settings, driver: Driver, engine: Engine) -> str
         stage = found.stage
         with hold_signals():
             if stage is not Stage.RESUMED:
-                _bring_back(found, settings, driver, transaction, {}, engine.allow, cut_off=True)
+                with _name_resume(found):
+                    _bring_back(found, settings, driver, transaction, {}, engine.allow, cut_off=True)
             _finish(found, transaction, engine.go_on)
             transaction.commit()
         return "it was not suspended, and continues to run" if stage in suspensions.THERE else "it is resumed"
@@ -224,7 +225,7 @@ def _bring_back(
                     cut_off=cut_off,
                 )
             except Exception:  # also of a module that is imported late
-                if not cut_off:
+                if not cut_off or found.stage is Stage.RESUMING:
                     _stay_suspended(found, entry, driver)
                 raise
             finally:
@@ -253,6 +254,17 @@ def _name_recover(found: Suspension) -> Iterator[None]:
             raise
         with name_recover(found.container):
             raise
+
+
+@contextmanager
+def _name_resume(found: Suspension) -> Iterator[None]:
+    """Make an error of the block name `gpusnap resume`, if the container is suspended as before."""
+    try:
+        yield
+    except GpusnapError as error:
+        if _is_suspended(found.key):
+            error.add_hint(f"it is suspended as before: gpusnap resume {found.name} tries again")
+        raise
 
 
 def _tell_of_ended(found: Suspension) -> None:

@@ -2,6 +2,8 @@
 
     files in RAM ─→ chunks in a staging directory of the store, synced ─→ journal ─→ the files are removed
 
+Chunks that an earlier checkpoint has are linked, and then read: nobody has looked at them since.
+
 Until the journal names the chunks, the memory is in RAM as before, and a kill changes nothing. The
 container's lock is held only for the last two steps. So a resume meanwhile does not wait; the chunks are then
 removed. gc does not remove the staging directory, which names its owner, the journal's entry. It is removed
@@ -10,12 +12,20 @@ with that entry, or after a reboot, when no such entry exists any more.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from contextlib import suppress
 
+from gpusnap.oci.base.threads import run_for_each
+from gpusnap.oci.chunks.table import Table, descriptors
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
+from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.memory.ram import SuspendedChunks
 from gpusnap.runtime_shim.snapshot.preflight import space
@@ -60,6 +70,8 @@ def _spill(key: str, settings: Settings) -> int:
             assert records is not None
             tables = [region.table for regions in records.values() for region in regions]
             destination.commit(tables, kept=False)
+        with transaction.step("check"):
+            _check_linked(destination.layout, tables, memory.threads)
         with journal.hold(key), hold_signals(), transaction.step("switch"):
             if _find_suspended(key)[0] != found:
                 raise Refused(f"container {found.name} was resumed in the meantime", code="GPS-206")
@@ -76,6 +88,22 @@ def _spill(key: str, settings: Settings) -> int:
         raise
     destination.layout.close()
     return staged
+
+
+def _check_linked(layout: Layout, tables: Sequence[Table], threads: int) -> None:
+    """Read the chunks that were linked from earlier checkpoints: the memory will be nowhere else.
+
+    Raises ImageError if one is damaged; the memory stays in RAM then.
+    """
+
+    def check(chunk: Descriptor) -> None:
+        with layout.open_blob(chunk.digest, chunk.size) as file:
+            is_linked = os.fstat(file.fileno()).st_nlink > 1
+        if is_linked:
+            layout.check_blob(chunk)
+
+    with transfer.as_image_error(layout.path):
+        run_for_each(descriptors(tables), check, threads=threads or copies.cores())
 
 
 def _free(found: Suspension) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.store.paths import PRECIOUS
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.snapshot.memory import suspended_memory
 from gpusnap.runtime_shim.snapshot.records import journal
 
@@ -21,19 +24,38 @@ _LOADED = compile_later(r"\d+-[0-9a-f]+\.load\.(\d+)\.(\d+)")
 
 
 def sweep(path: str) -> None:
-    """Remove chunks from a store that no suspended container uses any more, for example after a reboot."""
-    folder = os.path.join(os.path.realpath(path), "staging")
-    with suppress(OSError):
-        for name in os.listdir(folder):
+    """Remove chunks from a store that no suspended container uses any more, for example after a reboot.
+
+    A store that does not answer in time is left alone: a container whose memory is in RAM does not need it.
+    """
+    with suppress(OSError, GpusnapError):
+        for layout, key in deadlines.ask(partial(_list_marked, path), f"the store {path}"):
             with suppress(OSError, GpusnapError, OciError):
-                with open(os.path.join(folder, name, PRECIOUS), encoding="utf-8") as file:
-                    whose = file.read(4096)
-                if not whose.startswith(WHOSE):
-                    continue
-                entry = journal.read(whose.removeprefix(WHOSE))
-                layout = os.path.join(folder, name)
-                if entry is None or entry.layout != layout:
-                    suspended_memory.discard(layout)  # not while it is written: it has an owner then
+                if not container_key.is_key(key):
+                    suspended_memory.discard(layout)
+                elif not _is_used(layout, key):
+                    # Again, under its lock: a spill that has just freed the RAM has named it meanwhile.
+                    with journal.hold(key, patience=0):
+                        if not _is_used(layout, key):
+                            suspended_memory.discard(layout)  # not while it is written: it has an owner then
+
+
+def _list_marked(path: str) -> list[tuple[str, str]]:
+    """Return the staging directories of spills in a store, with the key of each one's container."""
+    folder, found = os.path.join(os.path.realpath(path), "staging"), []
+    for name in os.listdir(folder):
+        with suppress(OSError, ValueError):
+            with open(os.path.join(folder, name, PRECIOUS), encoding="utf-8") as file:
+                whose = file.read(4096)
+            if whose.startswith(WHOSE):
+                found.append((os.path.join(folder, name), whose.removeprefix(WHOSE)))
+    return found
+
+
+def _is_used(layout: str, key: str) -> bool:
+    """Whether the journal names a staging directory, maybe by another path: a store can be moved."""
+    entry = journal.read(key)
+    return entry is not None and os.path.basename(entry.layout) == os.path.basename(layout)
 
 
 def sweep_loaded(key: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from containerd_layouts import BASE, IMAGE, FakeCtr, Made, a_checkpoint
 
 from gpusnap.checkpoints.formats.containerd import blob_of
+from gpusnap.engines import ctr as ctr_module
 from gpusnap.engines.ctr import InContainerd, Target, find_digest, pause, unpack
 from gpusnap.oci.base.errors import BlobError
 from gpusnap.oci.layout.digests import digest_of
@@ -114,6 +115,29 @@ def test_into_it(ctr: FakeCtr) -> None:
         "--namespace team snapshots --snapshotter overlayfs unpack sha256:ab",
         "--namespace team snapshots unpack sha256:ab",
     ]
+
+
+@pytest.mark.parametrize(
+    ("states", "resumed"),
+    [
+        (["RUNNING"], False),
+        (["PAUSED"], True),
+        (["PAUSING", "PAUSED"], True),
+        (["PAUSING", "RUNNING"], False),
+    ],
+)
+def test_a_pause_under_way(monkeypatch: pytest.MonkeyPatch, states: list[str], resumed: bool) -> None:
+    """After a signal during `ctr tasks pause`, the runtime may still be at it: it is waited for."""
+    asked: list[tuple[str, ...]] = []
+
+    def ask(namespace: str, *words: str) -> str:
+        asked.append(words)
+        return f"TASK PID STATUS\nother 1 PAUSED\nwork 42 {states.pop(0)}\n" if words[-1] == "ls" else ""
+
+    monkeypatch.setattr(ctr_module, "_ask", ask)
+    ctr_module.go_on("default", "work")
+    assert states == []
+    assert (("tasks", "resume", "work") in asked) is resumed
 
 
 def test_an_import_that_fails(ctr: FakeCtr) -> None:

@@ -210,6 +210,50 @@ def test_a_signal_with_no_runtime(fake: FakePodman, tmp_path: Path) -> None:
     thread.join()
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_signal_when_the_runtime_of_a_restore_has_ended(
+    fake: FakePodman, tmp_path: Path, begun: bool
+) -> None:
+    """The container runs, and Podman, which only records that, is left alone; before it begins, it is not."""
+    fake.first(f"trap 'exit 1' INT; : >{tmp_path}/ready\nwhile [ ! -e {tmp_path}/on ]; do sleep 0.02; done\n")
+    fake.has(status="exited")
+    came: list[int] = []
+
+    def ask() -> None:
+        wait_for((tmp_path / "ready").exists, "Podman")
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: came, "the signal")
+        if begun:
+            (tmp_path / "on").touch()
+
+    def has_begun() -> bool:
+        came.append(1)
+        return begun
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    said: list[str] = []
+    words = {"has_begun": has_begun, "say": said.append}
+    if begun:
+        assert podman_work.restore("x", [], {}, **words)  # type: ignore[arg-type]
+        assert said == ["SIGINT: the container is restored already; Podman completes its records first"]
+    else:
+        with pytest.raises(Interrupted):
+            podman_work.restore("x", [], {}, **words)  # type: ignore[arg-type]
+    thread.join()
+
+
+def test_stderr_on_a_full_disk(fake: FakePodman, tmp_path: Path) -> None:
+    """What cannot be shown does not abandon a Podman at work."""
+    fake.has(status="exited")
+    fake.first("sleep 0.6\n")
+
+    def tick() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert podman_work.restore(str(tmp_path / "x"), [], {}, tick=tick)
+
+
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_signal_while_podman_exports(fake: FakePodman, tmp_path: Path, failing: bool) -> None:
     """The container has ended by then: Podman is left alone, and the caller hears of it at the end."""

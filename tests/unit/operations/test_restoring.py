@@ -411,6 +411,19 @@ def test_the_container_runs(fake: FakePodman, store: Store, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize("status", ["exited", "stopped", "paused"])
+def test_somebody_runs_one_of_that_name_meanwhile(
+    fake: FakePodman, store: Store, tmp_path: Path, status: str
+) -> None:
+    """It has ended, or stands: none that a failed import leaves has ever run."""
+    keep(store, an_archive(tmp_path), ["w"])
+    fake.has(name="x", status=status)
+    fake.fails("gpusnap: no GPU fits\n")
+    with pytest.raises(GpusnapError, match="no GPU fits"):
+        restored(InStore(store, "w"), name="x")
+    assert not [call for call in fake.calls() if call.startswith("rm ")]
+
+
 def test_somebody_creates_one_of_that_name_meanwhile(fake: FakePodman, store: Store, tmp_path: Path) -> None:
     """It is new and does not run, as what a failed import leaves; and it is somebody else's, and stays."""
     keep(store, an_archive(tmp_path), ["w"])

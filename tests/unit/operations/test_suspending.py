@@ -209,7 +209,7 @@ def test_a_spill_that_nobody_waits_for(there: list[Suspension], monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", ["bin/gpusnap"])
     spill.spill_behind("llama", Asked().by("llama"))
     assert called == [
-        [f"{os.getcwd()}/bin/gpusnap", "suspend", "--spill", "--wait", ONE.container],
+        [f"{os.getcwd()}/bin/gpusnap", "suspend", "--spill", "--wait", "--suspended", ONE.container],
     ]
     with pytest.raises(
         GpusnapError, match=r"llama is suspended, and stays in RAM: .* cannot be run"

@@ -92,6 +92,40 @@ def test_it_comes_back(swap: Swap) -> None:
     assert swap.resumed == ["in", "out"]
 
 
+def test_an_error_that_nobody_expected(swap: Swap) -> None:
+    """Such as no thread: the first comes back all the same, and that is said."""
+
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    swap.resume["in"] = fail
+    with pytest.raises(GpusnapError, match="thread") as caught:
+        swap.run()
+    assert caught.value.hint.endswith("out continues to run")
+    assert swap.resumed == ["in", "out"]
+
+
+def test_somebody_else_suspends_the_first(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is left to them."""
+
+    def fail(*_: object, **__: object) -> None:
+        swap.files["out"] = replace(on_file("out"), owner=(1, 1))
+        raise GpusnapError("out is already suspended")
+
+    monkeypatch.setattr(swapping, "suspend_this", fail)
+    with pytest.raises(GpusnapError, match="already suspended"):
+        swap.run()
+    assert swap.resumed == []
+
+
+def test_a_second_whose_resume_was_killed(swap: Swap) -> None:
+    """Is refused before the first is touched."""
+    swap.files["in"] = on_file("in", Stage.RESUMING)
+    with pytest.raises(GpusnapError, match="in"):
+        swap.run()
+    assert (swap.resumed, set(swap.files)) == ([], {"in"})
+
+
 def test_neither(swap: Swap) -> None:
     """Both hints are told: the first one says how to finish what holds the GPU."""
     swap.fails("in", GpusnapError("Podman said no", hint="gpusnap recover in tries again"), Stage.RESUMED)

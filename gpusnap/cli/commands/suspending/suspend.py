@@ -31,8 +31,9 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was 
 )
 @click.option("--spill", is_flag=True, help="Move the GPU memory on to the store, which also frees RAM.")
 @click.option("--wait", is_flag=True, help="With --spill: return only when the memory is in the store.")
+@click.option("--suspended", is_flag=True, hidden=True, help="Suspend none: one that runs is refused.")
 @_as_json
-def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool) -> None:
+def suspend(containers: tuple[str, ...], spill: bool, wait: bool, suspended: bool, as_json: bool) -> None:
     """Suspend running containers: free their GPUs, and keep their GPU memory in RAM.
 
     The container is paused: its name, network, files and connections stay as they are. `gpusnap resume`
@@ -67,7 +68,7 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, as_json: bool)
             from gpusnap.operations.suspending import suspend as suspending
             from gpusnap.operations.suspending import targets
 
-            asleep = spill and targets.is_suspended(name, early.container)
+            asleep = suspended or (spill and targets.is_suspended(name, early.container))
             moved = None if asleep else suspending.suspend(name, early)
             if not spill:
                 assert moved is not None

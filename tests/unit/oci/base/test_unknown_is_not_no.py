@@ -30,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[4]
 # Where a wrong no costs a better message, room on the disk, or a refusal.
 HARMLESS = {
     "hooks/hooksd.py": 1,
-    "hooks/poststop.py": 1,
     "oci/registry/certificates.py": 1,
     "oci/store/store.py": 1,
     "runtime_shim/gpu/amd/topology.py": 2,

@@ -78,7 +78,7 @@ def test_not_there(registry: FakeRegistry, name: str) -> None:
     repository = registry.repository()
     for ask in (repository.resolve, repository.read_manifest):
         with pytest.raises(
-            NotInRegistry, match=rf"{registry.host}/team/app[:@]{name} cannot be read: it does not exist"
+            NotInRegistry, match=rf"{registry.host}/team/app[:@]{name} cannot be read: not found"
         ):
             ask(name)
 
@@ -366,9 +366,7 @@ def test_another_range_than_asked_for(registry: FakeRegistry, layout: Layout, sa
 def test_a_blob_that_is_not_there(registry: FakeRegistry, layout: Layout) -> None:
     """The message names it."""
     blob = Descriptor("a/b", "sha256:" + "0" * 64, 5)
-    with pytest.raises(
-        NotInRegistry, match=f"/team/app does not return the blob {blob.digest}: it does not exist"
-    ):
+    with pytest.raises(NotInRegistry, match=f"/team/app does not return the blob {blob.digest}: not found"):
         registry.repository().fetch_blob(blob, layout)
     assert blobs(Path(layout.path)) == {}
 

@@ -860,3 +860,18 @@ def test_memory_that_is_shared_since_it_was_looked_at(scene: Scene, monkeypatch:
     assert looked == [(sorted(pids), False), (sorted(pids), True)]
     assert scene.driver.of("checkpoint") == []
     assert scene.all_running()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_podman_is_killed_before_the_dump(scene: Scene, monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+    """Nobody would export it, and one with --rm would be removed with its checkpoint: it runs on."""
+    (pid,) = scene.gpu_processes(1)
+    real, parents = proc.comm, iter([77])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents, 1 if ends else 77))
+    monkeypatch.setattr(proc, "comm", lambda each: "podman" if each == 77 else real(each))
+    done = scene.checkpoint()
+    assert (done.code != 0) is ends
+    if ends:
+        assert "Podman ended before the container was dumped" in done.sentence()
+        assert proc.is_running(pid)
+        assert scene.all_running()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot import recover_checkpoint
 from gpusnap.runtime_shim.snapshot.gpu_processes import paused_container
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess, Pause
@@ -172,6 +174,45 @@ def test_dumped(tmp_path: Path) -> None:
         patch.setattr(journal, "read", lambda _: entry)
         assert "is complete" in recover(entry, Driver(), Memory())
     assert (image / "cgroup.img").read_bytes() == frozen_groups("THAWED")
+
+
+def test_processes_that_are_still_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU has killed them, and one with much memory takes its time: its checkpoint is not taken away."""
+    image = tmp_path / "image"
+    image.mkdir()
+    Draft(str(image)).prepare(replace(a_manifest(pids=()), container=ID, pages="criu"))
+    (image / "inventory.img").touch()
+    with subprocess.Popen(["sleep", "100"]) as child:
+        found, asked = proc.process(child.pid), []
+        assert found is not None
+        entry = Entry(ID, str(image), (1, 1), (JournalProcess(found.pid, found.start, ()),))
+        journal.write(ID, str(image), {found.pid: ()})
+
+        def is_dying(pid: int) -> bool:
+            asked.append(pid)
+            if len(asked) == 3:
+                child.kill()
+                child.wait()
+            return pid == child.pid
+
+        monkeypatch.setattr(proc, "is_dying", is_dying)
+        monkeypatch.setattr(journal, "read", lambda _: entry)
+        assert "is complete" in recover(entry, Driver(), Memory())
+    assert asked[:3] == [found.pid] * 3
+    assert (image / "gpusnap/manifest.json").exists()
+
+
+def test_one_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the deadline: nothing is touched, and that is said."""
+    me = proc.process(os.getpid())
+    assert me is not None
+    entry = Entry(ID, str(tmp_path), (1, 1), (JournalProcess(me.pid, me.start, ()),))
+    journal.write(ID, str(tmp_path), {me.pid: ()})
+    monkeypatch.setattr(proc, "is_dying", lambda pid: True)
+    monkeypatch.setattr(recover_checkpoint, "_DYING", 0.1)
+    with pytest.raises(GpusnapError, match=f"process {me.pid} was killed but does not exit"):
+        recover_checkpoint._put_right(entry, Driver(), Memory(), None)
+    assert journal.read(ID) is not None
 
 
 def test_the_disk_failed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from fakes import POISON
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records import reservations
@@ -269,6 +270,22 @@ def test_links_and_pipes(folder: str, tmp_path: Path) -> None:
         assert ours.reserved == {}
         assert {*os.listdir(folder)} == {"lock", "folder.json"}
     assert target.read_text() == entry()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_one_that_cannot_be_read_now(folder: str, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """It may be that of a process that lives, and stays."""
+    os.makedirs(folder, mode=0o700)
+    Path(folder, "some.json").write_text(entry())
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_files, "read", fail)
+        with claim(folder):
+            pass
+    assert read_reserved(folder) == {A: 7}
 
 
 @settings(deadline=None)

@@ -372,10 +372,15 @@ def test_a_suspended_container_whose_gpu_is_gone() -> None:
 
 
 @pytest.mark.parametrize("error", [GpusnapError("the driver failed"), ImportError("cannot map it")])
-@pytest.mark.parametrize("cut_off", [False, True])
-def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, cut_off: bool) -> None:
-    """Whatever is raised, the container stays suspended as it was; not where somebody was killed before."""
-    found = suspension()
+@pytest.mark.parametrize(
+    ("stage", "cut_off"),
+    [(Stage.RESUMING, False), (Stage.RESUMING, True), (Stage.SUSPENDING, True)],
+)
+def test_a_resume_that_fails(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, stage: Stage, cut_off: bool
+) -> None:
+    """Whatever is raised, the container stays suspended as it was; not where a suspend was killed before."""
+    found = suspension(stage=stage)
     noted = journal.Entry(found.key, "", (1, 1), ())
     stayed: list[str] = []
 
@@ -391,7 +396,7 @@ def test_a_resume_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, 
     monkeypatch.setattr(resume, "_stay_suspended", stay)
     with pytest.raises(type(error), match=str(error)):
         resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, list, cut_off=cut_off)
-    assert stayed == ([] if cut_off else [found.name])
+    assert stayed == ([found.name] if stage is Stage.RESUMING else [])
 
 
 def test_recover_has_others_ask(monkeypatch: pytest.MonkeyPatch) -> None:
