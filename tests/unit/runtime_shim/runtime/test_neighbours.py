@@ -205,4 +205,5 @@ def test_a_gpu_process_beside_the_tree() -> None:
                 preflight.check_complete(a, members, members)
         ended = [each for each in members if each.pid == session.init]
         assert ended
+        wait_for(lambda: not proc.is_alive(session.init), "the end of what podman exec started")
         preflight.check_complete(a, members, ended)
