@@ -80,11 +80,12 @@ def test_paused_and_let_go(cell: Cell, command: list[str], folder: Path, tmp_pat
 def test_one_waits(cell: Cell, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on for a moment, as often as one waits, and is frozen whenever that is looked at."""
     seen = []
-    waits(monkeypatch, 3, lambda: seen.append((cell.frozen(), *cell.counts())))
+    # On a busy machine, no process of it may have a core in one such moment.
+    waits(monkeypatch, 20, lambda: seen.append((cell.frozen(), *cell.counts())))
     pause = made(cell, command)
     pause.begin(timeout=60)
     assert cell.frozen()
-    assert len(seen) == 4
+    assert len(seen) == 21
     assert all(frozen for frozen, *_ in seen)
     assert len({tuple(counts) for _, *counts in seen}) > 1
     pause.let_go_on()
