@@ -70,9 +70,8 @@ def write(record: Record) -> None:
     try:
         try:
             _write(container, data)
-        except (
-            FileNotFoundError
-        ):  # poststop of an earlier container of that ID has just removed the directory
+        except FileNotFoundError:
+            # poststop of an earlier container of that ID has just removed the directory.
             _write(container, data)
     except OSError as error:
         raise HookError(

@@ -221,17 +221,13 @@ def ignore_signals() -> AbstractContextManager[None]:
 
 def _worker(podman: int, mark: str) -> int:
     """Return the PID of the runtime that works for Podman at this moment; 0 if there is none."""
-    first = proc.process(podman)
+    began = proc.start_time(podman)
     for pid in proc.pids():
-        # Not older than Podman: to read the command line of another container's process may take long.
-        found = proc.process(pid)
-        if found is None or (first is not None and found.start < first.start):
-            continue
-        # The parent first: reading the command line of a process may block.
+        # First what is no child of theirs, or older: reading the command line of a process may block.
         parent = proc.parent(pid)
         below = parent == podman
         # At a restore, it is a child of conmon, which is no child of Podman.
-        if not below and proc.comm(parent) != "conmon":
+        if (not below and proc.comm(parent) != "conmon") or proc.start_time(pid) < began:
             continue
         with suppress(GpusnapError):  # the kernel does not answer about it, which it does about a runtime
             if "--image-path" in proc.command(pid) and (below or _has(pid, mark)):

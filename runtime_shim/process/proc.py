@@ -287,6 +287,12 @@ def parent(pid: int) -> int:
     return int(stat[1]) if stat is not None else 0
 
 
+def start_time(pid: int) -> int:
+    """Return when a process began, in clock ticks after the boot; 0 if it is gone."""
+    stat = _stat(pid)
+    return int(stat[19]) if stat is not None else 0
+
+
 def parents() -> dict[int, int]:
     """Return the parent of every process, by PID, except the kernel's own, which are in no container."""
     found = {}

@@ -218,10 +218,7 @@ class PodmanRestore:
         # Podman answers while the checkpoint is read.
         with (
             podman.Listing() if asked is None else nullcontext(asked) as listing,
-            kept.hold_artifact(place) as (
-                store,
-                found,
-            ),
+            kept.hold_artifact(place) as (store, found),
         ):
             self._check_here(found)
             memory = settings_file.load().memory

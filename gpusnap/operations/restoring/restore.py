@@ -12,10 +12,7 @@ from gpusnap.checkpoints.offline import stand_in
 from gpusnap.container_hooks.commands import CHECKPOINT, run_after
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import (
-    OciError,
-    RegistryError,
-)
+from gpusnap.oci.base.errors import OciError, RegistryError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.image_marks import CRIU

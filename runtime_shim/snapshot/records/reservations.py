@@ -23,7 +23,6 @@ removed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -43,8 +42,6 @@ RAM = "RAM"
 PATIENCE = 10.0
 """Seconds to wait for others that choose GPUs; choosing takes less than one."""
 _LOCK = "lock"
-# This process has too few of something, which says nothing about a file.
-_SHORT = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 # 256 GPUs make about 16 KiB.
 _MAX_BYTES = 64 << 10
 _MAX_GPUS = 256
@@ -195,7 +192,7 @@ def _read_others(folder: str, *, tidy: bool) -> dict[str, int]:
         try:
             entry = _read(path)
         except OSError as error:
-            if error.errno in _SHORT:  # whose it is is not known, and it stays
+            if error.errno in proc.PASSING:  # whose it is is not known, and it stays
                 continue
             entry = None
         if entry is not None and entry.is_alive():

@@ -16,6 +16,7 @@ from fakes import wait_for
 
 from gpusnap.engines import podman, podman_work
 from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Interrupted
+from gpusnap.runtime_shim.process import proc
 from gpusnap.user_errors import Killed
 
 FOUND = podman.Container(ID, "w", "gpusnap-runtime", "running")
@@ -193,6 +194,28 @@ def test_a_signal_is_for_the_runtime(fake: FakePodman, tmp_path: Path, number: s
     assert (tmp_path / "got").read_text() == f"{name}\n" * 2
     assert said == [f"{number.name}: undoing the checkpoint"]
     assert signal.getsignal(number) == before
+
+
+def test_the_search_for_the_runtime_asks_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a child of Podman or conmon, and none older than Podman: one may not answer about its memory."""
+    asked: list[int] = []
+
+    def command(pid: int) -> tuple[str, ...]:
+        asked.append(pid)
+        if pid == 3:
+            raise GpusnapError("the kernel does not answer")
+        return ("gpusnap-runtime", "--image-path", "x")
+
+    begins = {1: 1, 2: 5, 3: 30, 4: 40, 5: 50, 9: 20}
+    parents = {1: 0, 2: 7, 3: 7, 4: 7, 5: 1, 9: 0}
+    monkeypatch.setattr(proc, "pids", lambda: iter((1, 2, 3, 4, 5, 9)))
+    monkeypatch.setattr(proc, "parent", parents.get)
+    monkeypatch.setattr(proc, "start_time", begins.get)
+    monkeypatch.setattr(proc, "comm", lambda pid: "conmon" if pid == 7 else "other")
+    monkeypatch.setattr(proc, "command", command)
+    monkeypatch.setattr(podman_work, "_has", lambda pid, mark: pid == 4)
+    assert podman_work._worker(9, "mark") == 4
+    assert asked == [3, 4]
 
 
 def test_a_signal_with_no_runtime(fake: FakePodman, tmp_path: Path) -> None:

@@ -59,8 +59,9 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, suspended: boo
     with --wait spilled (bytes).
     """
     require_root("suspend")
-    if wait and not spill:
-        raise UsageError("--wait requires --spill")
+    for option, given in (("--wait", wait), ("--suspended", suspended)):
+        if given and not spill:
+            raise UsageError(f"{option} requires --spill")
     from gpusnap.operations.suspending.ahead import start_ahead
 
     def work(name: str) -> MovedContainer | SpilledContainer:
