@@ -1,20 +1,22 @@
 """The time to the first answer of a model server, started fresh and restored.
 
-    python3 bench/server.py [--layers 32] [--rounds 3] [--settings 'memory.level = 0']
+    python3 bench/server.py [--layers 32] [--weights disk] [--rounds 3] [--settings 'memory.level = 0']
         [--folder /var/tmp] [--json server.json] [--svg server.svg]
 
 On a machine with a GPU, the server is a language model with random weights
-(tests/gpu/programs/transformers_server.py, needs torch and transformers). In the test host it is gpuwork with
---mib of device memory, which only shows that everything works. In each round, with a warm page cache and with
-an empty one:
+(tests/gpu/programs/transformers_server.py, needs torch and transformers). With `--weights disk` it reads its
+weights from a file in --folder, as a real server does; by default (`--weights made`) it makes them on the GPU
+at each start, which needs no file. In the test host the server is gpuwork with --mib of device memory, which
+only shows that everything works. In each round, with a warm page cache and with an empty one:
 
     fresh       from `podman run` to the first answer
     restore     from `gpusnap restore` to the first answer, of a checkpoint in a store in --folder
-    command     of that, until `gpusnap restore` returns
+    command     until `gpusnap restore` returns
 
-The first answer is one token; the model of 32 layers takes 0.1 s for it. After that, outside the measured
-time, the server is asked for 32 tokens, and each of these answers is compared with the first one. Medians, in
-seconds. Needs root; installs gpusnap while it runs, and removes what it made.
+A client asks all the time, so an answer may come before the command returns. The first answer is one token;
+the model of 32 layers takes 0.1 s for it. After that, outside the measured time, the server is asked for 32
+tokens, and each of these answers is compared with the first one. Medians, in seconds. Needs root; installs
+gpusnap while it runs, and removes what it made.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -55,6 +58,8 @@ _PATIENCE = 600.0  # seconds to wait for the first answer
 _PAUSE = 0.01
 _TOKENS = 32  # in an answer that is compared
 _NUMBER = struct.Struct("<Q")
+_INSIDE = "/weights"
+"""Where the container finds the directory with the weights."""
 COLOURS = {"fresh": "#b0b7c3", "restore": "#2a7ae2"}
 
 
@@ -104,6 +109,8 @@ class Server:
     """Asks for an answer that is compared."""
     answer: object = None
     name: str = NAME
+    writes: bool = False
+    """Whether its first start writes the file of weights."""
 
     def start(self) -> float:
         """Start the server fresh; return the seconds until its first answer."""
@@ -113,9 +120,25 @@ class Server:
         command("podman", "--runtime", "gpusnap-runtime", *run, *self.words)
         return self.first_answer(begun)
 
-    def first_answer(self, begun: float) -> float:
-        """Return the seconds from `begun` to the first answer; check a second one. Raises BenchError."""
+    def restore(self) -> tuple[float, float]:
+        """Restore the server; return the seconds until its first answer, and until the command returned.
+
+        Raises BenchError.
+        """
+        begun = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(command, COMMAND, "restore", self.name)
+            answered = self.first_answer(begun, running)
+            return answered, running.result()[0]
+
+    def first_answer(self, begun: float, running: Future[tuple[float, str]] | None = None) -> float:
+        """Return the seconds from `begun` to the first answer; check a second one. Raises BenchError.
+
+        `running`: the command that brings the server; its error is raised if it fails.
+        """
         while time.monotonic() - begun < _PATIENCE:
+            if running is not None and running.done():
+                running.result()
             try:
                 first = self.ask()
             except OSError:
@@ -131,20 +154,39 @@ class Server:
         raise BenchError(f"no answer in {_PATIENCE:g} s: {(said.out + said.err).strip()[-300:]}")
 
 
-def of_kind(here: Place, options: argparse.Namespace, name: str = NAME, port: int = PORT) -> Server:
-    """Return a model server with `options.layers`; in the test host, gpuwork with `options.mib`."""
+def of_kind(
+    here: Place, options: argparse.Namespace, name: str = NAME, port: int = PORT, *, weights: str = ""
+) -> Server:
+    """Return a model server with `options.layers`; in the test host, gpuwork with `options.mib`.
+
+    `weights`: the file with them. The first start makes it.
+    """
     if here.software:
         words = ["/gpuwork", "--mib", str(options.mib), "--tick", "100", "--serve", str(port)]
         ask = partial(ask_number, port)
         return Server(here, words, ask, ask, name=name)
     program = ["/programs/transformers_server.py", "--port", str(port)]
     words = [sys.executable, *program, "--layers", str(options.layers)]
-    return Server(here, words, partial(ask_model, 1, port), partial(ask_model, _TOKENS, port), name=name)
+    if weights:
+        words += ["--weights", f"{_INSIDE}/{os.path.basename(weights)}"]
+        folder = os.path.dirname(weights)
+        here = replace(here, options=(*here.options, "--volume", f"{folder}:{_INSIDE}:bind"))
+    return Server(
+        here,
+        words,
+        partial(ask_model, 1, port),
+        partial(ask_model, _TOKENS, port),
+        name=name,
+        writes=bool(weights),
+    )
 
 
 def measure(server: Server, rounds: int) -> list[Found]:
     """Start and restore the server in each round."""
     every = [Found("warm"), Found("cold")]
+    if server.writes:
+        server.start()  # it keeps memory that only writing the weights took
+        remove()
     server.start()
     command(COMMAND, "checkpoint", NAME)
     remove()
@@ -156,9 +198,9 @@ def measure(server: Server, rounds: int) -> list[Found]:
                 if what == "fresh":
                     found.fresh.append(server.start())
                 else:
-                    begun = time.monotonic()
-                    found.command.append(command(COMMAND, "restore", NAME)[0])
-                    found.restore.append(server.first_answer(begun))
+                    answered, returned = server.restore()
+                    found.restore.append(answered)
+                    found.command.append(returned)
                 remove()
             print(f"{found.cache}: {found.row()}", file=sys.stderr, flush=True)
     return every
@@ -202,6 +244,7 @@ def picture(every: list[Found], title: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="A model server's first answer, fresh and restored.")
     parser.add_argument("--layers", type=int, default=32, help="of the model (32: 12.6 GiB)")
+    parser.add_argument("--weights", choices=("made", "disk"), default="made", help="where from (made)")
     parser.add_argument("--mib", type=int, default=200, help="of device memory, in the test host")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settings", action="append", default=[], help="a line of gpusnap.toml")
@@ -218,7 +261,7 @@ def main() -> int:
         return 1
     with ExitStack() as stack:
         here = stack.enter_context(place(None if software else Nvidia().host().gpus[0].minor))
-        about = {**circumstances(Nvidia().host(), "crun"), "software": software}
+        about = {**circumstances(Nvidia().host(), "crun"), "software": software, "weights": options.weights}
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(dir=options.folder, prefix="gpusnap-server-")
         )
@@ -228,7 +271,11 @@ def main() -> int:
         remove()
         stack.callback(remove)
         try:
-            every = measure(of_kind(here, options), options.rounds)
+            weights = ""
+            if options.weights == "disk" and not software:
+                os.mkdir(f"{folder}/weights")
+                weights = f"{folder}/weights/model.safetensors"
+            every = measure(of_kind(here, options, weights=weights), options.rounds)
         except (BenchError, GpusnapError) as error:
             print(f"server: {error}", file=sys.stderr)
             return 1

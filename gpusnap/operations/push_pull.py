@@ -12,7 +12,6 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats import containerd_images as images
-from gpusnap.checkpoints.formats import podman as convert
 from gpusnap.checkpoints.formats.annotations import annotations_of
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.layout_archive import InLayout
@@ -31,6 +30,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Compression
 from gpusnap.operations.disk_space import check_archive
 from gpusnap.operations.open import load_manifest, open_repository
+from gpusnap.operations.podman_archive import write_archive
 from gpusnap.operations.pull import LATEST, Referrers, fetch
 from gpusnap.operations.sources import Local, layout_of, open_local
 from gpusnap.progress import Progress
@@ -248,32 +248,6 @@ def write_file(
         return images.write(found, layout, path, name, progress)
     write_archive(found, layout, path, compress=compress, progress=progress)
     return None
-
-
-def write_archive(
-    found: ArtifactParts,
-    layout: Layout,
-    path: str,
-    *,
-    compress: Compression = "none",
-    embed: bool = True,
-    volumes: bool = True,
-    progress: Progress,
-) -> None:
-    """Write Podman's archive of a checkpoint, self-contained with `embed`; `volumes`: with their files.
-
-    Raises OciError, ImageError.
-    """
-    convert.give_out(
-        found.artifact,
-        layout,
-        path,
-        config=found.config,
-        compress=compress,
-        embed=embed,
-        volumes=volumes,
-        progress=progress.chunks,
-    )
 
 
 def send(

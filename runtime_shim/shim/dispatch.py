@@ -31,6 +31,7 @@ from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall, parse, render
 from gpusnap.runtime_shim.runtime.criu.external_mounts import list_undeclared
+from gpusnap.runtime_shim.runtime.criu.images import image_process
 from gpusnap.runtime_shim.runtime.criu.run import make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
 from gpusnap.runtime_shim.settings import Settings, apply_annotations, load_usable
@@ -222,7 +223,7 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
         _hand_over(call, real)
     valid = _require_valid(settings)
     question_process.start()  # before there are threads
-    checks = threads.run_meanwhile(manifest_json.prepare, name="gpusnap-schema")
+    checks = threads.run_meanwhile(manifest_json.prepare, image_process.require_pycriu, name="gpusnap-checks")
     with open_driver(find_driver(), host=True), checks:
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.snapshot import restored_containers

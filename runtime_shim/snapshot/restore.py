@@ -30,7 +30,7 @@ from gpusnap.runtime_shim.runtime import bundle
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
-from gpusnap.runtime_shim.runtime.criu.images import inventory, masked_paths, pycriu_package
+from gpusnap.runtime_shim.runtime.criu.images import image_process
 from gpusnap.runtime_shim.runtime.criu.plugins import inject
 from gpusnap.runtime_shim.runtime.criu.run import Invocation, invoke, make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
@@ -41,9 +41,8 @@ from gpusnap.runtime_shim.snapshot import (
     restored_containers,
     restored_processes,
 )
-from gpusnap.runtime_shim.snapshot.devices.choose import driver_for
+from gpusnap.runtime_shim.snapshot.devices.choose import choose_driver, driver_for
 from gpusnap.runtime_shim.snapshot.foreground import RuntimeThread, pid_file
-from gpusnap.runtime_shim.snapshot.gpu_processes import plugin_checkpoint
 from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.restore_gpus import restore_gpus, settle
@@ -71,11 +70,8 @@ def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: di
     """
     images = str(call.images(real.kind))
     found = find_driver()
-    # Refuses if it is missing. Its import takes as long as opening a driver, and five times as long beside
-    # the threads that load the memory. Meanwhile the modules to check the manifest's schema are imported.
-    pycriu_package.load()
     record = manifest_file.read(images)
-    driver = driver_for(record, plugin_checkpoint.choose_driver(record, found))
+    driver = driver_for(record, choose_driver(record, found))
     with (
         make_interruptible(),
         ExitStack() as held,
@@ -203,9 +199,9 @@ def _invoke(
         )
     call = criu_config.with_flags(call, job.real, job.settings.criu)
     images = str(job.call.images(job.real.kind))  # a view consists of links, and none is followed below it
-    call = replace(call, tcp_close=call.tcp_close or inventory.has_closed_connections(images))
+    call = replace(call, tcp_close=call.tcp_close or image_process.has_closed_connections(images))
     mounts = job.remap.mounts if job.remap else job.record.mounts
-    mounts = (*mounts, *masked_paths.mounts(images, job.real.kind, call.globals.root))
+    mounts = (*mounts, *image_process.list_masked_paths(images, job.real.kind, call.globals.root))
     script, gate = job.bulk.offer() if job.bulk is not None else ("", {})
     with inject(job.plugin, job.settings) as extra:
         text = criu_config.restore_text(extra.criu, mounts, drop_connections=call.tcp_close, script=script)

@@ -13,7 +13,7 @@ from gpusnap.runtime_shim.snapshot import restored_processes
 from gpusnap.runtime_shim.snapshot.devices import remap
 from gpusnap.runtime_shim.snapshot.devices.nvidia_hooks import rerun
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap
-from gpusnap.runtime_shim.snapshot.gpu_processes import driver_watch, plugin_checkpoint
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_watch
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import resume
 from gpusnap.runtime_shim.snapshot.loading.prefetch import PrefetchedPages
 from gpusnap.runtime_shim.snapshot.memory import transfer
@@ -40,12 +40,12 @@ def restore_gpus(
     suspended = [by_inner[each.pid] for each in job.record.processes if each.pid in by_inner]
     others = [process for process in members if process not in suspended]
     if driver.plugin is not None:
-        plugin_checkpoint.check_came_back(driver, suspended)
+        restored_processes.check_came_back(driver, suspended)
         restored_processes.check_none_forgotten(driver, others)
         return
     restored_processes.check_none_forgotten(driver, others)  # first: no other process has continued
     gone_on = _fill(job, driver, container, suspended, by_inner)
-    plugin_checkpoint.check_came_back(
+    restored_processes.check_came_back(
         driver, restored_processes.drop_ended(suspended, gone_on, container.pid)
     )
 

@@ -25,8 +25,7 @@ from gpusnap.runtime_shim.runtime import bundle, loopback
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
 from gpusnap.runtime_shim.runtime.criu import scratch_files
-from gpusnap.runtime_shim.runtime.criu.images import check as criu_images
-from gpusnap.runtime_shim.runtime.criu.images import inventory
+from gpusnap.runtime_shim.runtime.criu.images import image_process
 from gpusnap.runtime_shim.runtime.criu.images.digests import Comparison
 from gpusnap.runtime_shim.runtime.criu.images.overlay import view
 from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
@@ -71,9 +70,9 @@ def plan(job: RestoreJob, config: dict[str, Any]) -> None:
             keep_names=job.settings.keep_names,
         )
         replaced = remap.image(job.record, job.images, job.remap, config)
-    criu_images.check(job.images, job.record.host.architecture, job.record.sizes)
+    image_process.check(job.images, job.record.host.architecture, job.record.sizes)
     call = criu_config.with_flags(job.call, job.real, job.settings.criu)
-    if call.tcp_established and not call.tcp_close and not inventory.has_closed_connections(job.images):
+    if call.tcp_established and not call.tcp_close and not image_process.has_closed_connections(job.images):
         addresses.check(job.images, config)
     preflight.check_network_tool(job.real, config)
     job.compared = job.cleanup.enter_context(contextlib.closing(Comparison(job.images, job.record.images)))

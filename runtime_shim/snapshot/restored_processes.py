@@ -77,3 +77,21 @@ def check_none_forgotten(driver: Driver, processes: Iterable[proc.Process]) -> N
                 hint="the checkpoint was modified after it was made; restore another one",
                 code="GPS-604",
             )
+
+
+def check_came_back(driver: Driver, processes: Iterable[proc.Process]) -> None:
+    """Check that the restored processes have their GPU state again. Raises GpusnapError.
+
+    If a plugin restored it, CRIU has already checked that, and the processes run. One may have ended, or have
+    closed its GPU, but none may still be suspended.
+    """
+    for process in processes:
+        state = driver.state(process.pid) if proc.is_running(process.pid) else None
+        if state is None and driver.plugin is not None:
+            continue
+        if state is not ProcessState.RUNNING:
+            raise GpusnapError(
+                f"process {process.pid} ({process.comm}) was not restored with its GPU state",
+                hint="its own log may say why",
+                code="GPS-509",
+            )

@@ -10,15 +10,11 @@ import os
 from contextlib import suppress
 
 from gpusnap.checkpoints import locator
-from gpusnap.checkpoints.list import listing
 from gpusnap.engines import podman
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError, ManifestError
-from gpusnap.runtime_shim.records import manifest_file
-from gpusnap.runtime_shim.snapshot.memory import handover
-from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.user_errors import NotFound
 
 _STOPPED = ("exited", "stopped")
@@ -45,6 +41,9 @@ def resolve(place: locator.InStore) -> locator.ResolvedName:
 
 def list_restorable(store: Store) -> tuple[podman.Container, ...]:
     """Return containers that Podman can restore, and whose memory is in the store without a name."""
+    from gpusnap.checkpoints.list import listing
+    from gpusnap.runtime_shim.snapshot.memory import handover
+
     found: list[podman.Container] = []
     if not exists(store.path):
         return ()
@@ -77,6 +76,9 @@ def _find_restorable(place: locator.InStore) -> podman.Container | None:
     """Return the container of that name, if this is the host's store and its checkpoint is complete."""
     if not locator.is_default(place.store.path):
         return None
+    from gpusnap.runtime_shim.records import manifest_file
+    from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
+
     with suppress(GpusnapError):
         found = podman.inspect_container(place.wanted)
         if found.name != place.wanted or not _has_checkpoint(found):

@@ -2,6 +2,9 @@
 
 Podman gets a small archive of the records; gpusnap-runtime finds the memory in the store, and fetches missing
 chunks from the registry while CRIU restores.
+
+A restore from this host's store is the one whose user waits for each module. What only the other ways and the
+explanations of failures need is imported there.
 """
 
 from __future__ import annotations
@@ -11,15 +14,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator, migrations
 from gpusnap.checkpoints.artifact import ArtifactParts
-from gpusnap.checkpoints.damage import map_artifact_blobs
-from gpusnap.checkpoints.formats.criu_images import Links
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
 from gpusnap.checkpoints.formats.entries import entries
-from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
 from gpusnap.checkpoints.formats.names import ARCHIVE, PIECE
 from gpusnap.checkpoints.names import store_name
 from gpusnap.engines import podman, podman_work
@@ -38,20 +39,21 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Entry
-from gpusnap.operations import pull, push_pull, sources
-from gpusnap.operations.open import open_repository
+from gpusnap.operations.podman_archive import write_archive
 from gpusnap.operations.restoring import in_place, in_use, volumes
 from gpusnap.operations.restoring.volumes import PodmanObjects, VolumeChoice, find_objects
-from gpusnap.operations.verify_files import in_archive
 from gpusnap.progress import Progress, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
+from gpusnap.runtime_shim.gpu.api.gpu_map import GPU_MAP
 from gpusnap.runtime_shim.progress import VARIABLE
 from gpusnap.runtime_shim.runtime.criu import scratch_files
-from gpusnap.runtime_shim.snapshot.devices.choose import GPU_MAP
 from gpusnap.runtime_shim.snapshot.loading import source
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
 from gpusnap.user_errors import Damaged, Killed
+
+if TYPE_CHECKING:
+    from gpusnap.checkpoints.formats.layout_archive import InLayout
 
 # What is fetched while Podman restores: at most so many bytes, which should arrive within so many seconds.
 # Podman gives a restore 240 s (libpod, define.ContainerCreateTimeout), and a network may become slower. The
@@ -137,6 +139,8 @@ class PodmanRestore:
             )
         if not is_layout(path):
             return self._restore_archive(path)
+        from gpusnap.checkpoints.formats.layout_archive import opened_layout
+
         with opened_layout(path) as found:
             self.digest = found.root.digest
             return self._restore_layout(path, found)
@@ -194,7 +198,7 @@ class PodmanRestore:
             self._check_here(whole)
             self.progress.stage("archive")
             choice = self._choose_volumes(volumes.find_in_artifact(whole.artifact, layout))
-            push_pull.write_archive(whole, layout, archive, volumes=not choice.ignore, progress=self.progress)
+            write_archive(whole, layout, archive, volumes=not choice.ignore, progress=self.progress)
             return self._run(archive, {}, choice)
 
     def _restore_archive(self, path: str) -> RestoredContainer:
@@ -244,12 +248,12 @@ class PodmanRestore:
         archive = os.path.join(folder, ARCHIVE)
         self.progress.stage("records")
         choice = self._choose_volumes(volumes.find_in_artifact(found.artifact, layout))
-        push_pull.write_archive(
-            found, layout, archive, embed=False, volumes=not choice.ignore, progress=self.progress
-        )
+        write_archive(found, layout, archive, embed=False, volumes=not choice.ignore, progress=self.progress)
         return archive, choice
 
     def _pull_and_restore(self, place: locator.InRegistry) -> tuple[RestoredContainer, str]:
+        from gpusnap.operations import pull
+
         store, name = locator.default_store(), store_name(place.reference)
         pull_from = locator.InRegistry(
             place.reference, place.plain_http or self.request.plain_http
@@ -280,6 +284,8 @@ class PodmanRestore:
 
     def _restore_image(self, place: locator.InRegistry, image: EngineImage) -> RestoredContainer:
         """Restore from an ordinary image in a registry; the store gets nothing of it."""
+        from gpusnap.operations.open import open_repository
+
         with (
             locator.default_store().create().stage() as staging,
             open_repository(place, plain_http=self.request.plain_http) as repository,
@@ -358,6 +364,8 @@ def _check_files(path: str) -> PodmanObjects:
     Podman would wait forever at a FIFO, and follow a link out of the folder when it unpacks what is below. It
     reads parts that we do not: after a header that no checkpoint has, or with another compression.
     """
+    from gpusnap.checkpoints.formats.criu_images import Links
+
     links = Links(path)
 
     def checked() -> Iterator[Entry]:
@@ -371,6 +379,8 @@ def _check_files(path: str) -> PodmanObjects:
 
 def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
     """Raise Damaged if the archive is wrong: Podman's errors name temporary copies of its parts."""
+    from gpusnap.operations.verify_files import in_archive
+
     progress.stage(f"looking for damage in {path}")
     try:
         found = in_archive(path, lambda done, whole: None).damaged
@@ -387,6 +397,8 @@ def _check_archive(path: str, error: GpusnapError, progress: Progress) -> None:
 
 def _keep(store: Store, staging: Staging, found: ArtifactParts, name: str, before: set[str]) -> bool:
     """Name the checkpoint in the store if it is complete by now; return whether it is."""
+    from gpusnap.operations import sources
+
     with suppress(OciError):
         sources.take_chunks(staging, found.artifact.chunks)
         pages = kept.pages_of(found, staging.layout, before)
@@ -416,6 +428,8 @@ def _import(work: Callable[[], object], name: str, before: set[str]) -> None:
 
 def _explain_damage(error: GpusnapError, found: ArtifactParts, store: Store) -> Damaged | None:
     """Return an error for a missing or damaged chunk that a child process's error names; None for others."""
+    from gpusnap.checkpoints.damage import map_artifact_blobs
+
     named = set(_DIGEST.findall(str(error)))
     for each in found.artifact.chunks:
         if each.digest in named:

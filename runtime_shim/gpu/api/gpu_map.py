@@ -12,6 +12,9 @@ from __future__ import annotations
 GpuMap = tuple[tuple[str, str], ...]
 """Pairs of (a GPU of the checkpoint, a GPU of this host); each is a number or the start of a UUID."""
 
+GPU_MAP = "GPUSNAP_GPU_MAP"
+"""A variable of the caller's environment, which reaches a restore (conmon passes it on), no checkpoint."""
+
 PAIRS = 64
 """More than any host has GPUs."""
 _DIGITS = 7

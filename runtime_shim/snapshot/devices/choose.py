@@ -7,20 +7,33 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from gpusnap.runtime_shim.errors import Refused, UsageError
+from gpusnap.runtime_shim.gpu import driver_of
+from gpusnap.runtime_shim.gpu.api.criu_plugin import KNOWN, Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
-from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, parse_map
+from gpusnap.runtime_shim.gpu.api.gpu_map import GPU_MAP, GpuMap, is_meant, parse_map
 from gpusnap.runtime_shim.gpu.assignment import Plan, plan_assignment
 from gpusnap.runtime_shim.records import cri_layout, manifest
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.devices import remap
-from gpusnap.runtime_shim.snapshot.gpu_processes import plugin_checkpoint
 
-GPU_MAP = "GPUSNAP_GPU_MAP"
-"""A variable of the caller's environment, which reaches a restore (conmon passes it on), no checkpoint."""
 # Of NVIDIA's container toolkit, by its current and its former name.
 _HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit")
 # Annotations that containerd's CRI plugin and CRI-O (pkg/annotations) give every container.
 _OF_KUBERNETES = (cri_layout.OF_CRI, "io.kubernetes.cri-o.ContainerType")
+
+
+def choose_driver(record: manifest.Manifest, found: Driver | None) -> Driver | None:
+    """Return the driver that restores a checkpoint, with the method that made it, which is the only one.
+
+    `found` is this host's first driver. None if this host has no driver for such a checkpoint.
+    """
+    if found is not None and found.vendor == record.host.vendor and _name(found.plugin) == record.plugin:
+        return found
+    return driver_of(record.host.vendor, record.plugin)
+
+
+def _name(plugin: Plugin | None) -> str:
+    return plugin.name if plugin is not None else ""
 
 
 def driver_for(record: manifest.Manifest, driver: Driver | None) -> Driver | None:
@@ -73,7 +86,7 @@ def choose(
     ignored, because these apply to more than this checkpoint. With `given`, they do not apply: those GPUs
     were chosen for this one. Raises Refused if the checkpoint's GPUs must stay as they are, and cannot.
     """
-    request = plugin_checkpoint.make_same_gpu_map(record, host, request) or request
+    request = make_same_gpu_map(record, host, request) or request
     return plan_assignment(
         record.gpus,
         record.host.driver_version,
@@ -83,6 +96,30 @@ def choose(
         lenient=not request,
         given=given,
     )
+
+
+def make_same_gpu_map(record: manifest.Manifest, host: Host, request: GpuMap) -> GpuMap:
+    """Return the GPU map for a plugin that cannot change GPUs: each GPU stays. Empty for other plugins.
+
+    Raises Refused if this host lacks one of them, or if the request asks for another one.
+    """
+    plugin = next((each for each in KNOWN if each.name == record.plugin), None)
+    if plugin is None or plugin.remaps:
+        return ()
+    here = {gpu.uuid: gpu for gpu in host.gpus}
+    for gpu in record.gpus:
+        asked = next((right for left, right in request if is_meant(left, gpu.index, gpu.uuid)), None)
+        same = here.get(gpu.uuid)
+        if same is None or (asked is not None and not is_meant(asked, same.index, same.uuid)):
+            why = "this host does not have it" if same is None else f"the GPU map assigns {asked}"
+            raise Refused(
+                f"the checkpoint was made with {plugin.what}, which restores a process onto its original "
+                f"GPU, {gpu.uuid}, but {why}",
+                hint='restore it on its original GPUs; a checkpoint made with nvidia.driver = "native" '
+                "can move",
+                code="GPS-406",
+            )
+    return tuple((gpu.uuid, gpu.uuid) for gpu in record.gpus)
 
 
 def gpu_request(option: str | None) -> GpuMap:

@@ -27,6 +27,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Writer
 from gpusnap.operations import open as source
 from gpusnap.operations import push_pull, sources
+from gpusnap.operations.podman_archive import write_archive
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.operations.verify import verify_one
@@ -335,4 +336,4 @@ def test_links_in_records(tmp_path: Path, fake: FakePodman, store: Store, other:
         kept.hold_artifact(InStore(other, "links")) as (_, found),
         pytest.raises(ImageError, match="is a symbolic"),
     ):
-        push_pull.write_archive(found, other.layout, str(tmp_path / "out.tar"), progress=QUIET)
+        write_archive(found, other.layout, str(tmp_path / "out.tar"), progress=QUIET)

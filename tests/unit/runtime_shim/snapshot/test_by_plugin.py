@@ -25,6 +25,7 @@ from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.runtime.criu import plugins
 from gpusnap.runtime_shim.settings import Memory, Nvidia, Settings, Store
 from gpusnap.runtime_shim.snapshot import checkpoint
+from gpusnap.runtime_shim.snapshot.devices import choose
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.gpu_processes import choose_driver, plugin_checkpoint
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_idle_holders
@@ -217,32 +218,29 @@ def test_the_way_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     other = replace(
         theirs, plugin="amdgpu_plugin", host=replace(theirs.host, vendor="amd", cuda_version="unknown")
     )
-    assert plugin_checkpoint.choose_driver(ours, native) is native
-    assert plugin_checkpoint.choose_driver(theirs, native) is plugged
-    assert plugin_checkpoint.choose_driver(other, native) is amd
-    assert plugin_checkpoint.choose_driver(other, amd) is amd
-    assert plugin_checkpoint.choose_driver(ours, amd) is native
+    assert choose.choose_driver(ours, native) is native
+    assert choose.choose_driver(theirs, native) is plugged
+    assert choose.choose_driver(other, native) is amd
+    assert choose.choose_driver(other, amd) is amd
+    assert choose.choose_driver(ours, amd) is native
     ways.clear()
-    assert plugin_checkpoint.choose_driver(ours, None) is None
+    assert choose.choose_driver(ours, None) is None
 
 
 def test_gpus_stay(scene: Scene) -> None:
     """For a plugin that cannot change them: the map is the same GPUs, or there is a sentence why not."""
     record = replace(a_manifest(), plugin="cuda_plugin")
     here = Host("nvidia", "580.159.04", "13.0", (gpu(0), gpu(1)))
-    assert plugin_checkpoint.make_same_gpu_map(record, here, ()) == ((uuid(0), uuid(0)),)
-    assert plugin_checkpoint.make_same_gpu_map(record, here, (("0", "0"),)) == ((uuid(0), uuid(0)),)
+    assert choose.make_same_gpu_map(record, here, ()) == ((uuid(0), uuid(0)),)
+    assert choose.make_same_gpu_map(record, here, (("0", "0"),)) == ((uuid(0), uuid(0)),)
     with pytest.raises(Refused, match="the GPU map assigns 1") as caught:
-        plugin_checkpoint.make_same_gpu_map(record, here, (("0", "1"),))
+        choose.make_same_gpu_map(record, here, (("0", "1"),))
     assert 'nvidia.driver = "native" can move' in caught.value.hint
     elsewhere = replace(here, gpus=(gpu(1),))
     with pytest.raises(Refused, match="this host does not have it"):
-        plugin_checkpoint.make_same_gpu_map(record, elsewhere, ())
-    assert (
-        plugin_checkpoint.make_same_gpu_map(replace(record, plugin="amdgpu_plugin"), elsewhere, (("0", "1"),))
-        == ()
-    )
-    assert plugin_checkpoint.make_same_gpu_map(a_manifest(), elsewhere, ()) == ()
+        choose.make_same_gpu_map(record, elsewhere, ())
+    assert choose.make_same_gpu_map(replace(record, plugin="amdgpu_plugin"), elsewhere, (("0", "1"),)) == ()
+    assert choose.make_same_gpu_map(a_manifest(), elsewhere, ()) == ()
     # What the settings say for all containers does not move it, and is no reason to refuse.
     assert choosing.choose(record, here, (), (("0", "1"),), {}).pairs == ((uuid(0), uuid(0)),)
 

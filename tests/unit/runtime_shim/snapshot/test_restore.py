@@ -22,6 +22,7 @@ from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.gpu.api.driver import Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed
+from gpusnap.runtime_shim.gpu.api.gpu_map import GPU_MAP
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest, RegionRecord
@@ -29,7 +30,6 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot import restore, restore_gpus, restore_plan, restore_record
-from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
 from gpusnap.runtime_shim.snapshot.loading.demand_paging import WaitTotals
 from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
@@ -406,9 +406,9 @@ def test_the_caller_chooses(scene: Scene, monkeypatch: pytest.MonkeyPatch, how: 
     options: tuple[str, ...] = ()
     if how == "option":
         options = ("--gpu-map", f"0={uuid(1)}")
-        monkeypatch.setenv(choosing.GPU_MAP, "0=0")  # the command line counts before it
+        monkeypatch.setenv(GPU_MAP, "0=0")  # the command line counts before it
     if how == "environment":
-        monkeypatch.setenv(choosing.GPU_MAP, "0=1")
+        monkeypatch.setenv(GPU_MAP, "0=1")
         scene.set(gpu_map=(("0", "0"),))  # it counts before the settings
     if how == "annotation":
         scene.write_config({"io.gpusnap.gpu-map": "0=1,7=0"})

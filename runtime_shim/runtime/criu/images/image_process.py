@@ -1,0 +1,76 @@
+"""Has the images of a restore decoded in a child process, which imports pycriu on another core.
+
+That takes 0.05 to 0.1 s of computing, for which the restore would wait. If there is no child process, it is
+done in this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.question_process import Companion
+from gpusnap.runtime_shim.records.manifest import DriverMount
+
+T = TypeVar("T")
+
+_PATIENCE = 600.0
+"""Seconds for the images to be read: a slow disk may have many of them."""
+_process = Companion()
+
+
+def require_pycriu() -> None:
+    """Import pycriu there. Raises Refused if it is missing or does not work."""
+    _ask("pycriu", _load)
+
+
+def check(images: str, architecture: str, elsewhere: Mapping[str, int]) -> None:
+    """Check the images of a directory; see check.py. Raises ImageError."""
+    _ask(images, _check, images, architecture, dict(elsewhere))
+
+
+def has_closed_connections(images: str) -> bool:
+    """Whether the image was dumped with tcp-close; see inventory.py. Raises ImageError."""
+    return _ask(images, _has_closed_connections, images)
+
+
+def list_masked_paths(images: str, kind: str, root: str | None) -> tuple[DriverMount, ...]:
+    """Return the mounts of masked paths to declare; see masked_paths.py. Raises ImageError."""
+    return _ask(images, _list_masked_paths, images, kind, root)
+
+
+def _ask(what: str, function: Callable[..., T], *arguments: object) -> T:
+    try:
+        return _process.ask(function, *arguments, within=_PATIENCE)
+    except TimeoutError as error:
+        raise ImageError(
+            f"{what} could not be read within {_PATIENCE:.0f} s", hint="check the disk that it is on"
+        ) from error
+
+
+# What the child process is asked for. It imports the modules, so that this one need not.
+
+
+def _load() -> None:
+    from gpusnap.runtime_shim.runtime.criu.images import check, masked_paths, pycriu_package  # noqa: F401
+
+    pycriu_package.load()
+
+
+def _check(images: str, architecture: str, elsewhere: Mapping[str, int]) -> None:
+    from gpusnap.runtime_shim.runtime.criu.images import check
+
+    check.check(images, architecture, elsewhere)
+
+
+def _has_closed_connections(images: str) -> bool:
+    from gpusnap.runtime_shim.runtime.criu.images import inventory
+
+    return inventory.has_closed_connections(images)
+
+
+def _list_masked_paths(images: str, kind: str, root: str | None) -> tuple[DriverMount, ...]:
+    from gpusnap.runtime_shim.runtime.criu.images import masked_paths
+
+    return masked_paths.mounts(images, kind, root)
