@@ -54,7 +54,7 @@ def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:
     else:
         try:
             driver = choose_driver(driver, of.container, of.settings)
-            driver.host()  # first: it has a deadline if a GPU does not respond, and `open` has none
+            driver.host()  # first: a child process asks, which can be left behind if a GPU does not respond
             driver.open()
             used, states = gpu_use.use(driver, of.processes)
         except GpusnapError as error:

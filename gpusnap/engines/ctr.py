@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -27,9 +28,10 @@ _DIGEST = compile_later(r"sha256:[0-9a-f]{64}", re.ASCII)
 _LONGEST = 64 << 10
 _PAUSING = 10.0
 """Seconds for a pause that has begun to end."""
-# Seconds for an answer, because containerd may unpack an image or pause a container for it; and for a killed
-# ctr to end.
+# Seconds for an answer, because containerd may unpack an image or pause a container for it, and without a
+# byte of a stream, because it may sync a large blob to disk; and for a killed ctr to end.
 _PATIENCE, _DYING = 900.0, 5.0
+_PIECE = 1 << 20
 _HINT = "check that containerd is running, that CONTAINERD_ADDRESS names its socket, and that you may use it"
 
 
@@ -75,16 +77,23 @@ class _Output:
         self._child, self._err, self._what, self._look = child, err, what, look
 
     def read(self, size: int, /) -> bytes:
-        """Return at most `size` bytes, fewer only at the end. Raises GpusnapError."""
+        """Return at most `size` bytes, fewer only at the end. Raises GpusnapError, also if none comes."""
         assert self._child.stdout is not None
-        data = self._child.stdout.read(size)
-        if not data and size and self._child.wait():
+        source = self._child.stdout.fileno()
+        data = bytearray()
+        while len(data) < size:
+            _wait_for(source, select.POLLIN, "content get")
+            piece = os.read(source, min(size - len(data), _PIECE))
+            if not piece:
+                break
+            data += piece
+        if not data and size and _wait_for_end(self._child, "content get"):
             raise GpusnapError(
                 f"containerd cannot export {self._what}: {_read_last_line(self._err)}",
                 hint=f"{self._look} shows which images are complete",
                 code="GPS-903",
             )
-        return data
+        return bytes(data)
 
 
 class Target:
@@ -108,15 +117,20 @@ class Target:
             out=subprocess.DEVNULL,
         )
         self._child, self._err = self._open.__enter__()
+        assert self._child.stdin is not None
+        os.set_blocking(self._child.stdin.fileno(), False)
         return self
 
     def append(self, data: bytes) -> None:
-        """Write a piece of the tar."""
+        """Write a piece of the tar. Raises GpusnapError, also if ctr reads nothing for a long time."""
         assert self._child.stdin is not None
+        into, left = self._child.stdin.fileno(), memoryview(data)
         try:
-            self._child.stdin.write(data)
+            while left:
+                _wait_for(into, select.POLLOUT, "images import")
+                left = left[os.write(into, left) :]
         except OSError as error:
-            self._child.wait()
+            _wait_for_end(self._child, "images import")
             raise GpusnapError(
                 f"containerd rejected the image: {_read_last_line(self._err)}", code="GPS-903"
             ) from error
@@ -139,7 +153,7 @@ class Target:
             raise GpusnapError(
                 f"containerd rejected the image: {_read_last_line(self._err)}", code="GPS-903"
             ) from error
-        if self._child.wait():
+        if _wait_for_end(self._child, "images import"):
             raise GpusnapError(f"containerd rejected the image: {_read_last_line(self._err)}", code="GPS-903")
 
 
@@ -195,18 +209,32 @@ def _ask(namespace: str, *words: str) -> str:
         _open_output() as out,
         _start(namespace, *words, out=out) as (child, err),
     ):
-        try:
-            code = child.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            raise GpusnapError(
-                f"ctr {words[0]} {words[1]} did not finish within {_PATIENCE:g} s", hint=_HINT, code="GPS-901"
-            ) from None
-        if code:
+        if _wait_for_end(child, f"{words[0]} {words[1]}"):
             raise GpusnapError(
                 f"ctr {words[0]} {words[1]} failed: {_read_last_line(err)}", hint=_HINT, code="GPS-901"
             )
         out.seek(0)
         return out.read().decode(errors="replace")
+
+
+def _wait_for_end(child: subprocess.Popen[bytes], command: str) -> int:
+    """Return ctr's exit code. Raises GpusnapError if it does not end in time."""
+    try:
+        return child.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        raise GpusnapError(
+            f"ctr {command} did not finish within {_PATIENCE:g} s", hint=_HINT, code="GPS-901"
+        ) from None
+
+
+def _wait_for(pipe: int, event: int, command: str) -> None:
+    """Wait until a pipe to or from ctr can be used, or is closed. Raises GpusnapError after a long time."""
+    poll = select.poll()
+    poll.register(pipe, event)
+    if not poll.poll(_PATIENCE * 1000):
+        raise GpusnapError(
+            f"ctr {command} has made no progress for {_PATIENCE:g} s", hint=_HINT, code="GPS-901"
+        )
 
 
 @contextmanager

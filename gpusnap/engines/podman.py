@@ -78,6 +78,8 @@ class Container:
     """The name of its image, by which a restore finds the image."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Its labels and annotations; if both have a name, the annotation."""
+    created: str = ""
+    """When Podman created it, or began to import it (RFC 3339)."""
 
 
 class Inspection:
@@ -168,6 +170,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         unrestored=tuple(podman_options.list_unrestored(found)),
         image=str(found.get("ImageName") or ""),
         labels={**_texts(found, "Labels"), **_texts(found, "Annotations")},
+        created=str(found.get("Created") or ""),
     )
 
 

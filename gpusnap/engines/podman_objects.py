@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import datetime
+
 from gpusnap.engines import podman
 from gpusnap.engines.podman import Container
 from gpusnap.oci.base.dataclass import dataclass
@@ -19,6 +22,25 @@ def users_of(volume: str) -> tuple[str, ...]:
     """Return the running containers that use a volume. Raises GpusnapError."""
     words = ("ps", "--filter", f"volume={volume}", "--format", "{{.Names}}")
     return tuple(podman.run_query(*words, wanted=f"who uses the volume {volume}").split())
+
+
+def list_created_with(container: Container) -> list[str]:
+    """Return the volumes that Podman created because it created this container, which uses them.
+
+    Podman sets a container's time, then looks for its volumes and creates those that are missing, without
+    labels (libpod, initContainerVariables and setupContainer). So an older volume, or one with labels, is
+    somebody else's, and so is one of which Podman does not say when it was created. One that somebody creates
+    in the milliseconds between the two cannot be told apart.
+    """
+    found = []
+    for name in container.volumes:
+        with suppress(GpusnapError, ValueError, KeyError, TypeError, AttributeError):
+            told = podman.run_query("volume", "inspect", "--", name, wanted=f"the volume {name}")
+            (volume,) = parse_json(told)
+            created = datetime.fromisoformat(volume["CreatedAt"])
+            if created >= datetime.fromisoformat(container.created) and not volume.get("Labels"):
+                found.append(name)
+    return found
 
 
 def remove_volume(name: str) -> None:

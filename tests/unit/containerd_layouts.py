@@ -168,9 +168,9 @@ class FakeCtr:
         (folder / "blobs").mkdir(parents=True)
         self.folder = folder
         (folder / "images").touch()
-        program = folder / "ctr"
-        program.write_text(_SCRIPT.format(folder=folder))
-        program.chmod(0o755)
+        self.program = folder / "ctr"
+        self.program.write_text(_SCRIPT.format(folder=folder))
+        self.program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         monkeypatch.delenv("CONTAINERD_NAMESPACE", raising=False)
 

@@ -33,6 +33,7 @@ case "$1 $2" in
     [ ! -e $F/exec.sh ] || . $F/exec.sh
     exit;;
 "volume ls") cat $F/volumes; exit;;
+"volume inspect") cat "$F/volume-$4.json"; exit;;
 "volume rm") sed -i "/^$3$/d" $F/volumes; exit;;
 "rm "*) rm $F/inspect.json; exit;;
 esac
@@ -123,7 +124,7 @@ class FakePodman:
         """The command lines, but for those that only ask."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
-        asked = ("container inspect ", "ps ", "--runtime ", "volume ls ", "pod exists ", "pod inspect ")
+        asked = ("container inspect ", "ps ", "--runtime ", "volume ls ", "volume inspect ", "pod ")
         return [line for line in lines if not line.startswith(asked)]
 
     def environment(self) -> dict[str, str]:
@@ -135,6 +136,11 @@ class FakePodman:
         """These volumes are there, and running containers that have one of them."""
         (self.folder / "volumes").write_text("".join(f"{name}\n" for name in names))
         (self.folder / "users").write_text(users)
+
+    def describes_volume(self, name: str, created: str, **labels: str) -> None:
+        """That is what it says of a volume."""
+        told = [{"Name": name, "CreatedAt": created, "Labels": labels}]
+        (self.folder / f"volume-{name}.json").write_text(json.dumps(told))
 
     def has_pods(self, *names: str) -> None:
         (self.folder / "pods").write_text("".join(f"{name}\n" for name in names))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import field
@@ -18,18 +17,18 @@ from typing import Literal
 from gpusnap.engines import podman, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.files import is_folder
 from gpusnap.oci.tar.archive import entries
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, make_unforeseen, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import INVENTORY
+from gpusnap.runtime_shim.runtime.criu.images.directory import EarlierImages, note_earlier
 from gpusnap.user_errors import NotFound, failure
 
 # Podman refuses an archive without these (libpod, prepareCheckpointImport).
 _NEEDED = frozenset({"config.dump", "spec.dump", f"checkpoint/{INVENTORY}"})
-# File systems use the time of the last tick of the kernel's clock.
-_TICK = 1.0
 
 _Left = Literal["running", "in Podman", "cut off", "nothing", "removed", "unknown"]
 
@@ -49,13 +48,15 @@ class Export:
     """What else can be done with the archive: a command and its effect; {archive} is replaced by the path."""
     whole: bool = False
     """Podman has written all of it."""
-    began: float = field(default_factory=time.time)
     kept: bool = False
     """It is not removed."""
     first: proc.Process | None = field(init=False, default=None)
     """The first process of the container, before the checkpoint."""
+    earlier: EarlierImages | None = field(init=False)
+    """The images of an earlier checkpoint in Podman's storage; None if they could not be read."""
 
     def __post_init__(self) -> None:
+        self.earlier = _find_images(self.found.checkpoint_path)
         self.first = proc.process(self.found.init) if self.found.init else None
 
     @property
@@ -137,15 +138,22 @@ def _find_left(export: Export) -> _Left:
         return "running"
     if export.found.auto_remove:
         return "removed"  # it will be removed in a moment
-    return _in_podman(now.checkpoint_path, export.began)
+    return _in_podman(now.checkpoint_path, export.earlier)
 
 
-def _in_podman(path: str, began: float) -> _Left:
+def _find_images(path: str) -> EarlierImages | None:
     try:
-        if not path or os.stat(os.path.join(path, INVENTORY)).st_mtime < began - _TICK:
-            return "nothing"  # or an earlier checkpoint
-    except OSError:
-        return "nothing"
+        return note_earlier(path) if path and is_folder(path) else {}
+    except (OSError, ImageError):
+        return None
+
+
+def _in_podman(path: str, earlier: EarlierImages | None) -> _Left:
+    images = _find_images(path)
+    if images is None or earlier is None:
+        return "unknown"
+    if images.get(INVENTORY) == earlier.get(INVENTORY):
+        return "nothing"  # or an earlier checkpoint
     ours = os.path.join(path, manifest.FOLDER)
     named = os.path.exists(os.path.join(ours, manifest.NAME))
     return "cut off" if os.path.exists(os.path.join(ours, manifest.PENDING)) and not named else "in Podman"

@@ -23,7 +23,7 @@ from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import ARCHIVE, PIECE
 from gpusnap.checkpoints.names import store_name
-from gpusnap.engines import podman, podman_work
+from gpusnap.engines import podman, podman_objects, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import (
     BlobError,
@@ -408,7 +408,7 @@ def _keep(store: Store, staging: Staging, found: ArtifactParts, name: str, befor
 
 
 def _import(work: Callable[[], object], name: str, before: set[str]) -> None:
-    """Let Podman create a container from an archive; if that fails, remove it.
+    """Let Podman create a container from an archive; if that fails, remove it and its new volumes.
 
     `name`: the name that it gets; `before`: the IDs of all containers.
     """
@@ -442,13 +442,18 @@ def _explain_damage(error: GpusnapError, found: ArtifactParts, store: Store) -> 
 
 
 def _remove_new(name: str, before: set[str]) -> None:
-    """Remove what a failed import of Podman's leaves: a container that never ran, and its files.
+    """Remove what a failed import of Podman's leaves: a container that never ran, its files and new volumes.
 
-    Another gpusnap may be restoring a container of that name: Podman refuses to remove it once it runs.
+    Another gpusnap may be restoring a container of that name: Podman refuses to remove it once it runs. It
+    also refuses to remove a volume that another container uses.
     """
     left = podman.inspect_container(name) if name else None
     if left is not None and left.id not in before and left.status in _NEVER_RAN:
+        created = podman_objects.list_created_with(left)
         podman.remove(left.id)
+        for volume in created:
+            with suppress(GpusnapError):
+                podman_objects.remove_volume(volume)
 
 
 @contextmanager

@@ -159,11 +159,10 @@ def keep_volumes(choice: VolumeChoice) -> VolumeChoice:
 
 @contextmanager
 def report_kept_volumes(choice: VolumeChoice) -> Iterator[None]:
-    """Report afterwards which volumes are used as they are; after a failure, remove those that Podman made.
+    """Report afterwards which volumes are used as they are; after a failure, which new ones are kept.
 
-    Podman makes none if it finds one of them: it checks all before it makes any (libpod, CRImportCheckpoint).
-    So an existing one was made by somebody else meanwhile. Podman refuses to remove a volume that a container
-    uses, such as that of another restore at the same time.
+    Those that Podman created for the container go with it. A new one that is there afterwards may be somebody
+    else's.
     """
     named = choice.of.named
     before = podman_objects.volumes() if named else set()
@@ -171,12 +170,16 @@ def report_kept_volumes(choice: VolumeChoice) -> Iterator[None]:
         yield
     except Killed:
         raise  # Podman may still be at work
-    except (GpusnapError, KeyboardInterrupt) as error:
-        if isinstance(error, GpusnapError) and error.code == CODE:
-            raise
-        with podman_work.ignore_signals(), suppress(GpusnapError):
-            for name in set(named) & (podman_objects.volumes() - before if named else set()):
-                podman_objects.remove_volume(name)
+    except GpusnapError as error:
+        if named and error.code != CODE:
+            with podman_work.ignore_signals(), suppress(GpusnapError):
+                there = podman_objects.volumes() - before
+                if new := [name for name in named if name in there and not podman_objects.users_of(name)]:
+                    error.add_hint(
+                        f"somebody else may have created the {_volumes(new)} during the restore; if nobody "
+                        f"needs what is in there, podman volume rm {' '.join(new)} removes "
+                        f"{'it' if len(new) == 1 else 'them'}"
+                    )
         raise
     for name, users in choice.kept.items():
         others = f" (also used by {_names(list(users))})" if users else ""

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from gpusnap.oci.base.files import exists
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.gpu.api import device_files as handles
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
@@ -64,9 +65,10 @@ _PAIRS = "give a pair for every GPU that the process could see, including unused
 _VAGUE = (DriverFailed, InvalidRequest, NotInitialized, PermissionRefused)
 _DYING = 0.2
 
-# Seconds for an answer of NVML. If nobody keeps the driver open, it first starts every GPU of the host.
-# Less than Podman gives a restore (240 s), so that gpusnap says why it failed, and undoes what it did.
-_NVML = 180.0
+# Seconds for NVML's answer, and for cuInit. If nobody keeps the driver open, it first starts every GPU of the
+# host. Less than Podman gives a restore (240 s), so that gpusnap says why it failed, and undoes what it did.
+_PATIENCE = 180.0
+_SILENT = "check whether nvidia-smi responds, and look for Xid lines in the kernel log (dmesg)"
 _COMPANION = Companion(starts=True)
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED, cuda.h
@@ -98,12 +100,9 @@ def ask_nvml(question: Callable[..., T], *arguments: object) -> T:
     if nvml.is_open():
         return question(*arguments)
     try:
-        return _COMPANION.ask(question, *arguments, within=_NVML)
+        return _COMPANION.ask(question, *arguments, within=_PATIENCE)
     except TimeoutError as error:
-        raise DriverNotReady(
-            f"NVML did not respond within {_NVML:g} s",
-            hint="check whether nvidia-smi responds, and look for Xid lines in the kernel log (dmesg)",
-        ) from error
+        raise DriverNotReady(f"NVML did not respond within {_PATIENCE:g} s", hint=_SILENT) from error
 
 
 class Nvidia:
@@ -115,11 +114,14 @@ class Nvidia:
     def __init__(self) -> None:
         self._opening = threading.Lock()
         self._library: Library | None = None
+        self._is_silent = False
 
     def open(self) -> None:
         """Load libcuda, check that it has the checkpoint API, and initialise it (0.2 to 0.5 s), once.
 
-        Raises DriverMissing, DriverTooOld, NoDevice and other errors of cuInit.
+        Raises DriverMissing, DriverTooOld, NoDevice and other errors of cuInit; DriverNotReady if it does not
+        answer, and then at once. cuInit runs in a thread that is left behind then: if the kernel waits for
+        the GPU in there, this process ends only when the driver answers.
         """
         self._cuda()
 
@@ -282,12 +284,20 @@ class Nvidia:
 
     def _cuda(self) -> Library:
         with self._opening:
+            if self._library is None and not self._is_silent:
+                try:
+                    self._library = _open_library()
+                except TimeoutError:
+                    self._is_silent = True
             if self._library is None:
-                self._library = _open_library()
+                raise DriverNotReady(
+                    f"NVIDIA's driver did not start (cuInit) within {_PATIENCE:g} s", hint=_SILENT
+                )
             return self._library
 
 
 def _open_library() -> Library:
+    """Raises GpuError; TimeoutError if cuInit does not return; GpusnapError if no thread can be started."""
     from gpusnap.runtime_shim.gpu.nvidia.cuda import Library
 
     library = Library()
@@ -299,7 +309,7 @@ def _open_library() -> Library:
             hint=DriverTooOld.advice,
         )
     with _without_visible_devices():
-        result = library.init()
+        result = deadlines.ask(library.init, "cuInit", within=_PATIENCE)
     if result != CUDA_SUCCESS:
         error = cuda_error(result, "start (cuInit)", name=library.error_name(result))
         if isinstance(error, NoDevice) and not is_present():

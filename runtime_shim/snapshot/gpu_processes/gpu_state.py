@@ -146,10 +146,12 @@ def suspend(
     timeout: float,
     standing: Callable[[], object] = tuple,
     held: Collection[int] = (),
+    look: Callable[[], object] | None = None,
 ) -> None:
     """Stop locked processes, and make the driver take their GPU state, all at the same time.
 
-    `timeout`: seconds for the stop. `standing` is called after the stop. Processes in `held` were stopped
+    `timeout`: seconds for the stop. `standing` is called after the stop, and `look` several times a second
+    while the driver works. Processes in `held` were stopped
     before, and are stopped after a failure, too. Raises GpusnapError; `resume` undoes whatever was done.
     """
     try:
@@ -160,7 +162,7 @@ def suspend(
         go_on(pid for pid in pids if pid not in held)
         raise
     standing()
-    run_at_once(partial(_suspend, driver, pages, held), pids).raise_first()
+    run_at_once(partial(_suspend, driver, pages, held), pids, look=look).raise_first()
 
 
 def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import field
 from functools import partial
 
@@ -29,7 +29,7 @@ from gpusnap.runtime_shim.snapshot.memory import chunk_cache, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
-from gpusnap.runtime_shim.snapshot.records.reservations import RAM, claim
+from gpusnap.runtime_shim.snapshot.records.reservations import RAM, STEP, GpuClaim, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.records.volumes import Volume
 from gpusnap.runtime_shim.stopping.stop import Guard, drop_stops, stop
@@ -279,20 +279,49 @@ def _suspend_these(job: CheckpointJob, fresh: Sequence[proc.Process]) -> None:
     all_bytes = sum(r.used for r in records.values()) + sum(r.used for r in job.records.values())
     used = {pid: r.used for pid, r in records.items()}
     plugin = job.driver.plugin
+    filling: _Filling | None = None
     with ExitStack() as room:
         if plugin is None:
             # Two that check at the same time would both count the same free memory.
             claimed = room.enter_context(claim())
             others = claimed.reserved.get(RAM, 0)
             space.check_memory(used, job.container.pid, job.settings.memory, reserved=others)
-            claimed.record({RAM: sum(used.values())})
+            need = space.measure_in_processes(used)
+            claimed.record({RAM: need})
+            filling = _Filling(claimed, need)
         elif plugin.into_memory:
             space.check_memory(used, job.container.pid)
-        _take_off(job, records, all_bytes)
+        _take_off(job, records, all_bytes, filling)
 
 
-def _take_off(job: CheckpointJob, records: Mapping[int, Record], all_bytes: int) -> None:
-    """Make the driver take the GPU state of these. `all_bytes`: of GPU memory, with what it took before."""
+class _Filling:
+    """The RAM that was claimed for processes, and that they fill while the driver suspends them."""
+
+    def __init__(self, claimed: GpuClaim, need: int) -> None:
+        self._claimed, self._need = claimed, need
+        self._before: dict[int, int] = {}
+        self._told = 0
+
+    def begin(self, pids: Iterable[int]) -> None:
+        """The processes are stopped: what they use from now on was claimed."""
+        self._before = {pid: proc.memory(pid) for pid in pids}
+
+    def look(self) -> None:
+        """Claim no longer what they have filled, because it is not free any more."""
+        with suppress(GpusnapError):  # then all of it still counts
+            filled = sum(max(0, proc.memory(pid) - before) for pid, before in self._before.items())
+            if filled - self._told >= STEP:
+                self._told = filled
+                self._claimed.shrink({RAM: max(0, self._need - filled)})
+
+
+def _take_off(
+    job: CheckpointJob, records: Mapping[int, Record], all_bytes: int, filling: _Filling | None
+) -> None:
+    """Make the driver take the GPU state of these. `all_bytes`: of GPU memory, with what it took before.
+
+    `filling`: None with a plugin of CRIU.
+    """
     if job.on_disk:
         space.check_disk(
             job.image_path,
@@ -302,7 +331,7 @@ def _take_off(job: CheckpointJob, records: Mapping[int, Record], all_bytes: int)
             place=job.pages.place,
         )
     job.records |= records
-    if job.driver.plugin is not None:
+    if filling is None:
         return  # CRIU calls its plugin for this
     job.pages.record_places(list(job.records))
     timeout = job.settings.nvidia.lock_timeout
@@ -313,9 +342,21 @@ def _take_off(job: CheckpointJob, records: Mapping[int, Record], all_bytes: int)
         for pid in lock(job.driver, records, timeout=timeout, held=job.held, tell=told):
             told(f"process {pid} was paused within a CUDA call, and ran until it ended")
     with job.transaction.step("driver checkpoint"):
-        standing = partial(_stop_processes, job, timeout)
+
+        def standing() -> None:
+            _stop_processes(job, timeout)
+            filling.begin(records)
+
         try:
-            suspend(job.driver, records, job.pages, timeout=timeout, standing=standing, held=job.held)
+            suspend(
+                job.driver,
+                records,
+                job.pages,
+                timeout=timeout,
+                standing=standing,
+                held=job.held,
+                look=filling.look,
+            )
         finally:
             _note_calls(job)
         _watch_over(job)

@@ -51,12 +51,10 @@ from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_ope
 from gpusnap.runtime_shim.snapshot.loading.prefetch import can_be_staged
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
-from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, claim
+from gpusnap.runtime_shim.snapshot.records.reservations import RAM, STEP, GpuClaim, claim
 
 # Seconds between two checks of what the runtime waits for.
 _LOOK = 0.002
-# Bytes that are loaded between two updates of the claim.
-_STEP = 64 << 20
 # Blobs that are read at once until the processes are restored. CRIU opens hundreds of files. If these come
 # from the same disk, each open waits behind the reads of the blobs: 45 ms with 12 blobs of 4 MiB.
 _READS = 2
@@ -210,7 +208,7 @@ class Loader:
                         each.release(self._workers)
                 for one in self._readings:
                     one.check()
-                if (loaded := self._loaded) - self._told >= _STEP:
+                if (loaded := self._loaded) - self._told >= STEP:
                     self._told = loaded
                     self._shrink(loaded)
                 if all(one.is_complete for one in self._readings):

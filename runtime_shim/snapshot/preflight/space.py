@@ -29,10 +29,15 @@ def check_memory(
     kill the process. With `settings`, gpusnap's own limit is checked for the memory that it would keep.
     `reserved`: bytes that others have claimed.
     """
-    need = sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
+    need = measure_in_processes(gpu_bytes)
     _check_fits_on_host(need, "must move to", reserved)
     _check_fits(need, "must move to", "the container's memory limit", _limit(init))
     _check_own_cgroup(need, "must move to", settings)
+
+
+def measure_in_processes(gpu_bytes: Mapping[int, int]) -> int:
+    """Return the RAM that processes need when the driver suspends them; `gpu_bytes`: by PID."""
+    return sum(gpu_bytes.values()) + _HEAP_GROWTH * len(gpu_bytes)
 
 
 def check_memory_to_restore(record: Manifest, settings: Memory, *, reserved: int = 0) -> None:
@@ -84,7 +89,7 @@ def _check_own_cgroup(need: int, how: str, settings: Memory | None) -> None:
 
 
 def _check_fits_on_host(need: int, how: str, reserved: int) -> None:
-    """`reserved`: as for `check_memory`. What others have already used of it is counted twice."""
+    """`reserved`: as for `check_memory`."""
     free = _measure_available()
     left = None if free is None else max(0, free - reserved)
     others = reserved > 0 and free is not None and need <= free

@@ -41,6 +41,8 @@ RAM = "RAM"
 """Used for this host's memory, instead of a GPU's UUID."""
 PATIENCE = 10.0
 """Seconds to wait for others that choose GPUs; choosing takes less than one."""
+STEP = 64 << 20
+"""Bytes that are filled between two calls of `shrink`."""
 _LOCK = "lock"
 # 256 GPUs make about 16 KiB.
 _MAX_BYTES = 64 << 10

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from containerd_layouts import BASE, IMAGE, FakeCtr, Made, a_checkpoint
+from fakes import wait_for
 
 from gpusnap.checkpoints.formats.containerd import blob_of
 from gpusnap.engines import ctr as ctr_module
@@ -27,6 +28,22 @@ def ctr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCtr:
 @pytest.fixture
 def made(tmp_path: Path) -> Made:
     return a_checkpoint(tmp_path, gpu=False)
+
+
+def is_silent(ctr: FakeCtr, monkeypatch: pytest.MonkeyPatch, first: str = "") -> None:
+    """containerd hangs after that."""
+    monkeypatch.setattr("gpusnap.engines.ctr._PATIENCE", 2.0)
+    ctr.program.write_text(
+        f"#!/bin/sh\ncd {ctr.folder}\n{first}\necho $$ >new\nmv new pid\nexec sleep 1000\n"
+    )
+
+
+def wait_for_silence(ctr: FakeCtr) -> None:
+    wait_for(lambda: (ctr.folder / "pid").exists(), "ctr hangs")
+
+
+def has_ended(ctr: FakeCtr) -> bool:
+    return not Path("/proc", (ctr.folder / "pid").read_text().strip()).exists()
 
 
 def test_blobs(ctr: FakeCtr, made: Made) -> None:
@@ -168,9 +185,57 @@ def test_an_import_that_is_given_up(ctr: FakeCtr) -> None:
 
 def test_a_containerd_that_does_not_answer(ctr: FakeCtr, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked for so long, and its ctr ends."""
-    program = ctr.folder / "ctr"
-    program.write_text(f"#!/bin/sh\necho $$ >{ctr.folder}/pid\nexec sleep 1000\n")
-    monkeypatch.setattr("gpusnap.engines.ctr._PATIENCE", 2.0)
+    is_silent(ctr, monkeypatch)
     with pytest.raises(GpusnapError, match=r"ctr tasks pause did not finish within 2 s"):
         pause("team", "w")
-    assert not Path("/proc", (ctr.folder / "pid").read_text().strip()).exists()
+    assert has_ended(ctr)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ("printf abc", "has made no progress for 2 s"),
+        ("exec >&- 2>&-", "did not finish within 2 s"),
+    ],
+)
+def test_an_export_that_hangs(
+    ctr: FakeCtr, made: Made, monkeypatch: pytest.MonkeyPatch, first: str, said: str
+) -> None:
+    """In the middle of a blob, or after its end: gpusnap does not wait forever, and its ctr ends."""
+    ctr.has(made)
+    source = InContainerd("team", IMAGE)
+    is_silent(ctr, monkeypatch, first)
+
+    def read() -> None:
+        with source.open(source.root) as file:
+            wait_for_silence(ctr)
+            file.read(source.root.size)
+
+    with pytest.raises(GpusnapError, match=rf"^ctr content get {said}$") as caught:
+        read()
+    assert "check that containerd is running" in caught.value.hint
+    assert has_ended(ctr)
+
+
+@pytest.mark.parametrize(
+    ("first", "size", "said"),
+    [
+        ("", 1 << 20, "has made no progress for 2 s"),
+        ("exec <&-", 1 << 20, "did not finish within 2 s"),
+        ("", 1, "did not finish within 2 s"),
+    ],
+)
+def test_an_import_that_hangs(
+    ctr: FakeCtr, monkeypatch: pytest.MonkeyPatch, first: str, size: int, said: str
+) -> None:
+    """It reads nothing, has closed its input, or was given all: the same."""
+    is_silent(ctr, monkeypatch, first)
+
+    def fill() -> None:
+        with Target("team") as target:
+            wait_for_silence(ctr)
+            target.append(bytes(size))
+
+    with pytest.raises(GpusnapError, match=rf"^ctr images import {said}$"):
+        fill()
+    assert has_ended(ctr)

@@ -285,12 +285,44 @@ def test_the_runtime_fails_after_the_end(fake: FakePodman, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("earlier", [False, True])
+def test_the_clock_is_set_back(fake: FakePodman, earlier: bool) -> None:
+    """The new checkpoint looks older than its beginning, or than an earlier one, and is found."""
+    images = fake.folder / "checkpoint"
+    if earlier:
+        images.mkdir()
+        (images / "inventory.img").touch()
+    fake.first(fake.ends("inventory.img") + "touch -d @1000000000 $F/checkpoint/inventory.img\n")
+    fake.fails("Error: the disk failed\n")
+    with pytest.raises(GpusnapError, match=r"nothing is lost: Podman has the checkpoint of w"):
+        made()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_podmans_storage_cannot_be_read(
+    fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Then nobody says that there is no checkpoint."""
+    ended = tmp_path / "ended"
+
+    def is_folder(path: str) -> bool:
+        if ended.exists() == (when == "after"):
+            raise OSError(errno.EIO, "Input/output error", path)
+        return os.path.isdir(path)
+
+    fake.first(fake.ends("inventory.img") + f"touch {ended}\n")
+    fake.fails("Error: the disk failed\n")
+    monkeypatch.setattr(failed_export, "is_folder", is_folder)
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    assert raised.value.sentence() == "Podman failed: the disk failed"
+
+
+@pytest.mark.parametrize("earlier", [False, True])
 def test_it_ends_by_itself(fake: FakePodman, earlier: bool) -> None:
     """There is no checkpoint then, or one of before, and nobody says that there is."""
     if earlier:
         (fake.folder / "checkpoint").mkdir()
         (fake.folder / "checkpoint/inventory.img").touch()
-        os.utime(fake.folder / "checkpoint/inventory.img", (1e9, 1e9))
     fake.first(fake.ends())
     fake.fails("Error: the container is not running\n")
     with pytest.raises(GpusnapError) as raised:

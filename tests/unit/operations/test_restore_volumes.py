@@ -29,6 +29,8 @@ from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError
 
 QUIET = Progress(shown=False)
+# When Podman created the container, and a volume that it created for the container, in another time zone.
+BEGUN, LATER = "2026-01-02T03:04:05.123456789Z", "2026-01-02T04:04:05.2+01:00"
 DATA = {name: tar_of({"data": name.encode() * 5000}) for name in ("cache", "weights")}
 
 
@@ -132,13 +134,42 @@ class TestWhatBecomesOfThem:
         assert "volume ls" not in (fake.folder / "calls").read_text()
 
     def test_a_restore_that_fails(self, fake: FakePodman, store: Store, tmp_path: Path, kind: str) -> None:
-        """Volumes that Podman made for it go, others stay."""
+        """Volumes that Podman made for it go with its container, others stay."""
         fake.has_volumes("other")
-        fake.first('printf "cache\\nweights\\n" >>$F/volumes')
+        fake.has(status="created", Created=BEGUN, volumes={"cache": "/c", "weights": "/w"})
+        fake.describes_volume("cache", LATER)
+        fake.describes_volume("weights", LATER)
+        fake.first('printf "cache\nweights\n" >>$F/volumes')
         fake.fails("gpusnap: no GPU fits\n")
-        with pytest.raises(GpusnapError, match="no GPU fits"):
+        with pytest.raises(GpusnapError) as raised:
             restored(place(kind, an_archive(tmp_path, "cache", "weights"), store))
+        assert raised.value.sentence() == "no GPU fits"
         assert fake.volumes() == ["other"]
+
+    @pytest.mark.parametrize("how", ["no container", "older", "labelled", "unknown", "in use"])
+    def test_a_volume_of_somebody_else(
+        self, fake: FakePodman, store: Store, tmp_path: Path, kind: str, how: str
+    ) -> None:
+        """Whoever created it: if it is not certain that it was this restore, it stays, and is named."""
+        if how != "no container":
+            fake.has(status="created", Created=BEGUN, volumes={"cache": "/c", "weights": "/w"})
+        if how == "in use":
+            fake.has_volumes(users="other")
+        labels = {"of": "them"} if how == "labelled" else {}
+        fake.describes_volume("cache", LATER if labels else "2026-01-02T03:04:05Z", **labels)
+        fake.describes_volume("weights", LATER if how != "unknown" else "")
+        fake.first('printf "cache\nweights\n" >>$F/volumes')
+        fake.fails("gpusnap: no GPU fits\n")
+        with pytest.raises(GpusnapError) as raised:
+            restored(place(kind, an_archive(tmp_path, "cache", "weights"), store))
+        both = how in ("no container", "unknown")
+        assert fake.volumes() == (["cache", "weights"] if both else ["cache"])
+        named = "volumes cache and weights" if both else "volume cache"
+        hint = (
+            f"somebody else may have created the {named} during the restore; if nobody needs what is in "
+            f"there, podman volume rm {'cache weights removes them' if both else 'cache removes it'}"
+        )
+        assert raised.value.hint == ("" if how == "in use" else hint)
 
     def test_somebody_else_makes_one_meanwhile(
         self, fake: FakePodman, store: Store, tmp_path: Path, kind: str

@@ -456,7 +456,8 @@ def test_a_second_signal(
     more = {"config.dump": json.dumps(config).encode(), "volumes/data.tar": tar_of({"data": b"data"})}
     source = Layout(tmp_path / "source").create()
     archive = written(tmp_path / "in.tar", source, record(regions(source)), more=more)
-    fake.has(status="created")
+    fake.has(status="created", Created="2026-01-02T03:04:05Z", volumes={"data": "/d"})
+    fake.describes_volume("data", "2026-01-02T03:04:06Z")
     fake.first("echo data >>$F/volumes; kill -INT $PPID; while :; do sleep 0.02; done")
 
     def interrupted(work: Callable[[str], None]) -> Callable[[str], None]:

@@ -109,14 +109,40 @@ def end(process: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_nvml_gives_up_before_podman() -> None:
+def test_the_driver_is_given_up_before_podman() -> None:
     """Else Podman ends the restore without a word of ours."""
-    assert nvidia._NVML <= free_space.PODMANS_LIMIT - 60
+    assert nvidia._PATIENCE <= free_space.PODMANS_LIMIT - 60
 
 
 def test_it_is_a_driver() -> None:
     checked_by_mypy: Driver = Nvidia()
     assert checked_by_mypy.vendor == "nvidia"
+
+
+def test_cuinit_does_not_return(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens the driver gets an error in time, and nobody waits a second time."""
+    answer = threading.Event()
+    init = fake.init
+
+    def hang() -> int:
+        init()
+        answer.wait(30)
+        return 0
+
+    monkeypatch.setattr(fake, "init", hang)
+    monkeypatch.setattr(nvidia, "_PATIENCE", 0.01)
+    it = Nvidia()
+    try:
+        for call in (it.open, it.open, lambda: it.state(ME), lambda: it.restore_thread(ME)):
+            with pytest.raises(DriverNotReady) as raised:
+                call()
+            assert raised.value.sentence() == (
+                "NVIDIA's driver did not start (cuInit) within 0.01 s; check whether nvidia-smi responds, "
+                "and look for Xid lines in the kernel log (dmesg) [GPS-304]"
+            )
+    finally:
+        answer.set()
+    assert fake.inits == 1
 
 
 def test_open_once_from_many_threads(fake: Fake) -> None:
@@ -342,7 +368,7 @@ def test_an_nvml_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_command_does_not_wait_for_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks in a process of its own, although nobody has started one before."""
     question_process.end()
-    monkeypatch.setattr(nvidia, "_NVML", 0.5)
+    monkeypatch.setattr(nvidia, "_PATIENCE", 0.5)
     monkeypatch.setattr(nvml, "is_open", lambda: False)
     monkeypatch.setattr(nvml, "memory_used", hang)
     with pytest.raises(DriverNotReady, match=r"NVML did not respond within 0\.5 s"):

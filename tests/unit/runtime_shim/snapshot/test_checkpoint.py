@@ -119,8 +119,29 @@ def test_memory_is_claimed(scene: Scene) -> None:
 
     scene.driver.when("checkpoint", look, pid)
     scene.checkpoint()
-    assert claimed == [used]
+    assert claimed == [space.measure_in_processes({pid: used})]
     assert used > 0
+    assert reservations.read_reserved(scene.room) == {}
+
+
+def test_what_is_filled_is_claimed_no_more(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system no longer reports it as free, so a claim on it would count it twice."""
+    pids = scene.gpu_processes(2)
+    memory = dict.fromkeys(pids, 50 << 20)
+    need = space.measure_in_processes(
+        {pid: sum(scene.driver.memory_used([pid])[pid].values()) for pid in pids}
+    )
+
+    def fill(pid: int) -> None:
+        memory[pid] += 100 << 20
+        wait_for(
+            lambda: reservations.read_reserved(scene.room) == {reservations.RAM: need - (200 << 20)}, "it"
+        )
+
+    monkeypatch.setattr(proc, "memory", lambda pid: memory.get(pid, 0))
+    for pid in pids:
+        scene.driver.when("checkpoint", fill, pid)
+    assert scene.checkpoint().code == 0
     assert reservations.read_reserved(scene.room) == {}
 
 

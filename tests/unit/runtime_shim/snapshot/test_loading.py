@@ -710,7 +710,7 @@ def test_what_is_loaded_is_claimed_no_more(
     room: str, record: Manifest, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is in use by then: who counted it twice would refuse what fits."""
-    monkeypatch.setattr(load_process, "_STEP", 1)
+    monkeypatch.setattr(load_process, "STEP", 1)
     gate = Gate(layout, memory_blobs(record))
     monkeypatch.setattr(load_process, "Layout", lambda _: gate)
     assert load_process.load(record, layout.path, Memory(threads=2))
