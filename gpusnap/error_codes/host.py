@@ -118,4 +118,13 @@ CODES = (
         "has another one with the same ID. It was not touched.",
         "`crun list` or `runc list` shows it. Stop it with the runtime if it is not needed.",
     ),
+    ErrorCode(
+        "GPS-031",
+        "images-not-mounted",
+        "gpusnap was killed during a checkpoint, and the directory with CRIU's images does not exist now. If "
+        "its file system is only not mounted, the checkpoint may be complete, and the GPU memory in a store "
+        "belongs to it. So `gpusnap recover` keeps it.",
+        "Mount the file system, then run `gpusnap recover` again. If the directory was removed, and the "
+        "checkpoint is not needed, create an empty directory with that path, and run it again.",
+    ),
 )

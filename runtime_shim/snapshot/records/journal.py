@@ -132,6 +132,8 @@ class Entry:
     """The path of the layout with its chunks."""
     paused: Pause | None = None
     """Set if the container was paused."""
+    mount: str = ""
+    """Where the file system of the image is mounted; empty if an earlier version wrote the entry."""
 
     @property
     def container(self) -> str:
@@ -171,6 +173,7 @@ def write(
         "container": container_key.id_of(key),
         "image": image,
         "layout": layout or os.path.join(image, FOLDER_IN_IMAGE),
+        "mount": find_mount_point(image),
         "owner": list(state_files.owner()),
         "space": _read_namespace(),
         "processes": processes,
@@ -190,6 +193,16 @@ def write(
             hint="set a larger memory.chunk-size",
         )
     _write(_path(key, "json"), data)
+
+
+def find_mount_point(image: str) -> str:
+    """Return where the file system of an image's directory is mounted, whether or not the directory exists.
+
+    The number of a device (st_dev) would not do: Btrfs, NFS and others get a new one with each mount, and a
+    bind mount has that of its source.
+    """
+    mount = proc.find_mount(os.path.realpath(image))
+    return mount.destination if mount is not None else "/"
 
 
 @contextmanager
@@ -311,7 +324,7 @@ def read(key: str) -> Entry | None:
         processes += tuple(_iterate_idle(key))
         image = str(document["image"])
         layout = str(document.get("layout") or os.path.join(image, FOLDER_IN_IMAGE))
-        return Entry(key, image, wrote, processes, layout, paused)
+        return Entry(key, image, wrote, processes, layout, paused, str(document.get("mount", "")))
     except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
         raise GpusnapError(
             f"{path} was not written by this version of gpusnap: {error}",
