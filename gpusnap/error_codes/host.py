@@ -84,7 +84,8 @@ CODES = (
         "GPS-023",
         "journal-unreadable",
         "The records of a killed gpusnap below /run/gpusnap cannot be parsed. They were written by "
-        "another version of gpusnap, or were modified.",
+        "another version of gpusnap, or were modified. They are kept, and `gpusnap recover` repairs other "
+        "containers in spite of them.",
         "Run `gpusnap recover` with the version that wrote them. If that is not available, stop the "
         "container and restore it from a checkpoint, then remove the file that the message names.",
     ),

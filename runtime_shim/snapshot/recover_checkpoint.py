@@ -147,8 +147,8 @@ def _check_image_is_mounted(entry: Entry, *, runs: bool) -> None:
     raise ImageError(
         f"the checkpoint of container {entry.container} is kept: its directory {entry.image} does not exist, "
         f"but {where} may not be mounted",
-        hint="mount it, then run gpusnap recover again; if the directory was removed, make an empty one there: "
-        "then gpusnap recover removes the rest of the checkpoint"
+        hint="mount it, then run gpusnap recover again; if the directory was removed, make an empty one "
+        "there: then gpusnap recover removes the rest of the checkpoint"
         + ("; the container continues to run" if runs else ""),
         code="GPS-031",
     )
@@ -267,8 +267,9 @@ def _take_back(entry: Entry, settings: Memory) -> None:
 
 def _discard(entry: Entry, settings: Memory) -> None:
     """Remove the incomplete checkpoint, unless somebody else has begun one in the same directory."""
-    others = (other for other in journal.entries() if other.key != entry.key)
-    if any(other.image == entry.image for other in others):
+    unreadable: dict[str, GpusnapError] = {}  # such an entry may name the same directory
+    others = [other for other in journal.entries(unreadable) if other.key != entry.key]
+    if unreadable or any(other.image == entry.image for other in others):
         _drop(entry, settings)
         return
     earlier = manifest_file.has(entry.image, manifest.FOLDER, manifest.NAME)
