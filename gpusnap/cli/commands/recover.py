@@ -96,6 +96,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     host is asked by ssh whether the container runs there: if so, its checkpoint is removed here; if not, it
     can be restored here. On the other host, the received data is removed.
 
+    If Podman was killed before it noticed that a checkpoint has ended a container, it does not restore the
+    container: it is made to notice that (`podman container cleanup`).
+
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
     gpusnap recover lists those whose memory is in this host's store, and shows how much memory of failed
@@ -117,11 +120,13 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     cut_off, up = restore_record.entries(unreadable), restored_containers.list_living()
     moving = tuple(each for each in suspended if each.stage is not Stage.SUSPENDED)
     moves = _Migrations(migrations.list_outgoing(), records.list_records())
+    unnoticed = in_podman.list_unnoticed()
     if container is None and not only_list:
         _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])
     if container is not None:
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
         ids += [each.container for each in suspended] + [container_key.id_of(key) for key in unreadable]
+        ids += [each.id for each in unnoticed]
         container = wanted = unknown_containers.choose_id(container, ids + moves.ids())
         moves = moves.select(wanted)
         found = tuple(entry for entry in found if entry.container == wanted)
@@ -129,19 +134,20 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
         up = tuple(entry for entry in up if entry.container == wanted)
         moving = tuple(each for each in moving if each.container == wanted)
         unreadable = {key: error for key, error in unreadable.items() if container_key.id_of(key) == wanted}
-        if not found and not cut_off and not up and not moving and not moves.ids() and not unreadable:
+        unnoticed = tuple(each for each in unnoticed if each.id == wanted)
+        if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed):
             raise _make_nothing_error(container)
     # One that cannot be read keeps no other container from its recovery.
     failed = [(container_key.id_of(key), partial(_fail, error)) for key, error in unreadable.items()]
     if only_list:
         asleep = [each for each in suspended if each.stage is Stage.SUSPENDED]
-        _list(
-            found, cut_off, up, moving, moves, asleep if container is None else None, failed, as_json=as_json
-        )
-    elif container is not None and not (found or cut_off or moving or moves.ids() or failed):
+        asked = asleep if container is None else None
+        _list(found, cut_off, up, moving, moves, asked, unnoticed, failed, as_json=as_json)
+    elif container is not None and not (found or cut_off or moving or moves.ids() or unnoticed or failed):
         _end_unknown(container, up)
     else:
-        _recover_and_say(container, found, cut_off, moving, moves, failed)
+        last = [*((each.id, partial(in_podman.note_end, each)) for each in unnoticed), *failed]
+        _recover_and_say(container, found, cut_off, moving, moves, last)
 
 
 def _fail(error: GpusnapError) -> str:
@@ -176,6 +182,7 @@ def _list(
     moving: Sequence[Suspension],
     moves: _Migrations,
     asleep: Sequence[Suspension] | None,
+    unnoticed: Sequence[podman.Container],
     failed: Sequence[_Action],
     *,
     as_json: bool,
@@ -187,7 +194,9 @@ def _list(
     unknown, open_ones = unknown_containers.list_unknown(up)
     store = Store(settings_file.load().store.path)
     awake = [each for each in asleep or () if suspending.is_awake(each)]
-    waits = recover_list.list_waiting(found, cut_off, unknown, moving, moves.leaving, moves.coming, awake)
+    waits = recover_list.list_waiting(
+        found, cut_off, unknown, moving, moves.leaving, moves.coming, awake, unnoticed
+    )
     names = Names({each.container: each.name for each in moving})
     told = False
     if as_json:
@@ -229,11 +238,11 @@ def _recover_and_say(
     cut_off: Sequence[restore_record.Restore],
     moving: Sequence[Suspension],
     moves: _Migrations,
-    failed: Sequence[_Action],
+    last: Sequence[_Action],
 ) -> None:
     """Recover all that was cut off, then say what runs without its Podman's knowledge.
 
-    `failed`: those whose records cannot be read. Raises the first failure when all else is done.
+    `last`: what else is to be done then. Raises the first failure when all is done.
     """
     names = Names({each.container: each.name for each in moving})
     actions: list[_Action] = [
@@ -241,7 +250,7 @@ def _recover_and_say(
         *((each.container, partial(_recover_checkpoint, each)) for each in found),
         *((each.container, partial(suspending.recover, each)) for each in moving),
         *moves.list_actions(),
-        *failed,
+        *last,
     ]
     failures = _do_all(names, actions)
     restored_containers.sweep()

@@ -80,7 +80,7 @@ def test_one_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     unreadable: dict[str, GpusnapError] = {}
     assert [entry.container for entry in journal.entries(unreadable)] == ["w"]
     assert list(unreadable) == ["bad"]
-    assert journal.list_layouts() == ({"/store/staging/w"}, {"bad"})
+    assert journal.list_layouts() == (frozenset({"/store/staging/w"}), frozenset({"bad"}))
     monkeypatch.setattr(proc, "namespace", lambda pid, kind: "pid:[1]")
     with pytest.raises(OtherNamespace):
         journal.entries(unreadable)
