@@ -424,6 +424,11 @@ def _find_pause(container_id: str) -> int | None:
     return None
 
 
+def is_exporting(archive: str) -> bool:
+    """Return whether a Podman is at work that exports a container to this path."""
+    return any(proc.comm(pid) == PODMAN[0] and archive in proc.command(pid) for pid in proc.pids())
+
+
 def to_restore(found: Container) -> str:
     """Return the command with which Podman restores an ended container from its storage."""
     first = ""

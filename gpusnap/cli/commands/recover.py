@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
@@ -22,6 +22,8 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import unknown_containers
+from gpusnap.operations.checkpointing import left_exports
+from gpusnap.operations.checkpointing.left_exports import LeftExport
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.suspending import recover as suspending
@@ -103,7 +105,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
     gpusnap recover lists those whose memory is in this host's store, and shows how much memory of failed
     checkpoints is left in it (see `gpusnap gc`). Memory that a killed command was about to store with its
-    records is stored without them.
+    records is stored without them. What Podman exported for a killed command is named, with what can be done
+    with it: of a container with --rm, the export is all that is left beside the memory.
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
@@ -206,12 +209,25 @@ def _list(
             click.echo(recover_list.line(each, names))
         for line in open_ones:
             click.echo(line, err=True)
-        told = asleep is not None and _tell_memory(store)
+        if asleep is not None:
+            left = _tell_exports({store.path} | overrides.list_stores())
+            told = _tell_memory(store) or bool(left)
     failures = _do_all(names, failed)
     if failures:
         raise failures[0]
     if not waits and not open_ones and not told and not as_json:
         click.echo(_NOTHING, err=True)
+
+
+def _tell_exports(stores: Collection[str]) -> tuple[LeftExport, ...]:
+    """Say what Podman exported for commands that were killed, in these stores or elsewhere, and return it."""
+    left = list(left_exports.list_left_beside())
+    for store in sorted(stores):
+        with suppress(GpusnapError):  # a store that cannot be read hides no other one
+            left += left_exports.list_left(store)
+    for each in left:
+        click.echo(each.said, err=True)
+    return tuple(left)
 
 
 def _tell_memory(store: Store) -> bool:
@@ -268,10 +284,11 @@ def _recover_and_say(
         sweep_suspended(settings.store.path)
         chunk_cache.remove_stale(settings.memory)
         stored = _store_memory(settings.store.path, names, failures)
+        left_exports.remove_empty()
+        left = _tell_exports({settings.store.path} | overrides.list_stores())
         if not failures:
-            overrides.sweep()
-        store = Store(settings.store.path)
-        told = _tell_memory(store)
+            overrides.sweep(left_exports.list_stores(left))
+        told = _tell_memory(Store(settings.store.path)) or bool(left)
         if not (actions or stored or unknown or open_ones or told or failures):
             click.echo(_NOTHING, err=True)
     if failures:
