@@ -10,6 +10,7 @@
     ├── ManifestError        the manifest is missing, cut short, or not what the schema says
     │   └── ManifestVersion  … or of a major version that this gpusnap does not know
     ├── ImageError           the checkpoint's directory: not writable, full, not what was dumped
+    ├── OtherNamespace       a file of /run/gpusnap has PIDs of another PID namespace
     ├── Interrupted          a signal asked us to stop
     ├── CdiError             a CDI file of this host: see gpusnap.runtime_shim.gpu.cdi.spec
     └── GpuError             the GPU's driver: see gpusnap.runtime_shim.gpu.api.errors
@@ -112,6 +113,16 @@ class ManifestVersion(ManifestError):
 
 class ImageError(GpusnapError):
     """The checkpoint's directory cannot be used: not writable, full, or not what was dumped."""
+
+
+class OtherNamespace(GpusnapError):
+    """A file has PIDs of another PID namespace: nothing can be said of any process on this host."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} was written in another PID namespace, whose process IDs are unknown here",
+            hint="run gpusnap on the host itself, not in a container or toolbox that has the host's /run",
+        )
 
 
 class Interrupted(GpusnapError):
@@ -251,11 +262,3 @@ def printable(text: str) -> str:
     line ends and marks that change the direction of writing are shown and not obeyed.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def make_other_namespace_error(path: str) -> GpusnapError:
-    """The error for a file with PIDs of another PID namespace."""
-    return GpusnapError(
-        f"{path} was written in another PID namespace, whose process IDs are unknown here",
-        hint="run gpusnap on the host itself, not in a container or toolbox that has the host's /run",
-    )

@@ -14,6 +14,7 @@ from gpusnap.engines import podman
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
+from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.unknown_containers import UnknownContainer
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot import restore_record
@@ -35,7 +36,7 @@ class PendingOperation:
     kind: str
     """checkpoint, restore, suspend, resume, leaving or coming: it is migrated to another host, or comes from
     one; unknown: it was restored, and Podman says it does not run; suspended: Podman has it as
-    running."""
+    running; ended: a checkpoint has ended it, and Podman has not noticed that."""
     at_work: bool
     """Its gpusnap is still there, and nobody else may touch the container."""
     processes: tuple[int, ...]
@@ -56,6 +57,7 @@ def list_waiting(
     leaving: Sequence[OutgoingMigration] = (),
     coming: Sequence[Record] = (),
     awake: Sequence[Suspension] = (),
+    unnoticed: Sequence[podman.Container] = (),
 ) -> tuple[PendingOperation, ...]:
     """All of these, by container."""
     found = [
@@ -84,6 +86,10 @@ def list_waiting(
         for e in coming
     ]
     found += [PendingOperation(e.container, "suspended", False, (), "", _AWAKE, e.name) for e in awake]
+    found += [
+        PendingOperation(e.id, "ended", False, (), e.checkpoint_path, in_podman.UNNOTICED, e.name)
+        for e in unnoticed
+    ]
     return tuple(sorted(found, key=lambda each: (each.container, each.kind)))
 
 
@@ -116,7 +122,7 @@ class Names:
 def line(each: PendingOperation, names: Names) -> str:
     """One for people."""
     shown = names.format_name(each.container)
-    if each.kind in ("unknown", "suspended"):
+    if each.kind in ("unknown", "suspended", "ended"):
         return f"{shown}  {each.why}"
     if each.kind in ("leaving", "coming"):
         how = "gpusnap is working on it" if each.at_work else "that was interrupted"

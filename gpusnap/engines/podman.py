@@ -80,6 +80,13 @@ class Container:
     """Its labels and annotations; if both have a name, the annotation."""
     created: str = ""
     """When Podman created it, or began to import it (RFC 3339)."""
+    restarts: bool = False
+    """Podman may start it anew when it cleans up after its end (--restart)."""
+
+    @property
+    def is_not_cleaned_up(self) -> bool:
+        """Return whether it has ended, and Podman has not cleaned up."""
+        return self.status == _NOT_CLEANED_UP
 
 
 class Inspection:
@@ -171,7 +178,12 @@ def _container(found: Mapping[str, Any]) -> Container:
         image=str(found.get("ImageName") or ""),
         labels={**_texts(found, "Labels"), **_texts(found, "Annotations")},
         created=str(found.get("Created") or ""),
+        restarts=_get_restart_policy(found) not in ("", "no"),
     )
+
+
+def _get_restart_policy(found: Mapping[str, Any]) -> str:
+    return str(((found.get("HostConfig") or {}).get("RestartPolicy") or {}).get("Name") or "")
 
 
 def _texts(found: Mapping[str, Any], key: str) -> dict[str, str]:
@@ -231,6 +243,22 @@ def names(*, seconds: float) -> dict[str, str]:
         raise GpusnapError(f"Podman cannot list its containers: {sentence(done)}")
     lines = (line.split() for line in done.out.splitlines())
     return {words[0]: words[1] for words in lines if len(words) > 1}
+
+
+def list_not_cleaned_up(*, seconds: float) -> tuple[str, ...]:
+    """Return the IDs of containers that have ended, and after which Podman has not cleaned up.
+
+    Raises GpusnapError, also if Podman has not answered by then.
+    """
+    # Podman's filter takes both states (exited, stopped) for one (libpod, filters/containers.go).
+    done = ask("ps", "--all", "--no-trunc", "--filter", "status=exited", "--format", "json", seconds=seconds)
+    if done.code:
+        raise GpusnapError(f"Podman cannot list its containers: {sentence(done)}")
+    try:
+        found = parse_json(done.out)
+        return tuple(str(each["Id"]) for each in found if each["State"] == _NOT_CLEANED_UP)
+    except (ValueError, KeyError, TypeError) as error:
+        raise GpusnapError(f"Podman's list of containers cannot be parsed: {error!r}") from error
 
 
 def ids() -> set[str]:
@@ -399,9 +427,17 @@ def _find_pause(container_id: str) -> int | None:
     return None
 
 
+def is_exporting(archive: str) -> bool:
+    """Return whether a Podman is at work that exports a container to this path."""
+    return any(proc.comm(pid) == PODMAN[0] and archive in proc.command(pid) for pid in proc.pids())
+
+
 def to_restore(found: Container) -> str:
     """Return the command with which Podman restores an ended container from its storage."""
-    first = f"podman container cleanup {found.name} && " if found.status == _NOT_CLEANED_UP else ""
+    first = ""
+    if found.is_not_cleaned_up:
+        first = f"podman update --restart=no {found.name} && " if found.restarts else ""
+        first += f"podman container cleanup {found.name} && "
     return f"{first}podman container restore {found.name}"
 
 
@@ -409,8 +445,17 @@ def clean_up(found: Container) -> None:
     """Do the cleanup that a Podman killed at the container's end has not done. Raises GpusnapError.
 
     Without it, Podman regards the container as running, and does not restore it (libpod, container_api.go).
+    Refuses if the container has a restart policy: the cleanup would start it anew, without its memory
+    (libpod, handleRestartPolicy).
     """
-    if found.status == _NOT_CLEANED_UP:
+    if found.is_not_cleaned_up and found.restarts:
+        raise ContainerError(
+            f"Podman has not noticed the end of the container {found.name}, and would start it anew "
+            "(--restart) when it does",
+            hint=f"{to_restore(found)} restores it",
+            code="GPS-201",
+        )
+    if found.is_not_cleaned_up:
         run_query("container", "cleanup", found.id, wanted=f"the clean-up of {found.name}")
 
 

@@ -84,7 +84,8 @@ CODES = (
         "GPS-023",
         "journal-unreadable",
         "The records of a killed gpusnap below /run/gpusnap cannot be parsed. They were written by "
-        "another version of gpusnap, or were modified.",
+        "another version of gpusnap, or were modified. They are kept, and `gpusnap recover` repairs other "
+        "containers in spite of them.",
         "Run `gpusnap recover` with the version that wrote them. If that is not available, stop the "
         "container and restore it from a checkpoint, then remove the file that the message names.",
     ),
@@ -117,5 +118,14 @@ CODES = (
         "`gpusnap recover` was asked to kill a container that Podman does not know, but the runtime now "
         "has another one with the same ID. It was not touched.",
         "`crun list` or `runc list` shows it. Stop it with the runtime if it is not needed.",
+    ),
+    ErrorCode(
+        "GPS-031",
+        "images-not-mounted",
+        "gpusnap was killed during a checkpoint, and the directory with CRIU's images does not exist now. If "
+        "its file system is only not mounted, the checkpoint may be complete, and the GPU memory in a store "
+        "belongs to it. So `gpusnap recover` keeps it.",
+        "Mount the file system, then run `gpusnap recover` again. If the directory was removed, and the "
+        "checkpoint is not needed, create an empty directory with that path, and run it again.",
     ),
 )

@@ -19,7 +19,7 @@ from gpusnap.oci.base.errors import (
     StoreError,
     reason,
 )
-from gpusnap.oci.base.files import NOTHING_THERE, UNFINISHED, open_folder, read_regular, replace
+from gpusnap.oci.base.files import NOTHING_THERE, UNFINISHED, exists, open_folder, read_regular, replace
 from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks.index import Known
@@ -33,6 +33,7 @@ from gpusnap.oci.store.paths import (
     BLOBS,
     COMPLETE,
     CUT_OFF,
+    GONE,
     PRECIOUS,
     THREADS,
     Tree,
@@ -334,6 +335,29 @@ def take_over(tree: Tree, name: str) -> tuple[Staging, bytes]:
         staging.close(leave=True)
         raise
     return staging, note
+
+
+def list_precious(tree: Tree, file: str) -> dict[str, str]:
+    """Return why each staging directory with that file is precious, by path, if its owner has died.
+
+    Raises OSError.
+    """
+    found = {}
+    for name in sorted(os.listdir(tree.staging)):
+        path = os.path.join(tree.staging, name)
+        if name.startswith(GONE) or not exists(os.path.join(path, file), follow=False):
+            continue
+        try:
+            lock = open_folder(path)
+        except OSError:  # somebody has just removed it
+            continue
+        try:
+            why = read_why_precious(path)
+            if why is not None and try_exclusive(lock):
+                found[path] = why
+        finally:
+            unlock(lock)
+    return found
 
 
 def read_note(path: str) -> bytes | None:

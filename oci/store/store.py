@@ -56,7 +56,7 @@ from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.gc import Collected, collect, list_held
 from gpusnap.oci.store.index import Catalog
 from gpusnap.oci.store.paths import GONE, Tree, link_error, open_nested_folder
-from gpusnap.oci.store.staging import Staging, adopt, read_note, stage, take_over
+from gpusnap.oci.store.staging import Staging, adopt, list_precious, read_note, stage, take_over
 from gpusnap.oci.store.tags import select_tagged
 
 PATIENCE = 60.0
@@ -137,6 +137,18 @@ class Store:
     def locate_staging(self, name: str) -> str:
         """Return the path of the staging directory of that name, whether or not there is one."""
         return os.path.join(self._tree.staging, name)
+
+    def list_precious(self, file: str) -> dict[str, str]:
+        """Return why each staging directory with that file is precious, by path, if its owner has died.
+
+        Raises DiskError.
+        """
+        try:
+            return list_precious(self._tree, file)
+        except FileNotFoundError:  # it is no store
+            return {}
+        except OSError as error:
+            raise DiskError(f"{self._tree.staging} cannot be read: {reason(error)}") from error
 
     def list_handed_over(self) -> dict[str, bytes]:
         """Return the note of each staging directory that was handed over, by name. Raises DiskError.

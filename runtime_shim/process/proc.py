@@ -440,6 +440,19 @@ def mounts(pid: int | str) -> tuple[Mount, ...]:
     return tuple(found)
 
 
+def find_mount(path: str) -> Mount | None:
+    """Return the mount that has a path, which need not exist; None if /proc does not show it.
+
+    `path`: absolute and without symbolic links.
+    """
+    found = None
+    for mount in mounts("self"):  # of several at one place, the last one counts
+        holds = (path + "/").startswith(mount.destination.rstrip("/") + "/")
+        if holds and (found is None or len(mount.destination) >= len(found.destination)):
+            found = mount
+    return found
+
+
 def host_path(mount: Mount) -> str | None:
     """Return the path on this host of a bind mount's source; None if no mount of gpusnap's reaches it."""
     for ours in mounts("self"):

@@ -4,7 +4,10 @@ Podman runs a runtime with an almost empty environment at checkpoint (libpod, Ch
 settings that differ for this one checkpoint are in a file:
 
     /run/gpusnap/orders/<container>.json    0600 in 0700; {"owner": [pid, start], "pages": …, "store": …,
-                                             "staging": …, "force": …, "progress": …}
+                                             "staging": …, "force": …, "progress": …,
+                                             "archive": …, "target": …}
+    /run/gpusnap/orders/<container>.<pid>-<start>.json    that of a process that has ended: something may be
+                                             left where it says, and a later one has taken its name
 
 It counts while the process that wrote it lives, only for that container, and only for descendants of that
 process, so not for a Podman that somebody else runs on the same container meanwhile. Only one process at a
@@ -17,7 +20,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -54,6 +57,8 @@ def order(
     force: bool = False,
     progress: str = "",
     asleep: bool = False,
+    archive: str = "",
+    target: str = "",
     is_needed: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """While the block runs, checkpoints of that container by descendants of this process use these options.
@@ -62,6 +67,7 @@ def order(
     `staging`: the name of the staging directory there in which the memory is handed over to this process.
     `force`: as nvidia.allow-nccl; False for the settings'. `progress`: the path of a progress.Board.
     `asleep`: it is suspended and stays so, whatever Podman makes its runtime pause or resume meanwhile.
+    `archive`: the path to which Podman exports the checkpoint, if the archive gets the path `target` then.
     `is_needed`: whether the file stays after the block, for `list_stores`.
     Raises ContainerError if another process has such a file for it, GpusnapError.
     """
@@ -74,9 +80,12 @@ def order(
         "force": force,
         "progress": progress,
         "asleep": asleep,
+        "archive": archive,
+        "target": target,
     }
     with _hold_lock(path, container):
         try:
+            _set_aside(path, store)
             state_files.write(path, json.dumps(document).encode())
         except OSError as error:
             raise _make_unwritable_error(path, error) from error
@@ -169,17 +178,51 @@ def is_ordered_to_stay(container: str) -> bool:
 
 def list_stores() -> set[str]:
     """The stores that orders name, also those of processes that were killed or left memory there."""
-    found = set()
+    return {store for each in _read_all() if (store := str(each["store"]))}
+
+
+def list_archives() -> dict[str, str]:
+    """The archives to which killed processes had Podman export, and the path that each was to get."""
+    found = {}
+    for each in _read_all():
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            pid, start = each["owner"]
+            if each["archive"] and not proc.is_same(int(pid), int(start)):
+                found[str(each["archive"])] = str(each["target"])
+    return {path: target for path, target in found.items() if os.path.exists(path)}
+
+
+def _read_all() -> Iterator[dict[str, Any]]:
+    """Yield all orders that name a store, also an empty one."""
     with contextlib.suppress(OSError):
         for name in os.listdir(FOLDER):
             with contextlib.suppress(*_UNREADABLE):
                 if name.endswith(".json"):
-                    found.add(str(state_files.read(os.path.join(FOLDER, name), limit=_LARGEST)["store"]))
-    return found - {""}
+                    document = state_files.read(os.path.join(FOLDER, name), limit=_LARGEST)
+                    yield {**document, "store": document["store"]}
 
 
-def sweep() -> None:
-    """Remove the orders of processes that were killed. What cannot be removed stays, and counts no more."""
+def _set_aside(path: str, store: str) -> None:
+    """Keep the order of a process that has ended, if the next one, for that store, does not name the same.
+
+    Under the container's lock. Raises OSError.
+    """
+    try:
+        document = state_files.read(path, limit=_LARGEST)
+        pid, start = document["owner"]
+        aside = f"{path.removesuffix('.json')}.{int(pid)}-{int(start)}.json"
+        keep = document["store"] not in ("", store) or os.path.exists(document.get("archive", ""))
+    except _UNREADABLE:
+        return
+    if keep:
+        os.rename(path, aside)
+
+
+def sweep(stores: Collection[str] = ()) -> None:
+    """Remove the orders of processes that were killed. What cannot be removed stays, and counts no more.
+
+    Those that name one of these stores, or an archive that exists, stay: something is left there.
+    """
     try:
         names = [name for name in os.listdir(FOLDER) if name.endswith((".json", ".json.new", ".lock"))]
     except OSError:
@@ -187,7 +230,16 @@ def sweep() -> None:
     for container in {name.removesuffix(".new").rpartition(".")[0] for name in names}:
         # Who has the lock lives; one who comes meanwhile waits for nothing and says that another is at work.
         with contextlib.suppress(GpusnapError, OSError), _hold_lock(_path(container), container):
-            state_files.remove(_path(container))
+            if not _names_something_left(_path(container), stores):
+                state_files.remove(_path(container))
+
+
+def _names_something_left(path: str, stores: Collection[str]) -> bool:
+    try:
+        document = state_files.read(path, limit=_LARGEST)
+        return document["store"] in stores or os.path.exists(document.get("archive", ""))
+    except (*_UNREADABLE, AttributeError):
+        return False
 
 
 def _read_order(container: str) -> dict[str, Any]:

@@ -244,11 +244,7 @@ def _find_file_system(path: str) -> tuple[str, str, str]:
 
     All are empty if they cannot be determined, or if it is the host's root.
     """
-    found = None
-    for mount in proc.mounts("self"):  # of several at one place, the last one counts
-        holds = (path + "/").startswith(mount.destination.rstrip("/") + "/")
-        if holds and (found is None or len(mount.destination) >= len(found.destination)):
-            found = mount
+    found = proc.find_mount(path)
     if found is None or path == "/":
         return "", "", ""
     below = os.path.relpath(path, found.destination)

@@ -111,6 +111,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
         return f"only {what} needed repair"
     _wait_for_dying(entry)
     there = bring_back(entry, driver, settings, let_go)
+    _check_image_is_mounted(entry, runs=bool(there) or not entry.processes)
     if there:
         said = "running: " + " ".join(str(process.pid) for process in there)
         _discard(entry, settings)
@@ -132,6 +133,25 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     scratch_files.sweep(entry.owner)
     journal.remove(entry.key)
     return said
+
+
+def _check_image_is_mounted(entry: Entry, *, runs: bool) -> None:
+    """Raise ImageError if the image's directory is missing, but perhaps only because of its file system.
+
+    Without its images, the memory of a complete checkpoint looks like that of a failed one. `runs`: whether
+    the container runs.
+    """
+    if manifest_file.has(entry.image) or entry.mount == journal.find_mount_point(entry.image):
+        return
+    where = f"the file system that was mounted at {entry.mount}" if entry.mount else "its file system"
+    raise ImageError(
+        f"the checkpoint of container {entry.container} is kept: its directory {entry.image} does not exist, "
+        f"but {where} may not be mounted",
+        hint="mount it, then run gpusnap recover again; if the directory was removed, make an empty one "
+        "there: then gpusnap recover removes the rest of the checkpoint"
+        + ("; the container continues to run" if runs else ""),
+        code="GPS-031",
+    )
 
 
 def _let_go_of_resumed(
@@ -158,17 +178,19 @@ def _finish(entry: Entry, settings: Memory) -> str:
     dumped = manifest_file.has(entry.image, manifest.INVENTORY)
     if record is None and dumped and _has_manifest(entry, settings):
         return f"the checkpoint in {entry.image} is complete"
-    if record is None or not dumped:
-        _drop(entry, settings)
-        return "no process is left"
-    if (why := journal.read_unsynced(entry.key)) is not None:
+    # Before anything is removed: a disk that failed then may have lost some of them by now.
+    why = journal.read_unsynced(entry.key)
+    if why is not None and manifest_file.has(entry.image):
         raise ImageError(
             f"the images in {entry.image} were not flushed to disk ({why}), and may be incomplete",
             hint=f"check dmesg for disk errors; rename {manifest.PENDING} in "
             f"{entry.image}/{manifest.FOLDER} to {manifest.NAME} to use them at your own risk, or "
-            "remove them, then run gpusnap recover again",
+            "remove that directory, then run gpusnap recover again",
             code="GPS-515",
         )
+    if record is None or not dumped:
+        _drop(entry, settings)
+        return "no process is left"
     destination: Destination | None = None
     if record.pages != Pages.name:
         tables = [region.table for process in record.processes for region in process.regions]
@@ -245,8 +267,9 @@ def _take_back(entry: Entry, settings: Memory) -> None:
 
 def _discard(entry: Entry, settings: Memory) -> None:
     """Remove the incomplete checkpoint, unless somebody else has begun one in the same directory."""
-    others = (other for other in journal.entries() if other.key != entry.key)
-    if any(other.image == entry.image for other in others):
+    unreadable: dict[str, GpusnapError] = {}  # such an entry may name the same directory
+    others = [other for other in journal.entries(unreadable) if other.key != entry.key]
+    if unreadable or any(other.image == entry.image for other in others):
         _drop(entry, settings)
         return
     earlier = manifest_file.has(entry.image, manifest.FOLDER, manifest.NAME)

@@ -168,10 +168,9 @@ def record_start(entry: Restore) -> None:
             journal.drop(entry.key, journal.RESTORED)
 
 
-def entries() -> tuple[Restore, ...]:
-    """Return all entries, by container. Raises GpusnapError for one that cannot be read."""
-    found = (read(key) for key in journal.list_noted(_KIND))
-    return tuple(entry for entry in found if entry is not None)
+def entries(unreadable: dict[str, GpusnapError] | None = None) -> tuple[Restore, ...]:
+    """Return all entries, by container. `unreadable` and errors: as in `journal.read_each`."""
+    return tuple(journal.read_each(journal.list_noted(_KIND), read, unreadable))
 
 
 def read(key: str, kind: str = _KIND) -> Restore | None:

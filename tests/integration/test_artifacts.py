@@ -202,7 +202,9 @@ def test_killed_before_it_takes_the_memory(store: Store, options: list[str], rec
         assert "podman container restore w" in gpusnap("recover", "--list").err
     if recover:
         assert "  the memory of its checkpoint is in the store " in good(gpusnap("recover"))
-        assert gpusnap("recover").err.count("nothing to recover") == (1 if options else 0)
+        said = gpusnap("recover").err
+        assert said.count("podman container restore --import /") == (1 if options else 0)
+        assert "nothing to recover" not in said
         good(gpusnap("gc"))
         assert [each.name for each in store.entries()] == [""]
     archives = list((STORE / "staging").glob("*/podman.tar"))
@@ -214,6 +216,32 @@ def test_killed_before_it_takes_the_memory(store: Store, options: list[str], rec
     for each in archives:
         shutil.rmtree(each.parent)
     assert list((STORE / "staging").iterdir()) == []
+
+
+def test_podman_is_killed_twice(store: Store) -> None:
+    """As the command and as the clean-up: it does not notice that the container has ended, until recover."""
+    container = Container.start("w", *WORK)
+
+    def list_cleanups() -> list[int]:
+        words = {"cleanup", container.id}
+        return [pid for pid in proc.pids() if proc.comm(pid) == "podman" and words <= {*proc.command(pid)}]
+
+    with subprocess.Popen(
+        ["podman", "container", "checkpoint", "w"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as child:
+        until(lambda: any(proc.comm(pid) != "podman" for pid in started(child.pid)), "the runtime")
+        child.send_signal(signal.SIGSTOP)  # it has the container's lock, for which the clean-up waits
+        until(list_cleanups, "the clean-up")
+        for pid in list_cleanups():
+            os.kill(pid, signal.SIGKILL)
+        child.kill()
+    assert container.inspect()["State"]["Status"] == "stopped"
+    assert "a checkpoint has ended it" in good(gpusnap("recover", "--list"))
+    assert "is running or paused" in podman("container", "restore", "w").err
+    assert "to continue it: podman container restore w" in good(gpusnap("recover", "w"))
+    assert "a checkpoint has ended it" not in good(gpusnap("recover", "--list"))
+    good(podman("container", "restore", "w"))
+    container.goes_on()
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeAlias
 
 import click
 
@@ -21,6 +22,8 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import unknown_containers
+from gpusnap.operations.checkpointing import left_exports
+from gpusnap.operations.checkpointing.left_exports import LeftExport
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.suspending import recover as suspending
@@ -28,6 +31,7 @@ from gpusnap.privileges import require_root
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver
+from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
@@ -41,6 +45,8 @@ from gpusnap.user_errors import convert_errors
 # Libpod's ContainerStateConfigured, as it prints it.
 _CREATED = "created"
 _NOTHING = "nothing to recover"
+# A container, and what recovers it and says so.
+_Action: TypeAlias = tuple[str, Callable[[], str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ class _Migrations:
         """Those that they are named by: the other host's container has no ID here before it is restored."""
         return [each.container for each in self.leaving] + [_id(each) for each in self.coming]
 
-    def list_actions(self) -> Sequence[tuple[str, Callable[[], str]]]:
+    def list_actions(self) -> Sequence[_Action]:
         """What recovers those whose gpusnap was killed, with the container of each."""
         from gpusnap.migration import unfinished
 
@@ -92,11 +98,15 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     host is asked by ssh whether the container runs there: if so, its checkpoint is removed here; if not, it
     can be restored here. On the other host, the received data is removed.
 
+    If Podman was killed before it noticed that a checkpoint has ended a container, it does not restore the
+    container: it is made to notice that (`podman container cleanup`).
+
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
     gpusnap recover lists those whose memory is in this host's store, and shows how much memory of failed
     checkpoints is left in it (see `gpusnap gc`). Memory that a killed command was about to store with its
-    records is stored without them.
+    records is stored without them. What Podman exported for a killed command is named, with what can be done
+    with it: of a container with --rm, the export is all that is left beside the memory.
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
@@ -106,32 +116,45 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
         raise click.UsageError("--json requires --list")
     require_root("recover")
     sweep_suspended()
-    suspended = tuple(suspensions.find())
-    apart = {each.key for each in suspended}
-    found = tuple(entry for entry in journal.entries() if entry.key not in apart)
-    cut_off, up = restore_record.entries(), restored_containers.list_living()
+    unreadable: dict[str, GpusnapError] = {}
+    suspended = tuple(suspensions.find(unreadable))
+    apart = {each.key for each in suspended} | unreadable.keys()
+    found = tuple(entry for entry in journal.entries(unreadable) if entry.key not in apart)
+    cut_off, up = restore_record.entries(unreadable), restored_containers.list_living()
     moving = tuple(each for each in suspended if each.stage is not Stage.SUSPENDED)
     moves = _Migrations(migrations.list_outgoing(), records.list_records())
+    unnoticed = in_podman.list_unnoticed()
     if container is None and not only_list:
         _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])
     if container is not None:
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
-        ids += [each.container for each in suspended]
+        ids += [each.container for each in suspended] + [container_key.id_of(key) for key in unreadable]
+        ids += [each.id for each in unnoticed]
         container = wanted = unknown_containers.choose_id(container, ids + moves.ids())
         moves = moves.select(wanted)
         found = tuple(entry for entry in found if entry.container == wanted)
         cut_off = tuple(entry for entry in cut_off if entry.container == wanted)
         up = tuple(entry for entry in up if entry.container == wanted)
         moving = tuple(each for each in moving if each.container == wanted)
-        if not found and not cut_off and not up and not moving and not moves.ids():
+        unreadable = {key: error for key, error in unreadable.items() if container_key.id_of(key) == wanted}
+        unnoticed = tuple(each for each in unnoticed if each.id == wanted)
+        if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed):
             raise _make_nothing_error(container)
+    # One that cannot be read keeps no other container from its recovery.
+    failed = [(container_key.id_of(key), partial(_fail, error)) for key, error in unreadable.items()]
     if only_list:
         asleep = [each for each in suspended if each.stage is Stage.SUSPENDED]
-        _list(found, cut_off, up, moving, moves, asleep if container is None else None, as_json=as_json)
-    elif container is not None and not found and not cut_off and not moving and not moves.ids():
+        asked = asleep if container is None else None
+        _list(found, cut_off, up, moving, moves, asked, unnoticed, failed, as_json=as_json)
+    elif container is not None and not (found or cut_off or moving or moves.ids() or unnoticed or failed):
         _end_unknown(container, up)
     else:
-        _recover_and_say(container, found, cut_off, moving, moves)
+        last = [*((each.id, partial(in_podman.note_end, each)) for each in unnoticed), *failed]
+        _recover_and_say(container, found, cut_off, moving, moves, last)
+
+
+def _fail(error: GpusnapError) -> str:
+    raise error
 
 
 def _pause_again(suspended: Sequence[Suspension]) -> None:
@@ -162,25 +185,49 @@ def _list(
     moving: Sequence[Suspension],
     moves: _Migrations,
     asleep: Sequence[Suspension] | None,
+    unnoticed: Sequence[podman.Container],
+    failed: Sequence[_Action],
     *,
     as_json: bool,
 ) -> None:
-    """`asleep`: those that are suspended; None where one container alone is asked for."""
+    """`asleep`: those that are suspended; None where one container alone is asked for.
+
+    `failed`: those whose records cannot be read.
+    """
     unknown, open_ones = unknown_containers.list_unknown(up)
     store = Store(settings_file.load().store.path)
     awake = [each for each in asleep or () if suspending.is_awake(each)]
-    waits = recover_list.list_waiting(found, cut_off, unknown, moving, moves.leaving, moves.coming, awake)
+    waits = recover_list.list_waiting(
+        found, cut_off, unknown, moving, moves.leaving, moves.coming, awake, unnoticed
+    )
     names = Names({each.container: each.name for each in moving})
+    told = False
     if as_json:
         click.echo(recover_list.as_json(waits, names))
-        return
-    for each in waits:
-        click.echo(recover_list.line(each, names))
-    for line in open_ones:
-        click.echo(line, err=True)
-    told = asleep is not None and _tell_memory(store)
-    if not waits and not open_ones and not told:
+    else:
+        for each in waits:
+            click.echo(recover_list.line(each, names))
+        for line in open_ones:
+            click.echo(line, err=True)
+        if asleep is not None:
+            left = _tell_exports({store.path} | overrides.list_stores())
+            told = _tell_memory(store) or bool(left)
+    failures = _do_all(names, failed)
+    if failures:
+        raise failures[0]
+    if not waits and not open_ones and not told and not as_json:
         click.echo(_NOTHING, err=True)
+
+
+def _tell_exports(stores: Collection[str]) -> tuple[LeftExport, ...]:
+    """Say what Podman exported for commands that were killed, in these stores or elsewhere, and return it."""
+    left = list(left_exports.list_left_beside())
+    for store in sorted(stores):
+        with suppress(GpusnapError):  # a store that cannot be read hides no other one
+            left += left_exports.list_left(store)
+    for each in left:
+        click.echo(each.said, err=True)
+    return tuple(left)
 
 
 def _tell_memory(store: Store) -> bool:
@@ -207,25 +254,28 @@ def _recover_and_say(
     cut_off: Sequence[restore_record.Restore],
     moving: Sequence[Suspension],
     moves: _Migrations,
+    last: Sequence[_Action],
 ) -> None:
-    """Recover all that was cut off, then say what runs without its Podman's knowledge."""
+    """Recover all that was cut off, then say what runs without its Podman's knowledge.
+
+    `last`: what else is to be done then. Raises the first failure when all is done.
+    """
     names = Names({each.container: each.name for each in moving})
-    try:
-        _recover_all(
-            names,
-            [(each.container, partial(_recover_restore, each)) for each in cut_off]
-            + [(each.container, partial(_recover_checkpoint, each)) for each in found]
-            + [(each.container, partial(suspending.recover, each)) for each in moving]
-            + list(moves.list_actions()),
-        )
-    finally:
-        restored_containers.sweep()
-        up = (each for each in restored_containers.list_living() if container in (None, each.container))
-        unknown, open_ones = unknown_containers.list_unknown(up)
-        for each in unknown:
-            click.echo(f"{names.format_name(each.container)}  {each.why}")
-        for line in open_ones:
-            click.echo(line, err=True)
+    actions: list[_Action] = [
+        *((each.container, partial(_recover_restore, each)) for each in cut_off),
+        *((each.container, partial(_recover_checkpoint, each)) for each in found),
+        *((each.container, partial(suspending.recover, each)) for each in moving),
+        *moves.list_actions(),
+        *last,
+    ]
+    failures = _do_all(names, actions)
+    restored_containers.sweep()
+    up = (each for each in restored_containers.list_living() if container in (None, each.container))
+    unknown, open_ones = unknown_containers.list_unknown(up)
+    for each in unknown:
+        click.echo(f"{names.format_name(each.container)}  {each.why}")
+    for line in open_ones:
+        click.echo(line, err=True)
     reservations.sweep()
     scratch_files.sweep_all()
     if container is None:
@@ -233,21 +283,24 @@ def _recover_and_say(
         settings = settings_file.load()
         sweep_suspended(settings.store.path)
         chunk_cache.remove_stale(settings.memory)
-        stored = _store_memory(settings.store.path, names)
-        overrides.sweep()
-        idle = not found and not cut_off and not moving and not moves.list_actions() and not stored
-        store = Store(settings.store.path)
-        told = _tell_memory(store)
-        if idle and not unknown and not open_ones and not told:
+        stored = _store_memory(settings.store.path, names, failures)
+        left_exports.remove_empty()
+        left = _tell_exports({settings.store.path} | overrides.list_stores())
+        if not failures:
+            overrides.sweep(left_exports.list_stores(left))
+        told = _tell_memory(Store(settings.store.path)) or bool(left)
+        if not (actions or stored or unknown or open_ones or told or failures):
             click.echo(_NOTHING, err=True)
+    if failures:
+        raise failures[0]
 
 
-def _store_memory(path: str, names: Names) -> bool:
+def _store_memory(path: str, names: Names, failures: list[GpusnapError]) -> bool:
     """Keep memory in the stores that commands were to keep there, and were killed; whether there was some.
 
-    `path`: of this host's store. The orders of the commands name others.
+    `path`: of this host's store. The orders of the commands name others. Adds to `failures` what fails.
     """
-    done, failures = False, list[GpusnapError]()
+    done = False
     for place in sorted({path} | overrides.list_stores()):
         try:
             with convert_errors():
@@ -256,9 +309,9 @@ def _store_memory(path: str, names: Names) -> bool:
                     shown = names.format_name(record.container)
                     click.echo(f"{shown}  the memory of its checkpoint is in the store {place}")
         except GpusnapError as error:
+            if failures:  # the first one is the command's own error
+                click.echo(error.sentence(), err=True)
             failures.append(error)
-    if failures:
-        raise failures[0]
     return done
 
 
@@ -284,8 +337,8 @@ def _recover_checkpoint(entry: journal.Entry) -> str:
     return recovery.recover(entry, needed_driver(), settings_file.load().memory)
 
 
-def _recover_all(names: Names, actions: Sequence[tuple[str, Callable[[], str]]]) -> None:
-    """Do all that can be done; then the first failure is raised."""
+def _do_all(names: Names, actions: Sequence[_Action]) -> list[GpusnapError]:
+    """Do all that can be done; return the failures. If there are several actions, they are also printed."""
     failures: list[GpusnapError] = []
     for container, action in actions:
         try:
@@ -295,5 +348,4 @@ def _recover_all(names: Names, actions: Sequence[tuple[str, Callable[[], str]]])
             failures.append(error)
             if len(actions) > 1:
                 click.echo(f"{names.format_name(container)}  {error.sentence()}", err=True)
-    if failures:
-        raise failures[0]
+    return failures

@@ -325,7 +325,13 @@ def _to_file(
             tick = progress.follow(shown, f"checkpoint of {found.name}", lambda: archives.size(beside))
             order.enter_context(
                 overrides.order(
-                    found.id, pages="chunks", force=request.force, progress=board_path, asleep=request.asleep
+                    found.id,
+                    pages="chunks",
+                    force=request.force,
+                    progress=board_path,
+                    asleep=request.asleep,
+                    archive=beside,  # by it, `gpusnap recover` finds what a killed command leaves
+                    target=path,
                 )
             )
             order.enter_context(explain_export_errors(export))

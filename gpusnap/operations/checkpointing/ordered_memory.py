@@ -16,7 +16,6 @@ from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot.memory import handover
 from gpusnap.runtime_shim.snapshot.memory.handover import HandedOverMemory
-from gpusnap.runtime_shim.snapshot.records import journal
 
 
 class OrderedMemory:
@@ -58,8 +57,8 @@ class OrderedMemory:
         is left for `gpusnap recover`.
         """
         with suppress(OciError, GpusnapError, OSError):
-            if self._taken is None and self._path not in journal.list_layouts():
-                self._taken = handover.take_over(self._store, self.name)
+            if self._taken is None:
+                self._taken = handover.take_unneeded(self._store, self.name)
 
     def settle(self, runs: bool) -> None:
         """After `take_left`: remove it if the container runs as before, else keep it in the store.

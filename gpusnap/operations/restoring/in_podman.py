@@ -17,7 +17,11 @@ from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError, ManifestError
 from gpusnap.user_errors import NotFound
 
+UNNOTICED = "a checkpoint has ended it; Podman was killed before it noticed that"
+"""What `list_unnoticed` finds, in words."""
 _STOPPED = ("exited", "stopped")
+# Seconds for Podman to list its containers. It may wait for a lock that another Podman has.
+_PATIENCE = 3.0
 
 
 def resolve(place: locator.InStore) -> locator.ResolvedName:
@@ -56,6 +60,32 @@ def list_restorable(store: Store) -> tuple[podman.Container, ...]:
                 if _has_checkpoint(there):
                     found.append(there)
     return tuple(found)
+
+
+def list_unnoticed() -> tuple[podman.Container, ...]:
+    """Return containers that have ended after a checkpoint while Podman could not notice it.
+
+    Both Podmans were killed: that which made the checkpoint, and that which cleans up after a container.
+    Those that run without Podman's knowledge are left out. Returns nothing if Podman does not answer.
+    """
+    from gpusnap.runtime_shim.snapshot import restored_containers
+
+    found: list[podman.Container] = []
+    with suppress(GpusnapError):
+        running = {each.container for each in restored_containers.list_living()}
+        for container_id in podman.list_not_cleaned_up(seconds=_PATIENCE):
+            with suppress(GpusnapError):
+                there = podman.inspect_container(container_id)
+                ended = there.is_not_cleaned_up and there.id not in running and _has_checkpoint(there)
+                if ended and podman.is_ours(there.runtime):
+                    found.append(there)
+    return tuple(found)
+
+
+def note_end(found: podman.Container) -> str:
+    """Have Podman notice the end of one of these; return what was done, in words. Raises GpusnapError."""
+    podman.clean_up(found)
+    return f"{UNNOTICED}, and has cleaned up now; to continue it: podman container restore {found.name}"
 
 
 def _has_checkpoint(found: podman.Container) -> bool:

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import field
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, make_other_namespace_error
+from gpusnap.runtime_shim.errors import GpusnapError, OtherNamespace
 
 # Process and thread (0: the slot is free), start time of the thread, its mask. In the first slot: 0, 0, the
 # inode of the PID namespace.
@@ -162,7 +162,7 @@ def read(path: str) -> tuple[Mask, ...]:
     whole = len(data) - len(data) % _SLOT.size
     slots = [*enumerate(_SLOT.iter_unpack(data[:whole]))]
     if slots and slots[0][1][2] not in (0, _read_namespace()):
-        raise make_other_namespace_error(path)
+        raise OtherNamespace(path)
     return tuple(Mask(pid, tid, start, blocked, at) for at, (pid, tid, start, blocked) in slots if tid)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 from gpusnap.oci.base.dataclass import dataclass
@@ -122,17 +122,37 @@ def take_over(store: Store, name: str) -> HandedOverMemory | None:
     return HandedOverMemory(store, staging, note)
 
 
+def take_unneeded(store: Store, name: str) -> HandedOverMemory | None:
+    """Take over what was handed over in the staging directory `name`; None if nothing was, or it is needed.
+
+    The journal says what is needed as it is. An entry that cannot be read may need all memory of its
+    container. Raises OciError, GpusnapError.
+    """
+    taken = take_over(store, name)
+    if taken is None:
+        return None
+    needed = True
+    try:
+        layouts, unreadable = journal.list_layouts()  # it named this one before it was handed over
+        needed = taken.staging.layout.path in layouts or bool(
+            unreadable and taken.read().container in unreadable
+        )
+    finally:
+        if needed:
+            taken.leave()
+    return None if needed else taken
+
+
 def commit_left(store: Store) -> Iterator[Manifest]:
     """Commit the memory whose command has ended; yield each manifest when its memory is committed.
 
-    Memory that another process is committing just now, or that the journal names, is left alone. Raises
+    Memory that another process is committing just now, or that `take_unneeded` leaves, is left alone. Raises
     GpusnapError, and at the end, after all others were committed, the first OciError or ManifestError.
     """
     left, failures = tuple(_list_left(store)), list[OciError | ManifestError]()
-    needed = journal.list_layouts()  # afterwards: it names a layout before the memory in it is handed over
     for name in left:
         try:
-            record = _commit_one_left(store, name, needed)
+            record = _commit_one_left(store, name)
         except (OciError, ManifestError) as error:  # a damaged one keeps no other one from the store
             failures.append(error)
             continue
@@ -142,16 +162,13 @@ def commit_left(store: Store) -> Iterator[Manifest]:
         raise failures[0]
 
 
-def _commit_one_left(store: Store, name: str, needed: Collection[str]) -> Manifest | None:
+def _commit_one_left(store: Store, name: str) -> Manifest | None:
     """Commit what was handed over in a staging directory, unless somebody else does or needs it as it is."""
     try:
-        taken = take_over(store, name)
+        taken = take_unneeded(store, name)
     except StagingBusy:
         return None
     if taken is None:
-        return None
-    if taken.staging.layout.path in needed:
-        taken.leave()
         return None
     try:
         record = taken.commit()

@@ -32,18 +32,18 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ChunkError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.chunks.table import from_json, to_json
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, advise, make_other_namespace_error, reason
+from gpusnap.runtime_shim.errors import GpusnapError, OtherNamespace, advise, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import signal_masks
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Saved
@@ -69,6 +69,7 @@ SUSPENDED = "suspended"
 """The kind of file that records that a container is suspended."""
 _APART = (RESTORED, SUSPENDED)
 """Kinds of files that have a directory of their own, with the same name."""
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,8 @@ class Entry:
     """The path of the layout with its chunks."""
     paused: Pause | None = None
     """Set if the container was paused."""
+    mount: str = ""
+    """Where the file system of the image is mounted; empty if an earlier version wrote the entry."""
 
     @property
     def container(self) -> str:
@@ -171,6 +174,7 @@ def write(
         "container": container_key.id_of(key),
         "image": image,
         "layout": layout or os.path.join(image, FOLDER_IN_IMAGE),
+        "mount": find_mount_point(image),
         "owner": list(state_files.owner()),
         "space": _read_namespace(),
         "processes": processes,
@@ -190,6 +194,16 @@ def write(
             hint="set a larger memory.chunk-size",
         )
     _write(_path(key, "json"), data)
+
+
+def find_mount_point(image: str) -> str:
+    """Return where the file system of an image's directory is mounted, whether or not the directory exists.
+
+    The number of a device (st_dev) would not do: Btrfs, NFS and others get a new one with each mount, and a
+    bind mount has that of its source.
+    """
+    mount = proc.find_mount(os.path.realpath(image))
+    return mount.destination if mount is not None else "/"
 
 
 @contextmanager
@@ -272,15 +286,43 @@ def masks(key: str) -> str:
     return _path(key, MASKS)
 
 
-def entries() -> tuple[Entry, ...]:
-    """Return all entries, by container. Raises GpusnapError for one that cannot be read."""
-    found = (read(key) for key in sorted({*list_noted("json"), *list_noted(PAUSED), *list_noted(MASKS)}))
-    return tuple(entry for entry in found if entry is not None)
+def entries(unreadable: dict[str, GpusnapError] | None = None) -> tuple[Entry, ...]:
+    """Return all entries, by container. `unreadable` and errors: as in `read_each`."""
+    keys = sorted({*list_noted("json"), *list_noted(PAUSED), *list_noted(MASKS)})
+    return tuple(read_each(keys, read, unreadable))
 
 
-def list_layouts() -> frozenset[str]:
-    """Return the layouts whose chunks the entries name, and need as they are. Raises as `entries`."""
-    return frozenset(entry.layout for entry in entries() if entry.layout)
+def read_each(
+    keys: Iterable[str], read: Callable[[str], _Record | None], unreadable: dict[str, GpusnapError] | None
+) -> Iterator[_Record]:
+    """Yield the record of each container that has one, by the key.
+
+    Raises GpusnapError for one that cannot be read. If there is a dictionary `unreadable`, its error is added
+    to that instead, by key. Raises OtherNamespace in any case.
+    """
+    for key in keys:
+        try:
+            found = read(key)
+        except OtherNamespace:
+            raise
+        except GpusnapError as error:
+            if unreadable is None:
+                raise
+            unreadable[key] = error
+            continue
+        if found is not None:
+            yield found
+
+
+def list_layouts() -> tuple[frozenset[str], frozenset[str]]:
+    """Return the layouts whose chunks the entries name, and need as they are.
+
+    Also return the IDs of the containers whose entries cannot be read: they may name any layout with memory
+    of that container. Raises GpusnapError if the journal cannot be read.
+    """
+    unreadable: dict[str, GpusnapError] = {}
+    layouts = frozenset(entry.layout for entry in entries(unreadable) if entry.layout)
+    return layouts, frozenset(map(container_key.id_of, unreadable))
 
 
 def _has_held_threads(key: str) -> bool:
@@ -311,7 +353,7 @@ def read(key: str) -> Entry | None:
         processes += tuple(_iterate_idle(key))
         image = str(document["image"])
         layout = str(document.get("layout") or os.path.join(image, FOLDER_IN_IMAGE))
-        return Entry(key, image, wrote, processes, layout, paused)
+        return Entry(key, image, wrote, processes, layout, paused, str(document.get("mount", "")))
     except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
         raise GpusnapError(
             f"{path} was not written by this version of gpusnap: {error}",
@@ -444,7 +486,7 @@ def _read(path: str) -> Any:
         raise GpusnapError(f"{path} cannot be read: {said}", code="GPS-023") from error
     space = document.get("space") if isinstance(document, dict) else None
     if space and space != _read_namespace():  # every PID in it would be that of another process, or of none
-        raise make_other_namespace_error(path)
+        raise OtherNamespace(path)
     return document
 
 

@@ -167,12 +167,9 @@ def read(key: str) -> Suspension | None:
         ) from error
 
 
-def find() -> Iterator[Suspension]:
-    """Yield all records, by container. Raises GpusnapError for one that cannot be read."""
-    for key in journal.list_noted(journal.SUSPENDED):
-        found = read(key)
-        if found is not None:
-            yield found
+def find(unreadable: dict[str, GpusnapError] | None = None) -> Iterator[Suspension]:
+    """Yield all records, by container. `unreadable` and errors: as in `journal.read_each`."""
+    yield from journal.read_each(journal.list_noted(journal.SUSPENDED), read, unreadable)
 
 
 def find_by_container(container: str) -> Suspension | None:

@@ -30,6 +30,7 @@ from gpusnap.oci.base.errors import ArchiveError, BlobError, DiskFull, NotInRegi
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import driver as needed
 from gpusnap.operations.open import load_manifest
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
 from gpusnap.runtime_shim.records import manifest, manifest_json
@@ -557,7 +558,7 @@ def test_plan_of_a_registry_without_tls(gpusnap: Run, monkeypatch: pytest.Monkey
 def nothing_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal and the records of restores are empty, and not those of this host."""
     for module in (journal, restore_record):
-        monkeypatch.setattr(module, "entries", tuple)
+        monkeypatch.setattr(module, "entries", lambda *_: ())
     monkeypatch.setattr(restored_containers, "list_living", tuple)
     for module in (recovery, restored_containers, reservations):
         monkeypatch.setattr(module, "sweep", lambda: None)
@@ -614,6 +615,38 @@ def test_a_store_that_fails_keeps_no_other_one(
     assert "the manifest of the staging handed" in err
     assert [each.name for each in other.entries()] == [""]
     assert order.exists()
+
+
+@pytest.mark.parametrize("kind", ["json", "restore", "suspended"])
+def test_a_record_that_cannot_be_read(
+    gpusnap: Run, host_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """recover names it, keeps it, and does the rest; so does its list, also of that container alone."""
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "run" / "journal"))
+    monkeypatch.setattr("gpusnap.cli.commands.recover.needed_driver", FakeDriver)
+    for module in (recovery, reservations):
+        monkeypatch.setattr(module, "sweep", lambda: None)
+    folder = tmp_path / "run" / ("suspended" if kind == "suspended" else "journal")
+    folder.mkdir(parents=True)
+    bad = folder / f"bad.{kind}"
+    bad.write_text("[]")
+    made = hand_over_pages(host_store, "handed")
+    with monkeypatch.context() as patch:  # no process has this start time
+        patch.setattr(state_files, "owner", lambda pid=1: (pid, 1))
+        journal.write("gone", str(tmp_path), {1: ()})
+    code, out, err = gpusnap("recover", "--list")
+    assert (code, "gone  its checkpoint was interrupted" in out) == (1, True)
+    assert "was not written by this version of gpusnap" in err
+    code, out, err = gpusnap("recover", "--list", "--json")
+    assert (code, [each["container"] for each in json.loads(out)]) == (1, ["gone"])
+    code, out, err = gpusnap("recover")
+    assert code == 1
+    assert "gone  no process is left\n" in out
+    assert f"{made.container[:12]}  the memory of its checkpoint is in the store {host_store.path}\n" in out
+    assert "was not written by this version of gpusnap" in err
+    assert bad.exists()
+    assert "was not written by this version of gpusnap" in gpusnap("recover", "bad")[2]
 
 
 def test_plan_by_map(tmp_path: Path, gpusnap: Run, two_gpus: FakeDriver) -> None:

@@ -31,6 +31,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-026": "gpu-memory-lost",
     "GPS-027": "memory-not-given-back",
     "GPS-030": "container-replaced",
+    "GPS-031": "images-not-mounted",
     "GPS-101": "runtime-lacks-option",
     "GPS-102": "not-a-checkpoint-name",
     "GPS-103": "file-in-the-way",

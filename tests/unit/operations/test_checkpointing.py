@@ -457,7 +457,7 @@ def test_the_journal_needs_the_pages(
     pages.fails("gpusnap: a process could not be resumed\n")
     named = f"{store.path}/staging"
     monkeypatch.setattr(
-        journal, "entries", lambda: [entry_of(f"{named}/{each}") for each in os.listdir(named)]
+        journal, "entries", lambda _: [entry_of(f"{named}/{each}") for each in os.listdir(named)]
     )
     with pytest.raises(GpusnapError, match="could not be resumed"):
         made(leave_running=leave_running)

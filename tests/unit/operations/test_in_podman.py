@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,9 @@ from kept_checkpoints import an_archive, keep, keep_pages
 from gpusnap.checkpoints.locator import InStore
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.restoring import in_podman
+from gpusnap.runtime_shim.errors import ContainerError
+from gpusnap.runtime_shim.snapshot import restored_containers
+from gpusnap.runtime_shim.snapshot.restore_record import Restore
 from gpusnap.user_errors import NotFound
 
 
@@ -96,3 +101,50 @@ def test_one_that_is_there(store: Store, tmp_path: Path, fake: FakePodman) -> No
     (tmp_path / "other").mkdir()
     digest = keep(store, an_archive(tmp_path / "other"), ["w"])
     assert in_podman.resolve(InStore(store, "w")).entry.descriptor.digest == digest
+
+
+def not_cleaned_up(fake: FakePodman, runtime: str = "gpusnap-runtime") -> None:
+    """Both Podmans were killed: that of the checkpoint, and that which cleans up."""
+    fake.has(status="stopped", runtime=runtime)
+    fake.first(
+        f"case \"$1 $2\" in 'container cleanup') sed -i s/stopped/exited/ {fake.folder}/inspect.json;; esac\n"
+    )
+    (fake.folder / "ids").write_text(
+        json.dumps([{"Id": ID, "State": "stopped"}, {"Id": "x", "State": "exited"}])
+    )
+
+
+def test_an_end_that_podman_has_not_noticed(fake: FakePodman) -> None:
+    """recover has Podman notice it, and says how the container goes on."""
+    not_cleaned_up(fake)
+    (found,) = in_podman.list_unnoticed()
+    assert in_podman.note_end(found).endswith("to continue it: podman container restore w")
+    assert f"container cleanup {ID}\n" in (fake.folder / "calls").read_text()
+    assert in_podman.list_unnoticed() == ()
+
+
+@pytest.mark.parametrize("why", ["it runs", "another runtime", "no checkpoint", "restored", "no answer"])
+def test_one_that_is_left_alone(fake: FakePodman, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """One that runs, also if Podman does not know that; and one that no checkpoint has ended."""
+    not_cleaned_up(fake, "crun" if why == "another runtime" else "gpusnap-runtime")
+    if why == "it runs":
+        fake.has(status="running")
+    elif why == "no checkpoint":
+        (fake.folder / "checkpoint/inventory.img").unlink()
+    elif why == "restored":
+        entry = Restore("k", "/image", (1, 1), ("crun",), "/bundle", "", True, ())
+        monkeypatch.setattr(restored_containers, "list_living", lambda: [replace(entry, key=ID)])
+    elif why == "no answer":
+        (fake.folder / "ids").write_text("")
+    assert in_podman.list_unnoticed() == ()
+
+
+def test_it_would_be_started_anew(fake: FakePodman) -> None:
+    """A clean-up applies the restart policy, which would cost the container its memory."""
+    fake.has(status="stopped", HostConfig={"RestartPolicy": {"Name": "always"}})
+    (fake.folder / "ids").write_text(json.dumps([{"Id": ID, "State": "stopped"}]))
+    (found,) = in_podman.list_unnoticed()
+    with pytest.raises(ContainerError, match="would start it anew") as caught:
+        in_podman.note_end(found)
+    assert "podman update --restart=no w && podman container cleanup w && podman" in caught.value.hint
+    assert "container cleanup" not in (fake.folder / "calls").read_text()

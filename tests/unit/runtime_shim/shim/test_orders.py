@@ -202,3 +202,26 @@ def test_what_killed_ones_leave_is_swept(folder: Path) -> None:
         overrides.sweep()
         assert sorted(path.name for path in folder.iterdir()) == [f"{ID}.json", f"{ID}.lock"]
     assert not list(folder.iterdir())
+
+
+def killed(path: Path, **more: object) -> None:
+    path.write_text(json.dumps({"owner": [1, 1], "store": "", **more}))
+
+
+def test_a_later_order_loses_no_earlier_one(folder: Path, tmp_path: Path) -> None:
+    """The store or the archive that a killed command named stays known, until nothing is left there."""
+    archive = tmp_path / ".w.tar.1234"
+    archive.touch()
+    folder.mkdir()
+    killed(folder / f"{ID}.json", store="/first")
+    with overrides.order(ID, pages="store", store="/second"):
+        assert overrides.list_stores() == {"/first", "/second"}
+        killed(folder / "another.json", archive=str(archive), target="/w.tar")
+        with overrides.order("another", pages="store", archive="/of/one/that/lives"):
+            assert overrides.list_archives() == {str(archive): "/w.tar"}
+    overrides.sweep({"/first"})
+    assert overrides.list_stores() == {"/first"}
+    assert overrides.list_archives() == {str(archive): "/w.tar"}
+    archive.unlink()
+    overrides.sweep()
+    assert not list(folder.iterdir())

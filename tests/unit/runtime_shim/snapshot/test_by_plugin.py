@@ -213,7 +213,7 @@ def test_the_way_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of this host's first driver, nor of its settings."""
     native, plugged, amd = FakeDriver(), FakeDriver(plugin=CUDA), FakeDriver(vendor="amd", plugin=AMDGPU)
     ways = {("nvidia", "cuda_plugin"): plugged, ("nvidia", ""): native, ("amd", "amdgpu_plugin"): amd}
-    monkeypatch.setattr(plugin_checkpoint, "driver_of", lambda vendor, plugin="": ways.get((vendor, plugin)))
+    monkeypatch.setattr(choose, "driver_of", lambda vendor, plugin="": ways.get((vendor, plugin)))
     ours, theirs = a_manifest(), replace(a_manifest(), plugin="cuda_plugin")
     other = replace(
         theirs, plugin="amdgpu_plugin", host=replace(theirs.host, vendor="amd", cuda_version="unknown")

@@ -110,7 +110,7 @@ def test_left_by_a_command(store: Store, monkeypatch: pytest.MonkeyPatch) -> Non
     assert handover.list_left(store) == (made,)
     with monkeypatch.context() as patch:
         patch.setattr(
-            journal, "entries", lambda: [journal.Entry("c0ffee", "/image", (1, 1), (), str(staging))]
+            journal, "entries", lambda _: [journal.Entry("c0ffee", "/image", (1, 1), (), str(staging))]
         )
         assert tuple(handover.commit_left(store)) == ()
     assert tuple(handover.commit_left(store)) == (made,)
@@ -119,6 +119,22 @@ def test_left_by_a_command(store: Store, monkeypatch: pytest.MonkeyPatch) -> Non
     assert entry.name == ""
     assert not staging.exists()
     assert store.collect().blobs == 0
+
+
+def test_an_entry_that_cannot_be_read(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of its container is left as it is; that of another one is committed."""
+    monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap" / "journal"))
+    made = hand_over_pages(store, NAME, GONE)
+    for container in (made.container, "another"):
+        journal.write(container, "/image", {1: ()})
+        entry = Path(journal.FOLDER, f"{container}.json")
+        entry.write_text("{")
+        if container == made.container:
+            assert tuple(handover.commit_left(store)) == ()
+            assert handover.take_unneeded(store, NAME) is None
+            assert handover.list_left(store) == (made,)
+            entry.unlink()
+    assert tuple(handover.commit_left(store)) == (made,)
 
 
 def test_a_directory_that_cannot_be_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

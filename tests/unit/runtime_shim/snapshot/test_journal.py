@@ -13,7 +13,7 @@ import pytest
 
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.digests import digest_of
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError, OtherNamespace
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import RegionRecord
 from gpusnap.runtime_shim.snapshot import restore_record
@@ -68,6 +68,22 @@ def test_read_in_another_namespace(folder: Path) -> None:
     assert "run gpusnap on the host itself" in done.stdout
     (entry,) = journal.entries()
     assert proc.is_same(entry.processes[0].pid, entry.processes[0].start)
+
+
+def test_one_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hides no other one; its container may need any layout. In another PID namespace nothing is known."""
+    journal.write("w", "/image", {1: ()}, layout="/store/staging/w")
+    journal.write("bad", "/image", {1: ()})
+    (folder / "bad.json").write_text("{")
+    with pytest.raises(GpusnapError, match=r"bad\.json cannot be read"):
+        journal.entries()
+    unreadable: dict[str, GpusnapError] = {}
+    assert [entry.container for entry in journal.entries(unreadable)] == ["w"]
+    assert list(unreadable) == ["bad"]
+    assert journal.list_layouts() == (frozenset({"/store/staging/w"}), frozenset({"bad"}))
+    monkeypatch.setattr(proc, "namespace", lambda pid, kind: "pid:[1]")
+    with pytest.raises(OtherNamespace):
+        journal.entries(unreadable)
 
 
 @pytest.mark.parametrize("kind", ["restore", "paused"])

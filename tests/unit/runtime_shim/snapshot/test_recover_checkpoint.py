@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import recover_checkpoint
 from gpusnap.runtime_shim.snapshot.gpu_processes import paused_container
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess, Pause
 from gpusnap.runtime_shim.snapshot.recover_checkpoint import recover
@@ -248,6 +251,83 @@ def test_the_disk_failed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     # Whoever has seen to it says so by hand, or gives it up.
     os.rename(image / "gpusnap/manifest.pending", image / "gpusnap/manifest.json")
     assert "is complete" in recover(entry, Driver(), Memory())
+    assert os.listdir(journal.FOLDER) == []
+
+
+def dumped_into_a_store(tmp_path: Path, *, mount: str) -> tuple[Path, StoreDestination]:
+    """Images on a file system that is mounted there, memory in a store, and processes that have ended."""
+    image = tmp_path / "storage" / "image"
+    image.mkdir(parents=True)
+    Draft(str(image)).prepare(replace(a_manifest(pids=()), container=ID, pages="store"))
+    (image / "inventory.img").touch()
+    destination = StoreDestination(str(tmp_path / "store"), str(image), ID, Memory())
+    destination.begin()
+    destination.mark_needed()
+    with pytest.MonkeyPatch.context() as patch, subprocess.Popen(["sleep", "100"]) as child:
+        mount_at(mount, patch)
+        journal.write(ID, str(image), {child.pid: ()}, layout=destination.layout.path)
+        child.kill()
+    assert destination._staging is not None
+    destination._staging.close(leave=True)
+    return image, destination
+
+
+def mount_at(path: str, patch: pytest.MonkeyPatch) -> None:
+    """Have /proc show that as the mount of every path."""
+    patch.setattr(proc, "find_mount", lambda _: proc.Mount("0:1", "/", path, (), (), "ext4"))
+
+
+def test_images_that_are_not_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory in the store is kept until they are there again, and then the checkpoint is completed."""
+    image, destination = dumped_into_a_store(tmp_path, mount="/storage")
+    mount_at("/", monkeypatch)
+    image.rename(tmp_path / "elsewhere")
+    with pytest.raises(GpusnapError, match="was mounted at /storage may not be mounted") as caught:
+        recover(read(), Driver(), Memory())
+    assert caught.value.code == "GPS-031"
+    assert os.path.exists(destination.layout.path)
+    (tmp_path / "elsewhere").rename(image)
+    mount_at("/storage", monkeypatch)
+    assert "is complete" in recover(read(), Driver(), Memory())
+    assert (image / "gpusnap/manifest.json").exists()
+
+
+def test_images_that_were_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their file system is mounted where it was: nobody needs the memory."""
+    image, destination = dumped_into_a_store(tmp_path, mount="/storage")
+    mount_at("/storage", monkeypatch)
+    shutil.rmtree(image)
+    assert recover(read(), Driver(), Memory()) == "no process is left"
+    assert not os.path.exists(destination.layout.path)
+    assert journal.read(ID) is None
+
+
+def test_an_earlier_version_says_nothing_of_mounts(tmp_path: Path) -> None:
+    """What cannot be known is kept, until an empty directory says that the images were removed."""
+    image, destination = dumped_into_a_store(tmp_path, mount="/")
+    path = Path(journal.FOLDER, f"{ID}.json")
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "mount"}))
+    shutil.rmtree(image)
+    with pytest.raises(GpusnapError, match="its file system may not be mounted"):
+        recover(read(), Driver(), Memory())
+    assert os.path.exists(destination.layout.path)
+    image.mkdir()
+    assert recover(read(), Driver(), Memory()) == "no process is left"
+    assert not os.path.exists(destination.layout.path)
+
+
+def test_images_that_a_failed_disk_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their fsync had failed, and some are gone now: the memory stays until somebody has seen to it."""
+    image, destination = dumped_into_a_store(tmp_path, mount="/")
+    mount_at("/", monkeypatch)
+    journal.note_unsynced(ID, "Input/output error")
+    (image / "inventory.img").unlink()
+    with pytest.raises(GpusnapError, match="were not flushed to disk"):
+        recover(read(), Driver(), Memory())
+    assert os.path.exists(destination.layout.path)
+    shutil.rmtree(image)
+    assert recover(read(), Driver(), Memory()) == "no process is left"
+    assert not os.path.exists(destination.layout.path)
     assert os.listdir(journal.FOLDER) == []
 
 
