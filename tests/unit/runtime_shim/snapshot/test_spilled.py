@@ -17,6 +17,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.snapshot.memory import suspended_memory
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.suspended_containers import spill, spilled
 
@@ -104,6 +105,20 @@ def test_a_store_that_does_not_answer(store: Store, monkeypatch: pytest.MonkeyPa
     spilled.sweep(store.path)
     answered.set()
     assert layout.exists()
+
+
+def test_a_removal_that_does_not_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that is resumed does not wait for it."""
+    answered = threading.Event()
+    real = deadlines.ask
+
+    def ask(question: Any, what: str, **_: float) -> Any:
+        return real(lambda: answered.wait(DEADLINE) and question(), what, within=0.01)
+
+    monkeypatch.setattr(deadlines, "ask", ask)
+    with pytest.raises(ImageError, match="cannot be removed: its file system did not respond in time"):
+        suspended_memory.discard(str(spilled_of(store)))
+    answered.set()
 
 
 @pytest.mark.parametrize("damaged", [False, True])
