@@ -8,17 +8,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes import FakeDriver
 
 from gpusnap.engines import podman
 from gpusnap.operations.suspending import budget, commands, spill, targets, usage
+from gpusnap.operations.suspending import suspend as suspending
 from gpusnap.operations.suspending.usage import Usage
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.settings import Settings, Suspend
+from gpusnap.runtime_shim.snapshot import recover_restore
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
@@ -194,6 +199,32 @@ def test_ps(gpusnap: Callable[..., tuple[int, str, str]], monkeypatch: pytest.Mo
     assert "the fields are Name, State" in gpusnap("ps", "--format", "{{.Digest}}")[2]
     monkeypatch.setattr(usage, "usages", tuple)
     assert "none is suspended" in gpusnap("ps")[1]
+
+
+def test_what_a_restore_left_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the container is suspended, its record would make it look like an incomplete one."""
+    did: list[str] = []
+
+    def recover(key: str, driver: Any, *, remove: bool) -> str:
+        did.append(f"recover {key}")
+        assert not remove
+        return "running: 7"
+
+    for module, name, made in (
+        (suspending.settings_file, "load_usable", Settings),
+        (suspending, "sweep", lambda path: None),
+        (suspending, "choose_driver", lambda driver, *_: driver),
+        (suspending, "run_around_suspend", lambda *_: nullcontext()),
+        (journal, "list_noted", lambda kind: (ONE.key,)),
+        (recover_restore, "recover", recover),
+        (suspending.suspending, "suspend", lambda *_, **__: did.append("suspend") or (ONE, ())),
+    ):
+        monkeypatch.setattr(module, name, made)
+    container: Any = SimpleNamespace(key=ONE.key, annotations={})
+    early: Any = SimpleNamespace(driver=FakeDriver, container=None)
+    engine: Any = SimpleNamespace(kind="podman")
+    suspending.suspend_this((engine, container, None), early)  # type: ignore[arg-type]
+    assert did == [f"recover {ONE.key}", "suspend"]
 
 
 def test_a_spill_that_nobody_waits_for(there: list[Suspension], monkeypatch: pytest.MonkeyPatch) -> None:
