@@ -41,7 +41,7 @@ def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") ->
 
         said = recover_restore.recover(container.key, driver, remove=False)
         note(f"an earlier restore was interrupted; {said}", code="GPS-022")
-    room = partial(budget.make_room, settings, leaving=leaving)
+    room = partial(budget.claim_room, settings, leaving=leaving)
     with run_around_suspend(engine.kind, early.container):
         done, steps = suspending.suspend(container, real, settings, driver, engine, room=room)
     return MovedContainer(done, time.monotonic() - began, steps)
