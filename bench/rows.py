@@ -22,6 +22,7 @@ from hosts import NAME, BenchError, Place, Work, command
 from support import STORAGE, podman
 
 from gpusnap.runtime_shim.errors import SettingsError
+from gpusnap.runtime_shim.gpu import estimate_used
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
@@ -124,7 +125,7 @@ def driver(bench: Bench) -> list[Line]:
     with bench.place.bare(bench.case, bench.plan.folder) as log:
         pids = list(log.stamps())
         # PIDs as the programs say them are ours: there is no container.
-        used = bench.driver.memory_used(pids)
+        used = estimate_used(bench.driver.memory_used(pids), bench.driver.host())
         bare = Bare(
             driver=bench.driver,
             pids=pids,

@@ -71,9 +71,10 @@ CODES = (
     ErrorCode(
         "GPS-512",
         "memory-not-written",
-        "The disk failed while GPU memory was being written or read. If a checkpoint failed, the "
-        "container continues, and nothing remains of the checkpoint; if a restore failed, the checkpoint "
-        "is unchanged.",
+        "The disk failed, or its file system did not respond in time, while GPU memory was being written "
+        "or read. If a checkpoint failed, the container continues, and nothing remains of the checkpoint; "
+        "if a restore failed, the checkpoint is unchanged; if a resume failed, the container stays "
+        "suspended.",
         "The end of the message is the underlying error; see docs/errors.md#reasons. For a full disk: "
         "`gpusnap rm`, `gpusnap gc`.",
     ),

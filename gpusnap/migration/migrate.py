@@ -45,7 +45,7 @@ from gpusnap.progress import Progress
 from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
-from gpusnap.runtime_shim.gpu import find_driver
+from gpusnap.runtime_shim.gpu import estimate_used, find_driver
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
@@ -360,14 +360,15 @@ def _gpus(found: podman.Container, driver: Driver | None) -> list[GpuRecord]:
         return []
     used: dict[str, int] = {}
     pids = [each.pid for each in containers.processes(found.init, found.id)]
-    for sizes in driver.memory_used(pids).values():
+    host = driver.host()
+    for sizes in estimate_used(driver.memory_used(pids), host).values():
         for uuid, size in sizes.items():
             used[uuid] = used.get(uuid, 0) + size
     return [
         GpuRecord(
             g.uuid, g.minor, g.index, g.model, g.compute_capability, g.memory_total, used[g.uuid], g.pci
         )
-        for g in driver.host().gpus
+        for g in host.gpus
         if g.uuid in used
     ]
 

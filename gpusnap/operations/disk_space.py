@@ -123,7 +123,8 @@ def measure_gpu_memory(found: podman.Container) -> int:
     """Return how many bytes of GPU memory its processes use; 0 if that is unknown."""
     pids = _pids(found)
     with suppress(GpusnapError):  # this host has no such GPU, or the runtime reports the error
-        return sum(sum(used.values()) for used in ask_nvml(nvml.memory_used, pids).values()) if pids else 0
+        used = ask_nvml(nvml.memory_used, pids) if pids else {}
+        return sum(size or 0 for of in used.values() for size in of.values())
     return 0
 
 

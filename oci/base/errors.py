@@ -22,6 +22,7 @@
     │   ├── Unreachable  … after all attempts: how many there were, and why the last one broke
     │   └── Rejected     the registry refuses a request, in its own words
     │       └── NotARegistry … it answers with what no registry says
+    ├── Stalled          a file system or a server was silent for too long
     └── Cancelled        the caller asked for an end
 
 A message is one sentence; `code`, such as GPS-601, identifies it in docs/errors.md. It avoids the texts of
@@ -166,6 +167,12 @@ class NotARegistry(Rejected):
     """A host whose answers are not those of a registry: a web page, or an impossible status."""
 
     code = "GPS-808"
+
+
+class Stalled(OciError):
+    """Nothing arrived for longer than the caller waits; what it waits for may never respond."""
+
+    code = "GPS-512"
 
 
 class Cancelled(OciError):

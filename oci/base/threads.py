@@ -6,10 +6,16 @@ Python threads are enough, because every long step (a copy, a hash, zstd, a syst
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from gpusnap.oci.base.errors import Stalled
+
 T = TypeVar("T")
+
+# With a `patience`: seconds between two looks at the time, and for which `stop` waits for threads.
+_LOOK, _ENDING = 0.2, 5.0
 
 
 class _Stopped(Exception):
@@ -31,11 +37,15 @@ class SharedIterator(Iterator[T]):
 class Crew:
     """A number of threads. They call `check` between steps; `join` raises the first error.
 
-    ending: called by `stop`, to end what they wait for, such as an answer from the network.
+    ending: called by `stop`, to end what they wait for, such as an answer from the network. patience: seconds
+    that `join` waits without a call of `note_progress`. Threads that are still in a system call then, or some
+    seconds after a `stop`, are left behind. They end at their next check, or with this process.
     """
 
-    def __init__(self, ending: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, ending: Callable[[], object] = lambda: None, *, patience: float | None = None) -> None:
         self._ending = ending
+        self._patience, self._left_behind = patience, False
+        self._moved = time.monotonic()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -81,13 +91,30 @@ class Crew:
         """End all workers at their next check, and wait for them."""
         self._fail(_Stopped())
         self._ending()
+        if self._left_behind:
+            return
+        last = None if self._patience is None else time.monotonic() + _ENDING
         # A thread that has not begun by now never will.
-        self._wait(lambda: self._ended == self._begun)
+        self._left_behind = not self._wait(lambda: self._ended == self._begun, lambda: last)
 
-    def join(self) -> None:
-        """Wait for all workers; raise the first error. A signal's exception ends them first."""
+    def note_progress(self) -> None:
+        """Say that something arrived: the patience of `join` begins anew."""
+        self._moved = time.monotonic()
+
+    def join(self, interrupt: Callable[[], object] = lambda: None) -> None:
+        """Wait for all workers; raise the first error. A signal's exception ends them first.
+
+        `interrupt`: with a patience, called from time to time; what it raises ends them. Raises Stalled.
+        """
+
+        def last() -> float | None:
+            interrupt()
+            return None if self._patience is None else self._moved + self._patience
+
         try:
-            self._wait(lambda: self._ended >= len(self._threads))
+            if not self._wait(lambda: self._ended >= len(self._threads), last):
+                self._left_behind = True
+                raise Stalled(f"nothing could be read for {self._patience:g} s")
         except BaseException:
             self.stop()
             raise
@@ -95,12 +122,17 @@ class Crew:
         if error is not None:
             raise error
 
-    def _wait(self, done: Callable[[], bool]) -> None:
+    def _wait(self, done: Callable[[], bool], last: Callable[[], float | None]) -> bool:
+        """Wait for threads; return False if that takes longer than until `last`, by time.monotonic()."""
         with self._lock:
             while not done():
-                self._changed.wait()
+                deadline = last()
+                if deadline is not None and time.monotonic() > deadline:
+                    return False
+                self._changed.wait(None if deadline is None else _LOOK)
         for thread in self._threads:
             thread.join()
+        return True
 
     def _run(self, work: Callable[[], None]) -> None:
         with self._lock:

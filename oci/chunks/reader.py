@@ -45,6 +45,8 @@ from gpusnap.oci.layout.documents import OCTETS, Descriptor
 
 # Bytes of a blob that are asked for ahead when its reading begins: more than most have.
 _FIRST_READ_AHEAD = 8 << 20
+# Bytes of a blob that are read at once by a reader with patience: each of these reads is progress.
+_PIECE = 1 << 20
 # How often an idle worker checks whether it was cancelled, in seconds.
 _POLL = 0.05
 # … and whether the reading before it has started its last chunk.
@@ -58,10 +60,17 @@ def read(
     *,
     threads: int,
     ceiling: int,
+    patience: float | None = None,
+    interrupt: Callable[[], object] = lambda: None,
 ) -> None:
-    """Fill the targets, one for each table, in order. Parameters and errors are those of Reader."""
-    with Reader(tables, layout, threads=threads, ceiling=ceiling, targets=targets) as reading:
-        reading.wait()
+    """Fill the targets, one for each table, in order. Parameters and errors are those of Reader.
+
+    `interrupt`: as for `Reader.wait`.
+    """
+    with Reader(
+        tables, layout, threads=threads, ceiling=ceiling, targets=targets, patience=patience
+    ) as reading:
+        reading.wait(interrupt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +146,9 @@ class Reader:
     the index of the table and the chunk, once that is in its target. reads: entered while a blob is read, to
     limit how many are read at once. turns: entered by a worker for each chunk whose blob is open, to limit
     how many work at once. after: begin when that reading has started its last chunk, or has ended. progress:
-    called by a worker after each chunk, with the bytes of plain content read so far, and in all.
+    called by a worker after each chunk, with the bytes of plain content read so far, and in all. patience:
+    seconds for which the blobs may deliver no byte; then `wait` raises Stalled. A worker that is left behind
+    in a read writes nothing into a target by `write` afterwards.
 
     Raises ChunkError for invalid tables, and CeilingError. `deliver` and `wait` raise what ended it:
     BlobError, ChunkError, LayoutError, Cancelled, and whatever a target raises.
@@ -159,13 +170,14 @@ class Reader:
         turns: AbstractContextManager[object] | None = None,
         after: EarlierReader | None = None,
         progress: Callable[[int, int], None] | None = None,
+        patience: float | None = None,
     ) -> None:
         self._tables = [make_table(table.size, table.chunks) for table in tables]
         self._layout = layout
         self._targets = self._check_targets(targets) if targets is not None else None
         self._verify_later, self._unverified = verify_later, deque[_Part]()
         self._threads = threads
-        self._crew = Crew()
+        self._crew, self._patience = Crew(patience=patience), patience
         self._reads: AbstractContextManager[object] = reads or nullcontext()
         self._turns: AbstractContextManager[object] = turns or nullcontext()
         self._after, self._looking = after, threading.Lock()
@@ -226,9 +238,12 @@ class Reader:
             self._changed.notify_all()
         self.wait()
 
-    def wait(self) -> None:
-        """Return when all targets are filled, if they were given before."""
-        self._crew.join()
+    def wait(self, interrupt: Callable[[], object] = lambda: None) -> None:
+        """Return when all targets are filled, if they were given before.
+
+        `interrupt`: with a patience, called from time to time; what it raises ends the reading.
+        """
+        self._crew.join(interrupt)
         if self._left:
             raise Cancelled("the read was cancelled before all chunks were read")
 
@@ -342,6 +357,7 @@ class Reader:
                     unpack or decompressor,
                     reads=self._reads,
                     verify_later=verify_later,
+                    arrived=self._crew.note_progress if self._patience is not None else None,
                 )
                 del unpack
             if verify_later:
@@ -420,8 +436,12 @@ def _fetch(
     *,
     reads: AbstractContextManager[object],
     verify_later: bool,
+    arrived: Callable[[], object] | None = None,
 ) -> None:
-    """Read a chunk's bytes into `plain`, and check them, or only the size. Raises BlobError, ChunkError."""
+    """Read a chunk's bytes into `plain`, and check them, or only the size. Raises BlobError, ChunkError.
+
+    `arrived`: called after each piece of the blob.
+    """
     into = plain[: chunk.size]
     blob = into if chunk.encoding == "plain" else packed[: chunk.stored]
     with reads:
@@ -430,12 +450,14 @@ def _fetch(
         done = 0
         while done < blob.nbytes:
             try:
-                count = file.readinto(blob[done:])
+                count = file.readinto(blob[done:] if arrived is None else blob[done : done + _PIECE])
             except OSError as error:
                 raise BlobError(f"the blob {chunk.blob} cannot be read: {reason(error)}") from error
             if not count:
                 raise BlobError(f"the blob {chunk.blob} ends at {done} of {chunk.stored} bytes")
             done += count
+            if arrived is not None:
+                arrived()
     if chunk.encoding == "plain":
         if not verify_later and not _has_content(chunk, blob):
             _check_blob(chunk, blob)

@@ -5,10 +5,10 @@ Importing this loads no driver library; `find_driver` only reads /proc and /dev.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from gpusnap.runtime_shim.gpu.api import device_files
-from gpusnap.runtime_shim.gpu.api.driver import Driver
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.process import proc
 
 
@@ -70,3 +70,21 @@ def _may_hold(driver: Driver, pid: int) -> bool:
 
 def _has_library(vendor: str, pid: int) -> bool:
     return vendor == "nvidia" and device_files.maps_libcuda(pid)
+
+
+def estimate_used(
+    used: Mapping[int, Mapping[str, int | None]], host: Host
+) -> Mapping[int, Mapping[str, int]]:
+    """Return the bytes of `Driver.memory_used`, with an upper bound where the driver does not report them.
+
+    What is in use on a GPU, and is not of another of these processes, counts for the first process whose
+    share is unknown, and 0 for the next ones: so the sum is an upper bound too.
+    """
+    whole = {gpu.uuid: gpu.memory_used for gpu in host.gpus}
+    for own in used.values():
+        for uuid, size in own.items():
+            whole[uuid] = max(0, whole.get(uuid, 0) - (size or 0))
+    return {
+        pid: {uuid: whole.pop(uuid, 0) if size is None else size for uuid, size in own.items()}
+        for pid, own in used.items()
+    }

@@ -43,16 +43,18 @@ def bring_back(
     check: Callable[[], object] = tuple,
     pairs: Mapping[int, Pairs] = MappingProxyType({}),
     loaded: Mapping[int, Sequence[Area]] = MappingProxyType({}),
+    interrupt: Callable[[], object] = tuple,
     cut_off: bool = True,
 ) -> tuple[JournalProcess, ...]:
     """Let the living GPU processes of an entry run with their GPU state; return them.
 
     `let_go` and `pairs`: as in `gpu_state.resume`. `loaded`: files with everything that the layout has of a
-    process, by PID. `cut_off`: a gpusnap was killed that may have been working on the processes, so the
-    driver may still be working, and other processes may be stopped because of it. `check` may refuse before
-    any of them gets GPU state back, and may ask for the host's GPUs: the driver's thread of a process that
-    was stopped in the middle of its work may hold what is needed for the answer, until it has ended that
-    work. Raises GpusnapError after doing everything that could be done.
+    process, by PID. `interrupt`: as for `transfer.fill`; none of them has its GPU state back then. `cut_off`:
+    a gpusnap was killed that may have been working on the processes, so the driver may still be working, and
+    other processes may be stopped because of it. `check` may refuse before any of them gets GPU state back,
+    and may ask for the host's GPUs: the driver's thread of a process that was stopped in the middle of its
+    work may hold what is needed for the answer, until it has ended that work. Raises GpusnapError after doing
+    everything that could be done.
     """
     if cut_off:
         held_threads.unblock_signals(entry.key)
@@ -72,7 +74,9 @@ def bring_back(
             run_at_once(partial(let_finish, driver), pids).raise_first()
         check()
         stopped += _list_astray(driver, [process for process in there if process not in stopped])
-        lacking = _give_back(entry, [p for p in stopped if is_suspended(driver, p.pid)], settings, loaded)
+        lacking = _give_back(
+            entry, [p for p in stopped if is_suspended(driver, p.pid)], settings, loaded, interrupt
+        )
         pids = [process.pid for process in there if process.pid not in lacking]
         resume(driver, pids, Pages(), pairs=pairs, right=partial(_check_process, entry, guard), let_go=let_go)
     finally:
@@ -89,7 +93,11 @@ def _check_process(entry: Entry, guard: Guard, pid: int) -> None:
 
 
 def _give_back(
-    entry: Entry, processes: Sequence[JournalProcess], settings: Memory, loaded: Mapping[int, Sequence[Area]]
+    entry: Entry,
+    processes: Sequence[JournalProcess],
+    settings: Memory,
+    loaded: Mapping[int, Sequence[Area]],
+    interrupt: Callable[[], object] = tuple,
 ) -> dict[int, GpusnapError]:
     """Fill the regions of suspended processes: from the layout, or from files in RAM.
 
@@ -103,7 +111,7 @@ def _give_back(
         if p.pid not in loaded
     }
     if any(layout.values()):
-        transfer.fill(Layout(entry.layout), layout, settings)
+        transfer.fill(Layout(entry.layout), layout, settings, interrupt=interrupt)
     staged: dict[int, list[Area]] = {}
     for process in there:
         try:

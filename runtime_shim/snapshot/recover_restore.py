@@ -13,6 +13,9 @@ same ID. The entry may be days old, so only the driver shows the current state. 
 if the driver has not restored the GPU state of one of its processes, because no container runs like that. No
 other sign counts.
 
+If a checkpoint or a suspend of the container has begun since, its GPU state is missing for that reason: the
+restore was complete, and only its entry is removed. The journal and the record of the suspension show that.
+
 There is one exception. If memory of the processes was still loading (loading/demand_paging.py), the kernel
 has killed those that waited for it, and the driver's answer for another process may refer to memory that was
 never loaded. No process had continued by then, as the entry says (`arriving`), so the container is
@@ -43,16 +46,18 @@ from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.run import control
 from gpusnap.runtime_shim.snapshot import held_threads, incomplete_restore, restore_record
+from gpusnap.runtime_shim.snapshot.bring_back import list_alive
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import let_finish, resume
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
 
 _GONE = "nothing is left of it"
 RUNNING = "running: "
 """How the result of `recover` begins for a running container; the names of its processes follow."""
+_COMPLETE = "it was complete, because a checkpoint or a suspend of it has begun since; it was not touched"
 _ANOTHER = "another container with that ID is running now, and was not touched"
 _NO_SUCH = "there is no such container"  # the text of runtime/container.py for either runtime's error
 
@@ -70,6 +75,12 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
     with journal.hold(key):
         if (entry := _cut_off(key)) is None:  # somebody else did it meanwhile
             return _GONE
+        if _was_taken_since(key):
+            _record_late_start(entry)
+            scratch_files.sweep(entry.owner)
+            _drop_links(entry)
+            restore_record.forget(key)
+            return _COMPLETE
         # Without --detach the runtime runs until the container ends; the PID file says that it is restored.
         incomplete_restore.let_runtime_end(
             entry.owner, entry.container, enough=lambda: not entry.detach and _pid(entry) > 0
@@ -104,6 +115,12 @@ def _cut_off(key: str) -> Restore | None:
             code="GPS-020",
         )
     return entry
+
+
+def _was_taken_since(key: str) -> bool:
+    """Whether a checkpoint or a suspend of the restored container has begun. Raises GpusnapError."""
+    found, taken = suspensions.read(key), journal.read(key)
+    return (found is not None and found.is_alive) or (taken is not None and bool(list_alive(taken)))
 
 
 def _explain_kept(entry: Restore, driver: Driver | None) -> str | None:

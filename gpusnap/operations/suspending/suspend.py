@@ -10,7 +10,9 @@ from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.commands import run_around_suspend
 from gpusnap.operations.suspending.moved import MovedContainer
 from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.snapshot.gpu_processes.choose_driver import choose_driver
+from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.suspended_containers import suspend as suspending
 from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep
 
@@ -34,7 +36,12 @@ def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") ->
     settings = settings_file.apply_annotations(settings_file.load_usable(), container.annotations)
     sweep(settings.store.path)
     driver = choose_driver(early.driver(), container, settings)
-    room = partial(budget.make_room, settings, leaving=leaving)
+    if container.key in journal.list_noted("restore"):  # later, it could be taken for an incomplete one
+        from gpusnap.runtime_shim.snapshot import recover_restore
+
+        said = recover_restore.recover(container.key, driver, remove=False)
+        note(f"an earlier restore was interrupted; {said}", code="GPS-022")
+    room = partial(budget.claim_room, settings, leaving=leaving)
     with run_around_suspend(engine.kind, early.container):
         done, steps = suspending.suspend(container, real, settings, driver, engine, room=room)
     return MovedContainer(done, time.monotonic() - began, steps)

@@ -24,6 +24,7 @@ from gpusnap.operations.suspending.suspend import suspend_this
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, UsageError, make_unforeseen
+from gpusnap.runtime_shim.gpu import estimate_used
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.runtime import container as containers
@@ -53,9 +54,11 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
         raise suspensions.make_unfinished_error(found)
     target = targets.find_running(out, first)
     container = target[1]
-    used = driver.memory_used(each.pid for each in containers.processes(container.pid, container.id))
+    pids = [each.pid for each in containers.processes(container.pid, container.id)]
+    host = driver.host()
+    used = estimate_used(driver.memory_used(pids), host)
     try:
-        resuming.check(found, make_way.subtract_freed(driver.host(), [*used.values()]), request)
+        resuming.check(found, make_way.subtract_freed(host, [*used.values()]), request)
     except resuming.NoRoom as error:
         make_way.propose(error, found, driver, request)
         raise

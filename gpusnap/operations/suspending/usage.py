@@ -131,7 +131,7 @@ def _measure_used(
         sizes: dict[str, int] = {}
         for pid in pids:
             for uuid, size in used.get(pid, {}).items():
-                sizes[uuid] = sizes.get(uuid, 0) + size
+                sizes[uuid] = sizes.get(uuid, 0) + (size or 0)
         yield each, {uuid: size for uuid, size in sizes.items() if size}
 
 

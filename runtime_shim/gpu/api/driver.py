@@ -105,8 +105,11 @@ class Driver(Protocol):
     def restore_thread(self, pid: int) -> int:
         """Return the TID of the thread that does the driver's work inside the process."""
 
-    def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
-        """Return bytes of GPU memory by PID and GPU UUID, for processes that the driver lists."""
+    def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int | None]]:
+        """Return bytes of GPU memory by PID and GPU UUID, for processes that the driver lists.
+
+        None if the driver does not report the bytes; see `estimate_used`.
+        """
 
     def list_handles(self, pid: int) -> tuple[str, ...]:
         """Return this vendor's files (/dev/nvidia0) that the process has open or mapped, from /proc."""

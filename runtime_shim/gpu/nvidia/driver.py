@@ -160,7 +160,7 @@ class Nvidia:
         self._check(result, pid, "find the restore thread of", at_once=result == _NOT_INITIALIZED)
         return tid
 
-    def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int]]:
+    def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int | None]]:
         """Return bytes by PID and GPU UUID; `nvml.memory_used` says what it cannot know."""
         return ask_nvml(nvml.memory_used, tuple(pids))
 

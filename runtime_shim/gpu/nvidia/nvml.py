@@ -55,16 +55,16 @@ def driver_version() -> str:
         return _text(nvml.nvmlSystemGetDriverVersion())
 
 
-def memory_used(pids: Iterable[int]) -> dict[int, dict[str, int]]:
+def memory_used(pids: Iterable[int]) -> dict[int, dict[str, int | None]]:
     """Return bytes of GPU memory by PID and GPU UUID, for the `pids` that use a GPU (NVML lists them).
 
     NVML uses PIDs of the initial PID namespace: a caller in a nested one would miss its processes or, worse,
     find others with the same number, so run this where the container runtime runs. If the driver does not
-    report the bytes (MIG, some virtual GPUs: "not available"), the process is listed with 0. A suspended
-    process is not listed.
+    report the bytes (MIG, some virtual GPUs: "not available"), they are None. A suspended process is not
+    listed.
     """
     wanted = frozenset(pids)
-    used: dict[int, dict[str, int]] = {}
+    used: dict[int, dict[str, int | None]] = {}
     if not wanted:
         return used
     nvml = _nvml()
@@ -78,7 +78,8 @@ def memory_used(pids: Iterable[int]) -> dict[int, dict[str, int]]:
             if process.pid in wanted:
                 # One process may be listed several times: for each of its MIG instances.
                 bytes_by_uuid = used.setdefault(process.pid, {})
-                bytes_by_uuid[uuid] = bytes_by_uuid.get(uuid, 0) + (process.usedGpuMemory or 0)
+                before, own = bytes_by_uuid.get(uuid, 0), process.usedGpuMemory
+                bytes_by_uuid[uuid] = None if before is None or own is None else before + own
     return used
 
 

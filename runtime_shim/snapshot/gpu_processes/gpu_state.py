@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
-from gpusnap.runtime_shim.gpu import holders
+from gpusnap.runtime_shim.gpu import estimate_used, holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, NotInitialized, PermissionRefused
 from gpusnap.runtime_shim.gpu.api.parallel import Outcome, run_at_once
@@ -53,6 +53,8 @@ class Record:
     """Its PID in the namespace of the container's init."""
     gpus: tuple[tuple[str, int], ...]
     """(UUID, bytes used) of every GPU that it could see."""
+    estimated: bool = False
+    """Whether some of the bytes are only an upper bound."""
 
     @property
     def used(self) -> int:
@@ -122,10 +124,11 @@ def record(
 ) -> list[Record]:
     """Return the manifest's records of processes that still use GPUs; `inner` as `container.inner_pids`.
 
-    If the driver does not report a process's share (NVML in some virtual machines), the record has the whole
-    use of the GPU instead: an upper bound, as pre-flight needs.
+    If the driver does not list a process (NVML in some virtual machines), the record has the whole use of the
+    GPU instead: an upper bound, as pre-flight needs. `estimate_used` has that of a process that is listed.
     """
-    used = driver.memory_used([process.pid for process in fresh])
+    reported = driver.memory_used([process.pid for process in fresh])
+    used = estimate_used(reported, host)
     whole = {gpu.uuid: gpu.memory_used for gpu in host.gpus}
     records = []
     for process in fresh:
@@ -134,7 +137,8 @@ def record(
             uuid: (whole.get(uuid, 0) if own is None else own.get(uuid, 0))
             for uuid in driver.list_visible(process.pid)
         }
-        records.append(Record(process, inner[process.pid], tuple(gpus.items())))
+        estimated = own is None or None in reported[process.pid].values()
+        records.append(Record(process, inner[process.pid], tuple(gpus.items()), estimated))
     return records
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass
@@ -193,6 +193,15 @@ def suspend_all(job: CheckpointJob) -> None:
     if set(job.records) != done:
         with job.transaction.step("pages"):
             job.pages.take_out(list(job.records))
+        for pid in set(job.records) - done:
+            job.records[pid] = _limit_estimate(job.records[pid], job.pages.measure_taken(pid))
+
+
+def _limit_estimate(item: Record, taken: int | None) -> Record:
+    """If the driver did not report its memory, limit it to what the driver took out, as a restore needs."""
+    if not item.estimated or taken is None:
+        return item
+    return replace(item, gpus=tuple((uuid, min(used, taken)) for uuid, used in item.gpus))
 
 
 def _watch_over(job: CheckpointJob) -> None:

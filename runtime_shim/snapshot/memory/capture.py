@@ -153,6 +153,10 @@ class Chunks(Pages):
             process.freed = process.taken = True
         run_at_once(self._free, fresh).raise_first()
 
+    def measure_taken(self, pid: int) -> int | None:
+        """Return the bytes of the regions of a process."""
+        return sum(each.region.size for each in self._processes[pid].held or ())
+
     def write(self) -> None:
         """Write the staged regions to chunks, if this was not done yet. Raises ImageError."""
         left = [(pid, each) for pid, each in self._all() if each.table is None]

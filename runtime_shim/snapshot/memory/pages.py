@@ -42,6 +42,10 @@ class Pages:
     def take_out(self, pids: Sequence[int]) -> None:
         """Take the suspended processes' GPU memory out of them, before CRIU dumps them."""
 
+    def measure_taken(self, pid: int) -> int | None:
+        """Return the bytes that `take_out` took out of a process; None if they stay in it."""
+        return None
+
     def write_durably(self) -> None:
         """Write what a restore needs, and sync it: the next dump ends the processes."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 
 from gpusnap.oci.base.files import exists
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.snapshot.records import journal
 
@@ -31,15 +33,31 @@ def free(key: str) -> None:
 
 
 def discard(layout: str) -> None:
-    """Remove the chunks written for a container, by the path of their layout. Raises ImageError."""
-    # Imported here, because every resume imports this module, but few use a store.
-    from gpusnap.oci.store.store import Store
+    """Remove the chunks written for a container, by the path of their layout.
+
+    A container that is resumed waits for this. So if the store does not respond in time, the removal goes on
+    in a thread of its own, and `gpusnap recover` removes what is left. Raises ImageError.
+    """
     from gpusnap.runtime_shim.snapshot.memory import transfer
 
-    store = Store(os.path.dirname(os.path.dirname(layout)))
-    with transfer.as_image_error(layout), suppress(FileNotFoundError):
-        if not exists(layout):
-            return
-        staging = store.adopt(layout)
+    try:
+        with transfer.as_image_error(layout), suppress(FileNotFoundError):
+            deadlines.ask(partial(_discard, layout), layout)
+    except ImageError as error:
+        if isinstance(error.__cause__, TimeoutError):
+            raise ImageError(
+                f"{layout} cannot be removed: its file system did not respond in time",
+                hint="gpusnap recover removes it when it does",
+                code="GPS-512",
+            ) from error
+        raise
+
+
+def _discard(layout: str) -> None:
+    # Imported here, because every resume imports this module, but few use a store.
+    from gpusnap.oci.store.store import Store
+
+    if exists(layout):
+        staging = Store(os.path.dirname(os.path.dirname(layout))).adopt(layout)
         staging.unmark_precious()
         staging.close()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import DiskFull, OciError
+from gpusnap.oci.base.errors import DiskFull, OciError, Stalled
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, ImageError, reason
@@ -34,6 +34,8 @@ _PIECE = 64 << 20  # bytes of a process' memory that are buffered at once
 # How often to try to remove the stage, and seconds between two tries: the host may be short of memory or
 # descriptors for a moment.
 _TRIES, _PAUSE = 3, 0.05
+STALL = 60.0
+"""Seconds for which the store may deliver no byte of a container's memory. A slow one delivers some."""
 _SHARE = 4  # one part in this many of the available memory, by default
 
 
@@ -57,8 +59,18 @@ class ProcessRegion:
         copies.write(self.pid, self.start + offset, data, threads=1)
 
 
-def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], settings: Memory) -> None:
-    """Fill freed regions of processes from the layout. Skips ended processes. Raises ImageError."""
+def fill(
+    layout: Layout,
+    wanted: Mapping[int, Iterable[tuple[Region, Table]]],
+    settings: Memory,
+    *,
+    interrupt: Callable[[], object] = lambda: None,
+) -> None:
+    """Fill freed regions of processes from the layout. Skips ended processes.
+
+    `interrupt`: called from time to time while it reads, and may raise an error. Raises ImageError, also if
+    nothing can be read for `STALL` seconds.
+    """
     pairs = [(pid, region, table) for pid, found in wanted.items() for region, table in found]
     pairs = [each for each in pairs if proc.is_running(each[0])]
     if not pairs:
@@ -72,6 +84,8 @@ def fill(layout: Layout, wanted: Mapping[int, Iterable[tuple[Region, Table]]], s
             [ProcessRegion(pid, region.start, region.size) for pid, region, _ in pairs],
             threads=settings.threads or copies.cores(),
             ceiling=ceiling(settings),
+            patience=STALL,
+            interrupt=interrupt,
         )
 
 
@@ -215,6 +229,13 @@ def as_image_error(folder: str) -> Iterator[None]:
         yield
     except DiskFull as error:
         raise ImageError(f"{error}", hint=MAKE_ROOM, code=error.code) from error
+    except Stalled as error:
+        raise ImageError(
+            f"the GPU memory in {folder} cannot be transferred: {error}",
+            hint="check that this file system responds, for example its NFS server, and try again; the "
+            "memory stays there",
+            code="GPS-512",
+        ) from error
     except OciError as error:
         raise ImageError(f"the GPU memory in {folder}: {error}", code=error.code or "GPS-512") from error
     except OSError as error:

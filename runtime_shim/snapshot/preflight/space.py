@@ -63,6 +63,15 @@ def has_memory_for_images(record: Manifest, settings: Memory, *, reserved: int =
     return all(free is None or need <= free for free in (_measure_left(reserved), _limit(os.getpid())))
 
 
+def measure_room(reserved: int) -> int | None:
+    """Return how much more GPU memory of a process fits into RAM; None if this host does not report it.
+
+    On this host and within the limit of gpusnap's cgroup. `reserved`: as for `check_memory`.
+    """
+    left = [free for free in (_measure_left(reserved), _limit(os.getpid())) if free is not None]
+    return max(0, min(left) - _HEAP_GROWTH) if left else None
+
+
 def would_evict(tables: Sequence[Table]) -> bool:
     """Whether the blobs of these tables would evict other files from the page cache of this host.
 

@@ -146,6 +146,10 @@ class Entry:
         """Whether the gpusnap that wrote it still runs."""
         return proc.is_same(*self.owner)
 
+    def measure_spilled(self) -> dict[int, int]:
+        """Return the bytes that are in the layout, by PID."""
+        return {each.pid: sum(region.table.size for region in each.regions) for each in self.processes}
+
 
 def write(
     key: str,

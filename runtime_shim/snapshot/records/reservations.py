@@ -39,6 +39,8 @@ from gpusnap.runtime_shim.process import proc
 FOLDER = "/run/gpusnap/room"
 RAM = "RAM"
 """Used for this host's memory, instead of a GPU's UUID."""
+SUSPENDED = "suspended"
+"""Used for the part of suspend.ram that a suspend in progress will take; it claims RAM besides."""
 PATIENCE = 10.0
 """Seconds to wait for others that choose GPUs; choosing takes less than one."""
 STEP = 64 << 20

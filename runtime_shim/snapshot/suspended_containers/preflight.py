@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim.errors import Refused, advise, reason
-from gpusnap.runtime_shim.gpu import holders
+from gpusnap.runtime_shim.gpu import estimate_used, holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node
+from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.units import human
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class InitialState:
     nodes: Sequence[Node]
     """The GPUs' device nodes in its /dev."""
     memory: int
-    """Bytes of GPU memory that its processes used."""
+    """Bytes of GPU memory that its processes used; at most, if the driver does not report it."""
 
 
 def inspect(container: containers.Container, driver: Driver, name: str) -> InitialState:
@@ -67,7 +69,14 @@ def inspect(container: containers.Container, driver: Driver, name: str) -> Initi
             code="GPS-206",
         )
     used = driver.memory_used(pids)
-    return InitialState(host, init, nodes, sum(sum(of.values()) for of in used.values()))
+    estimate = sum(sum(of.values()) for of in estimate_used(used, host).values())
+    if any(None in of.values() for of in used.values()):
+        note(
+            f"the driver does not report how much GPU memory container {name} uses: at most "
+            f"{human(estimate)}, which is in use on its GPUs",
+            code="GPS-216",
+        )
+    return InitialState(host, init, nodes, estimate)
 
 
 def check_place() -> None:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gpusnap.runtime_shim import question_process, state_files
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.gpu.assignment import ELSEWHERE, FREE, MORE, plan_assignment
@@ -35,11 +35,18 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs
 from gpusnap.runtime_shim.snapshot.memory import suspended_memory, transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-from gpusnap.runtime_shim.snapshot.records.reservations import GpuClaim, claim
+from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import sweep
 from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
-from gpusnap.runtime_shim.transaction import Step, Transaction, hold_signals, make_interruptible, name_recover
+from gpusnap.runtime_shim.transaction import (
+    Step,
+    Transaction,
+    hold_signals,
+    make_interruptible,
+    name_recover,
+    stop_if_asked,
+)
 
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.snapshot.suspended_containers.load import MemoryLoad
@@ -84,14 +91,13 @@ def resume(
         loaded: Loaded = {}
         # Otherwise somebody has resumed it since, and suspended it again.
         if loading is not None and loading.entry == journal.read(key):
-            with transaction.step("load"):
+            with transaction.step("load"), _name_recover(found):
                 loaded = loading.areas()
         with claim() as room:
             with transaction.step("plan"):
                 driver.open()
-                pairs = _plan(found, driver.host(), request, room)
-                if not loaded:
-                    _check_memory(found, settings)
+                spilled = {} if loaded else _measure_spilled(found)
+                pairs = _plan(found, driver.host(), request, settings, room, spilled)
             found = replace(found, stage=Stage.RESUMING, owner=state_files.owner(), pairs=pairs)
             with hold_signals(), _name_recover(found):
                 suspensions.write(found)
@@ -165,20 +171,31 @@ def check(
     return chosen.pairs
 
 
-def _plan(found: Suspension, host: Host, request: GpuMap, room: GpuClaim) -> tuple[tuple[str, str], ...]:
-    """Like `check`, and claim their memory. Raises Refused."""
+def _plan(
+    found: Suspension,
+    host: Host,
+    request: GpuMap,
+    settings: Settings,
+    room: GpuClaim,
+    spilled: Mapping[int, int],
+) -> tuple[tuple[str, str], ...]:
+    """Like `check`, and claim the memory of the GPUs, and the RAM for what was spilled. Raises Refused.
+
+    `spilled`: bytes by PID, which are read through RAM.
+    """
     pairs = check(found, host, request, room.reserved)
     new = dict(pairs)
-    room.record({new[gpu.uuid]: gpu.memory_used for gpu in found.gpus})
+    wanted = {new[gpu.uuid]: gpu.memory_used for gpu in found.gpus}
+    if any(spilled.values()):
+        space.check_memory(spilled, found.init[0], settings.memory, reserved=room.reserved.get(RAM, 0))
+        wanted[RAM] = sum(spilled.values())
+    room.record(wanted)
     return pairs
 
 
-def _check_memory(found: Suspension, settings: Settings) -> None:
-    """Refuse if the spilled memory does not fit into RAM, through which it is read."""
+def _measure_spilled(found: Suspension) -> Mapping[int, int]:
     entry = journal.read(found.key)
-    spilled = {p.pid: sum(r.table.size for r in p.regions) for p in entry.processes} if entry else {}
-    if any(spilled.values()):
-        space.check_memory(spilled, found.init[0], settings.memory)
+    return entry.measure_spilled() if entry is not None else {}
 
 
 def _map_pairs(found: Suspension) -> Mapping[int, Pairs]:
@@ -222,6 +239,7 @@ def _bring_back(
                     check=partial(_check_access, found, driver, allow),
                     pairs=_map_pairs(found),
                     loaded=loaded,
+                    interrupt=stop_if_asked,
                     cut_off=cut_off,
                 )
             except Exception:  # also of a module that is imported late
@@ -249,8 +267,10 @@ def _name_recover(found: Suspension) -> Iterator[None]:
     """Make an error of the block name `gpusnap recover`, unless the container is suspended as before."""
     try:
         yield
-    except Exception:
+    except Exception as error:
         if _is_suspended(found.key):
+            if isinstance(error, ImageError):
+                error.add_hint(f"{found.name} is suspended as before")
             raise
         with name_recover(found.container):
             raise

@@ -31,7 +31,7 @@ from gpusnap.runtime_shim.snapshot.memory.ram import SuspendedChunks
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import WHOSE
+from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import make_mark
 from gpusnap.runtime_shim.transaction import Transaction, hold_signals, make_interruptible
 
 
@@ -53,7 +53,7 @@ def _spill(key: str, settings: Settings) -> int:
                 _free(found)  # left by a spill that was killed between its last two steps
         return 0
     memory = settings.memory
-    store, why = settings.store, WHOSE + key
+    store, why = settings.store, _make_mark(key)
     destination = StoreDestination(
         store.path, store.path, found.container, memory, why=why, read_rate=store.read_rate
     )
@@ -88,6 +88,17 @@ def _spill(key: str, settings: Settings) -> int:
         raise
     destination.layout.close()
     return staged
+
+
+def _make_mark(key: str) -> str:
+    try:
+        return make_mark(key)
+    except OSError as error:
+        raise GpusnapError(
+            f"this host cannot be identified, so its memory in the store could not be: {reason(error)}",
+            hint="check that /run/gpusnap and /proc can be read",
+            code="GPS-007",
+        ) from error
 
 
 def _check_linked(layout: Layout, tables: Sequence[Table], threads: int) -> None:

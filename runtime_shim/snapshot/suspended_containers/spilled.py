@@ -1,15 +1,21 @@
-"""The chunks of suspended containers in the store, and their removal: see spill.py."""
+"""The chunks of suspended containers in the store, and their removal: see spill.py.
+
+Several hosts may share a store, and several gpusnaps of one host too, each with its own /run. So the mark of
+a staging directory says which one wrote it. Only that one knows whether the container still exists. After a
+reboot it does not, and its host removes the chunks.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.store.paths import PRECIOUS
-from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim import deadlines, state_files
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
@@ -17,16 +23,50 @@ from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.snapshot.memory import suspended_memory
 from gpusnap.runtime_shim.snapshot.records import journal
 
-WHOSE = "GPU memory of the suspended container "
-"""How a staging directory names its owner; the container's key follows."""
+_MARK = compile_later(
+    r"GPU memory of the suspended container (?P<key>.*) on (?P<host>\S*) "
+    r"\(machine (?P<machine>\S*), boot (?P<boot>\S*), records (?P<records>\S*)\)"
+)
+_MACHINE = "/etc/machine-id"  # machine-id(5)
 _LOADED = compile_later(r"\d+-[0-9a-f]+\.load\.(\d+)\.(\d+)")
 """Files of load.py, with the PID and start time of the process that reads into them."""
+
+
+def make_mark(key: str) -> str:
+    """Return the text with which a staging directory names its owner. Raises OSError."""
+    host, machine = _identify_host()
+    return (
+        f"GPU memory of the suspended container {key} on {host} (machine {machine}, "
+        f"boot {state_files.boot()}, records {_identify_records()})"
+    )
+
+
+def _identify_host() -> tuple[str, str]:
+    """Return this host's name and machine ID; the latter is empty if it has none."""
+    machine = ""
+    with suppress(OSError), open(_MACHINE, encoding="ascii", errors="replace") as file:
+        machine = file.read(64).strip()
+    return os.uname().nodename, machine
+
+
+def _identify_records() -> str:
+    """Return the device and the inode of the directory with the journal. Raises OSError."""
+    found = os.stat(os.path.dirname(journal.FOLDER))
+    return f"{found.st_dev}:{found.st_ino}"
+
+
+def _is_own(mark: Mapping[str, str]) -> bool:
+    """Whether this gpusnap has the records of a container, or had them before a reboot. Raises OSError."""
+    if mark["boot"] == state_files.boot():
+        return mark["records"] == _identify_records()
+    return bool(mark["machine"]) and (mark["host"], mark["machine"]) == _identify_host()
 
 
 def sweep(path: str) -> None:
     """Remove chunks from a store that no suspended container uses any more, for example after a reboot.
 
-    A store that does not answer in time is left alone: a container whose memory is in RAM does not need it.
+    Those of other hosts stay; `gpusnap gc` names them. A store that does not answer in time is left alone: a
+    container whose memory is in RAM does not need it.
     """
     with suppress(OSError, GpusnapError):
         for layout, key in deadlines.ask(partial(_list_marked, path), f"the store {path}"):
@@ -41,14 +81,15 @@ def sweep(path: str) -> None:
 
 
 def _list_marked(path: str) -> list[tuple[str, str]]:
-    """Return the staging directories of spills in a store, with the key of each one's container."""
+    """Return our own staging directories of spills in a store, with the key of each one's container."""
     folder, found = os.path.join(os.path.realpath(path), "staging"), []
     for name in os.listdir(folder):
         with suppress(OSError, ValueError):
             with open(os.path.join(folder, name, PRECIOUS), encoding="utf-8") as file:
                 whose = file.read(4096)
-            if whose.startswith(WHOSE):
-                found.append((os.path.join(folder, name), whose.removeprefix(WHOSE)))
+            mark = _MARK.fullmatch(whose)
+            if mark is not None and _is_own(mark.groupdict()):
+                found.append((os.path.join(folder, name), mark["key"]))
     return found
 
 

@@ -12,7 +12,7 @@ The modules for the steps after the pause are imported while the engine pauses i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -46,20 +46,26 @@ def suspend(
     driver: Driver,
     engine: Engine,
     *,
-    room: Callable[[int], object] = int,
+    room: Callable[[int], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[Suspension, Sequence[Step]]:
     """Suspend a running container that uses GPUs; return its record, and how long each step took.
 
-    `room` is called with the bytes of RAM that it will take, before anything is changed, and may refuse.
-    Raises a GpusnapError; the container then continues to run, unless the error says otherwise.
+    `room` is called with the bytes of RAM that it will take, before anything is changed, and may refuse; its
+    result is closed when they are taken. Raises a GpusnapError; the container then continues to run, unless
+    the error says otherwise.
     """
     question_process.start()
-    with make_interruptible(), journal.hold(container.key), Transaction() as transaction:
+    with (
+        make_interruptible(),
+        journal.hold(container.key),
+        ExitStack() as claimed,
+        Transaction() as transaction,
+    ):
         with transaction.step("inspect"):
             seen = preflight.inspect(container, driver, engine.name)
             allow = partial(device_access.update, real, container)
             device_access.check(container.pid, engine.name, seen.nodes, allow)
-            room(seen.memory)
+            claimed.enter_context(room(seen.memory))
         begun = _make_suspension(container, real, engine, seen.init)
         way_back = _Undo(container, begun, engine)
         transaction.undo("removing the record of the suspend", way_back.forget)

@@ -8,21 +8,32 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes import FakeDriver
 
 from gpusnap.engines import podman
 from gpusnap.operations.suspending import budget, commands, spill, targets, usage
+from gpusnap.operations.suspending import suspend as suspending
 from gpusnap.operations.suspending.usage import Usage
+from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.settings import Settings, Suspend
-from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot import recover_restore
+from gpusnap.runtime_shim.snapshot.preflight import space
+from gpusnap.runtime_shim.snapshot.records import journal, reservations, suspensions
 from gpusnap.runtime_shim.snapshot.records.journal import Entry
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import spill as spilling
+from gpusnap.runtime_shim.snapshot.suspended_containers import suspend as suspended_containers
 from gpusnap.user_errors import NotFound
 
 MIB = 1 << 20
@@ -110,15 +121,17 @@ def test_the_command_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def ram(there: list[Suspension], monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def ram(there: list[Suspension], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Bytes in RAM by name; what is spilled has none any more."""
     found = {"llama": 40 * MIB, "qwen": 30 * MIB}
 
     def spill(key: str, settings: Settings) -> int:
         name = next(each.name for each in there if each.key == key)
-        found[name] = 0
-        return 0
+        with reservations.claim(str(tmp_path / "gpusnap/room"), patience=0):  # nobody waits for a spill
+            size, found[name] = found[name], 0
+        return size
 
+    monkeypatch.setattr(budget, "claim", partial(reservations.claim, str(tmp_path / "gpusnap/room")))
     monkeypatch.setattr(budget, "measure_kept", lambda each: (found[each.name], 0))
     monkeypatch.setattr(spilling, "spill", spill)
     return found
@@ -128,31 +141,63 @@ def settings(mib: int, over: str = "refuse") -> Settings:
     return Settings(suspend=Suspend(ram=mib * MIB, over=over))
 
 
+def make_room(mib: int, need: int, over: str = "refuse", leaving: str = "") -> None:
+    budget.claim_room(settings(mib, over), need, leaving=leaving).__exit__(None, None, None)
+
+
 def test_a_budget(ram: dict[str, int]) -> None:
     """What fits is not touched; what does not is refused with figures."""
-    budget.make_room(settings(0), 1 << 50)
-    budget.make_room(settings(100), 30 * MIB)
+    make_room(0, 1 << 50)
+    make_room(100, 30 * MIB)
     with pytest.raises(
         Refused, match=r"31.0 MiB of GPU memory .*only 30.0 MiB of suspend.ram, 100.0 MiB, is free"
     ) as caught:
-        budget.make_room(settings(100), 31 * MIB)
+        make_room(100, 31 * MIB)
     assert "suspend.over" in caught.value.hint
     with pytest.raises(Refused) as caught:  # nothing that is moved away would help
-        budget.make_room(settings(100), 101 * MIB)
+        make_room(100, 101 * MIB)
     assert caught.value.hint == "raise suspend.ram"
-    budget.make_room(settings(100), 31 * MIB, leaving=TWO.key)
+    make_room(100, 31 * MIB, leaving=TWO.key)
     assert ram == {"llama": 40 * MIB, "qwen": 30 * MIB}
 
 
 def test_what_was_suspended_first_is_spilled(ram: dict[str, int]) -> None:
     """As many as it takes, and none where that would not help."""
-    budget.make_room(settings(100, "spill"), 31 * MIB)
+    make_room(100, 31 * MIB, "spill")
     assert ram == {"llama": 40 * MIB, "qwen": 0}
     with pytest.raises(Refused):
-        budget.make_room(settings(100, "spill"), 101 * MIB)
+        make_room(100, 101 * MIB, "spill")
     assert ram["llama"]
-    budget.make_room(settings(100, "spill"), 100 * MIB)
+    make_room(100, 100 * MIB, "spill")
     assert ram == {"llama": 0, "qwen": 0}
+
+
+def test_two_suspends_at_once(ram: dict[str, int], there: list[Suspension]) -> None:
+    """The second counts what the first is about to take, and not twice once that is there."""
+    with budget.claim_room(settings(100), 20 * MIB):
+        make_room(100, 10 * MIB)
+        with pytest.raises(Refused, match=r"only 10.0 MiB of suspend.ram"):
+            make_room(100, 11 * MIB)
+        there.append(replace(ONE, name="mistral", stage=Stage.SUSPENDING, owner=state_files.owner()))
+        ram["mistral"] = 20 * MIB
+        make_room(100, 10 * MIB)
+    there[-1] = replace(there[-1], owner=(1 << 22, 1))  # it was killed: its claim has ended, its files stay
+    with pytest.raises(Refused, match=r"only 10.0 MiB of suspend.ram"):
+        make_room(100, 11 * MIB)
+
+
+def test_a_spill_by_the_available_ram(ram: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without suspend.ram: what this host has beside the claims of others, and is only refused later."""
+    monkeypatch.setattr(space, "_limit", lambda init: None)
+    monkeypatch.setattr(space, "_measure_available", lambda: (250 << 20) - sum(ram.values()))
+    with budget.claim_room(settings(0), 10 * MIB):
+        make_room(0, 20 * MIB, "spill")  # beside 70 MiB, 10 MiB and the growth of its heap
+        make_room(0, 21 * MIB)
+        assert ram == {"llama": 40 * MIB, "qwen": 30 * MIB}
+        make_room(0, 91 * MIB, "spill")  # it would not help
+        assert ram == {"llama": 40 * MIB, "qwen": 30 * MIB}
+        make_room(0, 21 * MIB, "spill")
+        assert ram == {"llama": 40 * MIB, "qwen": 0}
 
 
 @pytest.mark.parametrize(
@@ -194,6 +239,36 @@ def test_ps(gpusnap: Callable[..., tuple[int, str, str]], monkeypatch: pytest.Mo
     assert "the fields are Name, State" in gpusnap("ps", "--format", "{{.Digest}}")[2]
     monkeypatch.setattr(usage, "usages", tuple)
     assert "none is suspended" in gpusnap("ps")[1]
+
+
+def test_what_a_restore_left_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the container is suspended, its record would make it look like an incomplete one."""
+    did: list[str] = []
+
+    def recover(key: str, driver: Any, *, remove: bool) -> str:
+        did.append(f"recover {key}")
+        assert not remove
+        return "running: 7"
+
+    def suspend(*_: object, **__: object) -> tuple[Suspension, tuple[()]]:
+        did.append("suspend")
+        return ONE, ()
+
+    for module, name, made in (
+        (settings_file, "load_usable", Settings),
+        (suspending, "sweep", lambda path: None),
+        (suspending, "choose_driver", lambda driver, *_: driver),
+        (suspending, "run_around_suspend", lambda *_: nullcontext()),
+        (journal, "list_noted", lambda kind: (ONE.key,)),
+        (recover_restore, "recover", recover),
+        (suspended_containers, "suspend", suspend),
+    ):
+        monkeypatch.setattr(module, name, made)
+    container: Any = SimpleNamespace(key=ONE.key, annotations={})
+    early: Any = SimpleNamespace(driver=FakeDriver, container=None)
+    engine: Any = SimpleNamespace(kind="podman")
+    suspending.suspend_this((engine, container, None), early)  # type: ignore[arg-type]
+    assert did == [f"recover {ONE.key}", "suspend"]
 
 
 def test_a_spill_that_nobody_waits_for(there: list[Suspension], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 from fakes import joining, wait_for
 
+from gpusnap.oci.base import threads
+from gpusnap.oci.base.errors import Stalled
 from gpusnap.oci.base.threads import Crew, run_for_each
 
 
@@ -123,3 +126,61 @@ def test_a_signal_while_it_waits() -> None:
         assert seen == [False]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_workers_that_never_come_back() -> None:
+    """Without progress they are left behind, also by a later `stop`, and end at their next check."""
+    crew, answered = Crew(patience=0.01), threading.Event()
+    went_on: list[bool] = []
+
+    def work() -> None:
+        answered.wait(60)
+        crew.check()
+        went_on.append(True)
+
+    crew.start(2, work)
+    with pytest.raises(Stalled, match=r"nothing could be read for 0\.01 s"):
+        crew.join()
+    crew.stop()
+    answered.set()
+    for thread in crew._threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert went_on == []
+
+
+def test_slow_workers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patience begins anew with everything that arrives."""
+    clock = [0.0]
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(threads, "_LOOK", 0.001)
+    crew = Crew(patience=60)
+    looked = threading.Semaphore(0)
+
+    def work() -> None:
+        for _ in range(5):
+            clock[0] += 50
+            looked.acquire(timeout=60)
+            looked.acquire(timeout=60)
+            crew.note_progress()
+
+    crew.start(1, work)
+    crew.join(looked.release)
+    assert clock == [250]
+
+
+def test_an_interrupt_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a worker does not come back."""
+    monkeypatch.setattr(threads, "_ENDING", 0.01)
+    crew, answered = Crew(patience=60), threading.Event()
+
+    def interrupt() -> None:
+        raise ValueError("that is enough")
+
+    def work() -> None:
+        answered.wait(60)
+
+    crew.start(1, work)
+    with pytest.raises(ValueError, match="that is enough"):
+        crew.join(interrupt)
+    answered.set()

@@ -17,7 +17,8 @@ import pytest
 import zstandard
 from oci_regions import CEILING, PAGE, Far, fill, load, save
 
-from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, OciError
+from gpusnap.oci.base.errors import BlobError, Cancelled, CeilingError, ChunkError, OciError, Stalled
+from gpusnap.oci.base.threads import Crew
 from gpusnap.oci.chunks import reader
 from gpusnap.oci.chunks.buffers import Buffer
 from gpusnap.oci.chunks.reader import Reader, read
@@ -525,3 +526,40 @@ def test_a_small_chunk_has_no_large_window(layout: Layout, monkeypatch: pytest.M
         Reader(tables, layout, threads=2, ceiling=64 << 20) as reading,
     ):
         reading.deliver(targets)
+
+
+class Silent:
+    """Blobs of a file system that does not answer before `answered`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.answered = layout, threading.Event()
+
+    def open_blob(self, digest: str, size: int | None = None) -> io.FileIO:
+        self.answered.wait(60)
+        return self.layout.open_blob(digest, size)
+
+    def check_blob(self, wanted: Descriptor) -> None:
+        self.layout.check_blob(wanted)
+
+
+def test_blobs_that_never_come(layout: Layout) -> None:
+    """The wait ends, and a worker that comes back later writes nothing."""
+    before = set(threading.enumerate())
+    tables, silent, target = save(layout, MIXED), Silent(layout), bytearray(len(MIXED))
+    with pytest.raises(Stalled, match="nothing could be read"):
+        read(tables, silent, [Far(target)], threads=2, ceiling=CEILING, patience=0.01)
+    silent.answered.set()
+    for worker in set(threading.enumerate()) - before:
+        worker.join(60)
+    assert target == bytes(len(MIXED))
+
+
+def test_pieces_are_progress(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large blob from a slow disk counts as it arrives, not only as a whole."""
+    monkeypatch.setattr(reader, "_PIECE", PAGE)
+    content = bytearray(fill(8 * PAGE, "random"))
+    tables, target = save(layout, content, chunk_size=8 * PAGE), bytearray(len(content))
+    moved: list[None] = []
+    monkeypatch.setattr(Crew, "note_progress", lambda crew: moved.append(None))
+    read(tables, layout, [Far(target)], threads=1, ceiling=CEILING, patience=60)
+    assert (target, len(moved)) == (content, 8)

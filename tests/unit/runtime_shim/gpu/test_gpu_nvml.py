@@ -118,6 +118,6 @@ def test_starting_is_tried_again(host: Any) -> None:
 def test_memory_used(host: Any) -> None:
     lists = {0: [process(7, 100), process(8, 5)], 1: [process(7, 1), process(7, 2)], 2: [process(9, None)]}
     host(nvmlDeviceGetComputeRunningProcesses=lambda handle: lists[handle])
-    # Two entries of one process (MIG instances) are added up; bytes that are not available count as 0.
-    assert nvml.memory_used([7, 9, 10]) == {7: {UUIDS[0]: 100, UUIDS[1]: 3}, 9: {UUIDS[2]: 0}}
+    # Two entries of one process (MIG instances) are added up; bytes that are not available are not 0.
+    assert nvml.memory_used([7, 9, 10]) == {7: {UUIDS[0]: 100, UUIDS[1]: 3}, 9: {UUIDS[2]: None}}
     assert nvml.memory_used([]) == {}

@@ -20,6 +20,7 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import (
     resume,
     suspend,
 )
+from gpusnap.runtime_shim.snapshot.gpu_processes.job import _limit_estimate
 from gpusnap.runtime_shim.snapshot.memory import pages
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.stopping.stop import stop
@@ -79,6 +80,21 @@ def test_record(family: Family) -> None:
     assert first.used == 100
     assert second.gpus == ((uuid(0), 500), (uuid(1), 70))
     assert second.used == 570
+
+
+def test_record_of_unknown_shares(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in use on the GPU and is of none of the others is theirs together; it is not zero."""
+    driver = FakeDriver(gpus=(gpu(0, used=500), gpu(1, used=70)))
+    pids = [driver.use(family.spawn(), memory=100) for _ in range(3)]
+    told: dict[int, dict[str, int | None]] = {pid: {uuid(0): None, uuid(1): 0} for pid in pids}
+    told[pids[1]] = {uuid(0): 100}
+    monkeypatch.setattr(driver, "memory_used", lambda pids: told)
+    members = [found for pid in pids if (found := proc.process(pid))]
+    records = record(driver, driver.host(), members, dict.fromkeys(pids, 1))
+    assert [(each.used, each.estimated) for each in records] == [(400, True), (100, False), (0, True)]
+    # A restore needs what the driver took out, not what others used then.
+    assert [_limit_estimate(each, 30).used for each in records] == [30, 100, 0]
+    assert [_limit_estimate(each, None) for each in records] == records
 
 
 @pytest.mark.parametrize("state", [RUNNING, LOCKED, CHECKPOINTED], ids=lambda state: state.name)

@@ -6,21 +6,26 @@ import errno
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import oci_regions
 import pytest
 
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.records.manifest import RegionRecord
 from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records import journal, reservations
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import load, spilled
@@ -121,6 +126,71 @@ def test_a_failure_at_the_beginning(stage: Path, entry: Entry, monkeypatch: pyte
     assert names(stage) == []
 
 
+class Silent(Layout):
+    """A layout in a file system that does not answer before `answered`."""
+
+    answered = threading.Event()
+
+    def open_blob(self, digest: str, size: int | None = None) -> Any:
+        self.answered.wait(60)
+        return super().open_blob(digest, size)
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What makes such layouts answer."""
+    monkeypatch.setattr(Silent, "answered", threading.Event())
+    monkeypatch.setattr(load, "Layout", Silent)
+    yield Silent.answered
+    Silent.answered.set()
+
+
+def test_a_store_that_does_not_answer(
+    stage: Path, entry: Entry, silent: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for with a deadline, and the files are removed."""
+    monkeypatch.setattr(transfer, "STALL", 0.01)
+    loading = MemoryLoad(entry, Memory())
+    with pytest.raises(ImageError, match=r"cannot be transferred: nothing could be read for") as caught:
+        loading.areas()
+    assert "NFS server, and try again; the memory stays there" in caught.value.hint
+    loading.close()
+    assert names(stage) == []
+
+
+def test_the_ram_is_claimed(
+    stage: Path, tmp_path: Path, entry: Entry, silent: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is in use; others that want it see it, and a load that others leave no room for is refused."""
+    room = str(tmp_path / "gpusnap/room")
+    monkeypatch.setattr(load, "claim", partial(reservations.claim, room))
+    monkeypatch.setattr(journal, "read", lambda key: entry)
+    monkeypatch.setattr(space, "_measure_available", lambda: (150 << 20) * 2 + 3 * SIZE)
+    with reservations.claim(room) as another:
+        another.record({reservations.RAM: SIZE + 1})
+        with pytest.raises(Refused, match="of GPU memory must move to RAM"):
+            load.begin(FOUND, Memory(), beside=0)
+    loading = load.begin(FOUND, Memory(), beside=0)
+    assert loading is not None
+    assert reservations.read_reserved(room) == {reservations.RAM: 2 * SIZE}
+    silent.set()
+    loading.areas()
+    assert reservations.read_reserved(room) == {}
+    loading.close()
+    for damaged in (False, True):
+        if damaged:
+            for blob in Path(entry.layout).glob("blobs/*/*"):
+                blob.unlink()
+        loading = load.begin(FOUND, Memory(), beside=0)
+        assert loading is not None
+        if damaged:
+            assert loading.areas() == {}
+        else:
+            loading.close()
+        assert reservations.read_reserved(room) == {}
+    assert names(stage) == []
+
+
 def test_what_a_killed_one_has_left(stage: Path) -> None:
     """Is removed by the next command, and what is staged is not."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -138,9 +208,10 @@ def test_what_a_killed_one_has_left(stage: Path) -> None:
     tmpfs.remove(KEY)
 
 
-def test_when(stage: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when(stage: Path, tmp_path: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not where nothing was spilled, where there is a ceiling, or no RAM for both containers."""
     there: list[Entry | None] = [entry]
+    monkeypatch.setattr(load, "claim", partial(reservations.claim, str(tmp_path / "gpusnap/room")))
     monkeypatch.setattr(journal, "read", lambda key: there[0])
     monkeypatch.setattr(space, "_measure_available", lambda: (150 << 20) * 2 + 5 * SIZE)
     loading = load.begin(FOUND, Memory(), beside=3 * SIZE)

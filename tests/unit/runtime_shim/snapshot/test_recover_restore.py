@@ -33,7 +33,8 @@ from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot import recover_restore, restore_record
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import let_finish
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
 
 RUNNING, LOCKED, CHECKPOINTED = ProcessState.RUNNING, ProcessState.LOCKED, ProcessState.CHECKPOINTED
@@ -178,6 +179,38 @@ def test_the_unlock_was_under_way(scene: Scene) -> None:
     entry = cut_off(scene, LOCKED)
     scene.driver.when("unlock", lambda pid: scene.driver.states.update({pid: RUNNING}))
     kept(scene, f"running: {entry.processes[0]}")
+
+
+SINCE = "it was complete, because a checkpoint or a suspend of it has begun since; it was not touched"
+
+
+def test_a_checkpoint_has_begun_since(scene: Scene) -> None:
+    """Its GPU state is missing because a killed checkpoint took it: that is repaired, not the restore."""
+    entry = cut_off(scene, CHECKPOINTED, RUNNING)
+    journal.write(KEY, str(scene.image), {entry.processes[0]: ()})
+    kept(scene, SINCE)
+    assert journal.read(KEY) is not None
+
+
+@pytest.mark.parametrize("asleep", list(suspensions.Stage))
+def test_a_suspend_has_begun_since(scene: Scene, asleep: suspensions.Stage) -> None:
+    """Likewise, whether it was killed or not."""
+    entry = cut_off(
+        scene, CHECKPOINTED, status="paused" if asleep is suspensions.Stage.SUSPENDED else "running"
+    )
+    assert entry.init is not None
+    suspensions.write(Suspension(KEY, "w", "podman", "", asleep, (1, 1), entry.init, "", "crun"))
+    kept(scene, SINCE)
+    assert suspensions.read(KEY) is not None
+
+
+def test_a_checkpoint_of_an_earlier_one(scene: Scene) -> None:
+    """Its processes have ended: the restored container is another, and incomplete."""
+    gone = scene.family.spawn()
+    cut_off(scene, CHECKPOINTED, standing=True)
+    journal.write(KEY, str(scene.image), {gone: ()})
+    scene.family.end(gone)
+    removed(scene)
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from gpusnap.oci.base.errors import BlobError
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim import deadlines, state_files
 from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.snapshot.memory import suspended_memory
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.suspended_containers import spill, spilled
 
@@ -33,7 +34,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 def spilled_of(store: Store, key: str = KEY) -> Path:
     """A staging directory with the memory of a suspended container, whose writer has ended."""
     staging = store.stage()
-    staging.mark_precious(spilled.WHOSE + key)
+    staging.mark_precious(spilled.make_mark(key))
     path = Path(staging.layout.path)
     staging.close(leave=True)
     return path
@@ -49,6 +50,37 @@ def test_of_nobody(store: Store) -> None:
     made = [spilled_of(store), spilled_of(store, "no key")]
     spilled.sweep(store.path)
     assert [path for path in made if path.exists()] == []
+
+
+@pytest.mark.parametrize("other", ["another boot of another host", "another /run", "an earlier version"])
+def test_of_others(store: Store, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    """Only they know whether the container still exists; gc names whose it is."""
+    with monkeypatch.context() as there:
+        if other == "another boot of another host":
+            there.setattr(spilled, "_identify_host", lambda: ("elsewhere", "0123"))
+            there.setattr(state_files, "boot", lambda: "another")
+        elif other == "another /run":
+            there.setattr(spilled, "_identify_records", lambda: "1:1")
+        else:
+            there.setattr(spilled, "make_mark", lambda key: f"GPU memory of the suspended container {key}")
+        layout = spilled_of(store)
+    spilled.sweep(store.path)
+    assert layout.exists()
+    (left,) = store.collect().spared
+    assert KEY in left.why
+    assert other != "another boot of another host" or "elsewhere" in left.why
+
+
+@pytest.mark.parametrize("machine", ["0123", ""])
+def test_of_an_earlier_boot(store: Store, monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    """Its containers are gone; a host without an ID may be another one."""
+    monkeypatch.setattr(spilled, "_identify_host", lambda: ("here", machine))
+    with monkeypatch.context() as earlier:
+        earlier.setattr(state_files, "boot", lambda: "earlier")
+        earlier.setattr(spilled, "_identify_records", lambda: "1:1")
+        layout = spilled_of(store)
+    spilled.sweep(store.path)
+    assert layout.exists() == (not machine)
 
 
 def test_of_a_container(store: Store) -> None:
@@ -104,6 +136,20 @@ def test_a_store_that_does_not_answer(store: Store, monkeypatch: pytest.MonkeyPa
     spilled.sweep(store.path)
     answered.set()
     assert layout.exists()
+
+
+def test_a_removal_that_does_not_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that is resumed does not wait for it."""
+    answered = threading.Event()
+    real = deadlines.ask
+
+    def ask(question: Any, what: str, **_: float) -> Any:
+        return real(lambda: answered.wait(DEADLINE) and question(), what, within=0.01)
+
+    monkeypatch.setattr(deadlines, "ask", ask)
+    with pytest.raises(ImageError, match="cannot be removed: its file system did not respond in time"):
+        suspended_memory.discard(str(spilled_of(store)))
+    answered.set()
 
 
 @pytest.mark.parametrize("damaged", [False, True])

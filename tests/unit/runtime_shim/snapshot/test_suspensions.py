@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from fakes import FakeDriver
 
 from gpusnap.runtime_shim import question_process, state_files
-from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError, Refused
+from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError, ImageError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import parse_map
 from gpusnap.runtime_shim.process.memory import tmpfs
@@ -29,7 +30,9 @@ from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, paused_con
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.ram import NoDestination
+from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+from gpusnap.runtime_shim.snapshot.records.reservations import RAM, claim, read_reserved
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import preflight, resume, suspend, take
 from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
@@ -422,7 +425,7 @@ class Trouble:
         self.monkeypatch = monkeypatch
         monkeypatch.setattr(resume, "claim", nullcontext)
         monkeypatch.setattr(resume, "_plan", lambda *_: (("GPU-1", "GPU-1"),))
-        monkeypatch.setattr(resume, "_check_memory", lambda *_: None)
+        monkeypatch.setattr(resume, "_measure_spilled", lambda found: {})
         monkeypatch.setattr(bring_back, "bring_back", lambda *_, **__: None)
         monkeypatch.setattr(bring_back, "list_alive", lambda entry: (journal.JournalProcess(7, 8, ()),))
 
@@ -501,6 +504,49 @@ def test_a_resume_that_stays_suspended(trouble: Trouble, monkeypatch: pytest.Mon
     now = suspensions.read(suspension().key)
     assert now is not None
     assert now.stage is Stage.SUSPENDED
+
+
+def test_memory_that_cannot_be_read(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says that the container is still suspended."""
+    monkeypatch.setattr(driver_calls, "state", lambda *_: ProcessState.CHECKPOINTED)
+    monkeypatch.setattr(transfer, "release_memory", lambda *_: None)
+    trouble.at(bring_back, "bring_back", ImageError("nothing could be read", hint="try again"))
+    assert trouble.caught() == "nothing could be read; try again; w is suspended as before"
+
+
+def test_a_resume_is_interrupted_while_it_reads(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may never respond: a signal ends the wait, and the container stays suspended."""
+    monkeypatch.setattr(driver_calls, "state", lambda *_: ProcessState.CHECKPOINTED)
+    monkeypatch.setattr(transfer, "release_memory", lambda *_: None)
+
+    def fill(*_: object, interrupt: Callable[[], object], **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        interrupt()
+
+    monkeypatch.setattr(bring_back, "bring_back", fill)
+    assert trouble.caught() == "stopped by SIGINT; the container was left in its original state"
+    now = suspensions.read(suspension().key)
+    assert now is not None
+    assert now.stage is Stage.SUSPENDED
+
+
+def test_the_ram_of_a_resume_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read through it counts for others, and theirs counts for it."""
+    folder, heap, size = str(tmp_path / "gpusnap" / "room"), 150 << 20, 1 << 20
+    monkeypatch.setattr(space, "_measure_available", lambda: heap + 2 * size)
+    monkeypatch.setattr(space, "_limit", lambda init: None)
+
+    def plan() -> dict[str, int]:
+        with claim(folder) as room:
+            resume._plan(suspension(), host(1 << 30), (), Settings(), room, {7: size})
+            return dict(read_reserved(folder))
+
+    assert plan() == {"GPU-1": 1 << 20, RAM: size}
+    assert read_reserved(folder) == {}
+    with claim(folder) as other:
+        other.record({RAM: size + 1})
+        with pytest.raises(Refused, match="of GPU memory must move to RAM"):
+            plan()
 
 
 @ERRORS
