@@ -37,6 +37,7 @@ class Server(ThreadingHTTPServer):
             self.model = transformers.LlamaForCausalLM(config).eval()
         if weights:
             safetensors.torch.load_model(self.model, weights, device="cuda")
+            torch.cuda.empty_cache()  # the loader's copy, which PyTorch would keep
         super().__init__(("", port), Answers)
 
     def tokens(self, count: int) -> list[int]:
