@@ -36,7 +36,7 @@ class PendingOperation:
     kind: str
     """checkpoint, restore, suspend, resume, leaving or coming: it is migrated to another host, or comes from
     one; unknown: it was restored, and Podman says it does not run; suspended: Podman has it as
-    running; ended: a checkpoint has ended it, and Podman has not noticed that."""
+    running; ended: it has ended, and Podman has not noticed that."""
     at_work: bool
     """Its gpusnap is still there, and nobody else may touch the container."""
     processes: tuple[int, ...]

@@ -113,7 +113,6 @@ class Crew:
 
         try:
             if not self._wait(lambda: self._ended >= len(self._threads), last):
-                self._left_behind = True
                 raise Stalled(f"nothing could be read for {self._patience:g} s")
         except BaseException:
             self.stop()
@@ -124,11 +123,15 @@ class Crew:
 
     def _wait(self, done: Callable[[], bool], last: Callable[[], float | None]) -> bool:
         """Wait for threads; return False if that takes longer than until `last`, by time.monotonic()."""
+        late: float | None = None
         with self._lock:
             while not done():
                 deadline = last()
                 if deadline is not None and time.monotonic() > deadline:
-                    return False
+                    # Twice: this process may have been stopped, and then the threads have, too.
+                    if late == deadline:
+                        return False
+                    late = deadline
                 self._changed.wait(None if deadline is None else _LOOK)
         for thread in self._threads:
             thread.join()

@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gpusnap.oci.base.files import exists
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, advise, reason
@@ -189,7 +190,7 @@ def list_archives() -> dict[str, str]:
             pid, start = each["owner"]
             if each["archive"] and not proc.is_same(int(pid), int(start)):
                 found[str(each["archive"])] = str(each["target"])
-    return {path: target for path, target in found.items() if os.path.exists(path)}
+    return {path: target for path, target in found.items() if _may_exist(path)}
 
 
 def _read_all() -> Iterator[dict[str, Any]]:
@@ -211,7 +212,7 @@ def _set_aside(path: str, store: str) -> None:
         document = state_files.read(path, limit=_LARGEST)
         pid, start = document["owner"]
         aside = f"{path.removesuffix('.json')}.{int(pid)}-{int(start)}.json"
-        keep = document["store"] not in ("", store) or os.path.exists(document.get("archive", ""))
+        keep = document["store"] not in ("", store) or _may_exist(document.get("archive", ""))
     except _UNREADABLE:
         return
     if keep:
@@ -234,10 +235,18 @@ def sweep(stores: Collection[str] = ()) -> None:
                 state_files.remove(_path(container))
 
 
+def _may_exist(path: str) -> bool:
+    """Whether a file exists; yes if that cannot be told, for example on a disk that fails."""
+    try:
+        return exists(path)
+    except OSError:
+        return True
+
+
 def _names_something_left(path: str, stores: Collection[str]) -> bool:
     try:
         document = state_files.read(path, limit=_LARGEST)
-        return document["store"] in stores or os.path.exists(document.get("archive", ""))
+        return document["store"] in stores or _may_exist(document.get("archive", ""))
     except (*_UNREADABLE, AttributeError):
         return False
 

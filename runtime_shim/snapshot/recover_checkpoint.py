@@ -8,6 +8,7 @@ checkpoint: it gives the manifest its name.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -136,22 +137,30 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
 
 
 def _check_image_is_mounted(entry: Entry, *, runs: bool) -> None:
-    """Raise ImageError if the image's directory is missing, but perhaps only because of its file system.
+    """Raise ImageError if the image's directory is missing or empty, but perhaps only for its file system.
 
-    Without its images, the memory of a complete checkpoint looks like that of a failed one. `runs`: whether
-    the container runs.
+    Without its images, the memory of a complete checkpoint looks like that of a failed one. The directory may
+    be the mount point itself, or another of that name below it. `runs`: whether the container runs.
     """
-    if manifest_file.has(entry.image) or entry.mount == journal.find_mount_point(entry.image):
+    if _has_files(entry.image) or entry.mount == journal.find_mount_point(entry.image):
         return
+    if not entry.mount and manifest_file.has(entry.image):
+        return  # an earlier version did not record it
     where = f"the file system that was mounted at {entry.mount}" if entry.mount else "its file system"
     raise ImageError(
-        f"the checkpoint of container {entry.container} is kept: its directory {entry.image} does not exist, "
-        f"but {where} may not be mounted",
-        hint="mount it, then run gpusnap recover again; if the directory was removed, make an empty one "
-        "there: then gpusnap recover removes the rest of the checkpoint"
+        f"the checkpoint of container {entry.container} is kept: its directory {entry.image} is empty or "
+        f"does not exist, but {where} may not be mounted",
+        hint="mount it, then run gpusnap recover again; if the images were removed, put any file into such a "
+        "directory: then gpusnap recover removes the rest of the checkpoint"
         + ("; the container continues to run" if runs else ""),
         code="GPS-031",
     )
+
+
+def _has_files(path: str) -> bool:
+    with suppress(OSError), os.scandir(path) as found:
+        return next(found, None) is not None
+    return False
 
 
 def _let_go_of_resumed(

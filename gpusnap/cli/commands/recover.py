@@ -123,7 +123,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     cut_off, up = restore_record.entries(unreadable), restored_containers.list_living()
     moving = tuple(each for each in suspended if each.stage is not Stage.SUSPENDED)
     moves = _Migrations(migrations.list_outgoing(), records.list_records())
-    unnoticed = in_podman.list_unnoticed()
+    moved = set(moves.ids())  # such a container may run on another host
+    unnoticed = tuple(each for each in in_podman.list_unnoticed() if each.id not in moved)
     if container is None and not only_list:
         _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])
     if container is not None:

@@ -17,7 +17,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError, ManifestError
 from gpusnap.user_errors import NotFound
 
-UNNOTICED = "a checkpoint has ended it; Podman was killed before it noticed that"
+UNNOTICED = "it has ended, and Podman was killed before it noticed that"
 """What `list_unnoticed` finds, in words."""
 _STOPPED = ("exited", "stopped")
 # Seconds for Podman to list its containers. It may wait for a lock that another Podman has.
@@ -63,10 +63,11 @@ def list_restorable(store: Store) -> tuple[podman.Container, ...]:
 
 
 def list_unnoticed() -> tuple[podman.Container, ...]:
-    """Return containers that have ended after a checkpoint while Podman could not notice it.
+    """Return containers with a checkpoint that have ended while Podman could not notice it.
 
-    Both Podmans were killed: that which made the checkpoint, and that which cleans up after a container.
-    Those that run without Podman's knowledge are left out. Returns nothing if Podman does not answer.
+    Both Podmans were killed: that which made the checkpoint, and that which cleans up after a container. (The
+    checkpoint may be an earlier one of a container that ended later.) Those that run without Podman's
+    knowledge are left out. Returns nothing if Podman does not answer.
     """
     from gpusnap.runtime_shim.snapshot import restored_containers
 
@@ -84,8 +85,17 @@ def list_unnoticed() -> tuple[podman.Container, ...]:
 
 def note_end(found: podman.Container) -> str:
     """Have Podman notice the end of one of these; return what was done, in words. Raises GpusnapError."""
+    try:
+        now = podman.inspect_container(found.id)
+    except NotFound:
+        return "it was removed meanwhile"
+    if not now.is_not_cleaned_up:
+        return f"Podman lists it as {now.status} now"
     podman.clean_up(found)
-    return f"{UNNOTICED}, and has cleaned up now; to continue it: podman container restore {found.name}"
+    return (
+        f"{UNNOTICED}; now it has cleaned up. To continue the container from its checkpoint: "
+        f"podman container restore {found.name}"
+    )
 
 
 def _has_checkpoint(found: podman.Container) -> bool:

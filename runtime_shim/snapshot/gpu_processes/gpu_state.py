@@ -53,8 +53,9 @@ class Record:
     """Its PID in the namespace of the container's init."""
     gpus: tuple[tuple[str, int], ...]
     """(UUID, bytes used) of every GPU that it could see."""
-    estimated: bool = False
-    """Whether some of the bytes are only an upper bound."""
+    unknown: frozenset[str] = frozenset()
+    """The UUIDs of those on which the driver does not report its bytes. All such processes together use at
+    most what their records say together."""
 
     @property
     def used(self) -> int:
@@ -137,8 +138,9 @@ def record(
             uuid: (whole.get(uuid, 0) if own is None else own.get(uuid, 0))
             for uuid in driver.list_visible(process.pid)
         }
-        estimated = own is None or None in reported[process.pid].values()
-        records.append(Record(process, inner[process.pid], tuple(gpus.items()), estimated))
+        shares = reported.get(process.pid)
+        unknown = frozenset(uuid for uuid in gpus if shares is None or shares.get(uuid, 0) is None)
+        records.append(Record(process, inner[process.pid], tuple(gpus.items()), unknown))
     return records
 
 

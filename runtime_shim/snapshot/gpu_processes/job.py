@@ -198,10 +198,12 @@ def suspend_all(job: CheckpointJob) -> None:
 
 
 def _limit_estimate(item: Record, taken: int | None) -> Record:
-    """If the driver did not report its memory, limit it to what the driver took out, as a restore needs."""
-    if not item.estimated or taken is None:
+    """Where the driver did not report its memory, what it took out is the most that a restore needs."""
+    if taken is None:
         return item
-    return replace(item, gpus=tuple((uuid, min(used, taken)) for uuid, used in item.gpus))
+    return replace(
+        item, gpus=tuple((uuid, taken if uuid in item.unknown else used) for uuid, used in item.gpus)
+    )
 
 
 def _watch_over(job: CheckpointJob) -> None:

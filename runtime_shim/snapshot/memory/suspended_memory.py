@@ -19,8 +19,6 @@ def free(key: str) -> None:
     for kind in (journal.PAUSED, journal.MASKS):
         journal.drop(key, kind)
     journal.remove(key)
-    if entry is not None and any(process.regions for process in entry.processes):
-        discard(entry.layout)
     try:
         tmpfs.remove(key)
     except OSError as error:
@@ -30,6 +28,9 @@ def free(key: str) -> None:
             hint=f"it uses RAM; remove it from {tmpfs.FOLDER}",
             code="GPS-027",
         ) from error
+    finally:
+        if entry is not None and any(process.regions for process in entry.processes):
+            discard(entry.layout)
 
 
 def discard(layout: str) -> None:
@@ -47,7 +48,7 @@ def discard(layout: str) -> None:
         if isinstance(error.__cause__, TimeoutError):
             raise ImageError(
                 f"{layout} cannot be removed: its file system did not respond in time",
-                hint="gpusnap recover removes it when it does",
+                hint="gpusnap recover or gpusnap gc removes it when it does",
                 code="GPS-512",
             ) from error
         raise

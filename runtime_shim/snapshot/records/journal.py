@@ -178,7 +178,7 @@ def write(
         "container": container_key.id_of(key),
         "image": image,
         "layout": layout or os.path.join(image, FOLDER_IN_IMAGE),
-        "mount": find_mount_point(image),
+        "mount": find_mount_point(image) if image else "",
         "owner": list(state_files.owner()),
         "space": _read_namespace(),
         "processes": processes,

@@ -24,29 +24,35 @@ from gpusnap.runtime_shim.snapshot.memory import suspended_memory
 from gpusnap.runtime_shim.snapshot.records import journal
 
 _MARK = compile_later(
-    r"GPU memory of the suspended container (?P<key>.*) on (?P<host>\S*) "
+    r"Suspended container's GPU memory: (?P<key>.*) on (?P<host>\S*) "
     r"\(machine (?P<machine>\S*), boot (?P<boot>\S*), records (?P<records>\S*)\)"
 )
 _MACHINE = "/etc/machine-id"  # machine-id(5)
+# The firmware's: clones of a disk have one machine ID (linux, drivers/firmware/dmi-id.c; only root reads it).
+_PRODUCT = "/sys/class/dmi/id/product_uuid"
 _LOADED = compile_later(r"\d+-[0-9a-f]+\.load\.(\d+)\.(\d+)")
 """Files of load.py, with the PID and start time of the process that reads into them."""
 
 
 def make_mark(key: str) -> str:
-    """Return the text with which a staging directory names its owner. Raises OSError."""
+    """Return the text with which a staging directory names its owner. Raises OSError.
+
+    It does not begin as the marks of earlier versions do: those versions remove all that they do not know.
+    """
     host, machine = _identify_host()
     return (
-        f"GPU memory of the suspended container {key} on {host} (machine {machine}, "
+        f"Suspended container's GPU memory: {key} on {host} (machine {machine}, "
         f"boot {state_files.boot()}, records {_identify_records()})"
     )
 
 
 def _identify_host() -> tuple[str, str]:
-    """Return this host's name and machine ID; the latter is empty if it has none."""
-    machine = ""
-    with suppress(OSError), open(_MACHINE, encoding="ascii", errors="replace") as file:
-        machine = file.read(64).strip()
-    return os.uname().nodename, machine
+    """Return this host's name and machine ID, with its firmware's; the latter is empty if it has none."""
+    found = []
+    for path in (_MACHINE, _PRODUCT):
+        with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
+            found += file.read(64).split()
+    return os.uname().nodename, "+".join(found)
 
 
 def _identify_records() -> str:

@@ -118,7 +118,7 @@ def test_an_end_that_podman_has_not_noticed(fake: FakePodman) -> None:
     """recover has Podman notice it, and says how the container goes on."""
     not_cleaned_up(fake)
     (found,) = in_podman.list_unnoticed()
-    assert in_podman.note_end(found).endswith("to continue it: podman container restore w")
+    assert in_podman.note_end(found).endswith(" from its checkpoint: podman container restore w")
     assert f"container cleanup {ID}\n" in (fake.folder / "calls").read_text()
     assert in_podman.list_unnoticed() == ()
 

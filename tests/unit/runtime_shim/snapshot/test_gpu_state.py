@@ -91,9 +91,10 @@ def test_record_of_unknown_shares(family: Family, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(driver, "memory_used", lambda pids: told)
     members = [found for pid in pids if (found := proc.process(pid))]
     records = record(driver, driver.host(), members, dict.fromkeys(pids, 1))
-    assert [(each.used, each.estimated) for each in records] == [(400, True), (100, False), (0, True)]
+    first = frozenset({uuid(0)})
+    assert [(each.used, each.unknown) for each in records] == [(400, first), (100, frozenset()), (0, first)]
     # A restore needs what the driver took out, not what others used then.
-    assert [_limit_estimate(each, 30).used for each in records] == [30, 100, 0]
+    assert [_limit_estimate(each, 30).used for each in records] == [30, 100, 30]
     assert [_limit_estimate(each, None) for each in records] == records
 
 

@@ -149,3 +149,15 @@ def test_of_an_earlier_version(folder: Path) -> None:
     path = folder / "w.json"
     path.write_text(path.read_text().replace('"space": ', '"other": '))
     assert [entry.container for entry in journal.entries()] == ["w"]
+
+
+def test_a_working_directory_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspended container has no image, whose path would be looked for from there."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    journal.write("c0ffee", "", {1: ()})
+    entry = journal.read("c0ffee")
+    assert entry is not None
+    assert entry.mount == ""

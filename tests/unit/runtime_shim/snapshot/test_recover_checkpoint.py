@@ -282,10 +282,13 @@ def test_images_that_are_not_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     image, destination = dumped_into_a_store(tmp_path, mount="/storage")
     mount_at("/", monkeypatch)
     image.rename(tmp_path / "elsewhere")
-    with pytest.raises(GpusnapError, match="was mounted at /storage may not be mounted") as caught:
-        recover(read(), Driver(), Memory())
-    assert caught.value.code == "GPS-031"
-    assert os.path.exists(destination.layout.path)
+    for _ in ("missing", "an empty mount point"):
+        with pytest.raises(GpusnapError, match="was mounted at /storage may not be mounted") as caught:
+            recover(read(), Driver(), Memory())
+        assert caught.value.code == "GPS-031"
+        assert os.path.exists(destination.layout.path)
+        image.mkdir(exist_ok=True)
+    image.rmdir()
     (tmp_path / "elsewhere").rename(image)
     mount_at("/storage", monkeypatch)
     assert "is complete" in recover(read(), Driver(), Memory())
@@ -300,6 +303,17 @@ def test_images_that_were_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert recover(read(), Driver(), Memory()) == "no process is left"
     assert not os.path.exists(destination.layout.path)
     assert journal.read(ID) is None
+
+
+def test_images_that_somebody_says_were_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any file in their directory is the way out for a file system that is gone for good."""
+    image, destination = dumped_into_a_store(tmp_path, mount="/storage")
+    mount_at("/", monkeypatch)
+    shutil.rmtree(image)
+    image.mkdir()
+    (image / "gone").touch()
+    assert recover(read(), Driver(), Memory()) == "no process is left"
+    assert not os.path.exists(destination.layout.path)
 
 
 def test_an_earlier_version_says_nothing_of_mounts(tmp_path: Path) -> None:

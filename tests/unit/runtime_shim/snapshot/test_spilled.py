@@ -52,6 +52,11 @@ def test_of_nobody(store: Store) -> None:
     assert [path for path in made if path.exists()] == []
 
 
+def test_earlier_versions_leave_it_alone() -> None:
+    """They take all that begins like their own marks for theirs."""
+    assert not spilled.make_mark(KEY).startswith("GPU memory of the suspended container ")
+
+
 @pytest.mark.parametrize("other", ["another boot of another host", "another /run", "an earlier version"])
 def test_of_others(store: Store, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     """Only they know whether the container still exists; gc names whose it is."""
