@@ -139,7 +139,9 @@ def record(
             for uuid in driver.list_visible(process.pid)
         }
         shares = reported.get(process.pid)
-        unknown = frozenset(uuid for uuid in gpus if shares is None or shares.get(uuid, 0) is None)
+        unknown = frozenset(
+            uuid for uuid, bound in gpus.items() if (bound if shares is None else shares.get(uuid, 0) is None)
+        )
         records.append(Record(process, inner[process.pid], tuple(gpus.items()), unknown))
     return records
 

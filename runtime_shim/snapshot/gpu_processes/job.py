@@ -198,12 +198,14 @@ def suspend_all(job: CheckpointJob) -> None:
 
 
 def _limit_estimate(item: Record, taken: int | None) -> Record:
-    """Where the driver did not report its memory, what it took out is the most that a restore needs."""
+    """Where the driver did not report its memory, what it took out is the most that a restore needs.
+
+    0 is no bound there: the estimate of several processes is in the record of the first one.
+    """
     if taken is None:
         return item
-    return replace(
-        item, gpus=tuple((uuid, taken if uuid in item.unknown else used) for uuid, used in item.gpus)
-    )
+    bounds = ((uuid, min(used or taken, taken) if uuid in item.unknown else used) for uuid, used in item.gpus)
+    return replace(item, gpus=tuple(bounds))
 
 
 def _watch_over(job: CheckpointJob) -> None:
