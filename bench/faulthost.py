@@ -257,7 +257,10 @@ def _things() -> list[str]:
 
 
 def _is_kept(path: Path) -> bool:
-    """Return whether it is what gpusnap stores for a container while it runs."""
+    """Return whether gpusnap stores it for a container while that runs, or to name an export that is left."""
+    if path.parent.name == "orders":
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return os.path.exists(json.loads(path.read_text())["archive"])
     if path.suffix != ".restored":
         return False
     with suppress(OSError, ValueError, KeyError, TypeError):

@@ -140,8 +140,8 @@ class Suspend:
     ram: int = 0
     """Bytes of RAM for the GPU memory of all suspended containers together; 0: as much as is available."""
     over: str = "refuse"
-    """What to do if that, or the available RAM if it is 0, is not enough. refuse: refuse the suspend. spill:
-    write the GPU memory that was suspended first to the store."""
+    """What to do if a suspend does not fit into suspend.ram, or into the available RAM if that is 0. refuse:
+    refuse it. spill: write the GPU memory that was suspended first to the store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -450,9 +450,9 @@ def clean_up(found: Container) -> None:
     """
     if found.is_not_cleaned_up and found.restarts:
         raise ContainerError(
-            f"Podman has not noticed the end of the container {found.name}, and would start it anew "
-            "(--restart) when it does",
-            hint=f"{to_restore(found)} restores it",
+            f"the container {found.name} has ended, and Podman was killed before it cleaned up. Cleaning up "
+            "now would start it again without its memory, because it has a restart policy",
+            hint=f"{to_restore(found)} restores it; then set the policy again (podman update --restart=…)",
             code="GPS-201",
         )
     if found.is_not_cleaned_up:

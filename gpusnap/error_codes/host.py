@@ -122,10 +122,11 @@ CODES = (
     ErrorCode(
         "GPS-031",
         "images-not-mounted",
-        "gpusnap was killed during a checkpoint, and the directory with CRIU's images does not exist now. If "
-        "its file system is only not mounted, the checkpoint may be complete, and the GPU memory in a store "
-        "belongs to it. So `gpusnap recover` keeps it.",
-        "Mount the file system, then run `gpusnap recover` again. If the directory was removed, and the "
-        "checkpoint is not needed, create an empty directory with that path, and run it again.",
+        "gpusnap was killed during a checkpoint, and the directory with CRIU's images is now empty or does "
+        "not exist. Its file system may not be mounted, and then the checkpoint may be complete. So `gpusnap "
+        "recover` keeps the GPU memory in the store.",
+        "Mount the file system, then run `gpusnap recover` again. If the images were removed, and the "
+        "checkpoint is not needed: create the directory, put any file into it (`mkdir -p DIR && touch "
+        "DIR/removed`), and run it again. `gpusnap recover` then removes the GPU memory of the checkpoint.",
     ),
 )

@@ -150,8 +150,8 @@ def _check_image_is_mounted(entry: Entry, *, runs: bool) -> None:
     raise ImageError(
         f"the checkpoint of container {entry.container} is kept: its directory {entry.image} is empty or "
         f"does not exist, but {where} may not be mounted",
-        hint="mount it, then run gpusnap recover again; if the images were removed, put any file into such a "
-        "directory: then gpusnap recover removes the rest of the checkpoint"
+        hint="mount it, then run gpusnap recover again; if the images were removed and the checkpoint is not "
+        f"needed, run mkdir -p {entry.image} && touch {entry.image}/removed first"
         + ("; the container continues to run" if runs else ""),
         code="GPS-031",
     )
@@ -192,9 +192,9 @@ def _finish(entry: Entry, settings: Memory) -> str:
     if why is not None and manifest_file.has(entry.image):
         raise ImageError(
             f"the images in {entry.image} were not flushed to disk ({why}), and may be incomplete",
-            hint=f"check dmesg for disk errors; rename {manifest.PENDING} in "
-            f"{entry.image}/{manifest.FOLDER} to {manifest.NAME} to use them at your own risk, or "
-            "remove that directory, then run gpusnap recover again",
+            hint="check dmesg for disk errors. To use the images at your own risk, rename "
+            f"{manifest.PENDING} in {entry.image}/{manifest.FOLDER} to {manifest.NAME}. To give up the "
+            f"checkpoint, remove {entry.image}. Then run gpusnap recover again",
             code="GPS-515",
         )
     if record is None or not dumped:

@@ -236,10 +236,10 @@ def test_podman_is_killed_twice(store: Store) -> None:
             os.kill(pid, signal.SIGKILL)
         child.kill()
     assert container.inspect()["State"]["Status"] == "stopped"
-    assert "Podman was killed before it noticed that" in good(gpusnap("recover", "--list"))
+    assert "Podman was killed before it cleaned up" in good(gpusnap("recover", "--list"))
     assert "is running or paused" in podman("container", "restore", "w").err
     assert "checkpoint: podman container restore w" in good(gpusnap("recover", "w"))
-    assert "Podman was killed before it noticed that" not in good(gpusnap("recover", "--list"))
+    assert "Podman was killed before it cleaned up" not in good(gpusnap("recover", "--list"))
     good(podman("container", "restore", "w"))
     container.goes_on()
 

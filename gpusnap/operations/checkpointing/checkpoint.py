@@ -264,7 +264,7 @@ def _open_staging(
     )
     why = (
         f"what Podman exported of the container {found.name}: {environment}podman container restore "
-        f"--import {archive} restores it; remove this directory when it is no longer needed"
+        f"--import {archive} restores it; when it is no longer needed, remove {staging.path}"
     )
 
     def keep() -> str:

@@ -43,9 +43,9 @@ def list_left_beside() -> tuple[LeftExport, ...]:
         _describe(
             archive,
             "",
-            f"what Podman exported for a gpusnap checkpoint --to {shlex.quote(target)} that was killed: "
-            f"gpusnap verify {shlex.quote(archive)} checks that it is complete, then "
-            f"mv {shlex.quote(archive)} {shlex.quote(target)} gives it its name",
+            f"Podman's export for a gpusnap checkpoint --to {shlex.quote(target)} that was killed. "
+            f"gpusnap verify {shlex.quote(archive)} checks whether it is complete; if it is, "
+            f"mv {shlex.quote(archive)} {shlex.quote(target)} gives it its name; if not, remove it",
         )
         for archive, target in sorted(overrides.list_archives().items())
         if _has_content(archive) or is_exporting(archive)
@@ -69,7 +69,7 @@ def list_stores(left: Iterable[LeftExport]) -> set[str]:
 
 def _describe(archive: str, store: str, said: str) -> LeftExport:
     if is_exporting(archive):
-        said = f"Podman still exports a container to {archive}: run gpusnap recover again when it has ended"
+        said = f"Podman is still exporting to {archive}: run gpusnap recover again when it has finished"
     return LeftExport(archive, store, said)
 
 

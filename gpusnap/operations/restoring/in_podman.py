@@ -17,7 +17,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.errors import GpusnapError, ManifestError
 from gpusnap.user_errors import NotFound
 
-UNNOTICED = "it has ended, and Podman was killed before it noticed that"
+UNNOTICED = "it has ended, and Podman was killed before it cleaned up"
 """What `list_unnoticed` finds, in words."""
 _STOPPED = ("exited", "stopped")
 # Seconds for Podman to list its containers. It may wait for a lock that another Podman has.
@@ -93,7 +93,7 @@ def note_end(found: podman.Container) -> str:
         return f"Podman lists it as {now.status} now"
     podman.clean_up(found)
     return (
-        f"{UNNOTICED}; now it has cleaned up. To continue the container from its checkpoint: "
+        f"{UNNOTICED}, which it has done now. To continue the container from its checkpoint: "
         f"podman container restore {found.name}"
     )
 

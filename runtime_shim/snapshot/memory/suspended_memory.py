@@ -48,7 +48,7 @@ def discard(layout: str) -> None:
         if isinstance(error.__cause__, TimeoutError):
             raise ImageError(
                 f"{layout} cannot be removed: its file system did not respond in time",
-                hint="gpusnap recover or gpusnap gc removes it when it does",
+                hint="run gpusnap recover, then gpusnap gc, when it responds; nobody needs this memory",
                 code="GPS-512",
             ) from error
         raise

@@ -72,8 +72,8 @@ def inspect(container: containers.Container, driver: Driver, name: str) -> Initi
     estimate = sum(sum(of.values()) for of in estimate_used(used, host).values())
     if any(None in of.values() for of in used.values()):
         note(
-            f"the driver does not report how much GPU memory container {name} uses: at most "
-            f"{human(estimate)}, which is in use on its GPUs",
+            f"the driver does not report how much GPU memory container {name} uses; gpusnap counts "
+            f"{human(estimate)} of RAM for it, all that may be its own on its GPUs",
             code="GPS-216",
         )
     return InitialState(host, init, nodes, estimate)

@@ -95,8 +95,9 @@ def _make_mark(key: str) -> str:
         return make_mark(key)
     except OSError as error:
         raise GpusnapError(
-            f"this host cannot be identified, so its memory in the store could not be: {reason(error)}",
-            hint="check that /run/gpusnap and /proc can be read",
+            "the memory was not moved to the store, because this host's boot ID or /run/gpusnap cannot be "
+            f"read: {reason(error)}",
+            hint="check both, then run gpusnap suspend --spill again; the container is suspended as before",
             code="GPS-007",
         ) from error
 

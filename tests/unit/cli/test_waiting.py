@@ -53,7 +53,7 @@ def test_waiting() -> None:
 def test_an_end_that_podman_has_not_noticed() -> None:
     """It is in the list, by the name that Podman has just given."""
     (found,) = list_waiting((), (), unnoticed=[podman.Container("c", "w", "gpusnap-runtime", "stopped")])
-    said = "it has ended, and Podman was killed before it noticed that"
+    said = "it has ended, and Podman was killed before it cleaned up"
     assert line(found, Names({"c": "w"})) == f"w (c)  {said}"
     assert json.loads(as_json([found], Names()))[0]["kind"] == "ended"
 

@@ -144,7 +144,7 @@ def test_it_would_be_started_anew(fake: FakePodman) -> None:
     fake.has(status="stopped", HostConfig={"RestartPolicy": {"Name": "always"}})
     (fake.folder / "ids").write_text(json.dumps([{"Id": ID, "State": "stopped"}]))
     (found,) = in_podman.list_unnoticed()
-    with pytest.raises(ContainerError, match="would start it anew") as caught:
+    with pytest.raises(ContainerError, match="would start it again without its memory") as caught:
         in_podman.note_end(found)
     assert "podman update --restart=no w && podman container cleanup w && podman" in caught.value.hint
     assert "container cleanup" not in (fake.folder / "calls").read_text()

@@ -15,29 +15,29 @@ from gpusnap.runtime_shim.records.manifest import DriverMount
 
 T = TypeVar("T")
 
-_PATIENCE = 600.0
-"""Seconds for the images to be read: a slow disk may have many of them."""
+_PATIENCE = 180.0
+"""Seconds for the images to be read. Less than Podman gives a restore (240 s), so that gpusnap says why."""
 _process = Companion()
 
 
 def require_pycriu() -> None:
     """Import pycriu there. Raises Refused if it is missing or does not work."""
-    _ask("pycriu", _load)
+    _ask("the package pycriu", _load)
 
 
 def check(images: str, architecture: str, elsewhere: Mapping[str, int]) -> None:
     """Check the images of a directory; see check.py. Raises ImageError."""
-    _ask(images, _check, images, architecture, dict(elsewhere))
+    _ask(f"CRIU's images in {images}", _check, images, architecture, dict(elsewhere))
 
 
 def has_closed_connections(images: str) -> bool:
     """Whether the image was dumped with tcp-close; see inventory.py. Raises ImageError."""
-    return _ask(images, _has_closed_connections, images)
+    return _ask(f"CRIU's images in {images}", _has_closed_connections, images)
 
 
 def list_masked_paths(images: str, kind: str, root: str | None) -> tuple[DriverMount, ...]:
     """Return the mounts of masked paths to declare; see masked_paths.py. Raises ImageError."""
-    return _ask(images, _list_masked_paths, images, kind, root)
+    return _ask(f"CRIU's images in {images}", _list_masked_paths, images, kind, root)
 
 
 def _ask(what: str, function: Callable[..., T], *arguments: object) -> T:
@@ -45,7 +45,8 @@ def _ask(what: str, function: Callable[..., T], *arguments: object) -> T:
         return _process.ask(function, *arguments, within=_PATIENCE)
     except TimeoutError as error:
         raise ImageError(
-            f"{what} could not be read within {_PATIENCE:.0f} s", hint="check the disk that it is on"
+            f"{what} could not be read within {_PATIENCE:.0f} s",
+            hint="check that the disk or the file server responds, then restore again",
         ) from error
 
 
