@@ -98,8 +98,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     host is asked by ssh whether the container runs there: if so, its checkpoint is removed here; if not, it
     can be restored here. On the other host, the received data is removed.
 
-    If Podman was killed before it noticed that a checkpoint has ended a container, it does not restore the
-    container: it is made to notice that (`podman container cleanup`).
+    If Podman was killed before it cleaned up after a checkpoint, it does not restore the container: gpusnap
+    recover runs `podman container cleanup`. A container with a restart policy is left alone, and the commands
+    for it are printed.
 
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
