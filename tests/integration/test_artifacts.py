@@ -227,7 +227,11 @@ def test_podman_is_killed_twice(store: Store) -> None:
         return [pid for pid in proc.pids() if proc.comm(pid) == "podman" and words <= {*proc.command(pid)}]
 
     with subprocess.Popen(
-        ["podman", "container", "checkpoint", "w"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ["podman", "container", "checkpoint", "w"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # With a stopped process in it, the kernel may send SIGHUP to this whole process group (setpgid(2)).
+        start_new_session=True,
     ) as child:
         until(lambda: any(proc.comm(pid) != "podman" for pid in started(child.pid)), "the runtime")
         child.send_signal(signal.SIGSTOP)  # it has the container's lock, for which the clean-up waits
