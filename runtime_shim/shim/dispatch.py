@@ -223,7 +223,7 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
         _hand_over(call, real)
     valid = _require_valid(settings)
     question_process.start()  # before there are threads
-    checks = threads.run_meanwhile(manifest_json.prepare, image_process.require_pycriu, name="gpusnap-checks")
+    checks = threads.run_meanwhile(manifest_json.prepare, image_process.prepare, name="gpusnap-checks")
     with open_driver(find_driver(), host=True), checks:
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.snapshot import restored_containers

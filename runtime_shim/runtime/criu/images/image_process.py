@@ -20,8 +20,8 @@ _PATIENCE = 180.0
 _process = Companion()
 
 
-def require_pycriu() -> None:
-    """Import pycriu there. Raises Refused if it is missing or does not work."""
+def prepare() -> None:
+    """Import pycriu there, ahead of the first question, which raises the same errors. Raises Refused."""
     _ask("the package pycriu", _load)
 
 
