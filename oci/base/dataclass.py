@@ -3,9 +3,9 @@
 The standard library writes the source of each class's methods and compiles it: 0.5 to 1.5 ms for each class
 (Python 3.11 to 3.13). A command of gpusnap defines more than a hundred of them and makes instances of about
 forty, and its user waits for its start. Here the class gets its slots at once. Its __init__ is made with the
-first instance, in a tenth of that time. The rest comes from the standard library when an instance is first
-compared, hashed or printed, or the fields are first used. `replace`, `fields` and `asdict` of `dataclasses`
-work as usual. `inspect.signature` of such a class returns nothing useful before that.
+first instance, and its fields when they are first used, each in a tenth of that time. The rest comes from the
+standard library when an instance is first compared, hashed or printed. `replace`, `fields` and `asdict` of
+`dataclasses` work as usual. `inspect.signature` of such a class returns nothing useful before that.
 
 For a type checker, this is the standard library's decorator.
 """
@@ -70,10 +70,13 @@ def _defer(cls: type, options: Mapping[str, bool]) -> type:
         if wanted == "__init__":
             new.__init__ = _initializer(new, fields)  # type: ignore[misc]
             return
+        if wanted == _FIELDS:
+            setattr(new, _FIELDS, _make_fields(cls, written, kw_only=kw_only))
+            return
         plain = type(cls)(cls.__name__, cls.__bases__, dict(written))
         plain.__qualname__ = cls.__qualname__
         made: type = dataclasses.dataclass(**options)(plain)
-        for name in (*(each for each in stubs if each != "__init__"), _FIELDS, _PARAMS):
+        for name in (*(each for each in stubs if each != "__init__"), _PARAMS):
             setattr(new, name, vars(made)[name])
 
     def stub(name: str) -> Callable[..., Any]:
@@ -98,6 +101,25 @@ def _defer(cls: type, options: Mapping[str, bool]) -> type:
     new = type(cls)(cls.__name__, cls.__bases__, given)
     new.__qualname__ = cls.__qualname__
     return new
+
+
+def _make_fields(
+    cls: type, written: Mapping[str, Any], *, kw_only: bool
+) -> dict[str, dataclasses.Field[Any]]:
+    """Return its fields as the standard library has them, from a class for which it compiles no methods.
+
+    `dataclasses.replace` and `fields` use nothing else.
+    """
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for base in reversed(cls.__mro__[1:]):
+        if _FIELDS in vars(base):
+            found |= getattr(base, _FIELDS)
+    # The standard library would make a docstring from the signature, if there is none.
+    alone = type(cls.__name__, (), {**written, "__doc__": cls.__name__})
+    no_methods = {"init": False, "repr": False, "eq": False, "match_args": False}
+    dataclasses.dataclass(**no_methods, kw_only=kw_only)(alone)
+    found |= vars(alone)[_FIELDS]
+    return found
 
 
 def _initializer(cls: type, fields: Mapping[str, _Field]) -> Callable[..., None]:

@@ -247,6 +247,13 @@ def test_functions_of_dataclasses(classes: dict[str, Any]) -> None:
         dataclasses.replace(one, q=1)
 
 
+@pytest.mark.parametrize("name", sorted(make(module.dataclass)))
+def test_fields(name: str) -> None:
+    """All that the standard library says of them."""
+    ours, theirs = make(module.dataclass)[name], make(dataclasses.dataclass)[name]
+    assert list(map(repr, dataclasses.fields(ours))) == list(map(repr, dataclasses.fields(theirs)))
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_copies(classes: dict[str, Any], copied: Callable[[Any], Any]) -> None:
     one = classes["Point"](1, more=(3,))
@@ -315,6 +322,13 @@ class B(A):
     y: int = 2
 assert (B(1).x, B(1).y) == (1, 2)
 assert made == [], made
+options = []
+make = dataclasses.dataclass
+dataclasses.dataclass = lambda **given: options.append(given) or make(**given)
+assert dataclasses.replace(B(1), x=3).x == 3
+assert options and all(not (each["init"] or each["repr"] or each["eq"]) for each in options), options
+dataclasses.dataclass = make
+made.clear()
 assert A(1) == A(1) and hash(A(1)) == hash(A(1)) and repr(A(1)) == "A(x=1)"
 assert made == ["A"], made
 """
