@@ -1,7 +1,7 @@
 """The time to the first answer of a model server, started fresh and restored.
 
-    python3 bench/server.py [--layers 32] [--weights disk] [--rounds 3] [--settings 'memory.level = 0']
-        [--folder /var/tmp] [--json server.json] [--svg server.svg]
+    python3 bench/server.py [--layers 32] [--weights disk] [--rounds 3] [--pauses 2]
+        [--settings 'memory.level = 0'] [--folder /var/tmp] [--json server.json] [--svg server.svg]
 
 On a machine with a GPU, the server is a language model with random weights
 (tests/gpu/programs/transformers_server.py, needs torch and transformers). With `--weights disk` it reads its
@@ -15,8 +15,14 @@ only shows that everything works. In each round, with a warm page cache and with
 
 A client asks all the time, so an answer may come before the command returns. The first answer is one token;
 the model of 32 layers takes 0.1 s for it. After that, outside the measured time, the server is asked for 32
-tokens, and each of these answers is compared with the first one. Medians, in seconds. Needs root; installs
-gpusnap while it runs, and removes what it made.
+tokens, and each of these answers is compared with the first one. Medians, in seconds. For each of them, the
+peak of the RAM that the whole machine uses beyond what it used before (ram.py), in GiB.
+
+With --pauses, the last server is checkpointed so many times with `--leave-running`, while a client asks all
+the time: the longest time between two answers is the pause as a client sees it. The server was checkpointed
+before, so each of these checkpoints writes only what has changed.
+
+Needs root; installs gpusnap while it runs, and removes what it made.
 """
 
 from __future__ import annotations
@@ -30,18 +36,21 @@ import statistics
 import struct
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "bench"), str(CHECKOUT / "tests" / "host")]
 sys.path[:0] = [str(CHECKOUT / "tests" / "gpu"), str(CHECKOUT / "tests" / "integration")]
 
+import ram  # noqa: E402
 import shimhost  # noqa: E402
 from checkpoint import obstacle  # noqa: E402
 from hosts import NAME, BenchError, Place, command, place  # noqa: E402
@@ -56,6 +65,8 @@ from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 
 _PATIENCE = 600.0  # seconds to wait for the first answer
 _PAUSE = 0.01
+_USUAL = 20  # answers before a pause, for the usual time between two
+GIB = 1 << 30
 _TOKENS = 32  # in an answer that is compared
 _NUMBER = struct.Struct("<Q")
 _INSIDE = "/weights"
@@ -71,11 +82,30 @@ class Found:
     fresh: list[float] = field(default_factory=list)
     restore: list[float] = field(default_factory=list)
     command: list[float] = field(default_factory=list)
+    ram_fresh: list[int] = field(default_factory=list)
+    """The peak of the RAM during a fresh start, in bytes."""
+    ram_restore: list[int] = field(default_factory=list)
 
     def row(self) -> dict[str, float]:
-        """Return the medians in seconds, and how many times faster a restore is."""
-        fresh, restore, done = (statistics.median(each) for each in (self.fresh, self.restore, self.command))
-        return {"fresh": fresh, "restore": restore, "command": done, "times": fresh / restore}
+        """Return the medians in seconds and in bytes of RAM, and how many times faster a restore is."""
+        names = ("fresh", "restore", "command", "ram_fresh", "ram_restore")
+        figures = {name: statistics.median(getattr(self, name)) for name in names}
+        return {**figures, "times": figures["fresh"] / figures["restore"]}
+
+
+@dataclass(slots=True)
+class Pause:
+    """A checkpoint with --leave-running, as the command and as a client of the server saw it, in seconds."""
+
+    command: float
+    longest: float
+    """The longest time between two answers while the command ran."""
+    usual: float
+    """The median time between two answers before that."""
+    refused: int
+    """Requests that failed."""
+    ram: int
+    """The peak of the RAM, in bytes."""
 
 
 def ask_number(port: int = PORT) -> object:
@@ -154,6 +184,59 @@ class Server:
         raise BenchError(f"no answer in {_PATIENCE:g} s: {(said.out + said.err).strip()[-300:]}")
 
 
+class Client:
+    """Asks without a break, in a thread, and notes when the answers came."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        self._ask, self._ended = ask, threading.Event()
+        self.answers: list[float] = []
+        """The times of the answers, by time.monotonic."""
+        self.refused = 0
+        self._thread = threading.Thread(target=self._run, name="client", daemon=True)
+
+    def __enter__(self) -> Client:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                good = bool(self._ask())
+            except OSError:
+                good = False
+            if good:
+                self.answers.append(time.monotonic())
+            else:
+                self.refused += 1
+                time.sleep(_PAUSE)
+
+    def wait_for(self, number: int) -> None:
+        """Wait for so many more answers. Raises BenchError."""
+        wanted, end = len(self.answers) + number, time.monotonic() + _PATIENCE
+        while len(self.answers) < wanted:
+            if time.monotonic() > end:
+                raise BenchError(f"no {number} answers in {_PATIENCE:g} s")
+            time.sleep(_PAUSE)
+
+
+def measure_pause(server: Server) -> Pause:
+    """Checkpoint the running server and let it run on, under requests. Raises BenchError."""
+    with Client(server.ask) as client:
+        client.wait_for(_USUAL)
+        usual = [later - one for one, later in pairwise(client.answers)]
+        begun, refused = time.monotonic(), client.refused
+        with ram.watch() as peak:
+            took, _ = command(COMMAND, "checkpoint", "--leave-running", server.name)
+        client.wait_for(1)
+    first = max(at for at in client.answers if at <= begun)
+    gaps = [later - one for one, later in pairwise(at for at in client.answers if at >= first)]
+    return Pause(took, max(gaps), statistics.median(usual), client.refused - refused, peak.size)
+
+
 def of_kind(
     here: Place, options: argparse.Namespace, name: str = NAME, port: int = PORT, *, weights: str = ""
 ) -> Server:
@@ -181,8 +264,8 @@ def of_kind(
     )
 
 
-def measure(server: Server, rounds: int) -> list[Found]:
-    """Start and restore the server in each round."""
+def measure(server: Server, rounds: int, pauses: int) -> tuple[list[Found], list[Pause]]:
+    """Start and restore the server in each round; checkpoint the last one `pauses` times while it runs."""
     every = [Found("warm"), Found("cold")]
     if server.writes:
         server.start()  # it keeps memory that only writing the weights took
@@ -195,15 +278,19 @@ def measure(server: Server, rounds: int) -> list[Found]:
             for what in ("fresh", "restore"):
                 if found.cache == "cold":
                     drop_caches()
-                if what == "fresh":
-                    found.fresh.append(server.start())
-                else:
-                    answered, returned = server.restore()
-                    found.restore.append(answered)
-                    found.command.append(returned)
+                with ram.watch() as peak:
+                    if what == "fresh":
+                        found.fresh.append(server.start())
+                    else:
+                        answered, returned = server.restore()
+                        found.restore.append(answered)
+                        found.command.append(returned)
+                (found.ram_fresh if what == "fresh" else found.ram_restore).append(peak.size)
                 remove()
             print(f"{found.cache}: {found.row()}", file=sys.stderr, flush=True)
-    return every
+    if pauses:
+        server.restore()
+    return every, [measure_pause(server) for _ in range(pauses)]
 
 
 def remove(*names: str) -> None:
@@ -214,13 +301,26 @@ def remove(*names: str) -> None:
 def table(every: list[Found]) -> str:
     """Return the results as a table for docs/benchmarks.md."""
     lines = [
-        "| page cache | fresh | restore | of that, the command | times faster |",
-        "|---|---|---|---|---|",
+        "| page cache | fresh | restore | of that, the command | times faster | RAM, fresh | RAM, restore |",
+        "|---|---|---|---|---|---|---|",
     ]
     for found in every:
         row = found.row()
         figures = " | ".join(f"{row[name]:.1f} s" for name in ("fresh", "restore", "command"))
-        lines.append(f"| {found.cache} | {figures} | {row['times']:.1f} |")
+        sizes = " | ".join(f"{row[name] / GIB:.2f} GiB" for name in ("ram_fresh", "ram_restore"))
+        lines.append(f"| {found.cache} | {figures} | {row['times']:.1f} | {sizes} |")
+    return "\n".join(lines)
+
+
+def table_of_pauses(pauses: list[Pause]) -> str:
+    """Return the checkpoints of the running server as a table."""
+    lines = [
+        "| `gpusnap checkpoint --leave-running` | longest time without an answer | usual | failed | RAM |",
+        "|---|---|---|---|---|",
+    ]
+    for each in pauses:
+        times = f"{each.command:.2f} s | {each.longest:.2f} s | {each.usual:.2f} s"
+        lines.append(f"| {times} | {each.refused} | {each.ram / GIB:.2f} GiB |")
     return "\n".join(lines)
 
 
@@ -247,6 +347,7 @@ def main() -> int:
     parser.add_argument("--weights", choices=("made", "disk"), default="made", help="where from (made)")
     parser.add_argument("--mib", type=int, default=200, help="of device memory, in the test host")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pauses", type=int, default=2, help="checkpoints of the running server (2)")
     parser.add_argument("--settings", action="append", default=[], help="a line of gpusnap.toml")
     parser.add_argument("--folder", default="/var/tmp", help="where the store goes: on the disk in question")
     parser.add_argument("--json", help="write the figures there too")
@@ -275,18 +376,22 @@ def main() -> int:
             if options.weights == "disk" and not software:
                 os.mkdir(f"{folder}/weights")
                 weights = f"{folder}/weights/model.safetensors"
-            every = measure(of_kind(here, options, weights=weights), options.rounds)
+            server = of_kind(here, options, weights=weights)
+            every, pauses = measure(server, options.rounds, options.pauses)
         except (BenchError, GpusnapError) as error:
             print(f"server: {error}", file=sys.stderr)
             return 1
     title = f"First answer of a model server on {about['gpu']}"
     if options.json:
         runs = [{"cache": found.cache, **found.row()} for found in every]
-        Path(options.json).write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
+        found = {**about, "runs": runs, "pauses": [asdict(each) for each in pauses]}
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
     if options.svg:
         Path(options.svg).write_text(picture(every, title))
     print(json.dumps(about, indent=1))
     print(table(every))
+    if pauses:
+        print("", table_of_pauses(pauses), sep="\n")
     return 0
 
 
