@@ -115,7 +115,9 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
         _spare_neighbours(call, container, drivers)
         _hand_over(call, real)
     question_process.start()  # before there are threads
-    with open_driver(driver, host=True):
+    # The manifest is checked while the container is stopped, so its checker is imported now.
+    checks = threads.run_meanwhile(manifest_json.prepare, name="gpusnap-checks")
+    with open_driver(driver, host=True), checks:
         # Imported late: a container without a GPU must not wait for it.
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.shim import overrides
