@@ -212,7 +212,7 @@ def _list(
         for line in open_ones:
             click.echo(line, err=True)
         if asleep is not None:
-            left = _tell_exports({store.path} | overrides.list_stores())
+            left = _tell_exports({store.path} | overrides.list_stores(), left_exports.list_begun())
             told = _tell_memory(store) or bool(left)
     failures = _do_all(names, failed)
     if failures:
@@ -221,12 +221,17 @@ def _list(
         click.echo(_NOTHING, err=True)
 
 
-def _tell_exports(stores: Collection[str]) -> tuple[LeftExport, ...]:
-    """Say what Podman exported for commands that were killed, in these stores or elsewhere, and return it."""
+def _tell_exports(stores: Collection[str], begun: Sequence[LeftExport]) -> tuple[LeftExport, ...]:
+    """Say what Podman exported for commands that were killed, in these stores or elsewhere, and return it.
+
+    `begun`: what `left_exports.list_begun` has returned before.
+    """
     left = list(left_exports.list_left_beside())
     for store in sorted(stores):
         with suppress(GpusnapError):  # a store that cannot be read hides no other one
             left += left_exports.list_left(store)
+    found = {each.archive for each in left}
+    left += [each for each in begun if each.archive not in found]
     for each in left:
         click.echo(each.said, err=True)
     return tuple(left)
@@ -285,9 +290,10 @@ def _recover_and_say(
         settings = settings_file.load()
         sweep_suspended(settings.store.path)
         chunk_cache.remove_stale(settings.memory)
+        begun = left_exports.list_begun()
         stored = _store_memory(settings.store.path, names, failures)
         left_exports.remove_empty()
-        left = _tell_exports({settings.store.path} | overrides.list_stores())
+        left = _tell_exports({settings.store.path} | overrides.list_stores(), begun)
         if not failures:
             overrides.sweep(left_exports.list_stores(left))
         told = _tell_memory(Store(settings.store.path)) or bool(left)

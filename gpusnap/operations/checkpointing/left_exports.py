@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable
 
 from gpusnap.checkpoints.formats.names import ARCHIVE
-from gpusnap.engines.podman import is_exporting
+from gpusnap.engines.podman import is_exporting, list_exporting
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.shim import overrides
@@ -52,6 +52,19 @@ def list_left_beside() -> tuple[LeftExport, ...]:
     )
 
 
+def list_begun() -> tuple[LeftExport, ...]:
+    """Return those in stores that a Podman is making now, though it may not have created the archive yet.
+
+    Ask before `list_left`, so that none is missed which Podman creates and completes in between.
+    """
+    exporting = list_exporting()
+    return tuple(
+        LeftExport(exporting[container], store, _describe_unfinished(exporting[container]))
+        for container, store in sorted(overrides.list_ended())
+        if exporting.get(container, "").startswith(os.path.join(store, ""))
+    )
+
+
 def remove_empty() -> None:
     """Remove archives beside their place to which Podman has exported nothing, and does not any more."""
     for archive in overrides.list_archives():
@@ -69,8 +82,12 @@ def list_stores(left: Iterable[LeftExport]) -> set[str]:
 
 def _describe(archive: str, store: str, said: str) -> LeftExport:
     if is_exporting(archive):
-        said = f"Podman is still exporting to {archive}: run gpusnap recover again when it has finished"
+        said = _describe_unfinished(archive)
     return LeftExport(archive, store, said)
+
+
+def _describe_unfinished(archive: str) -> str:
+    return f"Podman is still exporting to {archive}: run gpusnap recover again when it has finished"
 
 
 def _has_content(archive: str) -> bool:

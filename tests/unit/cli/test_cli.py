@@ -617,6 +617,31 @@ def test_a_store_that_fails_keeps_no_other_one(
     assert order.exists()
 
 
+def test_an_export_that_podman_has_not_begun(
+    gpusnap: Run, nothing_noted: None, host_store: Store, other_order: tuple[Store, Path], tmp_path: Path
+) -> None:
+    """recover names it, and keeps the order until Podman has ended: then it looks for what is left there."""
+    other, order = other_order
+    archive = f"{other.path}/staging/one/podman.tar"
+    order.write_text(json.dumps({"owner": [1, 1], "store": other.path, "container": "c0ffee"}))
+    podman = tmp_path / "podman"
+    podman.symlink_to("/bin/sh")
+    with subprocess.Popen(
+        [podman, "-c", "echo; read x", "container", "checkpoint", "--export", archive, "c0ffee"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        for words in (["--list"], []):
+            said = f"Podman is still exporting to {archive}: run gpusnap recover again when it has finished\n"
+            assert gpusnap("recover", *words) == (0, "", said)
+            assert order.exists()
+        child.communicate(b"")
+    assert gpusnap("recover") == (0, "", "nothing to recover\n")
+    assert not order.exists()
+
+
 @pytest.mark.parametrize("kind", ["json", "restore", "suspended"])
 def test_a_record_that_cannot_be_read(
     gpusnap: Run, host_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str

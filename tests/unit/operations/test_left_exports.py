@@ -39,7 +39,7 @@ def test_beside_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     podman = tmp_path / "podman"
     podman.symlink_to("/bin/sh")
     with subprocess.Popen(
-        [podman, "-c", "echo; read x", "checkpoint", str(archive)],
+        [podman, "-c", "echo; read x", "container", "checkpoint", "--export", str(archive), "c0ffee"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as child:
