@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
@@ -33,7 +33,6 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
-from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import recover_restore, restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, handover
@@ -107,7 +106,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     gpusnap recover lists those whose memory is in this host's store, and shows how much memory of failed
     checkpoints is left in it (see `gpusnap gc`). Memory that a killed command was about to store with its
     records is stored without them. What Podman exported for a killed command is named, with what can be done
-    with it: of a container with --rm, the export is all that is left beside the memory.
+    with it: of a container with --rm, the export is all that is left beside the memory. This includes other
+    stores, and archives of --to FILE, also after a reboot; one whose file system is not mounted is named.
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
@@ -212,7 +212,7 @@ def _list(
         for line in open_ones:
             click.echo(line, err=True)
         if asleep is not None:
-            left = _tell_exports({store.path} | overrides.list_stores(), left_exports.list_begun())
+            left = _tell_exports(store.path, left_exports.list_begun(), left_exports.list_missing())
             told = _tell_memory(store) or bool(left)
     failures = _do_all(names, failed)
     if failures:
@@ -221,13 +221,16 @@ def _list(
         click.echo(_NOTHING, err=True)
 
 
-def _tell_exports(stores: Collection[str], begun: Sequence[LeftExport]) -> tuple[LeftExport, ...]:
-    """Say what Podman exported for commands that were killed, in these stores or elsewhere, and return it.
+def _tell_exports(
+    path: str, begun: Sequence[LeftExport], missing: Sequence[LeftExport]
+) -> tuple[LeftExport, ...]:
+    """Say what Podman exported for commands that were killed, in their stores or elsewhere, and return it.
 
-    `begun`: what `left_exports.list_begun` has returned before.
+    `path`: of this host's store. `begun`, `missing`: what `left_exports` has listed before.
     """
-    left = list(left_exports.list_left_beside())
-    for store in sorted(stores):
+    elsewhere = [each.store for each in missing if each.store]
+    left = [*missing, *left_exports.list_left_beside(elsewhere)]
+    for store in left_exports.list_stores(path, elsewhere):
         with suppress(GpusnapError):  # a store that cannot be read hides no other one
             left += left_exports.list_left(store)
     found = {each.archive for each in left}
@@ -290,12 +293,13 @@ def _recover_and_say(
         settings = settings_file.load()
         sweep_suspended(settings.store.path)
         chunk_cache.remove_stale(settings.memory)
-        begun = left_exports.list_begun()
-        stored = _store_memory(settings.store.path, names, failures)
-        left_exports.remove_empty()
-        left = _tell_exports({settings.store.path} | overrides.list_stores(), begun)
+        begun, missing = left_exports.list_begun(), left_exports.list_missing()
+        elsewhere = [each.store for each in missing if each.store]
+        stored = _store_memory(left_exports.list_stores(settings.store.path, elsewhere), names, failures)
+        left_exports.remove_empty(elsewhere)
+        left = _tell_exports(settings.store.path, begun, missing)
         if not failures:
-            overrides.sweep(left_exports.list_stores(left))
+            left_exports.forget(left)
         told = _tell_memory(Store(settings.store.path)) or bool(left)
         if not (actions or stored or unknown or open_ones or told or failures):
             click.echo(_NOTHING, err=True)
@@ -303,13 +307,13 @@ def _recover_and_say(
         raise failures[0]
 
 
-def _store_memory(path: str, names: Names, failures: list[GpusnapError]) -> bool:
+def _store_memory(stores: Sequence[str], names: Names, failures: list[GpusnapError]) -> bool:
     """Keep memory in the stores that commands were to keep there, and were killed; whether there was some.
 
-    `path`: of this host's store. The orders of the commands name others. Adds to `failures` what fails.
+    Adds to `failures` what fails.
     """
     done = False
-    for place in sorted({path} | overrides.list_stores()):
+    for place in stores:
         try:
             with convert_errors():
                 for record in handover.commit_left(Store(place)):
