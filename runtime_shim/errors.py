@@ -41,6 +41,12 @@ class GpusnapError(Exception):
         if code:
             self.code = code
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """For pickle: a child process raises it for its parent. The constructor may word the message."""
+        import copyreg  # only pickle needs it
+
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+
     def add_hint(self, text: str) -> None:
         """Append a sentence to the hint."""
         self.hint = "; ".join(filter(None, [self.hint, text]))
