@@ -43,9 +43,7 @@ class GpusnapError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """For pickle: a child process raises it for its parent. The constructor may word the message."""
-        import copyreg  # only pickle needs it
-
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return _make_again, (type(self), self.args), self.__dict__
 
     def add_hint(self, text: str) -> None:
         """Append a sentence to the hint."""
@@ -55,6 +53,11 @@ class GpusnapError(Exception):
         """Message, hint and code as one line for stderr and for the runtime's JSON log."""
         text = printable(" ".join(str(self).split()))
         return with_code(_reword(f"{text}; {printable(self.hint)}" if self.hint else text), self.code)
+
+
+def _make_again(kind: type[GpusnapError], arguments: tuple[object, ...]) -> GpusnapError:
+    """Make what `arguments` belong to, as BaseException.args, without its constructor."""
+    return kind.__new__(kind, *arguments)
 
 
 MAKE_ROOM = "free some space there; in a store, use gpusnap prune --gc or gpusnap rm --gc"

@@ -112,6 +112,14 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
     lists as running or paused is never killed.
+
+    As JSON: a list with container, kind, at_work (the gpusnap that works on it still runs), processes (PIDs),
+    image (the directory of a checkpoint or a restore), why (in words) and name for each container that is not
+    as it should be. The kind is `checkpoint`, `restore`, `suspend` or `resume`: that was interrupted, or is
+    in progress if at_work is true; `leaving` or `coming`: likewise a migration to or from another host;
+    `unknown`: the container was restored and runs, but Podman does not list it as running; `suspended`: it is
+    suspended, but Podman lists it as running; `ended`: it has ended, but Podman was killed before it cleaned
+    up. Later versions may add kinds. What is left in stores and archives is not in the list.
     """
     if as_json and not only_list:
         raise click.UsageError("--json requires --list")
