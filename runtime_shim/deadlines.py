@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.errors import GpusnapError
 
 T = TypeVar("T")
 
@@ -80,16 +81,21 @@ _idle: deque[_Thread] = deque()
 os.register_at_fork(after_in_child=_idle.clear)  # a child has none of the threads
 
 
-def ask(question: Callable[[], T], what: str, *, within: float = PATIENCE) -> T:
+def ask(question: Callable[[], T], what: str, *, within: float = PATIENCE, always: bool = False) -> T:
     """Return the result of the question, asked in another thread of this process.
 
     Raises what it raises; TimeoutError, whose filename is `what`, after `within` seconds; GpusnapError if no
-    thread can be started.
+    thread can be started. `always`: then ask in this thread, without a deadline.
     """
     try:
         thread = _idle.pop()
     except IndexError:
-        thread = _Thread()
+        try:
+            thread = _Thread()
+        except GpusnapError:
+            if not always:
+                raise
+            return question()
     try:
         answer = thread.ask(question, within)
     except Empty:

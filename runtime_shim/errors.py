@@ -41,6 +41,10 @@ class GpusnapError(Exception):
         if code:
             self.code = code
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """For pickle: a child process raises it for its parent. The constructor may word the message."""
+        return _make_again, (type(self), self.args), self.__dict__
+
     def add_hint(self, text: str) -> None:
         """Append a sentence to the hint."""
         self.hint = "; ".join(filter(None, [self.hint, text]))
@@ -49,6 +53,11 @@ class GpusnapError(Exception):
         """Message, hint and code as one line for stderr and for the runtime's JSON log."""
         text = printable(" ".join(str(self).split()))
         return with_code(_reword(f"{text}; {printable(self.hint)}" if self.hint else text), self.code)
+
+
+def _make_again(kind: type[GpusnapError], arguments: tuple[object, ...]) -> GpusnapError:
+    """Make what `arguments` belong to, as BaseException.args, without its constructor."""
+    return kind.__new__(kind, *arguments)
 
 
 MAKE_ROOM = "free some space there; in a store, use gpusnap prune --gc or gpusnap rm --gc"

@@ -39,11 +39,13 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import _bootstrap
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.deadlines import PATIENCE, wait_for_end
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 
@@ -263,22 +265,27 @@ class Companion:
         self._here, self._starts = here, starts
         _State.companions.append(self)
 
-    def ask(self, function: Callable[..., T], *arguments: object, within: float) -> T:
-        """Return the result of `function`, asked in the worker, or here without a deadline if there is none.
+    def ask(
+        self, function: Callable[..., T], *arguments: object, within: float, what: str | None = None
+    ) -> T:
+        """Return the result of `function`, asked in the worker, or in a thread of this process without one.
 
-        Raises what the function raises; TimeoutError after `within` seconds; GpusnapError if it ended two
-        workers, and if there is none and this process must not ask.
+        `what` it is about, for messages. Raises what the function raises; TimeoutError after `within`
+        seconds, also if another thread is asking; GpusnapError if it ended two workers, and if there is none
+        and this process must not ask.
         """
         question = pickle.dumps((function, arguments))
+        deadline = time.monotonic() + within
         ended: _Ended | None = None
-        with self._lock:
+        with self._hold_lock(within):
             for _ in range(2):
                 if self._worker is None:
                     self._worker = _get_started_worker(starts=self._starts)
                 if self._worker is None:
                     break
                 try:
-                    return self._worker.ask(question, within)  # type: ignore[no-any-return]
+                    left = max(deadline - time.monotonic(), 0.0)
+                    return self._worker.ask(question, left)  # type: ignore[no-any-return]
                 except _Raised as error:
                     raise error.error from None
                 except _Ended as error:  # killed for lack of memory, or by somebody
@@ -288,10 +295,11 @@ class Companion:
                     self._leave()
                     raise
         if ended is not None:
-            raise _make_ended_error(f"asked {function.__name__}") from ended
+            raise _make_ended_error(f"was to read {what}" if what else f"ran {function.__name__}") from ended
         if not self._here:
             raise GpusnapError(f"there is no child process for {function.__name__}", code="GPS-003")
-        return function(*arguments)
+        left = max(deadline - time.monotonic(), 0.0)
+        return deadlines.ask(partial(function, *arguments), what or "", within=left, always=True)
 
     def end(self, within: float = 0.0) -> None:
         """End the worker, if it does not answer just now, and wait so many seconds for that."""
@@ -307,6 +315,17 @@ class Companion:
         if self._worker is not None:
             self._worker.forget()
             self._worker = None
+
+    @contextmanager
+    def _hold_lock(self, within: float) -> Iterator[None]:
+        """Raises TimeoutError if another thread asks for longer than `within` seconds."""
+        lock = self._lock  # a child by fork gets another one
+        if not lock.acquire(timeout=within):
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _leave(self, within: float = 0.0) -> None:
         if self._worker is not None:

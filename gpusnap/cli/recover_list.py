@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.engines import podman
@@ -28,15 +29,18 @@ _PATIENCE = 3.0
 _AWAKE = "it is suspended, but Podman lists it as running"
 
 
+Kind: TypeAlias = Literal[
+    "checkpoint", "restore", "suspend", "resume", "leaving", "coming", "unknown", "suspended", "ended"
+]
+"""`gpusnap recover --help` explains each (commands/recover.py). The names are public and do not change."""
+
+
 @dataclass(frozen=True, slots=True)
 class PendingOperation:
     """A checkpoint or restore that is under way, or was cut off; or a container that Podman does not know."""
 
     container: str
-    kind: str
-    """checkpoint, restore, suspend, resume, leaving or coming: it is migrated to another host, or comes from
-    one; unknown: it was restored, and Podman says it does not run; suspended: Podman has it as
-    running; ended: it has ended, and Podman has not noticed that."""
+    kind: Kind
     at_work: bool
     """Its gpusnap is still there, and nobody else may touch the container."""
     processes: tuple[int, ...]

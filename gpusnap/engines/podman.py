@@ -429,7 +429,20 @@ def _find_pause(container_id: str) -> int | None:
 
 def is_exporting(archive: str) -> bool:
     """Return whether a Podman is at work that exports a container to this path."""
-    return any(proc.comm(pid) == PODMAN[0] and archive in proc.command(pid) for pid in proc.pids())
+    return archive in list_exporting().values()
+
+
+def list_exporting() -> dict[str, str]:
+    """Return the archives to which Podmans are exporting, by the word by which each names its container.
+
+    A `gpusnap checkpoint` names it by its full ID.
+    """
+    found = {}
+    for pid in proc.pids():
+        words = proc.command(pid) if proc.comm(pid) == PODMAN[0] else ()  # as in _find_pause
+        if "checkpoint" in words and "--export" in words[:-2]:
+            found[words[-1]] = words[words.index("--export") + 1]
+    return found
 
 
 def to_restore(found: Container) -> str:

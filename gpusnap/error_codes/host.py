@@ -123,8 +123,8 @@ CODES = (
         "GPS-031",
         "images-not-mounted",
         "gpusnap was killed during a checkpoint, and the directory with CRIU's images is now empty or does "
-        "not exist. Its file system may not be mounted, and then the checkpoint may be complete. So `gpusnap "
-        "recover` keeps the GPU memory in the store.",
+        "not exist. Its file system may not be mounted, or another one in its place, and then the "
+        "checkpoint may be complete. So `gpusnap recover` keeps the GPU memory in the store.",
         "Mount the file system, then run `gpusnap recover` again. If the images were removed, and the "
         "checkpoint is not needed: create the directory, put any file into it (`mkdir -p DIR && touch "
         "DIR/removed`), and run it again. `gpusnap recover` then removes the GPU memory of the checkpoint.",

@@ -420,6 +420,8 @@ class Mount:
     """The file system's type."""
     upper: str = ""
     """The upper directory of an overlay, as given to mount."""
+    source: str = ""
+    """The device, or what the file system's type uses instead, such as server:/path."""
 
 
 def mounts(pid: int | str) -> tuple[Mount, ...]:
@@ -434,9 +436,9 @@ def mounts(pid: int | str) -> tuple[Mount, ...]:
         root, destination = _unescape(words[3]), _unescape(words[4])
         options = rest[2].split(",") if rest[0] == "overlay" and len(rest) > 2 else ()
         upper = next((each.partition("=")[2] for each in options if each.startswith("upperdir=")), "")
-        found.append(
-            Mount(words[2], root, destination, tuple(words[5].split(",")), tuple(words[6:]), rest[0], upper)
-        )
+        source = _unescape(rest[1]) if len(rest) > 1 else ""
+        options_of_mount, tags = tuple(words[5].split(",")), tuple(words[6:])
+        found.append(Mount(words[2], root, destination, options_of_mount, tags, rest[0], upper, source))
     return tuple(found)
 
 

@@ -3,8 +3,8 @@
 Podman runs a runtime with an almost empty environment at checkpoint (libpod, CheckpointContainer). So
 settings that differ for this one checkpoint are in a file:
 
-    /run/gpusnap/orders/<container>.json    0600 in 0700; {"owner": [pid, start], "pages": …, "store": …,
-                                             "staging": …, "force": …, "progress": …,
+    /run/gpusnap/orders/<container>.json    0600 in 0700; {"owner": [pid, start], "container": …, "pages": …,
+                                             "store": …, "staging": …, "force": …, "progress": …,
                                              "archive": …, "target": …}
     /run/gpusnap/orders/<container>.<pid>-<start>.json    that of a process that has ended: something may be
                                              left where it says, and a later one has taken its name
@@ -75,6 +75,7 @@ def order(
     path = _path(container)
     document = {
         "owner": state_files.owner(),
+        "container": container,
         "pages": pages,
         "store": store,
         "staging": staging,
@@ -180,6 +181,17 @@ def is_ordered_to_stay(container: str) -> bool:
 def list_stores() -> set[str]:
     """The stores that orders name, also those of processes that were killed or left memory there."""
     return {store for each in _read_all() if (store := str(each["store"]))}
+
+
+def list_ended() -> set[tuple[str, str]]:
+    """The container and the store of each order of a killed process that names a store."""
+    found = set()
+    for each in _read_all():
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            pid, start = each["owner"]
+            if each["store"] and not proc.is_same(int(pid), int(start)):
+                found.add((str(each["container"]), str(each["store"])))
+    return found
 
 
 def list_archives() -> dict[str, str]:

@@ -19,6 +19,7 @@ from gpusnap.oci.base.errors import BlobError
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.file_system import find_file_system
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.records.manifest_file import Draft
@@ -140,13 +141,15 @@ def _check_image_is_mounted(entry: Entry, *, runs: bool) -> None:
     """Raise ImageError if the image's directory is missing or empty, but perhaps only for its file system.
 
     Without its images, the memory of a complete checkpoint looks like that of a failed one. The directory may
-    be the mount point itself, or another of that name below it. `runs`: whether the container runs.
+    be the mount point itself, or another of that name below it, and another file system may be mounted there.
+    `runs`: whether the container runs.
     """
-    if _has_files(entry.image) or entry.mount == journal.find_mount_point(entry.image):
+    mount = entry.file_system.mount
+    if _has_files(entry.image) or find_file_system(entry.image).is_same(entry.file_system):
         return
-    if not entry.mount and manifest_file.has(entry.image):
+    if not mount and manifest_file.has(entry.image):
         return  # an earlier version did not record it
-    where = f"the file system that was mounted at {entry.mount}" if entry.mount else "its file system"
+    where = f"the file system that was mounted at {mount}" if mount else "its file system"
     raise ImageError(
         f"the checkpoint of container {entry.container} is kept: its directory {entry.image} is empty or "
         f"does not exist, but {where} may not be mounted",

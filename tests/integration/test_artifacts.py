@@ -218,6 +218,42 @@ def test_killed_before_it_takes_the_memory(store: Store, options: list[str], rec
     assert list((STORE / "staging").iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", ["store", "file"])
+def test_another_place_after_a_reboot(store: Store, tmp_path: Path, kind: str) -> None:
+    """With --rm, and without what was in /run, recover finds the store or the archive, and no more later."""
+    container = Container.start("w", *WORK, options=["--rm"])
+    notes = Path("/var/lib/gpusnap/in-progress")
+    target = f"oci:{tmp_path}/other" if kind == "store" else f"{tmp_path}/w.tar"
+    with stopped_checkpoint(container, "--to", target):
+        assert len(list(notes.iterdir())) == 1
+    shutil.rmtree("/run/gpusnap/orders")
+    said = gpusnap("recover")
+    good(said)
+    if kind == "store":
+        assert f"  the memory of its checkpoint is in the store {tmp_path}/other\n" in said.out
+        (archive,) = (tmp_path / "other/staging").glob("*/podman.tar")
+        good(
+            run(
+                "env",
+                f"GPUSNAP_STORE={tmp_path}/other",
+                "podman",
+                "container",
+                "restore",
+                "--import",
+                archive,
+            )
+        )
+        shutil.rmtree(archive.parent)
+    else:
+        (archive,) = tmp_path.glob(".w.tar.*")
+        assert f"mv {archive} {target} gives it its name" in said.err
+        archive.rename(target)
+        good(gpusnap("restore", target))
+    container.goes_on()
+    good(gpusnap("recover"))
+    assert list(notes.iterdir()) == []
+
+
 def test_podman_is_killed_twice(store: Store) -> None:
     """As the command and as the clean-up: it does not notice that the container has ended, until recover."""
     container = Container.start("w", *WORK)
@@ -250,16 +286,20 @@ def test_podman_is_killed_twice(store: Store) -> None:
 
 
 @contextmanager
-def stopped_checkpoint(container: Container) -> Iterator[None]:
+def stopped_checkpoint(container: Container, *options: str) -> Iterator[None]:
     """In the block, Podman and its runtime have ended; the command was stopped, and is killed after it."""
     orders = Path("/run/gpusnap/orders") / f"{container.id}.json"
     child = subprocess.Popen(
-        [COMMAND, "checkpoint", "w"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [COMMAND, "checkpoint", "w", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         until(lambda: orders.exists() and "podman" in map(proc.comm, started(child.pid)), "Podman")
         child.send_signal(signal.SIGSTOP)
-        until(lambda: not [pid for pid in started(child.pid) if proc.is_running(pid)], "the end of Podman")
+
+        def has_podman() -> bool:
+            return "podman" in [proc.comm(pid) for pid in started(child.pid) if proc.is_running(pid)]
+
+        until(lambda: not has_podman(), "the end of Podman")
         yield
     finally:
         child.kill()

@@ -21,6 +21,7 @@ from gpusnap.runtime_shim import question_process, transaction
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.process import mount_namespace, pidfd
 from gpusnap.runtime_shim.process.memory import tmpfs
+from gpusnap.runtime_shim.runtime.criu.images import image_process
 from gpusnap.runtime_shim.settings import Settings
 
 if importlib.util.find_spec("pycriu") is None:
@@ -116,3 +117,4 @@ def no_child_of_an_earlier_test() -> Iterator[None]:
     """A child that asks for us was forked with what its test had replaced."""
     yield
     question_process.end()
+    image_process._spent[0] = 0.0

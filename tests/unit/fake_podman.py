@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gpusnap.operations.checkpointing import places
+
 __all__ = ["ID", "FakePodman"]
 
 ID = "ab" * 32
@@ -69,6 +71,9 @@ class FakePodman:
         program.write_text(_SCRIPT.format(folder=folder, id=ID))
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        monkeypatch.setattr(
+            places, "FOLDER", str(folder / "in-progress")
+        )  # a checkpoint with it writes there
 
     def has(
         self,

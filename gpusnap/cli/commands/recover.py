@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
@@ -33,7 +33,6 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
-from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import recover_restore, restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, handover
@@ -107,11 +106,20 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     gpusnap recover lists those whose memory is in this host's store, and shows how much memory of failed
     checkpoints is left in it (see `gpusnap gc`). Memory that a killed command was about to store with its
     records is stored without them. What Podman exported for a killed command is named, with what can be done
-    with it: of a container with --rm, the export is all that is left beside the memory.
+    with it: of a container with --rm, the export is all that is left beside the memory. This includes other
+    stores, and archives of --to FILE, also after a reboot; one whose file system is not mounted is named.
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
     lists as running or paused is never killed.
+
+    As JSON: a list with container, kind, at_work (the gpusnap that works on it still runs), processes (PIDs),
+    image (the directory of a checkpoint or a restore), why (in words) and name for each container that is not
+    as it should be. The kind is `checkpoint`, `restore`, `suspend` or `resume`: that was interrupted, or is
+    in progress if at_work is true; `leaving` or `coming`: likewise a migration to or from another host;
+    `unknown`: the container was restored and runs, but Podman does not list it as running; `suspended`: it is
+    suspended, but Podman lists it as running; `ended`: it has ended, but Podman was killed before it cleaned
+    up. Later versions may add kinds. What is left in stores and archives is not in the list.
     """
     if as_json and not only_list:
         raise click.UsageError("--json requires --list")
@@ -212,7 +220,7 @@ def _list(
         for line in open_ones:
             click.echo(line, err=True)
         if asleep is not None:
-            left = _tell_exports({store.path} | overrides.list_stores())
+            left = _tell_exports(store.path, left_exports.list_begun(), left_exports.list_missing())
             told = _tell_memory(store) or bool(left)
     failures = _do_all(names, failed)
     if failures:
@@ -221,12 +229,20 @@ def _list(
         click.echo(_NOTHING, err=True)
 
 
-def _tell_exports(stores: Collection[str]) -> tuple[LeftExport, ...]:
-    """Say what Podman exported for commands that were killed, in these stores or elsewhere, and return it."""
-    left = list(left_exports.list_left_beside())
-    for store in sorted(stores):
+def _tell_exports(
+    path: str, begun: Sequence[LeftExport], missing: Sequence[LeftExport]
+) -> tuple[LeftExport, ...]:
+    """Say what Podman exported for commands that were killed, in their stores or elsewhere, and return it.
+
+    `path`: of this host's store. `begun`, `missing`: what `left_exports` has listed before.
+    """
+    elsewhere = [each.store for each in missing if each.store]
+    left = [*missing, *left_exports.list_left_beside(elsewhere)]
+    for store in left_exports.list_stores(path, elsewhere):
         with suppress(GpusnapError):  # a store that cannot be read hides no other one
             left += left_exports.list_left(store)
+    found = {each.archive for each in left}
+    left += [each for each in begun if each.archive not in found]
     for each in left:
         click.echo(each.said, err=True)
     return tuple(left)
@@ -285,11 +301,13 @@ def _recover_and_say(
         settings = settings_file.load()
         sweep_suspended(settings.store.path)
         chunk_cache.remove_stale(settings.memory)
-        stored = _store_memory(settings.store.path, names, failures)
-        left_exports.remove_empty()
-        left = _tell_exports({settings.store.path} | overrides.list_stores())
+        begun, missing = left_exports.list_begun(), left_exports.list_missing()
+        elsewhere = [each.store for each in missing if each.store]
+        stored = _store_memory(left_exports.list_stores(settings.store.path, elsewhere), names, failures)
+        left_exports.remove_empty(elsewhere)
+        left = _tell_exports(settings.store.path, begun, missing)
         if not failures:
-            overrides.sweep(left_exports.list_stores(left))
+            left_exports.forget(left)
         told = _tell_memory(Store(settings.store.path)) or bool(left)
         if not (actions or stored or unknown or open_ones or told or failures):
             click.echo(_NOTHING, err=True)
@@ -297,13 +315,13 @@ def _recover_and_say(
         raise failures[0]
 
 
-def _store_memory(path: str, names: Names, failures: list[GpusnapError]) -> bool:
+def _store_memory(stores: Sequence[str], names: Names, failures: list[GpusnapError]) -> bool:
     """Keep memory in the stores that commands were to keep there, and were killed; whether there was some.
 
-    `path`: of this host's store. The orders of the commands name others. Adds to `failures` what fails.
+    Adds to `failures` what fails.
     """
     done = False
-    for place in sorted({path} | overrides.list_stores()):
+    for place in stores:
         try:
             with convert_errors():
                 for record in handover.commit_left(Store(place)):

@@ -36,6 +36,7 @@ from gpusnap.oci.tar.archive import entries
 from gpusnap.operations import disk_space, push_pull, sources
 from gpusnap.operations import open as source
 from gpusnap.operations.checkpointing import archive as archives
+from gpusnap.operations.checkpointing import places
 from gpusnap.operations.checkpointing.failed_export import Export, explain_export_errors
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.operations.push_pull import PushResult
@@ -211,6 +212,9 @@ def _to_store(
             path = shown.path if shown is not None else ""
             measure = watch_growth(os.path.dirname(staging.path))
             tick = progress.follow(shown, f"checkpoint of {found.name}", measure)
+            # By it, `gpusnap recover` finds another store after a reboot.
+            if not locator.is_default(store.path):
+                order.enter_context(places.remember(store.path, is_needed=memory.is_left))
             # Last: nobody needs the request before Podman runs.
             order.enter_context(
                 overrides.order(
@@ -323,6 +327,7 @@ def _to_file(
             shown = order.enter_context(board())
             board_path = shown.path if shown is not None else ""
             tick = progress.follow(shown, f"checkpoint of {found.name}", lambda: archives.size(beside))
+            order.enter_context(places.remember(folder, archive=beside, target=path))
             order.enter_context(
                 overrides.order(
                     found.id,

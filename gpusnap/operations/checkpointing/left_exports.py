@@ -2,19 +2,20 @@
 
 Of a container with --rm, such an export is all that is left beside the memory. In a store, it is in a staging
 directory that says how to restore it, which nobody removes. With --to FILE, it is beside FILE, under a hidden
-name that only the command's order knows (runtime_shim/shim/overrides.py).
+name that only the command's order knows (runtime_shim/shim/overrides.py), and a file on disk (places.py).
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from gpusnap.checkpoints.formats.names import ARCHIVE
-from gpusnap.engines.podman import is_exporting
+from gpusnap.engines.podman import is_exporting, list_exporting
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.store.store import Store
+from gpusnap.operations.checkpointing import places
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.user_errors import convert_errors
 
@@ -24,8 +25,10 @@ class LeftExport:
     """An archive whose command was killed."""
 
     archive: str
+    """Its path; of a place that cannot be looked at, the file that names it."""
     store: str
-    """The path of the store in whose staging directory it is; empty if it is elsewhere."""
+    """The path of the store in whose staging directory it is, or of the place that cannot be looked at; empty
+    if it is elsewhere."""
     said: str
     """What it is, and what can be done with it."""
 
@@ -37,8 +40,38 @@ def list_left(store: str) -> tuple[LeftExport, ...]:
     return tuple(_describe(os.path.join(path, ARCHIVE), store, why) for path, why in found.items())
 
 
-def list_left_beside() -> tuple[LeftExport, ...]:
-    """Return those that were to get another name. An empty one is left out, but for one that grows."""
+def list_missing() -> tuple[LeftExport, ...]:
+    """Return the places of killed commands where nobody can look for now."""
+    ended, problems = places.list_ended(), {}
+    for each in ended:
+        if (each.path, each.file_system) not in problems:
+            problems[each.path, each.file_system] = each.find_problem()
+    # If another file system is there now, it may have a store of its own.
+    there = {path for (path, _), problem in problems.items() if not problem}
+    return tuple(
+        LeftExport(
+            each.noted,
+            "" if each.path in there else each.path,
+            f"a killed gpusnap checkpoint wrote to {each.path}, which cannot be examined: {problem}. Run "
+            f"gpusnap recover again when it can be; if it is gone for good, rm {shlex.quote(each.noted)} "
+            "makes gpusnap forget it",
+        )
+        for each in ended
+        if (problem := problems[each.path, each.file_system])
+    )
+
+
+def list_stores(store: str, missing: Collection[str]) -> list[str]:
+    """Return this host's store, and those to which killed commands wrote, but for the missing ones."""
+    found = {each.path for each in places.list_ended() if not each.archive} | overrides.list_stores()
+    return sorted({store} | (found - set(missing)))
+
+
+def list_left_beside(missing: Collection[str] = ()) -> tuple[LeftExport, ...]:
+    """Return those that were to get another name. An empty one is left out, but for one that grows.
+
+    `missing`: directories that cannot be looked at.
+    """
     return tuple(
         _describe(
             archive,
@@ -47,14 +80,39 @@ def list_left_beside() -> tuple[LeftExport, ...]:
             f"gpusnap verify {shlex.quote(archive)} checks whether it is complete; if it is, "
             f"mv {shlex.quote(archive)} {shlex.quote(target)} gives it its name; if not, remove it",
         )
-        for archive, target in sorted(overrides.list_archives().items())
+        for archive, target in sorted(_list_archives(missing).items())
         if _has_content(archive) or is_exporting(archive)
     )
 
 
-def remove_empty() -> None:
-    """Remove archives beside their place to which Podman has exported nothing, and does not any more."""
-    for archive in overrides.list_archives():
+def list_begun() -> tuple[LeftExport, ...]:
+    """Return those in stores that a Podman is making now, though it may not have created the archive yet.
+
+    Ask before `list_left`, so that none is missed which Podman creates and completes in between.
+    """
+    exporting = list_exporting()
+    return tuple(
+        LeftExport(exporting[container], store, _describe_unfinished(exporting[container]))
+        for container, store in sorted(overrides.list_ended())
+        if exporting.get(container, "").startswith(os.path.join(store, ""))
+    )
+
+
+def _list_archives(missing: Collection[str]) -> dict[str, str]:
+    """Return the path that each was to get."""
+    found = overrides.list_archives()
+    for each in places.list_ended():
+        if each.path not in missing and each.has_archive:
+            found[each.archive] = each.target
+    return {path: target for path, target in found.items() if os.path.dirname(path) not in missing}
+
+
+def remove_empty(missing: Collection[str] = ()) -> None:
+    """Remove archives beside their place to which Podman has exported nothing, and does not any more.
+
+    `missing`: as in `list_left_beside`.
+    """
+    for archive in _list_archives(missing):
         if not is_exporting(archive) and not _has_content(archive):
             try:
                 os.unlink(archive)
@@ -62,15 +120,21 @@ def remove_empty() -> None:
                 continue
 
 
-def list_stores(left: Iterable[LeftExport]) -> set[str]:
-    """Return the stores in which some of these are."""
-    return {each.store for each in left if each.store}
+def forget(left: Iterable[LeftExport]) -> None:
+    """Forget what killed commands ordered, but for the places where some of these are."""
+    kept = {name for each in left for name in (each.archive, each.store) if name}
+    overrides.sweep(kept)
+    places.sweep(kept)
 
 
 def _describe(archive: str, store: str, said: str) -> LeftExport:
     if is_exporting(archive):
-        said = f"Podman is still exporting to {archive}: run gpusnap recover again when it has finished"
+        said = _describe_unfinished(archive)
     return LeftExport(archive, store, said)
+
+
+def _describe_unfinished(archive: str) -> str:
+    return f"Podman is still exporting to {archive}: run gpusnap recover again when it has finished"
 
 
 def _has_content(archive: str) -> bool:

@@ -172,8 +172,8 @@ class StoreDestination:
         rate = read_rate or recall(self.place)
         self.speed = ReadSpeed(rate, transfer.count_reading_threads(settings)) if rate is not None else None
         self._why = why or (
-            f"the checkpoint of container {container}; gpusnap recover repairs it; if that does not find "
-            "it and the checkpoint is not needed, remove this directory"
+            f"the checkpoint of container {container} on {os.uname().nodename}; gpusnap recover on that host "
+            "repairs it; if that does not find it and the checkpoint is not needed, remove this directory"
         )
 
     @property

@@ -12,7 +12,9 @@ ended. So both are one artifact, committed once:
 Without such an order, and if the command has ended, the runtime commits the memory itself, without records.
 If the command is killed later, `gpusnap recover` does that, or a restore on this host that needs the chunks.
 
-What is in `complete`: a line of JSON with the boot, PID and start time of the command, then the manifest.
+What is in `complete`: a line of JSON that says which gpusnap ordered it (records/origin.py), with the PID and
+start time of the command; then the manifest. Only that gpusnap knows whether the command still runs, so
+others of the store leave it alone.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict, fields
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError, StagingBusy
@@ -36,7 +39,8 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.artifact import write_artifact
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.records.manifest_json import decode, encode
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records import journal, origin
+from gpusnap.runtime_shim.snapshot.records.origin import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,8 @@ class HandedOverMemory:
 
 
 def hand_over(staging: Staging, record: Manifest, recipient: Recipient) -> None:
-    """Complete a precious staging directory for its recipient. Raises OciError, ManifestError."""
-    owner = json.dumps([state_files.boot(), *recipient.owner])
+    """Complete a precious staging directory for its recipient. Raises OciError, ManifestError, OSError."""
+    owner = json.dumps({**asdict(origin.identify()), "owner": recipient.owner})
     staging.hand_over(owner.encode() + b"\n" + encode(record))
 
 
@@ -146,8 +150,9 @@ def take_unneeded(store: Store, name: str) -> HandedOverMemory | None:
 def commit_left(store: Store) -> Iterator[Manifest]:
     """Commit the memory whose command has ended; yield each manifest when its memory is committed.
 
-    Memory that another process is committing just now, or that `take_unneeded` leaves, is left alone. Raises
-    GpusnapError, and at the end, after all others were committed, the first OciError or ManifestError.
+    Memory is left alone that another process is committing just now, that `take_unneeded` leaves, or that
+    another gpusnap of the store ordered. Raises GpusnapError, and at the end, after all others were
+    committed, the first OciError or ManifestError.
     """
     left, failures = tuple(_list_left(store)), list[OciError | ManifestError]()
     for name in left:
@@ -193,16 +198,23 @@ def list_left(store: Store) -> tuple[Manifest, ...]:
 
 
 def _list_left(store: Store) -> dict[str, bytes]:
-    return {name: note for name, note in store.list_handed_over().items() if not _has_owner(note)}
+    return {name: note for name, note in store.list_handed_over().items() if not _is_needed(note)}
 
 
-def _has_owner(note: bytes) -> bool:
-    """Return whether the command that was to take it over still runs."""
+def _is_needed(note: bytes) -> bool:
+    """Return whether the command that was to take it over still runs, or only another gpusnap can tell."""
     try:
-        boot, pid, start = parse_json(note.partition(b"\n")[0])
-        return boot == state_files.boot() and proc.is_same(int(pid), int(start))
-    except (ValueError, TypeError):
+        document = parse_json(note.partition(b"\n")[0])
+        if isinstance(document, list):  # an earlier version's
+            boot, pid, start = document
+            return boot == state_files.boot() and proc.is_same(int(pid), int(start))
+        pid, start = document["owner"]
+        wrote = Origin(*(str(document[each.name]) for each in fields(Origin)))
+        return not wrote.is_own or (wrote.is_this_run and proc.is_same(int(pid), int(start)))
+    except (ValueError, TypeError, KeyError):
         return False
+    except OSError:  # it cannot be known
+        return True
 
 
 def _get_manifest(note: bytes) -> bytes:

@@ -45,6 +45,7 @@ from gpusnap.oci.chunks.table import from_json, to_json
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError, OtherNamespace, advise, reason
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.file_system import FileSystem, find_file_system
 from gpusnap.runtime_shim.process.ptrace import signal_masks
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Saved
 from gpusnap.runtime_shim.records.manifest import FOLDER as FOLDER_IN_IMAGE
@@ -133,8 +134,8 @@ class Entry:
     """The path of the layout with its chunks."""
     paused: Pause | None = None
     """Set if the container was paused."""
-    mount: str = ""
-    """Where the file system of the image is mounted; empty if an earlier version wrote the entry."""
+    file_system: FileSystem = FileSystem("", "")
+    """That of the image; its mount is empty if an earlier version wrote the entry."""
 
     @property
     def container(self) -> str:
@@ -173,12 +174,14 @@ def write(
         }
         for pid, found in regions.items()
     ]
+    where = find_file_system(image) if image else FileSystem("", "")
     document = {
         "version": _VERSION,
         "container": container_key.id_of(key),
         "image": image,
         "layout": layout or os.path.join(image, FOLDER_IN_IMAGE),
-        "mount": find_mount_point(image) if image else "",
+        "mount": where.mount,
+        "file-system": where.identity,
         "owner": list(state_files.owner()),
         "space": _read_namespace(),
         "processes": processes,
@@ -198,16 +201,6 @@ def write(
             hint="set a larger memory.chunk-size",
         )
     _write(_path(key, "json"), data)
-
-
-def find_mount_point(image: str) -> str:
-    """Return where the file system of an image's directory is mounted, whether or not the directory exists.
-
-    The number of a device (st_dev) would not do: Btrfs, NFS and others get a new one with each mount, and a
-    bind mount has that of its source.
-    """
-    mount = proc.find_mount(os.path.realpath(image))
-    return mount.destination if mount is not None else "/"
 
 
 @contextmanager
@@ -357,7 +350,8 @@ def read(key: str) -> Entry | None:
         processes += tuple(_iterate_idle(key))
         image = str(document["image"])
         layout = str(document.get("layout") or os.path.join(image, FOLDER_IN_IMAGE))
-        return Entry(key, image, wrote, processes, layout, paused, str(document.get("mount", "")))
+        where = FileSystem(str(document.get("mount", "")), str(document.get("file-system", "")))
+        return Entry(key, image, wrote, processes, layout, paused, where)
     except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
         raise GpusnapError(
             f"{path} was not written by this version of gpusnap: {error}",

@@ -1,35 +1,31 @@
 """The chunks of suspended containers in the store, and their removal: see spill.py.
 
-Several hosts may share a store, and several gpusnaps of one host too, each with its own /run. So the mark of
-a staging directory says which one wrote it. Only that one knows whether the container still exists. After a
-reboot it does not, and its host removes the chunks.
+The mark of a staging directory says which gpusnap wrote it (records/origin.py). Only that one knows whether
+the container still exists. After a reboot it does not, and its host removes the chunks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.store.paths import PRECIOUS
-from gpusnap.runtime_shim import deadlines, state_files
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.snapshot.memory import suspended_memory
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records import journal, origin
+from gpusnap.runtime_shim.snapshot.records.origin import Origin
 
 _MARK = compile_later(
     r"Suspended container's GPU memory: (?P<key>.*) on (?P<host>\S*) "
     r"\(machine (?P<machine>\S*), boot (?P<boot>\S*), records (?P<records>\S*)\)"
 )
-_MACHINE = "/etc/machine-id"  # machine-id(5)
-# The firmware's: clones of a disk have one machine ID (linux, drivers/firmware/dmi-id.c; only root reads it).
-_PRODUCT = "/sys/class/dmi/id/product_uuid"
 _LOADED = compile_later(r"\d+-[0-9a-f]+\.load\.(\d+)\.(\d+)")
 """Files of load.py, with the PID and start time of the process that reads into them."""
 
@@ -39,33 +35,11 @@ def make_mark(key: str) -> str:
 
     It does not begin as the marks of earlier versions do: those versions remove all that they do not know.
     """
-    host, machine = _identify_host()
+    own = origin.identify()
     return (
-        f"Suspended container's GPU memory: {key} on {host} (machine {machine}, "
-        f"boot {state_files.boot()}, records {_identify_records()})"
+        f"Suspended container's GPU memory: {key} on {own.host} (machine {own.machine}, "
+        f"boot {own.boot}, records {own.records})"
     )
-
-
-def _identify_host() -> tuple[str, str]:
-    """Return this host's name and machine ID, with its firmware's; the latter is empty if it has none."""
-    found = []
-    for path in (_MACHINE, _PRODUCT):
-        with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
-            found += file.read(64).split()
-    return os.uname().nodename, "+".join(found)
-
-
-def _identify_records() -> str:
-    """Return the device and the inode of the directory with the journal. Raises OSError."""
-    found = os.stat(os.path.dirname(journal.FOLDER))
-    return f"{found.st_dev}:{found.st_ino}"
-
-
-def _is_own(mark: Mapping[str, str]) -> bool:
-    """Whether this gpusnap has the records of a container, or had them before a reboot. Raises OSError."""
-    if mark["boot"] == state_files.boot():
-        return mark["records"] == _identify_records()
-    return bool(mark["machine"]) and (mark["host"], mark["machine"]) == _identify_host()
 
 
 def sweep(path: str) -> None:
@@ -94,7 +68,7 @@ def _list_marked(path: str) -> list[tuple[str, str]]:
             with open(os.path.join(folder, name, PRECIOUS), encoding="utf-8") as file:
                 whose = file.read(4096)
             mark = _MARK.fullmatch(whose)
-            if mark is not None and _is_own(mark.groupdict()):
+            if mark is not None and Origin(*mark.group("host", "machine", "boot", "records")).is_own:
                 found.append((os.path.join(folder, name), mark["key"]))
     return found
 

@@ -29,10 +29,12 @@ from gpusnap.cli.commands import host as host_commands
 from gpusnap.oci.base.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import driver as needed
+from gpusnap.operations.checkpointing import places
 from gpusnap.operations.open import load_manifest
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.manifest import ChunkTotals, GpuProcess, Manifest, NeutralisedProcess
 from gpusnap.runtime_shim.records.manifest_file import Draft
@@ -571,6 +573,7 @@ def test_nothing_to_recover(
 ) -> None:
     """That is said; programs get an empty list. What a killed command ordered is removed."""
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(places, "FOLDER", str(tmp_path / "in-progress"))
     (tmp_path / "w.json").write_text('{"owner": [1, 1]}')
     assert gpusnap("recover", *words) == (0, "", "nothing to recover\n")
     assert [path.name for path in tmp_path.iterdir()] == (["w.json"] if words else [])
@@ -581,6 +584,7 @@ def test_nothing_to_recover(
 def other_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Store, Path]:
     """The store of a killed command's order, which comes after this host's, and the order."""
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(places, "FOLDER", str(tmp_path / "in-progress"))
     (tmp_path / "orders").mkdir()
     other, order = Store(tmp_path / "zz-another"), tmp_path / "orders/w.json"
     order.write_text(json.dumps({"owner": [1, 1], "store": other.path}))
@@ -617,12 +621,66 @@ def test_a_store_that_fails_keeps_no_other_one(
     assert order.exists()
 
 
+@pytest.mark.parametrize("mounted", [True, False])
+def test_another_store_after_a_reboot(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    mounted: bool,
+) -> None:
+    """No order is left in /run, but recover finds the store, or says that it is not mounted."""
+    other, order = other_order
+    order.unlink()
+    hand_over_pages(other, "handed")
+    with monkeypatch.context() as before:
+        before.setattr(state_files, "boot", lambda: "earlier")
+        if not mounted:
+            elsewhere = proc.Mount("0:1", "/", other.path, (), (), "nfs4", "", "server:/x")
+            before.setattr(proc, "find_mount", lambda _: elsewhere)
+        with places.remember(other.path, is_needed=lambda: True):
+            pass
+    code, out, err = gpusnap("recover")
+    assert code == 0
+    assert (f"the memory of its checkpoint is in the store {other.path}\n" in out) == mounted
+    assert ("which cannot be examined: its file system is not mounted" in err) == (not mounted)
+    assert len(os.listdir(places.FOLDER)) == (not mounted)
+    assert len(other.list_handed_over()) == (not mounted)
+
+
+def test_an_export_that_podman_has_not_begun(
+    gpusnap: Run, nothing_noted: None, host_store: Store, other_order: tuple[Store, Path], tmp_path: Path
+) -> None:
+    """recover names it, and keeps the order until Podman has ended: then it looks for what is left there."""
+    other, order = other_order
+    archive = f"{other.path}/staging/one/podman.tar"
+    order.write_text(json.dumps({"owner": [1, 1], "store": other.path, "container": "c0ffee"}))
+    podman = tmp_path / "podman"
+    podman.symlink_to("/bin/sh")
+    with subprocess.Popen(
+        [podman, "-c", "echo; read x", "container", "checkpoint", "--export", archive, "c0ffee"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        for words in (["--list"], []):
+            said = f"Podman is still exporting to {archive}: run gpusnap recover again when it has finished\n"
+            assert gpusnap("recover", *words) == (0, "", said)
+            assert order.exists()
+        child.communicate(b"")
+    assert gpusnap("recover") == (0, "", "nothing to recover\n")
+    assert not order.exists()
+
+
 @pytest.mark.parametrize("kind", ["json", "restore", "suspended"])
 def test_a_record_that_cannot_be_read(
     gpusnap: Run, host_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
     """recover names it, keeps it, and does the rest; so does its list, also of that container alone."""
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(places, "FOLDER", str(tmp_path / "in-progress"))
     monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "run" / "journal"))
     monkeypatch.setattr("gpusnap.cli.commands.recover.needed_driver", FakeDriver)
     for module in (recovery, reservations):

@@ -17,6 +17,7 @@ from oci_checkpoints import commit
 
 from gpusnap.cli import main as cli
 from gpusnap.oci.store.store import Store
+from gpusnap.operations.checkpointing import places
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.runtime_shim.settings import Settings
@@ -35,6 +36,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     found = Settings(store=settings_file.Store(path=str(tmp_path / "store")))
     monkeypatch.setattr(settings_file, "load", lambda: found)
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(places, "FOLDER", str(tmp_path / "in-progress"))
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
     (tmp_path / "auth.json").write_text("{}")
     fake = FakePodman(tmp_path / "podman", monkeypatch)

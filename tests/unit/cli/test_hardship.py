@@ -31,6 +31,7 @@ from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space
+from gpusnap.operations.checkpointing import places
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import overrides
@@ -50,6 +51,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     mine = Settings(store=settings_file.Store(path=str(path)))
     monkeypatch.setattr(settings_file, "load", lambda: mine)
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(places, "FOLDER", str(tmp_path / "in-progress"))
     monkeypatch.setattr(os, "fsync", lambda _: None)  # the host does not crash here
     monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "auth.json"))
     (tmp_path / "auth.json").write_text("{}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from fakes import Family
 
-from gpusnap.cli.recover_list import Names, as_json, line, list_waiting
+from gpusnap.cli.recover_list import Kind, Names, PendingOperation, as_json, line, list_waiting
 from gpusnap.engines import podman
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
@@ -56,6 +60,16 @@ def test_an_end_that_podman_has_not_noticed() -> None:
     said = "it has ended, and Podman was killed before it cleaned up"
     assert line(found, Names({"c": "w"})) == f"w (c)  {said}"
     assert json.loads(as_json([found], Names()))[0]["kind"] == "ended"
+
+
+def test_what_the_documentation_says() -> None:
+    """It names all kinds, and no other ones, and all fields, as programs read them."""
+    text = (Path(__file__).parents[3] / "docs/commands.md").read_text()
+    (said,) = re.findall(r"^## gpusnap recover\n.*?^(As JSON: .*?)$", text, re.MULTILINE | re.DOTALL)
+    fields, _, kinds = said.partition(" The kind is ")
+    assert sorted(re.findall(r"`(\w+)`", kinds)) == sorted(get_args(Kind))
+    for each in dataclasses.fields(PendingOperation):
+        assert re.search(rf"\b{each.name}\b", fields)
 
 
 def test_names(monkeypatch: pytest.MonkeyPatch) -> None:

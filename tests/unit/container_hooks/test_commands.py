@@ -18,6 +18,7 @@ from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.container_hooks import commands
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
+from gpusnap.operations.checkpointing import places
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.progress import Progress
@@ -33,6 +34,7 @@ BOTH = {"io.gpusnap.pre-checkpoint": "sleep now", "io.gpusnap.post-restore": "wa
 def store(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """This host's."""
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(places, "FOLDER", str(tmp_path / "in-progress"))
     return host_store
 
 

@@ -16,6 +16,7 @@ from kept_checkpoints import an_archive
 from gpusnap.metrics import record as module
 from gpusnap.metrics.textfile import NAME
 from gpusnap.oci.store.store import Store
+from gpusnap.operations.checkpointing import places
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.settings import Metrics, Settings
@@ -29,6 +30,7 @@ Run = Callable[..., tuple[int, str, str]]
 def podman(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
     """A container that can be checkpointed."""
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(places, "FOLDER", str(tmp_path / "in-progress"))
     fake = FakePodman(tmp_path / "podman", monkeypatch)
     fake.has()
     fake.exports(an_archive(tmp_path))

@@ -31,7 +31,7 @@ from gpusnap.oci.layout.reference import parse
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space
-from gpusnap.operations.checkpointing import archive, failed_export
+from gpusnap.operations.checkpointing import archive, failed_export, places
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing.checkpoint import CheckpointRequest, CheckpointResult
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
@@ -52,6 +52,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     found = Settings(store=settings_file.Store(path=str(tmp_path / "store")))
     monkeypatch.setattr(settings_file, "load", lambda: found)
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(places, "FOLDER", str(tmp_path / "in-progress"))
     return Store(tmp_path / "store")
 
 
@@ -170,6 +171,27 @@ def test_a_file(
     assert "/.w" in call
     assert f"--compress {compress} " in call
     assert not [each for each in os.listdir(fake.folder) if each.startswith(".")]
+
+
+@pytest.mark.parametrize("to", ["own", "store", "file"])
+def test_remembered_after_a_reboot(fake: FakePodman, store: Store, tmp_path: Path, to: str) -> None:
+    """While Podman works, a file on disk names where it writes; this host's store is known anyway."""
+    other = Store(tmp_path / "elsewhere").create()
+    fake.first(f"cat {places.FOLDER}/* >$F/noted 2>/dev/null || :\n")
+    place: locator.Place | None = None
+    if to == "store":
+        place = locator.InStore(other, "")
+    elif to == "file":
+        place = locator.InFile(f"{tmp_path}/w.tar")
+    made(to=place)
+    text = (fake.folder / "noted").read_text()
+    if to == "own":
+        assert text == ""
+    else:
+        noted = json.loads(text)
+        assert noted["place"] == (other.path if to == "store" else str(tmp_path))
+        assert noted["archive"].startswith(f"{tmp_path}/.w.tar." if to == "file" else "")
+        assert os.listdir(places.FOLDER) == []
 
 
 def test_a_file_in_no_folder(fake: FakePodman, tmp_path: Path) -> None:
@@ -431,7 +453,7 @@ def test_the_pages_come_while_we_look(
     with pytest.raises(GpusnapError, match="killed"):
         made(leave_running=leave_running)
     assert len(store.list_handed_over()) == 1
-    monkeypatch.setattr(state_files, "boot", lambda: "after the command")
+    monkeypatch.setattr(proc, "is_same", lambda *_: False)
     assert len(tuple(handover.commit_left(store))) == 1
 
 
@@ -715,7 +737,7 @@ def test_no_room(fake: FakePodman, store: Store, tmp_path: Path, monkeypatch: py
     def room(free: int) -> None:
         found = list(real(tmp_path))
         found[0], found[1], found[4] = 4096, 4096, free // 4096
-        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found))
+        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found, {"f_fsid": 1}))
 
     for to, need in ((None, 12 << 20), (locator.InFile(f"{tmp_path}/w.tar"), 6 << 20)):
         room(need - 4096)

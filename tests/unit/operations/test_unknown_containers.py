@@ -20,6 +20,7 @@ from gpusnap.cli.commands import recover as recover_commands
 from gpusnap.engines import podman as engine
 from gpusnap.engines import podman_command
 from gpusnap.operations import unknown_containers
+from gpusnap.operations.checkpointing import places
 from gpusnap.operations.unknown_containers import choose_id, list_unknown
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
@@ -310,6 +311,7 @@ def test_the_command(
 ) -> None:
     """`recover` names it, also as JSON; with its ID it ends it; of one that Podman knows it says nothing."""
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(places, "FOLDER", str(tmp_path / "in-progress"))
     monkeypatch.setattr(reservations, "sweep", lambda: None)
 
     def recover(*words: str) -> tuple[str, str]:
@@ -340,6 +342,7 @@ def test_the_list_of_one_container(
 ) -> None:
     """What is in the store is listed for all containers, not for one."""
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(places, "FOLDER", str(tmp_path / "in-progress"))
     asked: list[object] = []
 
     def tell(store: object) -> bool:

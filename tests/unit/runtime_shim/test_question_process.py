@@ -352,7 +352,7 @@ def test_a_companion_that_is_killed(companion: Companion, tmp_path: Path) -> Non
     os.kill(pid, signal.SIGKILL)
     assert companion.ask(os.getpid, within=9) not in (ME, pid)
     asked = tmp_path / "asked"
-    with pytest.raises(GpusnapError, match="a child process of gpusnap that asked crash was killed"):
+    with pytest.raises(GpusnapError, match="a child process of gpusnap that ran crash was killed"):
         companion.ask(crash, str(asked), within=9)
     assert asked.read_text() == "xx"
 

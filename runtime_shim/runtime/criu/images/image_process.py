@@ -1,11 +1,13 @@
 """Has the images of a restore decoded in a child process, which imports pycriu on another core.
 
 That takes 0.05 to 0.1 s of computing, for which the restore would wait. If there is no child process, it is
-done in this one.
+done in a thread of this one. A child that is killed is replaced, once. It only reads, so nothing is lost with
+it: the restore fails, and can be repeated.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -16,8 +18,10 @@ from gpusnap.runtime_shim.records.manifest import DriverMount
 T = TypeVar("T")
 
 _PATIENCE = 180.0
-"""Seconds for the images to be read. Less than Podman gives a restore (240 s), so that gpusnap says why."""
+"""Seconds for all questions together. Less than Podman gives a restore (240 s), so that gpusnap says why."""
 _process = Companion()
+_spent = [0.0]
+"""Seconds for which questions were asked. One restore is made by a process."""
 
 
 def prepare() -> None:
@@ -26,7 +30,7 @@ def prepare() -> None:
 
 
 def check(images: str, architecture: str, elsewhere: Mapping[str, int]) -> None:
-    """Check the images of a directory; see check.py. Raises ImageError."""
+    """Check the images of a directory; see check.py. Raises ImageError, and GpusnapError if a child fails."""
     _ask(f"CRIU's images in {images}", _check, images, architecture, dict(elsewhere))
 
 
@@ -41,13 +45,16 @@ def list_masked_paths(images: str, kind: str, root: str | None) -> tuple[DriverM
 
 
 def _ask(what: str, function: Callable[..., T], *arguments: object) -> T:
+    began = time.monotonic()
     try:
-        return _process.ask(function, *arguments, within=_PATIENCE)
+        return _process.ask(function, *arguments, within=max(_PATIENCE - _spent[0], 0.0), what=what)
     except TimeoutError as error:
         raise ImageError(
             f"{what} could not be read within {_PATIENCE:.0f} s",
             hint="check that the disk or the file server responds, then restore again",
         ) from error
+    finally:
+        _spent[0] += time.monotonic() - began
 
 
 # What the child process is asked for. It imports the modules, so that this one need not.

@@ -159,10 +159,12 @@ def test_mounts(monkeypatch: pytest.MonkeyPatch) -> None:
     """mountinfo with its optional fields and its escapes."""
     monkeypatch.setattr(proc, "_read", lambda _: MOUNTINFO)
     assert proc.mounts("self") == (
-        proc.Mount("98:0", "/mnt1", "/mnt 2", ("rw", "noatime"), ("master:1", "shared:7"), "ext3"),
-        proc.Mount("0:5", "/", "/proc", ("rw",), (), "proc"),
-        proc.Mount("0:6", "/a\\040", "/x\ty", ("ro",), (), "tmpfs"),
-        proc.Mount("0:7", "/", "/", ("rw",), (), "overlay", "/u/diff"),
+        proc.Mount(
+            "98:0", "/mnt1", "/mnt 2", ("rw", "noatime"), ("master:1", "shared:7"), "ext3", "", "/dev/root"
+        ),
+        proc.Mount("0:5", "/", "/proc", ("rw",), (), "proc", "", "proc"),
+        proc.Mount("0:6", "/a\\040", "/x\ty", ("ro",), (), "tmpfs", "", "tmpfs"),
+        proc.Mount("0:7", "/", "/", ("rw",), (), "overlay", "/u/diff", "overlay"),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import ManifestError
 from gpusnap.runtime_shim.records.artifact import write_artifact
 from gpusnap.runtime_shim.snapshot.memory import handover
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records import journal, origin
 
 NAME = "handed"
 GONE = (1, 0)
@@ -124,6 +125,7 @@ def test_left_by_a_command(store: Store, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_entry_that_cannot_be_read(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of its container is left as it is; that of another one is committed."""
     monkeypatch.setattr(journal, "FOLDER", str(tmp_path / "gpusnap" / "journal"))
+    (tmp_path / "gpusnap").mkdir()
     made = hand_over_pages(store, NAME, GONE)
     for container in (made.container, "another"):
         journal.write(container, "/image", {1: ()})
@@ -164,13 +166,57 @@ def test_another_process_commits_it(store: Store) -> None:
     assert tuple(handover.commit_left(store)) == ()
 
 
-def test_its_command_lives(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host has an ID."""
+    monkeypatch.setattr(origin, "_identify_host", lambda: ("here", "0123"))
+
+
+@pytest.mark.parametrize("earlier_version", [False, True])
+def test_its_command_lives(
+    store: Store, machine: None, monkeypatch: pytest.MonkeyPatch, earlier_version: bool
+) -> None:
     """It has not taken it over yet. After a boot, a process with its PID and start time is another one."""
     hand_over_pages(store, NAME, state_files.owner())
+    if earlier_version:
+        path = staging_of(store) / "complete"
+        own = json.dumps([state_files.boot(), *state_files.owner()])
+        path.write_bytes(own.encode() + b"\n" + path.read_bytes().partition(b"\n")[2])
     assert handover.list_left(store) == ()
     assert tuple(handover.commit_left(store)) == ()
     monkeypatch.setattr(state_files, "boot", lambda: "another")
     assert len(tuple(handover.commit_left(store))) == 1
+
+
+@pytest.mark.parametrize("other", ["host", "boot of another host", "/run", "clone without an ID"])
+def test_of_another_gpusnap(store: Store, machine: None, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    """Only that one knows whether its command lives, even if a process here looks like it."""
+    with monkeypatch.context() as there:
+        if other in ("host", "boot of another host"):
+            there.setattr(origin, "_identify_host", lambda: ("elsewhere", "4567"))
+        if other == "clone without an ID":
+            monkeypatch.setattr(origin, "_identify_host", lambda: ("here", ""))
+        if other != "/run":
+            there.setattr(state_files, "boot", lambda: "another")
+        else:
+            there.setattr(origin, "_identify_records", lambda: "1:1")
+        made = hand_over_pages(store, NAME, GONE)
+        assert handover.list_left(store) == (made,)
+    assert handover.list_left(store) == ()
+    assert tuple(handover.commit_left(store)) == ()
+    (left,) = store.collect().spared
+    assert NAME in left.path
+
+
+def test_records_that_cannot_be_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command may live."""
+    hand_over_pages(store, NAME, GONE)
+
+    def fail() -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(origin, "_identify_records", fail)
+    assert tuple(handover.commit_left(store)) == ()
 
 
 def test_committed_already(store: Store) -> None:

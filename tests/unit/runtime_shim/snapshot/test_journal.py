@@ -160,4 +160,4 @@ def test_a_working_directory_that_was_removed(tmp_path: Path, monkeypatch: pytes
     journal.write("c0ffee", "", {1: ()})
     entry = journal.read("c0ffee")
     assert entry is not None
-    assert entry.mount == ""
+    assert entry.file_system.mount == ""

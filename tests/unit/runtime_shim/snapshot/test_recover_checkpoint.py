@@ -272,9 +272,9 @@ def dumped_into_a_store(tmp_path: Path, *, mount: str) -> tuple[Path, StoreDesti
     return image, destination
 
 
-def mount_at(path: str, patch: pytest.MonkeyPatch) -> None:
+def mount_at(path: str, patch: pytest.MonkeyPatch, source: str = "server:/images") -> None:
     """Have /proc show that as the mount of every path."""
-    patch.setattr(proc, "find_mount", lambda _: proc.Mount("0:1", "/", path, (), (), "ext4"))
+    patch.setattr(proc, "find_mount", lambda _: proc.Mount("0:1", "/", path, (), (), "nfs4", "", source))
 
 
 def test_images_that_are_not_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +293,19 @@ def test_images_that_are_not_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     mount_at("/storage", monkeypatch)
     assert "is complete" in recover(read(), Driver(), Memory())
     assert (image / "gpusnap/manifest.json").exists()
+
+
+def test_another_file_system_in_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no images, which says nothing of those that were dumped: the memory is kept."""
+    image, destination = dumped_into_a_store(tmp_path, mount="/storage")
+    image.rename(tmp_path / "elsewhere")
+    mount_at("/storage", monkeypatch, "other:/images")
+    with pytest.raises(GpusnapError, match="was mounted at /storage may not be mounted"):
+        recover(read(), Driver(), Memory())
+    assert os.path.exists(destination.layout.path)
+    path = Path(journal.FOLDER, f"{ID}.json")  # an earlier version noted the place alone
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "file-system"}))
+    assert recover(read(), Driver(), Memory()) == "no process is left"
 
 
 def test_images_that_were_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

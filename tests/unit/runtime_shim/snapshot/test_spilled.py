@@ -18,7 +18,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import deadlines, state_files
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.snapshot.memory import suspended_memory
-from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records import journal, origin
 from gpusnap.runtime_shim.snapshot.suspended_containers import spill, spilled
 
 KEY = "c0ffee@0123456789ab"
@@ -62,10 +62,10 @@ def test_of_others(store: Store, monkeypatch: pytest.MonkeyPatch, other: str) ->
     """Only they know whether the container still exists; gc names whose it is."""
     with monkeypatch.context() as there:
         if other == "another boot of another host":
-            there.setattr(spilled, "_identify_host", lambda: ("elsewhere", "0123"))
+            there.setattr(origin, "_identify_host", lambda: ("elsewhere", "0123"))
             there.setattr(state_files, "boot", lambda: "another")
         elif other == "another /run":
-            there.setattr(spilled, "_identify_records", lambda: "1:1")
+            there.setattr(origin, "_identify_records", lambda: "1:1")
         else:
             there.setattr(spilled, "make_mark", lambda key: f"GPU memory of the suspended container {key}")
         layout = spilled_of(store)
@@ -79,10 +79,10 @@ def test_of_others(store: Store, monkeypatch: pytest.MonkeyPatch, other: str) ->
 @pytest.mark.parametrize("machine", ["0123", ""])
 def test_of_an_earlier_boot(store: Store, monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
     """Its containers are gone; a host without an ID may be another one."""
-    monkeypatch.setattr(spilled, "_identify_host", lambda: ("here", machine))
+    monkeypatch.setattr(origin, "_identify_host", lambda: ("here", machine))
     with monkeypatch.context() as earlier:
         earlier.setattr(state_files, "boot", lambda: "earlier")
-        earlier.setattr(spilled, "_identify_records", lambda: "1:1")
+        earlier.setattr(origin, "_identify_records", lambda: "1:1")
         layout = spilled_of(store)
     spilled.sweep(store.path)
     assert layout.exists() == (not machine)
