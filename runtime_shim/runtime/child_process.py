@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason
+from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, raise_as, reason
 from gpusnap.runtime_shim.runtime import find as locate
 
 
@@ -107,7 +107,7 @@ def run(
     GpusnapError if its output cannot be read, once it has ended.
     """
     stream = subprocess.PIPE if capture else None
-    try:
+    with raise_as(NotStarted, f"{argv[0]} cannot be started"):
         process = Child(
             argv,
             stdin=subprocess.DEVNULL if capture else None,
@@ -120,8 +120,6 @@ def run(
             pass_fds=tuple(keep) if capture else (),
             start_new_session=own_session,
         )
-    except OSError as error:
-        raise NotStarted(f"{argv[0]} cannot be started: {reason(error)}") from error
     with process:
         if started is not None:
             started(process.pid)

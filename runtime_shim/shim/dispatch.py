@@ -18,7 +18,7 @@ from gpusnap.runtime_shim.errors import (
     RuntimeFailed,
     SettingsError,
     make_unforeseen,
-    reason,
+    raise_as,
 )
 from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver
@@ -177,12 +177,8 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
 
 def _is_there(path: str) -> bool:
     """Whether a file of the journal exists. Raises GpusnapError."""
-    try:
+    with raise_as(GpusnapError, f"{path} cannot be read", hint="try again", code="GPS-007"):
         return exists(path)
-    except OSError as error:
-        raise GpusnapError(
-            f"{path} cannot be read: {reason(error)}", hint="try again", code="GPS-007"
-        ) from error
 
 
 def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Driver | None) -> None:

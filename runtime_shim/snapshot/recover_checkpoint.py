@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from gpusnap.oci.base.errors import BlobError
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError, raise_as
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
@@ -123,14 +123,13 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     else:
         _take_back(entry, settings)
         said = "it continues to run, and its checkpoint failed"
-    try:
+    with raise_as(
+        GpusnapError,
+        f"temporary files of container {entry.container} cannot be removed",
+        hint=f"they use RAM; remove them from {stage.FOLDER}",
+        code="GPS-027",
+    ):
         stage.remove(entry.key)
-    except OSError as error:
-        raise GpusnapError(
-            f"temporary files of container {entry.container} cannot be removed: {reason(error)}",
-            hint=f"they use RAM; remove them from {stage.FOLDER}",
-            code="GPS-027",
-        ) from error
     scratch_files.sweep(entry.owner)
     journal.remove(entry.key)
     return said

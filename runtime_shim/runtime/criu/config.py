@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from gpusnap.runtime_shim.errors import ImageError, SettingsError, reason
+from gpusnap.runtime_shim.errors import ImageError, SettingsError, raise_as
 from gpusnap.runtime_shim.records.manifest import DriverMount
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime import options
@@ -201,7 +201,9 @@ def config_file(text: str) -> Iterator[dict[str, str]]:
     A file that the caller's CRIU_CONFIG_FILE names is included first, so that nothing of it is lost.
     """
     before = os.environ.get(VARIABLE, "")
-    try:
+    with raise_as(
+        ImageError, "CRIU's configuration cannot be prepared", errors=(OSError, UnicodeDecodeError)
+    ):
         inherited = ""
         if before:
             inherited = Path(before).read_text("utf-8").rstrip("\n") + "\n"
@@ -215,9 +217,6 @@ def config_file(text: str) -> Iterator[dict[str, str]]:
             with contextlib.suppress(OSError):  # closing writes once more
                 file.close()
             raise
-    except (OSError, UnicodeDecodeError) as error:
-        said = reason(error) if isinstance(error, OSError) else str(error)
-        raise ImageError(f"CRIU's configuration cannot be prepared: {said}") from error
     try:
         yield {**locate.environment(), VARIABLE: file.name}
     finally:

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import field, replace
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import ImageError, Refused, reason
+from gpusnap.runtime_shim.errors import ImageError, Refused, raise_as
 from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA, KNOWN, Plugin
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.criu import scratch_files
@@ -175,14 +175,10 @@ def _libraries(folder: str) -> dict[str, str]:
 @contextmanager
 def _folder(libraries: Mapping[str, str]) -> Iterator[str]:
     with ExitStack() as stack:
-        try:
+        with raise_as(ImageError, "the directory for CRIU's plugins cannot be created"):
             made = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix=scratch_files.prefix("plugins"), dir=scratch())
             )
             for name, path in libraries.items():
                 os.symlink(os.path.realpath(path), os.path.join(made, name))
-        except OSError as error:
-            raise ImageError(
-                f"the directory for CRIU's plugins cannot be created: {reason(error)}"
-            ) from error
         yield made

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import IO
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import RuntimeFailed, reason
+from gpusnap.runtime_shim.errors import RuntimeFailed, raise_as, reason
 from gpusnap.runtime_shim.log import note, runtime_message, runtime_warnings
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.child_process import Finished, run
@@ -89,15 +89,11 @@ def _read(log: IO[str]) -> str:
 @contextmanager
 def _log_file() -> Iterator[tuple[IO[str], str]]:
     """Yield a file for the runtime's log. If it cannot be closed or removed, that is no reason to fail."""
-    try:
+    with raise_as(RuntimeFailed, "no log can be created for the runtime"):
         descriptor, path = tempfile.mkstemp(prefix=scratch_files.prefix("log"), dir=scratch())
-    except OSError as error:
-        raise RuntimeFailed(f"no log can be created for the runtime: {reason(error)}") from error
     try:
-        try:
+        with raise_as(RuntimeFailed, "no log can be created for the runtime"):
             file = open(descriptor, encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise RuntimeFailed(f"no log can be created for the runtime: {reason(error)}") from error
         try:
             yield file, path
         finally:

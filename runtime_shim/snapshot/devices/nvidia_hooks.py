@@ -265,8 +265,7 @@ def _run(hook: _Hook, container: Container, found: tuple[str, tuple[str, ...]]) 
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
-        said = reason(error) if isinstance(error, OSError) else str(error)
-        raise _Unfit(f"{path} cannot be started: {said}") from error
+        raise _Unfit(f"{path} cannot be started: {reason(error)}") from error
     with process:
         try:
             out, _ = process.communicate(json.dumps(state).encode(), timeout=hook.timeout)

@@ -37,7 +37,7 @@ from functools import partial
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, raise_as
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps
@@ -149,10 +149,8 @@ class BulkCopy:
         for name in plan.names:
             self._switched = True
             path = os.path.join(self._view, name)
-            try:
+            with raise_as(ImageError, f"{path} cannot be replaced", code="GPS-523"):
                 os.replace(path + _NEXT, path)
-            except OSError as error:
-                raise ImageError(f"{path} cannot be replaced: {reason(error)}", code="GPS-523") from error
 
     def _copy(self, init: int, busy: Busy) -> None:
         if not self._switched:

@@ -43,7 +43,7 @@ from gpusnap.oci.base.errors import ChunkError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.chunks.table import from_json, to_json
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, OtherNamespace, advise, reason
+from gpusnap.runtime_shim.errors import GpusnapError, OtherNamespace, advise, raise_as, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.ptrace import signal_masks
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Saved
@@ -332,12 +332,10 @@ def list_layouts() -> tuple[frozenset[str], frozenset[str]]:
 def _has_held_threads(key: str) -> bool:
     """Whether a killed gpusnap left threads of a container held, and not for a restore."""
     path = masks(key)
-    try:
+    with raise_as(GpusnapError, f"{path} cannot be read", code="GPS-007"):
         if not exists(path, follow=False) or exists(_path(key, "restore"), follow=False):
             return False
         return any(mask.is_there for mask in signal_masks.read(path))
-    except OSError as error:
-        raise GpusnapError(f"{path} cannot be read: {reason(error)}", code="GPS-007") from error
 
 
 def read(key: str) -> Entry | None:
@@ -486,8 +484,7 @@ def _read(path: str) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        said = reason(error) if isinstance(error, OSError) else str(error)
-        raise GpusnapError(f"{path} cannot be read: {said}", code="GPS-023") from error
+        raise GpusnapError(f"{path} cannot be read: {reason(error)}", code="GPS-023") from error
     space = document.get("space") if isinstance(document, dict) else None
     if space and space != _read_namespace():  # every PID in it would be that of another process, or of none
         raise OtherNamespace(path)
