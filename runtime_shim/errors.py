@@ -196,7 +196,7 @@ class raise_as:  # a class with the name of a function, as contextlib.suppress
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, self._errors):
+        if isinstance(error, OSError | ValueError) and isinstance(error, self._errors):
             said = f"{self._sentence}: {reason(error)}"
             raise self._kind(said, hint=self._hint, code=self._code) from error
 
