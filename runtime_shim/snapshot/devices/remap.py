@@ -84,7 +84,7 @@ def make(
             code="GPS-406",
         )
     here = driver.nodes()
-    old = tuple(Node(n.path, n.major, n.minor, n.gpu) for n in record.nodes)
+    old = record.nodes
     found = plan_changes(old, here, pairs, keep_names=keep_names)
     expected = _list_nodes_after(old, found)
     bound = {
