@@ -20,10 +20,9 @@ from gpusnap.runtime_shim.errors import (
     make_unforeseen,
     raise_as,
 )
-from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders
+from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders, open_driver
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
-from gpusnap.runtime_shim.gpu.opening import open_driver
 from gpusnap.runtime_shim.progress import VARIABLE, reporter
 from gpusnap.runtime_shim.records import cri_layout, manifest_file, manifest_json
 from gpusnap.runtime_shim.runtime import container as containers
@@ -115,7 +114,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
         _spare_neighbours(call, container, drivers)
         _hand_over(call, real)
     question_process.start()  # before there are threads
-    with open_driver(driver, host=True):
+    with open_driver(driver):
         # Imported late: a container without a GPU must not wait for it.
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.shim import overrides
@@ -220,7 +219,7 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     valid = _require_valid(settings)
     question_process.start()  # before there are threads
     checks = threads.run_meanwhile(manifest_json.prepare, image_process.prepare, name="gpusnap-checks")
-    with open_driver(find_driver(), host=True), checks:
+    with open_driver(find_driver()), checks:
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.snapshot import restored_containers
         from gpusnap.runtime_shim.snapshot.restore import restore

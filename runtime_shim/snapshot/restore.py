@@ -64,7 +64,7 @@ TIMING = "gpusnap-restore.json"
 def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: dict[str, Any]) -> int:
     """Restore a container from an image that gpusnap made; return the exit code of the real runtime.
 
-    `config`: the bundle's config.json. The caller starts the driver meanwhile (gpu/opening.py).
+    `config`: the bundle's config.json. The caller starts the driver meanwhile (gpu.open_driver).
 
     Raises a GpusnapError; no container is left then.
     """

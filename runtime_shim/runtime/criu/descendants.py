@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import pidfd, proc
@@ -52,8 +53,7 @@ def kill_all(
     waits. It repeats until `ended` returns True, because that thread may be about to start one. Raises
     GpusnapError if some do not end.
     """
-    own = proc.process(os.getpid())
-    owner = (os.getpid(), own.start if own is not None else 0)
+    owner = state_files.owner()
     deadline = time.monotonic() + _PATIENCE
     with _become_subreaper():
         while (left := _list_left(but, owner)) or not ended():

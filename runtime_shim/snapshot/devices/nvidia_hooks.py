@@ -29,7 +29,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.log import note
-from gpusnap.runtime_shim.process.mount_view import show_mounts
+from gpusnap.runtime_shim.process.mount_namespace import show_mounts
 from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.runtime_shim.runtime.container import Container
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.process.mount_view import show_mounts
+from gpusnap.runtime_shim.process.mount_namespace import show_mounts
 from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.snapshot.devices import nvidia_hooks as rerun
 
