@@ -42,7 +42,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib import _bootstrap
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 from gpusnap.runtime_shim.deadlines import PATIENCE, wait_for_end
 from gpusnap.runtime_shim.errors import GpusnapError, reason
@@ -127,15 +127,12 @@ class _Worker:
         self._channel = _Channel(end, self._look)
         self._stopped: float | None = None
 
-    def ask(self, question: bytes, within: float) -> Any:
-        """Raises what the question raises; TimeoutError after `within` seconds, _Ended."""
+    def ask(self, question: bytes, within: float) -> _Answer:
+        """Raises TimeoutError after `within` seconds, _Ended."""
         deadline = time.monotonic() + within
         self._stopped = None
         self._channel.send(question, deadline)
-        value, error = pickle.loads(self._channel.receive(deadline))  # from gpusnap's own child
-        if error is not None:
-            raise _Raised(error)
-        return value
+        return _Answer(*pickle.loads(self._channel.receive(deadline)))  # from gpusnap's own child
 
     def leave(self, within: float = 0.0) -> None:
         """Kill it, and wait for its end for `within` seconds."""
@@ -166,12 +163,17 @@ class _Worker:
         os.close(self._descriptor)
 
 
-class _Raised(Exception):
-    """An exception of a question, as opposed to an error in its transport."""
+class _Answer(NamedTuple):
+    """The answer to a question: its value, or the exception that it raised."""
 
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(error)
-        self.error = error
+    value: Any
+    error: BaseException | None
+
+    def get(self) -> Any:
+        """Raises what the question raised."""
+        if self.error is not None:
+            raise self.error from None
+        return self.value
 
 
 class _Forker:
@@ -278,15 +280,15 @@ class Companion:
                 if self._worker is None:
                     break
                 try:
-                    return self._worker.ask(question, within)  # type: ignore[no-any-return]
-                except _Raised as error:
-                    raise error.error from None
+                    answer = self._worker.ask(question, within)
                 except _Ended as error:  # killed for lack of memory, or by somebody
                     self._leave()
                     ended = error
                 except BaseException:
                     self._leave()
                     raise
+                else:
+                    return answer.get()  # type: ignore[no-any-return]
         if ended is not None:
             raise _make_ended_error(f"asked {function.__name__}") from ended
         if not self._here:
@@ -360,9 +362,6 @@ def ask(
             worker.leave()
             _State.unanswered.add(question)
             raise _make_unanswered_error(pid, what, within) from error
-        except _Raised as error:
-            _State.idle.append(worker)
-            raise error.error from None
         except _Ended as error:  # killed for lack of memory, or by somebody
             worker.leave()
             if not first:
@@ -372,7 +371,7 @@ def ask(
             raise
         else:
             _State.idle.append(worker)
-            return answer  # type: ignore[no-any-return]
+            return answer.get()  # type: ignore[no-any-return]
     raise AssertionError("unreachable")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -90,18 +89,14 @@ def _read(log: IO[str]) -> str:
 def _log_file() -> Iterator[tuple[IO[str], str]]:
     """Yield a file for the runtime's log. If it cannot be closed or removed, that is no reason to fail."""
     with raise_as(RuntimeFailed, "no log can be created for the runtime"):
-        descriptor, path = tempfile.mkstemp(prefix=scratch_files.prefix("log"), dir=scratch())
+        file = tempfile.NamedTemporaryFile(
+            "r", encoding="utf-8", errors="replace", prefix=scratch_files.prefix("log"), dir=scratch()
+        )
     try:
-        with raise_as(RuntimeFailed, "no log can be created for the runtime"):
-            file = open(descriptor, encoding="utf-8", errors="replace")
-        try:
-            yield file, path
-        finally:
-            with suppress(OSError):
-                file.close()
+        yield file, file.name
     finally:
         with suppress(OSError):
-            os.unlink(path)
+            file.close()
 
 
 def make_quiet_command(call: CheckpointCall | RestoreCall, real: RealRuntime) -> list[str]:

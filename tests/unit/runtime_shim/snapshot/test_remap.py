@@ -91,7 +91,7 @@ def test_libraries_of_another_version(tmp_path: Path) -> None:
     """A file of the driver that is not here is taken from this host's; one that nobody has stays."""
     real = tmp_path / "libcuda.so"
     real.touch()
-    known = DriverFiles(NEW, (File(LIBRARY + NEW, LIBRARY + NEW, 64, 0),), frozenset({LIBRARY + NEW}))
+    known = DriverFiles(NEW, (File(LIBRARY + NEW, LIBRARY + NEW, 64, 0),))
     found = made(record(), binds=[LIBRARY + OLD, "/usr/bin/nvidia-never"], known=known)
     assert found.edits.sources == {
         LIBRARY + OLD: LIBRARY + NEW,
