@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from signal import SIGKILL, SIGSTOP
 from typing import TypeVar
 
@@ -296,6 +296,19 @@ def parents() -> dict[int, int]:
         stat = _stat(pid)
         if stat is not None and not int(stat[6]) & _KERNEL_THREAD:
             found[pid] = int(stat[1])
+    return found
+
+
+def add_descendants(
+    some: Iterable[int], parents: Mapping[int, int], belongs: Callable[[int], bool] = lambda _: True
+) -> set[int]:
+    """Return these processes and those of their descendants that belong; `parents` as above."""
+    found = set(some)
+    fresh = found
+    while fresh:
+        fresh = {pid for pid, parent in parents.items() if parent in found and pid not in found}
+        fresh = {pid for pid in fresh if belongs(pid)}
+        found = found | fresh
     return found
 
 

@@ -119,9 +119,4 @@ def _list_left(but: Collection[int], owner: tuple[int, int]) -> set[int]:
 
 def _list_below(but: Collection[int]) -> set[int]:
     parents = proc.parents()
-    found: set[int] = set()
-    waiting = set(children(parents=parents).difference(but))
-    while waiting:
-        found |= waiting
-        waiting = {pid for pid, parent in parents.items() if parent in waiting} - found
-    return found
+    return proc.add_descendants(children(parents=parents).difference(but), parents)

@@ -374,22 +374,8 @@ def find_restored_processes(init: int) -> Mapping[int, proc.Process]:
     if first is None:
         raise ProcessLookupError(errno.ESRCH, f"process {init} has ended")
     depth = len(first.ns_pids) - 1
-    parents = proc.parents()
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    found: dict[int, proc.Process] = {}
-    waiting, seen = [init], set()
-    while waiting:
-        pid = waiting.pop()
-        if pid in seen:
-            continue
-        seen.add(pid)
-        process = proc.process(pid)
-        if process is not None and len(process.ns_pids) > depth:
-            found[process.ns_pids[depth]] = process
-        waiting += children.get(pid, ())
-    return found
+    there = map(proc.process, proc.add_descendants([init], proc.parents()))
+    return {each.ns_pids[depth]: each for each in there if each is not None and len(each.ns_pids) > depth}
 
 
 def _check_mapped(pid: int, taken: ProcessPages) -> None:

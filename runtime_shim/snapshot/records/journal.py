@@ -72,6 +72,35 @@ _APART = (RESTORED, SUSPENDED)
 _Record = TypeVar("_Record")
 
 
+class Record:
+    """What the records of a container have in common."""
+
+    __slots__ = ()
+    key: str
+    """The key of the container."""
+    owner: tuple[int, int]
+    """PID and start time of the gpusnap that wrote it."""
+
+    @property
+    def container(self) -> str:
+        """The ID of the container."""
+        return container_key.id_of(self.key)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the gpusnap that wrote it still runs."""
+        return proc.is_same(*self.owner)
+
+    def check_not_at_work(self) -> None:
+        """Raise GpusnapError if the gpusnap that wrote it still runs."""
+        if self.at_work:
+            raise GpusnapError(
+                f"gpusnap (process {self.owner[0]}) is still working on container {self.container}",
+                hint="wait for it",
+                code="GPS-020",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class StagedRegion:
     """A region whose memory is in a file of memory.stage."""
@@ -120,7 +149,7 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Record):
     """The record of one container."""
 
     key: str
@@ -135,16 +164,6 @@ class Entry:
     """Set if the container was paused."""
     mount: str = ""
     """Where the file system of the image is mounted; empty if an earlier version wrote the entry."""
-
-    @property
-    def container(self) -> str:
-        """The ID of the container."""
-        return container_key.id_of(self.key)
-
-    @property
-    def at_work(self) -> bool:
-        """Whether the gpusnap that wrote it still runs."""
-        return proc.is_same(*self.owner)
 
     def measure_spilled(self) -> dict[int, int]:
         """Return the bytes that are in the layout, by PID."""
@@ -213,21 +232,22 @@ def find_mount_point(image: str) -> str:
 @contextmanager
 def keep_thread(key: str, pid: int, saved: Saved) -> Iterator[None]:
     """Record a thread's own registers while the block makes system calls with it. Raises GpusnapError."""
-    path = _path(key, f"{pid}.thread")
-    start = state_files.owner(pid)[1]
-    document = {"start": start, "tid": saved.tid, "registers": saved.registers.hex(), "mask": saved.mask}
-    _write(path, json.dumps(document).encode())
-    try:
+    registers = {"tid": saved.tid, "registers": saved.registers.hex(), "mask": saved.mask}
+    with _keep(key, pid, "thread", registers):
         yield
-    finally:
-        state_files.remove(path)
 
 
 @contextmanager
 def keep_idle(key: str, pid: int) -> Iterator[None]:
     """Record that a process without GPU state is stopped, while the block runs. Raises GpusnapError."""
-    path = _path(key, f"{pid}.idle")
-    _write(path, json.dumps({"start": state_files.owner(pid)[1]}).encode())
+    with _keep(key, pid, "idle", {}):
+        yield
+
+
+@contextmanager
+def _keep(key: str, pid: int, kind: str, document: Mapping[str, Any]) -> Iterator[None]:
+    path = _path(key, f"{pid}.{kind}")
+    _write(path, json.dumps({"start": state_files.owner(pid)[1], **document}).encode())
     try:
         yield
     finally:
