@@ -259,9 +259,10 @@ def is_full(error: OSError) -> bool:
 
 def remove_staged(key: str) -> None:
     """Remove the staged files that a killed gpusnap left of a container, by its key. Raises GpusnapError."""
+    container = container_key.id_of(key)
     with raise_as(
         GpusnapError,
-        f"temporary files of container {container_key.id_of(key)} cannot be removed",
+        f"temporary files of container {container} cannot be removed",
         hint=f"they use RAM; remove them from {stage.FOLDER}",
         code="GPS-027",
     ):

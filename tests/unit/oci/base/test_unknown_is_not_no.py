@@ -33,7 +33,6 @@ HARMLESS = {
     "oci/registry/certificates.py": 1,
     "oci/store/store.py": 1,
     "runtime_shim/gpu/amd/topology.py": 2,
-    "runtime_shim/gpu/nvidia/driver_files.py": 1,
     "runtime_shim/process/proc.py": 1,
     "runtime_shim/records/manifest_file.py": 3,
     "runtime_shim/runtime/bundle.py": 1,
