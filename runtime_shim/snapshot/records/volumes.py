@@ -19,6 +19,7 @@ from io import FileIO
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.files import write_all
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import ImageError, Refused, raise_as
@@ -281,16 +282,10 @@ def _copy_out(each: OpenVolumeFile, entry: Entry, image: int) -> None:
                     f"{each.volume}/{each.path} was truncated while it was being copied",
                     hint="checkpoint the container again",
                 )
-            _write(image, piece)
+            write_all(image, piece)
             at += len(piece)
 
 
 def _piece(each: OpenVolumeFile, offset: int, size: int) -> bytes:
     with _open_file(each) as file:
         return os.pread(file.fileno(), size, offset)
-
-
-def _write(image: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(image, left) :]
