@@ -100,7 +100,7 @@ def with_flags(call: Call, real: RealRuntime, criu: Criu) -> Call:
     if mode and not call.manage_cgroups_mode:
         if table["manage-cgroups-mode"].rule(real.kind).takes(real.version, mode):
             call = replace(call, manage_cgroups_mode=mode)
-        elif not _is_told(mode):
+        elif not _has_option(_lines(_RUNC_FILE), f"manage-cgroups={mode}"):  # nor does the host set it
             raise SettingsError(
                 f"{real.name} does not support --manage-cgroups-mode {mode}, which criu.manage-cgroups "
                 "requires",
@@ -159,11 +159,6 @@ def _lines(path: str) -> Sequence[str]:
 def _has_option(lines: Sequence[str], option: str) -> bool:
     """Whether CRIU reads this option in one of the lines (criu/config.c, parse_statement)."""
     return any(line.split("#", 1)[0].strip().removeprefix("--") == option for line in lines)
-
-
-def _is_told(mode: str) -> bool:
-    """Whether the administrator's file for runc says the same."""
-    return _has_option(_lines(_RUNC_FILE), f"manage-cgroups={mode}")
 
 
 def _iterate_common(criu: Criu) -> Iterator[str]:

@@ -27,7 +27,7 @@ from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
-from gpusnap.runtime_shim.settings import Amd, Criu, Settings
+from gpusnap.runtime_shim.settings import Criu, Settings
 
 VARIABLE = "CRIU_LIBS_DIR"
 
@@ -122,13 +122,9 @@ def find(plugin: Plugin, settings: Settings) -> str:
 
 def _environment(plugin: Plugin, path: str, settings: Settings) -> dict[str, str]:
     if plugin is AMDGPU:
-        return _amd(settings.amd)
+        environment = {_CHECKS[name]: "0" for name in settings.amd.skip_checks}
+        return environment | ({_BUFFER: str(settings.amd.buffer)} if settings.amd.buffer else {})
     return _with_program(plugin, path, settings.nvidia.cuda_checkpoint)
-
-
-def _amd(amd: Amd) -> dict[str, str]:
-    environment = {_CHECKS[name]: "0" for name in amd.skip_checks}
-    return environment | ({_BUFFER: str(amd.buffer)} if amd.buffer else {})
 
 
 def _with_program(plugin: Plugin, path: str, chosen: str) -> dict[str, str]:
