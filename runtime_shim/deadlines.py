@@ -36,21 +36,21 @@ def wait_for_end(descriptor: int, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-class _Answer(Generic[T]):
+class Answer(Generic[T]):
     """The result of a question: its value, or its exception."""
 
     def __init__(self, question: Callable[[], T]) -> None:
         self._value: list[T] = []
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         try:
             self._value.append(question())
         except BaseException as error:
-            self._error = error
+            self.error = error
 
     def value(self) -> T:
         """Raises what the question raised."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._value[0]
 
 
@@ -59,11 +59,11 @@ class _Thread:
 
     def __init__(self) -> None:
         self._questions: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._answers: SimpleQueue[_Answer[Any]] = SimpleQueue()
+        self._answers: SimpleQueue[Answer[Any]] = SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="gpusnap-question", daemon=True)
         threads.start(self.thread)
 
-    def ask(self, question: Callable[[], T], within: float) -> _Answer[T]:
+    def ask(self, question: Callable[[], T], within: float) -> Answer[T]:
         """Raises Empty after `within` seconds."""
         self._questions.put(question)
         return self._answers.get(timeout=within)
@@ -74,7 +74,7 @@ class _Thread:
 
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:
-            self._answers.put(_Answer(question))
+            self._answers.put(Answer(question))
 
 
 _idle: deque[_Thread] = deque()

@@ -174,10 +174,40 @@ def split_code(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def reason(error: OSError) -> str:
-    """Return a text for the errno of `error` that Podman does not replace."""
+def reason(error: OSError | ValueError) -> str:
+    """Return a text for the errno of `error` that Podman does not replace; the text of a ValueError."""
+    if not isinstance(error, OSError):
+        return str(error)
     number = error.errno or 0
     return _REWORDED.get(number) or os.strerror(number)
+
+
+class raise_as:  # a class with the name of a function, as contextlib.suppress
+    """Raise an OSError of the block as an error of gpusnap: a sentence, which the reason is added to.
+
+    `errors`: which ones. Files that others can write to are read with (OSError, ValueError), see
+    gpusnap.oci.base.files.
+    """
+
+    def __init__(
+        self,
+        kind: type[GpusnapError],
+        sentence: str,
+        *,
+        hint: str = "",
+        code: str = "",
+        errors: tuple[type[OSError | ValueError], ...] = (OSError,),
+    ) -> None:
+        self._kind, self._sentence, self._hint, self._code = kind, sentence, hint, code
+        self._errors = errors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, OSError | ValueError) and isinstance(error, self._errors):
+            said = f"{self._sentence}: {reason(error)}"
+            raise self._kind(said, hint=self._hint, code=self._code) from error
 
 
 _OUT_OF = {

@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import _bootstrap
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.deadlines import PATIENCE, wait_for_end
@@ -129,15 +129,12 @@ class _Worker:
         self._channel = _Channel(end, self._look)
         self._stopped: float | None = None
 
-    def ask(self, question: bytes, within: float) -> Any:
-        """Raises what the question raises; TimeoutError after `within` seconds, _Ended."""
+    def ask(self, question: bytes, within: float) -> _Answer:
+        """Raises TimeoutError after `within` seconds, _Ended."""
         deadline = time.monotonic() + within
         self._stopped = None
         self._channel.send(question, deadline)
-        value, error = pickle.loads(self._channel.receive(deadline))  # from gpusnap's own child
-        if error is not None:
-            raise _Raised(error)
-        return value
+        return _Answer(*pickle.loads(self._channel.receive(deadline)))  # from gpusnap's own child
 
     def leave(self, within: float = 0.0) -> None:
         """Kill it, and wait for its end for `within` seconds."""
@@ -168,12 +165,17 @@ class _Worker:
         os.close(self._descriptor)
 
 
-class _Raised(Exception):
-    """An exception of a question, as opposed to an error in its transport."""
+class _Answer(NamedTuple):
+    """The answer to a question: its value, or the exception that it raised."""
 
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(error)
-        self.error = error
+    value: Any
+    error: BaseException | None
+
+    def get(self) -> Any:
+        """Raises what the question raised."""
+        if self.error is not None:
+            raise self.error from None
+        return self.value
 
 
 class _Forker:
@@ -285,15 +287,15 @@ class Companion:
                     break
                 try:
                     left = max(deadline - time.monotonic(), 0.0)
-                    return self._worker.ask(question, left)  # type: ignore[no-any-return]
-                except _Raised as error:
-                    raise error.error from None
+                    answer = self._worker.ask(question, left)
                 except _Ended as error:  # killed for lack of memory, or by somebody
                     self._leave()
                     ended = error
                 except BaseException:
                     self._leave()
                     raise
+                else:
+                    return answer.get()  # type: ignore[no-any-return]
         if ended is not None:
             raise _make_ended_error(f"was to read {what}" if what else f"ran {function.__name__}") from ended
         if not self._here:
@@ -379,9 +381,6 @@ def ask(
             worker.leave()
             _State.unanswered.add(question)
             raise _make_unanswered_error(pid, what, within) from error
-        except _Raised as error:
-            _State.idle.append(worker)
-            raise error.error from None
         except _Ended as error:  # killed for lack of memory, or by somebody
             worker.leave()
             if not first:
@@ -391,7 +390,7 @@ def ask(
             raise
         else:
             _State.idle.append(worker)
-            return answer  # type: ignore[no-any-return]
+            return answer.get()  # type: ignore[no-any-return]
     raise AssertionError("unreachable")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field, fields
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from gpusnap.oci.base.dataclass import dataclass
@@ -330,7 +330,6 @@ def _list_near(name: str) -> list[str]:
 
 
 def _apply(settings: Settings, values: Mapping[str, Any], where: str, prefix: str = "") -> Settings:
-    top: dict[str, Any] = {f.name: getattr(settings, f.name) for f in fields(settings)}
     for name, value in values.items():
         if name not in TABLE:
             raise _make_unknown_error(prefix + name, where)
@@ -342,11 +341,8 @@ def _apply(settings: Settings, values: Mapping[str, Any], where: str, prefix: st
                 said += ", without quotes"
             raise SettingsError(said, hint="" if prefix else _HINT) from None
         section, _, key = name.rpartition(".")
-        attribute = key.replace("-", "_")
+        changes = {key.replace("-", "_"): checked}
         if section:
-            part = top[section]
-            changed = {f.name: getattr(part, f.name) for f in fields(part)} | {attribute: checked}
-            top[section] = type(part)(**changed)
-        else:
-            top[attribute] = checked
-    return Settings(**top)
+            changes = {section: replace(getattr(settings, section), **changes)}
+        settings = replace(settings, **changes)
+    return settings

@@ -71,6 +71,26 @@ def start(thread: threading.Thread) -> None:
         raise no_thread(error) from error
 
 
+def run_apart(work: Callable[[], object], *, name: str) -> None:
+    """Run `work` in a thread of its own, which it may change, and wait for it; raise what it raises.
+
+    `name`: of the thread. Raises GpusnapError if the kernel permits none.
+    """
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    start(thread)
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
 @contextmanager
 def run_meanwhile(*calls: Callable[[], object], name: str) -> Iterator[None]:
     """Run each of these in a thread of its own while the block runs; then wait for them, but not forever.

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim.process import proc
 
 # asm-generic/unistd.h; the numbers from 424 on are those of every architecture.
@@ -61,32 +61,41 @@ def is_lasting() -> bool:
 
 def run_joined(space: int, path: str, work: Callable[[], None]) -> None:
     """Run `work` in a thread that has joined an open mount namespace; raise what it raises."""
-    failed: list[BaseException] = []
 
     def run() -> None:
-        try:
-            join(space, path)
-            work()
-        except BaseException as error:
-            failed.append(error)
+        _join(space, path)
+        work()
 
-    thread = threading.Thread(target=run, name="gpusnap-inside")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+    threads.run_apart(run, name="gpusnap-inside")
 
 
-def join(space: int, path: str) -> None:
+def show_mounts(pid: int, path: str) -> None:
+    """Show what process `pid` sees from its root at `path`, to the calling thread and its children only.
+
+    Call it in a thread that ends afterwards. Raises OSError; the thread cannot be used then.
+    """
+    places = "/proc/thread-self/ns/mnt", f"/proc/{pid}/ns/mnt"
+    with ExitStack() as stack:
+        spaces = []
+        for place in places:
+            spaces.append(os.open(place, os.O_RDONLY | os.O_CLOEXEC))
+            stack.callback(os.close, spaces[-1])
+        own, theirs = spaces
+        _join(theirs, places[1])
+        tree = open_tree("/", recursive=True)
+        stack.callback(os.close, tree)
+        _join(own, places[0])
+        # A copy of the namespace, from which no mount reaches the one that it was copied from.
+        _check("unshare", "CLONE_NEWNS", _libc.unshare(_CLONE_NEWNS))
+        _check("mount", "/", _libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None))
+        move_mount(tree, path)
+
+
+def _join(space: int, path: str) -> None:
     """Make this thread join an open mount namespace; that one's root becomes its root and directory."""
     # setns(2) refuses a thread that shares its root and working directory with others.
     _check("unshare", "CLONE_FS", _libc.unshare(_CLONE_FS))
     _check("setns", path, _libc.setns(space, _CLONE_NEWNS))
-
-
-def leave() -> None:
-    """Give this thread a copy of its namespace, and a file system context of its own."""
-    _check("unshare", "CLONE_NEWNS", _libc.unshare(_CLONE_NEWNS))
 
 
 def open_tree(path: str, *, recursive: bool = False) -> int:
@@ -117,11 +126,6 @@ def make_private(folder: int, name: str, path: str) -> None:
     """Take the mount `name` in an open directory, which becomes this thread's, out of its peer group."""
     os.fchdir(folder)
     _check("mount", path, _libc.mount(None, os.fsencode(name), None, _MS_PRIVATE, None))
-
-
-def make_slaves() -> None:
-    """Stop the propagation of mounts from this thread's namespace to the one that it was copied from."""
-    _check("mount", "/", _libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None))
 
 
 @contextmanager

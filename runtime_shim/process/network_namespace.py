@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable
 
-from gpusnap.runtime_shim.threads import start
+from gpusnap.runtime_shim import threads
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 
@@ -20,23 +19,15 @@ def run_joined(path: str, work: Callable[[], None]) -> None:
 
     Raises OSError if it cannot be joined, and GpusnapError if no thread can be started.
     """
-    failed: list[BaseException] = []
 
     def run() -> None:
+        space = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            space = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if _libc.setns(space, _CLONE_NEWNET):
-                    number = ctypes.get_errno()
-                    raise OSError(number, os.strerror(number), f"setns {path}")
-            finally:
-                os.close(space)
-            work()
-        except BaseException as error:
-            failed.append(error)
+            if _libc.setns(space, _CLONE_NEWNET):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), f"setns {path}")
+        finally:
+            os.close(space)
+        work()
 
-    thread = threading.Thread(target=run, name="gpusnap-network")
-    start(thread)
-    thread.join()
-    if failed:
-        raise failed[0]
+    threads.run_apart(run, name="gpusnap-network")

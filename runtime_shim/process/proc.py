@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from signal import SIGKILL, SIGSTOP
 from typing import TypeVar
 
@@ -144,15 +144,13 @@ def is_dying(pid: int) -> bool:
     stat = _stat(pid)
     if stat is None or stat[0] in "ZX" or int(stat[6]) & _EXITING:
         return True
-    return any(mask & 1 << (SIGKILL - 1) for mask in _iterate_pending(pid))
+    return _is_pending(pid, SIGKILL)
 
 
-def _iterate_pending(pid: int) -> Iterator[int]:
-    """Yield the pending signals of the main thread, and those of the process, each as a mask."""
-    text = _read(f"{PROC}/{pid}/status") or ""
-    for line in _lines(text):
-        if line.startswith(("SigPnd:", "ShdPnd:")):
-            yield int(line.split()[1], 16)
+def _is_pending(pid: int, number: int) -> bool:
+    """Whether a signal is pending for the main thread, or for the process."""
+    masks = (line.split()[1] for line in lines(f"{PROC}/{pid}/status") if line[:7] in ("SigPnd:", "ShdPnd:"))
+    return any(int(mask, 16) & 1 << (number - 1) for mask in masks)
 
 
 def is_stopped(pid: int) -> bool:
@@ -166,9 +164,7 @@ def is_stopped(pid: int) -> bool:
 
 def is_halted(pid: int) -> bool:
     """Whether a signal has stopped the process, or will as soon as its cgroup is thawed."""
-    return any(state == "T" for state in states(pid)) or any(
-        mask & 1 << (SIGSTOP - 1) for mask in _iterate_pending(pid)
-    )
+    return any(state == "T" for state in states(pid)) or stop_pending(pid)
 
 
 def is_still(pid: int) -> bool:
@@ -195,7 +191,7 @@ def is_thread_stopped(pid: int, tid: int) -> bool:
 
 def stop_pending(pid: int) -> bool:
     """Whether a SIGSTOP is pending for the process."""
-    return any(mask & 1 << (SIGSTOP - 1) for mask in _iterate_pending(pid))
+    return _is_pending(pid, SIGSTOP)
 
 
 def has_gone_on(pid: int) -> bool:
@@ -300,6 +296,19 @@ def parents() -> dict[int, int]:
         stat = _stat(pid)
         if stat is not None and not int(stat[6]) & _KERNEL_THREAD:
             found[pid] = int(stat[1])
+    return found
+
+
+def add_descendants(
+    some: Iterable[int], parents: Mapping[int, int], belongs: Callable[[int], bool] = lambda _: True
+) -> set[int]:
+    """Return these processes and those of their descendants that belong; `parents` as above."""
+    found = set(some)
+    fresh = found
+    while fresh:
+        fresh = {pid for pid, parent in parents.items() if parent in found and pid not in found}
+        fresh = {pid for pid in fresh if belongs(pid)}
+        found = found | fresh
     return found
 
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.errors import ImageError, raise_as
 from gpusnap.runtime_shim.records.manifest import FOLDER, NAME
 
 _SLASH = "%2F"
@@ -51,7 +51,11 @@ def name_naturally(name: str) -> str:
 def fold(image_path: str) -> None:
     """Turn the files of gpusnap's directory into files of the image directory. Raises ImageError."""
     top = os.path.join(image_path, FOLDER)
-    try:
+    with raise_as(
+        ImageError,
+        f"the files of {top} cannot be renamed to what containerd expects",
+        hint="the container continues to run; checkpoint it again",
+    ):
         for folder, folders, names in os.walk(top, topdown=False):
             inner = os.path.relpath(folder, image_path).split("/")
             for name in names:
@@ -60,11 +64,6 @@ def fold(image_path: str) -> None:
             for name in folders:
                 os.rmdir(os.path.join(folder, name))
         os.rmdir(top)
-    except OSError as error:
-        raise ImageError(
-            f"the files of {top} cannot be renamed to what containerd expects: {reason(error)}",
-            hint="the container continues to run; checkpoint it again",
-        ) from error
 
 
 def unfold(image_path: str) -> None:
@@ -78,22 +77,20 @@ def unfold(image_path: str) -> None:
     except OSError:
         return  # the reader of the images reports it
     try:
-        try:
+        with raise_as(
+            ImageError,
+            f"the images in {image_path} cannot be listed",
+            hint="check that the directory is readable, then try again",
+        ):
             found = [name for name in os.listdir(top) if name_naturally(name) != name]
-        except OSError as error:
-            raise ImageError(
-                f"the images in {image_path} cannot be listed: {reason(error)}",
-                hint="check that the directory is readable, then try again",
-            ) from error
         # The manifest comes last: without it they are no checkpoint.
         for name in sorted(found, key=lambda name: name_naturally(name) == f"{FOLDER}/{NAME}"):
-            try:
+            with raise_as(
+                ImageError,
+                f"{name} in {image_path} cannot be renamed to {name_naturally(name)}",
+                hint="the images must be writable for gpusnap, and as containerd unpacked them",
+            ):
                 _move(top, name, name_naturally(name).split("/"))
-            except OSError as error:
-                raise ImageError(
-                    f"{name} in {image_path} cannot be renamed to {name_naturally(name)}: {reason(error)}",
-                    hint="the images must be writable for gpusnap, and as containerd unpacked them",
-                ) from error
     finally:
         os.close(top)
 

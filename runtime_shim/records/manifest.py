@@ -21,6 +21,8 @@ from gpusnap.runtime_shim.transaction import Step
 
 if TYPE_CHECKING:
     from gpusnap.oci.chunks.table import Table
+    from gpusnap.runtime_shim.gpu.api.driver import Node
+    from gpusnap.runtime_shim.gpu.nvidia.driver_files import MappedFile
 
 FOLDER = "gpusnap"
 INVENTORY = "inventory.img"
@@ -119,31 +121,6 @@ class DriverMount:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceNode:
-    """A GPU's device node in the container's /dev."""
-
-    path: str
-    major: int
-    minor: int
-    gpu: str
-    """UUID; empty if all GPUs share it."""
-
-
-@dataclass(frozen=True, slots=True)
-class DriverLibrary:
-    """A file of the driver that a GPU process has mapped, and that CRIU needs unchanged."""
-
-    path: str
-    """Its path in the container."""
-    size: int
-    """Bytes."""
-    build_id: str
-    """NT_GNU_BUILD_ID in hexadecimal; empty if the file has none."""
-    mode: int
-    """st_mode, with the type."""
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkTotals:
     """The GPUs' memory that went into chunks; bytes."""
 
@@ -183,8 +160,10 @@ class Manifest:
     mounts: tuple[DriverMount, ...] = ()
     timing: tuple[Step, ...] = ()
     pages: str = "criu"
-    nodes: tuple[DeviceNode, ...] = ()
-    libraries: tuple[DriverLibrary, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    """The GPUs' device nodes in the container's /dev."""
+    libraries: tuple[MappedFile, ...] = ()
+    """The driver's files that GPU processes have mapped, by their paths there: CRIU needs them unchanged."""
     written: ChunkTotals = ChunkTotals()
     peak_memory: int = 0
     """The most RAM that gpusnap used, in bytes, with the memory in files; 0 if it is not known."""

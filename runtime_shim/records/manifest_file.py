@@ -23,7 +23,7 @@ from gpusnap.oci.base.files import (
 )
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.layout.digests import digest_of
-from gpusnap.runtime_shim.errors import ImageError, ManifestError, reason
+from gpusnap.runtime_shim.errors import ImageError, ManifestError, raise_as, reason
 from gpusnap.runtime_shim.records.manifest import (
     DIGEST,
     FOLDER,
@@ -43,13 +43,12 @@ def is_ours(image_path: str) -> bool:
 
     An image that is taken for another tool's would be restored without its GPU memory.
     """
-    try:
+    with raise_as(
+        ImageError,
+        f"cannot determine whether gpusnap made the images in {image_path}",
+        hint="check that the directory is readable, then try again",
+    ):
         return is_folder(os.path.join(image_path, FOLDER))
-    except OSError as error:
-        raise ImageError(
-            f"cannot determine whether gpusnap made the images in {image_path}: {reason(error)}",
-            hint="check that the directory is readable, then try again",
-        ) from error
 
 
 def has(image_path: str, *names: str) -> bool:
@@ -58,13 +57,12 @@ def has(image_path: str, *names: str) -> bool:
     Raises ImageError if this cannot be determined: a file considered missing would be removed, or made again.
     """
     path = os.path.join(image_path, *names)
-    try:
+    with raise_as(
+        ImageError,
+        f"cannot determine whether {path} exists",
+        hint="check that the directory is readable, then try again",
+    ):
         return exists(path)
-    except OSError as error:
-        raise ImageError(
-            f"cannot determine whether {path} exists: {reason(error)}",
-            hint="check that the directory is readable, then try again",
-        ) from error
 
 
 def read(image_path: str) -> Manifest:
@@ -99,7 +97,7 @@ def make_missing_error(where: str, hint: str = "use another copy of it") -> Mani
 
 def make_unreadable_error(path: str, error: OSError | ValueError) -> ManifestError:
     """The error for a manifest, or an index, that is no plain file, too large, or cannot be read."""
-    why = reason(error) if isinstance(error, OSError) else str(error)
+    why = reason(error)
     if isinstance(error, OSError) and error.errno == errno.ELOOP:
         why = "it is a symbolic link"
     return ManifestError(f"{path} cannot be read: {why}", hint="do not restore from it")
@@ -165,12 +163,10 @@ class Draft:
 
     def begin(self) -> None:
         """Make the directory. The manifest of an earlier checkpoint in the same place stays for now."""
-        try:
+        with raise_as(ImageError, f"{self._folder} cannot be written"):
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
             self._sweep()
             _write(self._pending, b"")
-        except OSError as error:
-            raise ImageError(f"{self._folder} cannot be written: {reason(error)}") from error
 
     def prepare(self, manifest: Manifest | None) -> None:
         """Write the manifest under its pending name, and remove an earlier one, both synced.
@@ -178,22 +174,18 @@ class Draft:
         To be called directly before the dump, which overwrites the images that the earlier one describes.
         None if a part of it is not known yet: then only `finish` can complete the image.
         """
-        try:
+        with raise_as(ImageError, f"{self._pending} cannot be written"):
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
             # There is space for it, which matters now; an fsync would wait for everything that was written.
             _write(self._pending, encode(manifest) if manifest is not None else b"")
             if exists(self._final):
                 _remove(self._final)
                 sync_folder(self._folder)
-        except OSError as error:
-            raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
 
     def written_at(self) -> int:
         """Return when `prepare` wrote the manifest, by its file system (st_mtime_ns). Raises ImageError."""
-        try:
+        with raise_as(ImageError, f"{self._pending} cannot be read"):
             return os.stat(self._pending).st_mtime_ns
-        except OSError as error:
-            raise ImageError(f"{self._pending} cannot be read: {reason(error)}") from error
 
     def pending(self) -> Manifest | None:
         """Return what `prepare` wrote; None if there is none. Raises ManifestError, ImageError."""
@@ -202,8 +194,7 @@ class Draft:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            why = reason(error) if isinstance(error, OSError) else str(error)
-            raise ImageError(f"{self._pending} cannot be read: {why}") from error
+            raise ImageError(f"{self._pending} cannot be read: {reason(error)}") from error
         return decode(data, self._pending) if data else None
 
     def finish(self, manifest: Manifest) -> bool:
@@ -219,20 +210,19 @@ class Draft:
                 raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
             written = False  # only the timing of the last step is lost
         self._note_digest()
-        try:
+        with raise_as(
+            ImageError,
+            f"the checkpoint is on disk, but {self._pending} cannot be renamed",
+            hint=f"rename it to {NAME} manually",
+            code="GPS-515",
+            errors=(OSError, ValueError),
+        ):
             if self._sync:
                 with open_below(self._folder, PENDING)[0] as file:  # `_write` did not
                     os.fsync(file.fileno())
             os.replace(self._pending, self._final)
             if self._sync:
                 sync_folder(self._folder)
-        except (OSError, ValueError) as error:
-            why = reason(error) if isinstance(error, OSError) else str(error)
-            raise ImageError(
-                f"the checkpoint is on disk, but {self._pending} cannot be renamed: {why}",
-                hint=f"rename it to {NAME} manually",
-                code="GPS-515",
-            ) from error
         return written
 
     def _note_digest(self) -> None:
@@ -265,13 +255,11 @@ class Draft:
 
     def discard(self) -> None:
         """Remove what `begin` and `prepare` made; an earlier checkpoint keeps its manifest."""
-        try:
+        with raise_as(ImageError, f"{self._folder} cannot be removed"):
             _remove(self._pending)
             self._sweep()
             if os.path.isdir(self._folder) and not os.listdir(self._folder):
                 os.rmdir(self._folder)
-        except OSError as error:
-            raise ImageError(f"{self._folder} cannot be removed: {reason(error)}") from error
 
 
 def _remove(path: str) -> None:

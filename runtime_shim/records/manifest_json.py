@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,8 +25,6 @@ from gpusnap.runtime_shim.records.manifest import (
     LARGEST,
     VERSION,
     ChunkTotals,
-    DeviceNode,
-    DriverLibrary,
     DriverMount,
     FileRecord,
     GpuProcess,
@@ -188,19 +187,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             "criu": host.criu_version,
             "runtime": {"name": host.runtime_name, "version": host.runtime_version},
         },
-        "gpus": [
-            {
-                "uuid": gpu.uuid,
-                "minor": gpu.minor,
-                "index": gpu.index,
-                "model": gpu.model,
-                "computeCapability": gpu.compute_capability,
-                "memoryTotal": gpu.memory_total,
-                "memoryUsed": gpu.memory_used,
-                "pci": gpu.pci,
-            }
-            for gpu in manifest.gpus
-        ],
+        "gpus": _rows(manifest.gpus),
         "processes": [
             {
                 "pid": process.pid,
@@ -211,12 +198,9 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             }
             for process in manifest.processes
         ],
-        "mounts": [{"key": m.key, "destination": m.destination, "source": m.source} for m in manifest.mounts],
-        "nodes": [{"path": n.path, "major": n.major, "minor": n.minor, "gpu": n.gpu} for n in manifest.nodes],
-        "libraries": [
-            {"path": x.path, "size": x.size, "buildId": x.build_id, "mode": x.mode}
-            for x in manifest.libraries
-        ],
+        "mounts": _rows(manifest.mounts),
+        "nodes": _rows(manifest.nodes),
+        "libraries": _rows(manifest.libraries),
         "dev": manifest.dev,
         "written": {
             "bytes": manifest.written.stored,
@@ -235,9 +219,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     if manifest.files:
         document["files"] = [{"name": each.name, **to_json(each.table)} for each in manifest.files]
     if manifest.images:
-        document["images"] = [
-            {"name": each.name, "size": each.size, "digest": each.digest} for each in manifest.images
-        ]
+        document["images"] = _rows(manifest.images)
     if manifest.neutralised:
         document["neutralised"] = [
             {
@@ -254,6 +236,8 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 def _from_json(document: dict[str, Any]) -> Manifest:
     # Imported here, as above: whether an image belongs to gpusnap is checked without reading its manifest.
     from gpusnap.oci.chunks.table import from_json
+    from gpusnap.runtime_shim.gpu.api.driver import Node
+    from gpusnap.runtime_shim.gpu.nvidia.driver_files import MappedFile
 
     # int(): for JSON Schema, 7.0 is an integer too
     host = document["host"]
@@ -273,19 +257,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             runtime_name=host["runtime"]["name"],
             runtime_version=host["runtime"]["version"],
         ),
-        gpus=tuple(
-            GpuRecord(
-                gpu["uuid"],
-                int(gpu["minor"]),
-                int(gpu["index"]),
-                gpu["model"],
-                gpu["computeCapability"],
-                int(gpu["memoryTotal"]),
-                int(gpu["memoryUsed"]),
-                gpu["pci"],
-            )
-            for gpu in document["gpus"]
-        ),
+        gpus=_records(GpuRecord, document["gpus"]),
         processes=tuple(
             GpuProcess(
                 int(process["pid"]),
@@ -296,14 +268,9 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             )
             for process in document["processes"]
         ),
-        mounts=tuple(DriverMount(m["key"], m["destination"], m["source"]) for m in document["mounts"]),
-        nodes=tuple(
-            DeviceNode(n["path"], int(n["major"]), int(n["minor"]), n["gpu"]) for n in document["nodes"]
-        ),
-        libraries=tuple(
-            DriverLibrary(x["path"], int(x["size"]), x["buildId"], int(x["mode"]))
-            for x in document["libraries"]
-        ),
+        mounts=_records(DriverMount, document["mounts"]),
+        nodes=_records(Node, document["nodes"]),
+        libraries=_records(MappedFile, document["libraries"]),
         dev=document["dev"],
         written=ChunkTotals(*(int(document["written"][key]) for key in ("bytes", "known", "zero"))),
         peak_memory=int(document["peakMemory"]),
@@ -321,9 +288,29 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             for process in document.get("neutralised", ())
         ),
         files=tuple(FileRecord(each["name"], from_json(each)) for each in document.get("files", ())),
-        images=tuple(
-            ImageRecord(each["name"], int(each["size"]), each["digest"])
-            for each in document.get("images", ())
-        ),
+        images=_records(ImageRecord, document.get("images", ())),
         plugin=document.get("plugin", ""),
     )
+
+
+def _name(field: str) -> str:
+    """Return the name in JSON of a field: computeCapability for compute_capability."""
+    first, *others = field.split("_")
+    return first + "".join(map(str.capitalize, others))
+
+
+def _rows(records: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return records whose fields are texts and numbers as objects, with the fields in their order."""
+    return [{_name(field): getattr(each, field) for field in each.__slots__} for each in records]
+
+
+def _records(kind: Any, rows: Iterable[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """Return the records, of a dataclass with slots, of such objects."""
+    names = {field: _name(field) for field in kind.__slots__}
+    each = ({field: row[name] for field, name in names.items()} for row in rows)
+    return tuple(kind(**{field: _whole(value) for field, value in fields.items()}) for fields in each)
+
+
+def _whole(value: str | float) -> str | int:
+    """Return a number as an integer: for JSON Schema, 7.0 is one too."""
+    return int(value) if isinstance(value, float) else value

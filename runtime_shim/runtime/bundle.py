@@ -23,7 +23,7 @@ from dataclasses import field
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import ContainerError, reason
+from gpusnap.runtime_shim.errors import ContainerError, raise_as
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.runtime import loopback
@@ -84,14 +84,12 @@ def write(
     Raises ContainerError.
     """
     path = os.path.join(bundle, "config.json")
-    try:
+    with raise_as(ContainerError, f"{path} cannot be prepared for the restore"):
         with open(path, "rb") as file:
             before = file.read()
         after = json.dumps(config).encode()
         noted(before, after)
         _replace(path, after)
-    except OSError as error:
-        raise ContainerError(f"{path} cannot be prepared for the restore: {reason(error)}") from error
     return lambda: _replace(path, before)
 
 

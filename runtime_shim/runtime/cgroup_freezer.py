@@ -58,14 +58,7 @@ def members(group: str) -> Iterator[int]:
     Raises GpusnapError if one cannot be read: a missed process would continue to run.
     """
     for folder in _with_inner(group):
-        try:
-            with open(f"{folder}/cgroup.procs", encoding="ascii") as file:
-                found = [int(line) for line in file if int(line)]
-        except OSError as error:
-            if error.errno in _GONE:
-                continue
-            raise _make_unreadable_error(folder, error) from error
-        yield from found
+        yield from [int(line) for line in _read(folder, "cgroup.procs").splitlines() if int(line)]
 
 
 def _with_inner(group: str) -> Iterator[str]:

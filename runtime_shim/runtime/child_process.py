@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import time
@@ -12,7 +11,8 @@ from contextlib import suppress
 from typing import IO, Any
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, reason
+from gpusnap.runtime_shim.deadlines import wait_for_end
+from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, raise_as, reason
 from gpusnap.runtime_shim.runtime import find as locate
 
 
@@ -58,25 +58,13 @@ class Child(subprocess.Popen[bytes]):
         if timeout is None or self.returncode is not None:
             return super().wait(timeout)
         deadline = time.monotonic() + timeout
-        _wait_for_end(self.pid, timeout)
+        with suppress(OSError):  # no descriptor can be opened
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                wait_for_end(descriptor, min(max(timeout, 0.0), _LONGEST))
+            finally:
+                os.close(descriptor)
         return super().wait(max(0.0, deadline - time.monotonic()))
-
-
-def _wait_for_end(pid: int, seconds: float) -> None:
-    """Wait until a child ends, or for `seconds`; do not wait if no descriptor can be opened.
-
-    The descriptor of a process is readable when it has ended (pidfd_open(2)).
-    """
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return
-    try:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        poll.poll(min(max(seconds, 0.0), _LONGEST) * 1000)
-    finally:
-        os.close(descriptor)
 
 
 def output() -> IO[bytes]:
@@ -107,7 +95,7 @@ def run(
     GpusnapError if its output cannot be read, once it has ended.
     """
     stream = subprocess.PIPE if capture else None
-    try:
+    with raise_as(NotStarted, f"{argv[0]} cannot be started"):
         process = Child(
             argv,
             stdin=subprocess.DEVNULL if capture else None,
@@ -120,8 +108,6 @@ def run(
             pass_fds=tuple(keep) if capture else (),
             start_new_session=own_session,
         )
-    except OSError as error:
-        raise NotStarted(f"{argv[0]} cannot be started: {reason(error)}") from error
     with process:
         if started is not None:
             started(process.pid)

@@ -225,10 +225,8 @@ def probe(args: Sequence[str], at: int) -> list[str] | None:
     return None
 
 
-def render(
-    call: CheckpointCall | RestoreCall, runtime: RealRuntime, *, extra: Sequence[str] = ()
-) -> list[str]:
-    """Return the line for the real runtime, its path first, with `extra` options before the ID.
+def render(call: CheckpointCall | RestoreCall, runtime: RealRuntime) -> list[str]:
+    """Return the line for the real runtime, its path first.
 
     Every value is a separate word and the ID comes last, as crun requires. Raises UsageError for an option
     that this runtime does not support and that cannot be omitted.
@@ -237,7 +235,7 @@ def render(
     command = "checkpoint" if checkpoint else "restore"
     words = _words(call, options.CHECKPOINT if checkpoint else options.RESTORE, runtime, command)
     end = ["--"] if call.container_id.startswith("-") else []
-    return [*render_globals(call.globals, runtime), command, *words, *extra, *end, call.container_id]
+    return [*render_globals(call.globals, runtime), command, *words, *end, call.container_id]
 
 
 def render_globals(shared: Globals, runtime: RealRuntime) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, reason
+from gpusnap.runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, raise_as, reason
 from gpusnap.runtime_shim.log import runtime_message
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer, container_key, neighbours
@@ -139,14 +139,14 @@ def gather(init: int, container_id: str, members: Iterable[proc.Process]) -> Non
     limits. Raises ContainerError.
     """
     group = _own_cgroup(init, container_id)
-    top = next((mount.destination for mount in proc.mounts("self") if mount.kind == "cgroup2"), None)
-    if group is None or group[0] or top is None:
+    tops = _list_mounted()
+    if group is None or group[0] or not tops:
         return
     for member in members:
         if neighbours.is_inside(member.pid, group):
             continue
         try:
-            with open(f"{top}{proc.cgroups(init)['']}/cgroup.procs", "w", encoding="ascii") as file:
+            with open(f"{tops[0]}{proc.cgroups(init)['']}/cgroup.procs", "w", encoding="ascii") as file:
                 file.write(str(member.pid))
         except (OSError, KeyError) as error:
             if not proc.is_running(member.pid):
@@ -258,10 +258,8 @@ def bundle_config(bundle: str) -> dict[str, Any]:
     """Read the config.json of a bundle. Raises ContainerError."""
     path = os.path.join(bundle, "config.json")
     try:
-        with open(path, "rb") as file:
+        with raise_as(ContainerError, f"{path} cannot be read"), open(path, "rb") as file:
             config = parse_json(file.read())
-    except OSError as error:
-        raise ContainerError(f"{path} cannot be read: {reason(error)}") from error
     except ValueError as error:
         raise ContainerError(f"{path} is not JSON: {error}", code="GPS-231") from error
     if not isinstance(config, dict):

@@ -15,7 +15,7 @@ import os
 import stat
 import sys
 
-from gpusnap.runtime_shim.errors import NotStarted, RuntimeFailed, SettingsError, reason
+from gpusnap.runtime_shim.errors import NotStarted, RuntimeFailed, SettingsError, raise_as, reason
 
 TYPE_CHECKING = False  # not from typing, whose import takes longer than all of this module
 if TYPE_CHECKING:
@@ -310,12 +310,8 @@ def _check_program(path: str) -> str:
             hint=f"install it, or set runtime in {SETTINGS_FILE}",
             code="GPS-114",
         )
-    try:
+    with raise_as(SettingsError, f"the real runtime {path} cannot be read", hint="try again", code="GPS-114"):
         own = _is_own(path)
-    except OSError as error:
-        raise SettingsError(
-            f"the real runtime {path} cannot be read: {reason(error)}", hint="try again", code="GPS-114"
-        ) from error
     if own:
         raise SettingsError(
             f"the real runtime {path} is gpusnap-runtime itself",
@@ -385,11 +381,10 @@ def become(path: str, args: list[str]) -> NoReturn:
 
     for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
         _signal.signal(number, _signal.SIG_DFL)
-    try:
+    with raise_as(
+        NotStarted,
+        f"the real runtime {path} cannot be started",
+        hint=f"set runtime in {SETTINGS_FILE} to one that runs here",
+        code="GPS-114",
+    ):
         os.execve(path, [path, *args], environment())
-    except OSError as error:
-        raise NotStarted(
-            f"the real runtime {path} cannot be started: {reason(error)}",
-            hint=f"set runtime in {SETTINGS_FILE} to one that runs here",
-            code="GPS-114",
-        ) from error

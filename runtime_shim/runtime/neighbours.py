@@ -24,7 +24,7 @@ A process outside the container's cgroup belongs to another container if it is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
@@ -55,7 +55,7 @@ def find(init: int, container_id: str, group: Cgroup | None) -> View:
     came = {pid for pid in mates - within - {init} if parents[pid] not in mates}
     others = _Others(init, container_id, group, _with_own_mounts(came, init))
     neighbours = {pid for pid in mates - within - {init} if others.have(pid)}
-    neighbours = _add_descendants(neighbours, parents, lambda pid: pid not in within and pid != init)
+    neighbours = proc.add_descendants(neighbours, parents, lambda pid: pid not in within and pid != init)
     members = {init} | within | (mates - neighbours)
 
     def belongs(pid: int) -> bool:
@@ -63,7 +63,7 @@ def find(init: int, container_id: str, group: Cgroup | None) -> View:
             neighbours.add(pid)
         return pid not in neighbours
 
-    members = _add_descendants(members, parents, belongs)
+    members = proc.add_descendants(members, parents, belongs)
     return View(frozenset(members - {os.getpid()}), frozenset(neighbours - {os.getpid()}))
 
 
@@ -83,19 +83,6 @@ def is_inside(pid: int, group: Cgroup) -> bool:
     hierarchy, path = group
     theirs = proc.cgroups(pid).get(hierarchy)
     return theirs is not None and _is_below(theirs, path)
-
-
-def _add_descendants(
-    some: Iterable[int], parents: Mapping[int, int], belongs: Callable[[int], bool]
-) -> set[int]:
-    """Return these processes and those of their descendants that belong."""
-    found = set(some)
-    fresh = found
-    while fresh:
-        fresh = {pid for pid, parent in parents.items() if parent in found and pid not in found}
-        fresh = {pid for pid in fresh if belongs(pid)}
-        found = found | fresh
-    return found
 
 
 def _own_space(init: int) -> str:

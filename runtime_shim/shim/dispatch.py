@@ -18,12 +18,11 @@ from gpusnap.runtime_shim.errors import (
     RuntimeFailed,
     SettingsError,
     make_unforeseen,
-    reason,
+    raise_as,
 )
-from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders
+from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders, open_driver
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
-from gpusnap.runtime_shim.gpu.opening import open_driver
 from gpusnap.runtime_shim.progress import VARIABLE, reporter
 from gpusnap.runtime_shim.records import cri_layout, manifest_file, manifest_json
 from gpusnap.runtime_shim.runtime import container as containers
@@ -117,7 +116,7 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
     question_process.start()  # before there are threads
     # The manifest is checked while the container is stopped, so its checker is imported now.
     checks = threads.run_meanwhile(manifest_json.prepare, name="gpusnap-checks")
-    with open_driver(driver, host=True), checks:
+    with open_driver(driver), checks:
         # Imported late: a container without a GPU must not wait for it.
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.shim import overrides
@@ -179,12 +178,8 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
 
 def _is_there(path: str) -> bool:
     """Whether a file of the journal exists. Raises GpusnapError."""
-    try:
+    with raise_as(GpusnapError, f"{path} cannot be read", hint="try again", code="GPS-007"):
         return exists(path)
-    except OSError as error:
-        raise GpusnapError(
-            f"{path} cannot be read: {reason(error)}", hint="try again", code="GPS-007"
-        ) from error
 
 
 def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Driver | None) -> None:
@@ -226,7 +221,7 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     valid = _require_valid(settings)
     question_process.start()  # before there are threads
     checks = threads.run_meanwhile(manifest_json.prepare, image_process.prepare, name="gpusnap-checks")
-    with open_driver(find_driver(), host=True), checks:
+    with open_driver(find_driver()), checks:
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.snapshot import restored_containers
         from gpusnap.runtime_shim.snapshot.restore import restore

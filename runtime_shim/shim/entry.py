@@ -19,6 +19,7 @@ from gpusnap.runtime_shim.errors import (
     NotStarted,
     RuntimeFailed,
     make_unforeseen,
+    raise_as,
     reason,
 )
 from gpusnap.runtime_shim.runtime import find as locate
@@ -156,14 +157,10 @@ def _run_watched(args: list[str], at: int, root: str | None) -> int | None:
 
 def _spawn(path: str, args: list[str]) -> tuple[str, int]:
     """Start a real runtime; return its path and its PID. Raises NotStarted."""
-    try:
+    with raise_as(NotStarted, f"the real runtime {path} cannot be started", code="GPS-114"):
         # Python ignores these two signals from its start on, see locate.become.
         heeded = (_signal.SIGPIPE, _signal.SIGXFSZ)
         return path, os.posix_spawn(path, [path, *args], locate.environment(), setsigdef=heeded)
-    except OSError as error:
-        raise NotStarted(
-            f"the real runtime {path} cannot be started: {reason(error)}", code="GPS-114"
-        ) from error
 
 
 def _answer(args: list[str]) -> int:

@@ -25,7 +25,8 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import held_threads
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs, is_suspended, let_finish, resume
+from gpusnap.runtime_shim.snapshot.gpu_processes.driver_calls import let_finish
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Pairs, is_suspended, resume
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess

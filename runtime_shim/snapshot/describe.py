@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from gpusnap.oci.base.files import open_regular
 from gpusnap.runtime_shim.gpu.api.device_files import mapped_files
 from gpusnap.runtime_shim.gpu.api.driver import Host, Node
-from gpusnap.runtime_shim.gpu.nvidia.driver_files import describe_mapped, is_driver_file
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import MappedFile, describe_mapped, is_driver_file
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.runtime.container import Container
@@ -71,7 +71,7 @@ def describe(
             for record in records
         ),
         mounts=mounts,
-        nodes=tuple(manifest.DeviceNode(n.path, n.major, n.minor, n.gpu) for n in nodes),
+        nodes=tuple(nodes),
         libraries=_libraries(record.process.pid for record in records),
         dev=_dev_image(container.pid),
         timing=tuple(timing),
@@ -94,12 +94,12 @@ def _host(host: Host, real: RealRuntime) -> manifest.HostRecord:
     )
 
 
-def _libraries(pids: Iterable[int]) -> tuple[manifest.DriverLibrary, ...]:
+def _libraries(pids: Iterable[int]) -> tuple[MappedFile, ...]:
     """Return the driver's files that GPU processes have mapped; CRIU needs the same build of some again.
 
     The path may now be a symbolic link to a file of this host, or a FIFO.
     """
-    found: dict[str, manifest.DriverLibrary] = {}
+    found: dict[str, MappedFile] = {}
     for pid in pids:
         for path in mapped_files(pid):
             if path in found or not is_driver_file(path):
@@ -110,8 +110,7 @@ def _libraries(pids: Iterable[int]) -> tuple[manifest.DriverLibrary, ...]:
                 directory(pid, folder) as above,
                 open_regular(name, above)[0] as file,
             ):
-                seen = describe_mapped(path, f"/proc/self/fd/{file.fileno()}")
-                found[path] = manifest.DriverLibrary(path, seen.size, seen.build_id, seen.mode)
+                found[path] = describe_mapped(path, f"/proc/self/fd/{file.fileno()}")
     return tuple(found[path] for path in sorted(found))
 
 

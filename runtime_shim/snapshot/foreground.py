@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, make_unforeseen, reason
+from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, make_unforeseen, raise_as
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu import descendants, scratch_files
@@ -107,11 +107,9 @@ class RuntimeThread:
 def pid_file(call: RestoreCall) -> Iterator[str]:
     """Return where the runtime will report that the container is restored; an old file is removed first."""
     if call.pid_file:
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(call.pid_file)
-        except OSError as error:
-            raise GpusnapError(f"the PID file {call.pid_file} cannot be used: {reason(error)}") from error
+        used = raise_as(GpusnapError, f"the PID file {call.pid_file} cannot be used")
+        with used, contextlib.suppress(FileNotFoundError):
+            os.unlink(call.pid_file)
         yield call.pid_file
     else:
         with tempfile.TemporaryDirectory(prefix=scratch_files.prefix("pid"), dir=scratch()) as folder:

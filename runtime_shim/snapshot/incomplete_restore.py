@@ -121,10 +121,8 @@ def find(place: Place, since: int) -> tuple[proc.Process, ...]:
     """Return the container's processes that began at or after `since` (clock ticks after boot), by PID."""
     fresh = {each.pid: each for each in map(proc.process, proc.pids()) if each and each.start >= since}
     fresh = {pid: each for pid, each in fresh.items() if pid != os.getpid() and place.contains(pid)}
-    found = {pid for pid in fresh if place.is_root_of(pid)}
-    parents = proc.parents()
-    while more := {pid for pid in fresh if pid not in found and parents.get(pid) in found}:
-        found |= more
+    roots = [pid for pid in fresh if place.is_root_of(pid)]
+    found = proc.add_descendants(roots, proc.parents(), fresh.__contains__)
     return tuple(fresh[pid] for pid in sorted(found))
 
 

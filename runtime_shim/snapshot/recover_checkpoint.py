@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from gpusnap.oci.base.errors import BlobError
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.file_system import find_file_system
@@ -30,7 +30,7 @@ from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import held_threads
 from gpusnap.runtime_shim.snapshot.bring_back import bring_back, list_alive
 from gpusnap.runtime_shim.snapshot.gpu_processes import dump_pause, paused_container
-from gpusnap.runtime_shim.snapshot.memory import chunk_layout, suspended_memory
+from gpusnap.runtime_shim.snapshot.memory import chunk_layout, suspended_memory, transfer
 from gpusnap.runtime_shim.snapshot.memory.destination import (
     Destination,
     StoreDestination,
@@ -81,12 +81,7 @@ def sweep() -> None:
 
 def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
     """Recover under the container's lock."""
-    if entry.at_work:
-        raise GpusnapError(
-            f"gpusnap (process {entry.owner[0]}) is still working on container {entry.container}",
-            hint="wait for it",
-            code="GPS-020",
-        )
+    entry.check_not_at_work()
     scratch_files.let_end(entry.owner, entry.container)
     entry = dump_pause.put_right(entry)
     pids = [process.pid for process in list_alive(entry)]
@@ -124,14 +119,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     else:
         _take_back(entry, settings)
         said = "it continues to run, and its checkpoint failed"
-    try:
-        stage.remove(entry.key)
-    except OSError as error:
-        raise GpusnapError(
-            f"temporary files of container {entry.container} cannot be removed: {reason(error)}",
-            hint=f"they use RAM; remove them from {stage.FOLDER}",
-            code="GPS-027",
-        ) from error
+    transfer.remove_staged(entry.key)
     scratch_files.sweep(entry.owner)
     journal.remove(entry.key)
     return said

@@ -39,16 +39,15 @@ from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused, R
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
 from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.records import manifest, manifest_file
-from gpusnap.runtime_shim.runtime import bundle, container_key
+from gpusnap.runtime_shim.runtime import bundle
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.run import control
 from gpusnap.runtime_shim.snapshot import held_threads, incomplete_restore, restore_record
 from gpusnap.runtime_shim.snapshot.bring_back import list_alive
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import let_finish, resume
+from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import resume
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
@@ -108,12 +107,8 @@ def recover(key: str, driver: Driver | None, *, remove: bool = True) -> str:
 def _cut_off(key: str) -> Restore | None:
     """Return the entry of a container whose gpusnap has ended; raise GpusnapError if it still works."""
     entry = restore_record.read(key)
-    if entry is not None and entry.at_work:
-        raise GpusnapError(
-            f"gpusnap (process {entry.owner[0]}) is still working on container {entry.container}",
-            hint="wait for it",
-            code="GPS-020",
-        )
+    if entry is not None:
+        entry.check_not_at_work()
     return entry
 
 
@@ -150,7 +145,7 @@ def _explain_kept(entry: Restore, driver: Driver | None) -> str | None:
     ours = [pid for pid, state in states.items() if state in (ProcessState.RUNNING, ProcessState.LOCKED)]
     if driver is not None and ours:
         standing = [pid for pid in ours if proc.is_stopped(pid)]
-        run_at_once(partial(let_finish, driver), standing).raise_first()
+        run_at_once(partial(driver_calls.let_finish, driver), standing).raise_first()
         if standing:
             _check(entry)
         resume(driver, ours, Pages(), right=partial(transfer.replace_staged_memory, entry.key))
@@ -256,15 +251,7 @@ def _let_go(key: str) -> None:
         whose, _, pid = name.rpartition(".")
         if whose == key and pid.isdigit():
             journal.drop_thread(key, int(pid))
-    try:
-        stage.remove(key)
-    except OSError as error:
-        container = container_key.id_of(key)
-        raise GpusnapError(
-            f"temporary files of container {container} cannot be removed: {reason(error)}",
-            hint=f"they use RAM; remove them from {stage.FOLDER}",
-            code="GPS-027",
-        ) from error
+    transfer.remove_staged(key)
 
 
 def delete(command: Sequence[str], container: str) -> bool:

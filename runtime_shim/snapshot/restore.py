@@ -39,13 +39,12 @@ from gpusnap.runtime_shim.snapshot import (
     recover_restore,
     restore_record,
     restored_containers,
-    restored_processes,
 )
 from gpusnap.runtime_shim.snapshot.devices.choose import choose_driver, driver_for
 from gpusnap.runtime_shim.snapshot.foreground import RuntimeThread, pid_file
 from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
-from gpusnap.runtime_shim.snapshot.restore_gpus import restore_gpus, settle
+from gpusnap.runtime_shim.snapshot.restore_gpus import check_none_suspended, restore_gpus, settle
 from gpusnap.runtime_shim.snapshot.restore_job import RestoreJob
 from gpusnap.runtime_shim.snapshot.restore_plan import plan
 from gpusnap.runtime_shim.snapshot.restore_record import Stage
@@ -64,7 +63,7 @@ TIMING = "gpusnap-restore.json"
 def restore(call: RestoreCall, real: RealRuntime, settings: Settings, config: dict[str, Any]) -> int:
     """Restore a container from an image that gpusnap made; return the exit code of the real runtime.
 
-    `config`: the bundle's config.json. The caller starts the driver meanwhile (gpu/opening.py).
+    `config`: the bundle's config.json. The caller starts the driver meanwhile (gpu.open_driver).
 
     Raises a GpusnapError; no container is left then.
     """
@@ -256,7 +255,7 @@ def _finish(job: RestoreJob) -> None:
         job.save_progress(stage=Stage.GPUS, arriving=job.prefetch is not None and job.prefetch.is_loading)
         restore_gpus(job, job.driver, container, members)
     else:
-        restored_processes.check_none_suspended(job.present, members)
+        check_none_suspended(job.present, members)
     job.room.close()
 
 

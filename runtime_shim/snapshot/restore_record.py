@@ -22,7 +22,6 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.log import note
-from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime import conmon, container_key
 from gpusnap.runtime_shim.runtime.command_line import RestoreCall
@@ -49,7 +48,7 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
+class Restore(journal.Record):
     """A restore that was begun."""
 
     key: str
@@ -87,16 +86,6 @@ class Restore:
     """Whether memory was mapped before it was loaded, so that processes may have read wrong memory."""
     told: bool = False
     """Whether the engine knows that it runs: by the exit code of this process, which is the next step."""
-
-    @property
-    def container(self) -> str:
-        """The ID of the container."""
-        return container_key.id_of(self.key)
-
-    @property
-    def at_work(self) -> bool:
-        """Whether the gpusnap that restores still runs."""
-        return proc.is_same(*self.owner)
 
 
 def make_record(call: RestoreCall, real: RealRuntime, record: Manifest, config: Mapping[str, Any]) -> Restore:

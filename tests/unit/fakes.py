@@ -33,11 +33,10 @@ from gpusnap.oci.base.threads import Crew
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, HeldFiles, Host, Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import GpuError, IllegalState, ProcessGone
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import MappedFile
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory.maps import mappings
 from gpusnap.runtime_shim.records.manifest import (
-    DeviceNode,
-    DriverLibrary,
     GpuProcess,
     GpuRecord,
     HostRecord,
@@ -144,8 +143,8 @@ def a_manifest(*, pids: Sequence[int] = (1,), used: int = 3 * MIB) -> Manifest:
         host=HostRecord("x86_64", "6.18.0", "nvidia", "580.159.04", "13.0", "4.1.1", "crun", "1.21"),
         gpus=(GpuRecord(uuid(0), 0, 0, "NVIDIA H100 80GB HBM3", "9.0", 80 << 30, used),),
         processes=tuple(GpuProcess(pid, "sleep", ("sleep", "600"), ((uuid(0), used),)) for pid in pids),
-        nodes=(DeviceNode("/dev/nvidia0", 195, 0, uuid(0)), DeviceNode("/dev/nvidiactl", 195, 255, "")),
-        libraries=(DriverLibrary("/usr/lib/libcuda.so.580.159.04", 64 * MIB, "00ff", 0o100755),),
+        nodes=(Node("/dev/nvidia0", 195, 0, uuid(0)), Node("/dev/nvidiactl", 195, 255, "")),
+        libraries=(MappedFile("/usr/lib/libcuda.so.580.159.04", 64 * MIB, "00ff", 0o100755),),
         timing=(Step("inspect", 0.0, 0.25), Step("dump", 0.25, 0.5)),
     )
 

@@ -36,6 +36,9 @@ _OTHERS: Mapping[str, tuple[int, int | None]] = {
     "Broken": (0, None),
     "note": (0, None),
 }
+_CONTEXT = "raise_as"
+"""The function whose arguments are a class of errors and a sentence, to which it adds the reason."""
+_REASON = ast.JoinedStr([ast.Constant(": "), ast.FormattedValue(ast.Name("reason"), -1)])
 _CODE = re.compile(r"GPS-\d{3}")
 _MOST = 48
 """Forms of one sentence; where there are more, what differs is left in angle brackets."""
@@ -214,6 +217,9 @@ class _Reading:
 
     def _made(self, module: _Module, call: ast.Call) -> Iterator[Message]:
         kind = called(call)
+        adds_reason = kind == _CONTEXT and bool(call.args)
+        if adds_reason:
+            kind = ast.unparse(call.args[0]).rpartition(".")[2]
         if kind == "note" and not _is_said(call):
             return
         if kind == "type" or (kind not in self._kinds and kind not in _OTHERS):
@@ -221,10 +227,10 @@ class _Reading:
             if not (isinstance(inner, ast.Call) and called(inner) == "type" and call.args):
                 return
             kind = _BASES[0]
-        at, after = _OTHERS.get(kind, (0, None))
+        at, after = (1, None) if adds_reason else _OTHERS.get(kind, (0, None))
         if len(call.args) <= at or any(isinstance(each, ast.Starred) for each in call.args):
             return
-        said = call.args[at]
+        said = ast.BinOp(call.args[at], ast.Add(), _REASON) if adds_reason else call.args[at]
         advice = next((k.value for k in call.keywords if k.arg == "hint"), None)
         advice = advice or (call.args[after] if after is not None and len(call.args) > after else None)
         code = next((k.value for k in call.keywords if k.arg == "code"), None)

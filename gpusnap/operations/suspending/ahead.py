@@ -15,8 +15,8 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.operations.driver import needed_driver
 from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.gpu import open_driver
 from gpusnap.runtime_shim.gpu.api.driver import Driver
-from gpusnap.runtime_shim.gpu.opening import open_driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +49,5 @@ def start_ahead(*names: str, seconds: float | None = None) -> Iterator[Ahead]:
         driver = None
         with suppress(GpusnapError):
             driver = needed_driver()
-        stack.enter_context(open_driver(driver, host=True))
+        stack.enter_context(open_driver(driver))
         yield Ahead(asked, driver)

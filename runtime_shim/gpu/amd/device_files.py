@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Collection, Iterator
 
-from gpusnap.runtime_shim import deadlines, question_process
+from gpusnap.runtime_shim import question_process
 from gpusnap.runtime_shim.gpu.api import device_files
 from gpusnap.runtime_shim.gpu.api.driver import HeldFiles
 
@@ -21,8 +21,6 @@ DRM_MAJOR = 226  # Documentation/admin-guide/devices.txt
 
 Number = tuple[int, int]
 """Major and minor."""
-
-_DELETED = " (deleted)"
 
 
 def kfd_number(node: str = KFD) -> Number | None:
@@ -73,29 +71,12 @@ def _list_numbers_in(place: str) -> list[Number | None]:
 
 
 def _iterate_opened(pid: int) -> Iterator[tuple[int, str, Number]]:
-    folder = f"/proc/{pid}/fd"
-    try:
-        names = os.listdir(folder)
-    except OSError as error:
-        device_files.gone_or_raise(error, pid)
-        return
-    paths: dict[str, str] = {}
-    for name in names:
-        try:
-            path = os.readlink(f"{folder}/{name}")
-        except OSError as error:
-            if _is_refused(error, pid):
-                return
-            continue  # closed since
-        # socket:[1], pipe:[2], anon_inode:… are never device files.
-        if path.startswith("/"):
-            paths[f"{folder}/{name}"] = path
-    for link, found in question_process.stat_files(pid, paths).items():
+    for number, path, found in device_files.iterate_opened(pid):
         if isinstance(found, OSError):
             if _is_refused(found, pid):
                 return
         elif (device := _number(found)) is not None:
-            yield int(link.rpartition("/")[2]), paths[link].removesuffix(_DELETED), device
+            yield number, path.removesuffix(device_files.DELETED), device
 
 
 def _is_refused(error: OSError, pid: int) -> bool:
@@ -108,20 +89,11 @@ def _is_refused(error: OSError, pid: int) -> bool:
 
 def _iterate_mapped(pid: int) -> Iterator[tuple[tuple[int, int, str], Number]]:
     """Yield mappings of device files: (start, end, path) and the number."""
-    try:
-        table = [line.split(maxsplit=5) for line in deadlines.read_lines(f"/proc/{pid}/maps")]
-    except TimeoutError as error:
-        raise device_files.make_unanswered_error(error, pid) from error
-    except OSError as error:
-        device_files.gone_or_raise(error, pid)
-        return
-    spans = {}
-    for fields in table:
-        if len(fields) < 6 or not fields[5].startswith("/dev/"):
-            continue
-        start, end = (int(each, 16) for each in fields[0].split("-"))
-        # The path has no meaning in this mount namespace, but this link has.
-        spans[f"/proc/{pid}/map_files/{start:x}-{end:x}"] = start, end, fields[5].removesuffix(_DELETED)
+    spans = {
+        device_files.make_link(pid, start, end): (start, end, path.removesuffix(device_files.DELETED))
+        for start, end, path in device_files.mappings(pid)
+        if path.startswith("/dev/")
+    }
     for link, found in question_process.stat_files(pid, spans).items():
         if isinstance(found, OSError):
             _is_refused(found, pid)

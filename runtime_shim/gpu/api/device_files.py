@@ -2,8 +2,10 @@
 
 No driver library is loaded and nothing is opened, so every process of every container can be checked. A node
 is NVIDIA's by its path (/dev/nvidia*) or, if it was renamed or is elsewhere, by the major number of its
-device. A process that ends meanwhile holds nothing. If the kernel denies access, PermissionRefused is raised,
-because "holds nothing" would be a guess.
+device. The path is that in the process's own mount namespace, also if the node was deleted; the numbers are
+-1 if the kernel does not say what a mapped node is, and no node has its GPU's UUID here. A process that ends
+meanwhile holds nothing. If the kernel denies access, PermissionRefused is raised, because "holds nothing"
+would be a guess.
 """
 
 from __future__ import annotations
@@ -14,10 +16,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 
-from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import deadlines, question_process
 from gpusnap.runtime_shim.errors import reason
-from gpusnap.runtime_shim.gpu.api.driver import HeldFiles
+from gpusnap.runtime_shim.gpu.api.driver import HeldFiles, Node
 from gpusnap.runtime_shim.gpu.api.errors import GpuError, PermissionRefused
 from gpusnap.runtime_shim.process import proc
 
@@ -33,18 +34,8 @@ LAST_GPU_MINOR = 247
 _FRONTENDS = frozenset({"nvidia", "nvidiactl", "nvidia-frontend"})
 
 _PREFIX = "/dev/nvidia"
-_DELETED = " (deleted)"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Node:
-    """A device file of NVIDIA that a process holds."""
-
-    path: str
-    """Its path in the process's own mount namespace, also if the node was deleted."""
-    major: int
-    """-1 if the kernel does not say what a mapped node is."""
-    minor: int
+DELETED = " (deleted)"
+"""What the kernel adds to the path of a file that has no name any more."""
 
 
 def character_drivers(table: str = "/proc/devices") -> tuple[tuple[str, int], ...]:
@@ -73,7 +64,7 @@ def nvidia_majors(table: str = "/proc/devices") -> tuple[frozenset[int], frozens
 def nodes(pid: int) -> tuple[Node, ...]:
     """Return NVIDIA's device files that the process has open (O_PATH too) or mapped, sorted, each once."""
     majors = nvidia_majors()[1]
-    found = {*_open_nodes(pid, majors).values(), *(node for _, node in _iterate_mapped_nodes(pid, majors))}
+    found = {*_open_nodes(pid, majors).values(), *(node for *_, node in _iterate_mapped_nodes(pid, majors))}
     return tuple(sorted(found))
 
 
@@ -90,7 +81,7 @@ def list_held(pid: int) -> HeldFiles:
     mapped = _iterate_mapped_nodes(pid, majors, every=True)
     return HeldFiles(
         tuple((number, node.path) for number, node in opened),
-        tuple((*_span(addresses), node.path) for addresses, node in mapped),
+        tuple((start, end, node.path) for start, end, node in mapped),
     )
 
 
@@ -111,7 +102,7 @@ def dev_minors(pid: int) -> tuple[int, ...]:
 
 def mapped_files(pid: int) -> tuple[str, ...]:
     """Return the paths of the files that the process has mapped, in its own root, each once."""
-    return tuple(dict.fromkeys(path for _, path in _mappings(pid)))
+    return tuple(dict.fromkeys(path for *_, path in mappings(pid)))
 
 
 def maps_libcuda(pid: int) -> bool:
@@ -143,15 +134,17 @@ def has_ended(pid: int, *, within: float) -> bool:
         os.close(process)
 
 
-def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
-    """Return the open nodes, by number of the descriptor."""
+def iterate_opened(pid: int) -> Iterator[tuple[int, str, os.stat_result | OSError]]:
+    """Yield number, path and stat(2) of the files that the process has open, without sockets and the like.
+
+    Raises as `gone_or_raise`; an error of stat(2) is yielded. The path may end with DELETED.
+    """
     folder = f"/proc/{pid}/fd"
-    found: dict[int, Node] = {}
     try:
         names = os.listdir(folder)
     except OSError as error:
         gone_or_raise(error, pid)
-        return found
+        return
     paths: dict[str, str] = {}
     for name in names:
         link = f"{folder}/{name}"
@@ -163,38 +156,41 @@ def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
         # socket:[1], pipe:[2], anon_inode:… are never device files.
         if path.startswith("/"):
             paths[link] = path
-    for link, info in question_process.stat_files(pid, paths).items():
-        node = _node(paths[link], info, majors)
-        if node:
-            found[int(link.rpartition("/")[2])] = node
-    return found
+    for link, found in question_process.stat_files(pid, paths).items():
+        yield int(link.rpartition("/")[2]), paths[link], found
+
+
+def _open_nodes(pid: int, majors: frozenset[int]) -> dict[int, Node]:
+    """Return the open nodes, by number of the descriptor."""
+    nodes = ((number, _node(path, found, majors)) for number, path, found in iterate_opened(pid))
+    return {number: node for number, node in nodes if node}
 
 
 def _iterate_mapped_nodes(
     pid: int, majors: frozenset[int], *, every: bool = False
-) -> Iterator[tuple[str, Node]]:
-    """Yield mapped nodes with address range; of several mappings of one path only the first, or `every`."""
-    mapped = list(_mappings(pid))
+) -> Iterator[tuple[int, int, Node]]:
+    """Yield mapped nodes with start and end; of several mappings of one path only the first, or `every`."""
+    mapped = list(mappings(pid))
     links: dict[str, str] = {}
-    for addresses, path in mapped:
-        # The path has no meaning in this mount namespace, but this link has. Following it needs
-        # CAP_CHECKPOINT_RESTORE; without it, the name must be enough. maps pads the addresses with zeros,
-        # map_files does not.
-        start, end = _span(addresses)
-        links.setdefault(path, f"/proc/{pid}/map_files/{start:x}-{end:x}")
+    for start, end, path in mapped:
+        links.setdefault(path, make_link(pid, start, end))
     infos = question_process.stat_files(pid, links.values())
     nodes_by_path = {path: _node(path, infos[link], majors) for path, link in links.items()}
     seen: set[str] = set()
-    for addresses, path in mapped:
+    for start, end, path in mapped:
         node = nodes_by_path[path]
         if node and (every or path not in seen):
-            yield addresses, node
+            yield start, end, node
         seen.add(path)
 
 
-def _span(addresses: str) -> tuple[int, int]:
-    start, _, end = addresses.partition("-")
-    return int(start, 16), int(end, 16)
+def make_link(pid: int, start: int, end: int) -> str:
+    """Return the link in /proc to what is mapped there; its path has no meaning in this mount namespace.
+
+    Following it needs CAP_CHECKPOINT_RESTORE; without it, the name must be enough. maps pads the addresses
+    with zeros, map_files does not.
+    """
+    return f"/proc/{pid}/map_files/{start:x}-{end:x}"
 
 
 def _dev_nodes(pid: int, majors: frozenset[int]) -> Iterator[Node]:
@@ -223,24 +219,28 @@ def _in_dev(pid: int, majors: frozenset[int]) -> list[Node]:
     return found
 
 
-def _mappings(pid: int) -> Iterator[tuple[str, str]]:
-    """Yield (address range, path) of each file mapping in /proc/PID/maps (proc_pid_maps(5))."""
+def mappings(pid: int) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and path of each file mapping in /proc/PID/maps (proc_pid_maps(5)).
+
+    Raises as `gone_or_raise`. The path may end with DELETED.
+    """
     try:
         lines = deadlines.read_lines(f"/proc/{pid}/maps")
     except TimeoutError as error:
-        raise make_unanswered_error(error, pid) from error
+        raise _make_unanswered_error(error, pid) from error
     except OSError as error:
         gone_or_raise(error, pid)
         return
     for line in lines:
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[5].startswith("/"):
-            yield fields[0], fields[5]
+            start, _, end = fields[0].partition("-")
+            yield int(start, 16), int(end, 16), fields[5]
 
 
 def _node(path: str, found: os.stat_result | OSError, majors: frozenset[int]) -> Node | None:
     """Return the node behind a magic link of /proc; None if it is no device of NVIDIA."""
-    path = path.removesuffix(_DELETED)
+    path = path.removesuffix(DELETED)
     if isinstance(found, OSError):
         # Closed or unmapped since, or access is denied.
         refused = found.errno in (errno.EACCES, errno.EPERM)
@@ -261,7 +261,7 @@ def _is_gpu(node: Node, frontends: frozenset[int]) -> bool:
     return ours and 0 <= node.minor <= LAST_GPU_MINOR
 
 
-def make_unanswered_error(error: TimeoutError, pid: int) -> GpuError:
+def _make_unanswered_error(error: TimeoutError, pid: int) -> GpuError:
     """The error if the kernel does not say in time what a process has mapped."""
     return GpuError(
         f"the files that process {pid} ({comm(pid)}) has open could not be listed: {error.filename}: "

@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
 
-from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.errors import raise_as, reason
 from gpusnap.runtime_shim.gpu.cdi.spec import LARGEST, CdiError, Spec, parse
 
 FOLDERS = ("/etc/cdi", "/run/cdi")
@@ -43,15 +43,13 @@ def load(
 
 def read(path: str) -> Spec:
     """Read the spec in one file. Raises CdiError."""
-    try:
+    with raise_as(CdiError, f"cannot read the CDI file {path}"):
         # Do not wait for the other end of a FIFO.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise CdiError(f"{path}: is not a regular file")
             data = file.read(LARGEST + 1)
-    except OSError as error:
-        raise CdiError(f"cannot read the CDI file {path}: {reason(error)}") from error
     return parse(data, path)
 
 

@@ -3,25 +3,9 @@
 Structures and signatures follow cuda.h of CUDA 13.0 ("CUDA Checkpointing"), exported since driver 570. CUDA
 13.4 gives names to some of their reserved bytes; zero there means what it meant before.
 
-Why ctypes and not the cuda-bindings package, measured with Python 3.11 and cuda-bindings 13.5.0 on two cores
-(start-up: median of 15, less a bare interpreter; behaviour: against a libcuda made for it):
-
-================  =======================================  ==================================================
-(of)              ctypes                                   cuda.bindings.driver
-================  =======================================  ==================================================
-import            3 ms                                     104 ms, before any library is looked for
-size              in the standard library                  31 MB installed, an 8 MB wheel for each Python
-version           the C ABI of cuda.h: one code for every  a release for each CUDA version, and 12.x and 13.x
-                  driver that has the symbols              side by side; field names move into reserved bytes
-missing symbol    seen at loading, before anything is      FunctionNotFoundError (private) at the call, which
-                  changed                                  may be the unlock that undoes a lock
-missing library   OSError                                  an exception of a private module of cuda.pathfinder
-unknown result    a number                                 ValueError from the enum; the result is lost
-the GIL           dropped in each call (CDLL)              dropped in each call
-================  =======================================  ==================================================
-
-Six calls with integers and four structs of 64 bytes are not worth that dependency; the tests use
-cuda-bindings as the authority on result codes.
+Not through the package cuda-bindings (31 MB for six calls), whose releases belong to one CUDA version each.
+It notices a missing symbol only at the call, which may be the unlock that undoes a lock, and loses a result
+that it does not know. The tests use it as the authority on result codes.
 """
 
 from __future__ import annotations

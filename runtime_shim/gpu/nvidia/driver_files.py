@@ -105,8 +105,6 @@ class DriverFiles:
 
     version: str
     files: tuple[File, ...]
-    present: frozenset[str] = frozenset()
-    """Paths of the driver that exist, also those that are not regular files (/proc, sockets)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,21 +130,17 @@ def replace_version(path: str, old: str, new: str) -> str:
     return re.sub(rf"(?<![0-9])(?<![0-9]\.){re.escape(old)}(?![0-9]|\.[0-9])", new, path)
 
 
-def find_files(
-    specs: Iterable[Spec], version: str, *, asked: Iterable[str] = (), root: str = "/"
-) -> DriverFiles:
+def find_files(specs: Iterable[Spec], version: str, *, root: str = "/") -> DriverFiles:
     """Return the driver's files here, from CDI specs, the loader's cache and its directories, in that order.
 
-    `version`: the driver's. `asked`: paths to check for existence. Everything is searched below `root`. What
-    cannot be read is omitted.
+    `version`: the driver's. Everything is searched below `root`. What cannot be read is omitted.
     """
     files = list(_iterate_regular(_iterate_mounted(specs), 0, root))
     files += _iterate_regular((path for _, path in loader_cache(_content(_LOADER_CACHE, root))), 1, root)
     folders = [os.path.dirname(each.real) for each in files if _get_stem(each.real) == "libcuda.so"]
     for folder in dict.fromkeys((*folders, *_folders(version))):
         files += _iterate_regular(_list_folder(folder, root), 2, root)
-    present = {path for path in asked if is_driver_file(path) and os.path.exists(_join_root(root, path))}
-    return DriverFiles(version, tuple(files), frozenset(present | {each.path for each in files}))
+    return DriverFiles(version, tuple(files))
 
 
 def find_counterpart(
@@ -162,7 +156,7 @@ def find_counterpart(
     listed = any(each.path == wanted and each.rank == 0 for each in known.files)
     if not is_driver_file(source) and not listed:
         return None
-    if source in known.present:
+    if any(each.path == source for each in known.files):
         return source
     bits = _bits(source, among) if _get_stem(source) else 0
     fits = [each for each in known.files if _matches(each, wanted, new, bits)]

@@ -8,7 +8,8 @@ Prototypes, structures and constants: nvml.h of CUDA 12.9.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
+from typing import TypeVar
 
 # The names of NVML's own functions, and of Python's bindings to it, by which they are found.
 
@@ -27,6 +28,7 @@ _NOT_AVAILABLE = (1 << 64) - 1
 _TEXT = 96
 
 Handle = ctypes.c_void_p
+_Structure = TypeVar("_Structure", bound=ctypes.Structure)
 
 
 class NVMLError(Exception):
@@ -120,24 +122,10 @@ def _pair(name: str, handle: Handle) -> tuple[int, int]:
     return first.value, second.value
 
 
-def nvmlInit() -> None:
-    """Load and start NVML."""
-    _call("nvmlInit_v2")
-
-
-def nvmlSystemGetDriverVersion() -> str:
-    """Return the version, such as 580.159.04."""
-    return _text("nvmlSystemGetDriverVersion")
-
-
-def nvmlSystemGetCudaDriverVersion_v2() -> int:
-    """Return 13000 for 13.0."""
-    return _number("nvmlSystemGetCudaDriverVersion_v2")
-
-
-def nvmlDeviceGetCount() -> int:
-    """Return the number of GPUs."""
-    return _number("nvmlDeviceGetCount_v2")
+def _structure(name: str, kind: type[_Structure], handle: Handle) -> _Structure:
+    found = kind()
+    _call(name, handle, ctypes.byref(found))
+    return found
 
 
 def nvmlDeviceGetHandleByIndex(index: int) -> Handle:
@@ -147,53 +135,20 @@ def nvmlDeviceGetHandleByIndex(index: int) -> Handle:
     return handle
 
 
-def nvmlDeviceGetUUID(handle: Handle) -> str:
-    """Return GPU-…"""
-    return _text("nvmlDeviceGetUUID", handle)
-
-
-def nvmlDeviceGetName(handle: Handle) -> str:
-    """Return its model."""
-    return _text("nvmlDeviceGetName", handle)
-
-
-def nvmlDeviceGetMinorNumber(handle: Handle) -> int:
-    """Return N of /dev/nvidiaN."""
-    return _number("nvmlDeviceGetMinorNumber", handle)
-
-
-def nvmlDeviceGetMemoryInfo(handle: Handle) -> Memory:
-    """Return its memory, in bytes."""
-    memory = Memory()
-    _call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-    return memory
-
-
-def nvmlDeviceGetCudaComputeCapability(handle: Handle) -> tuple[int, int]:
-    """Return (9, 0) for 9.0."""
-    return _pair("nvmlDeviceGetCudaComputeCapability", handle)
-
-
-def nvmlDeviceGetMigMode(handle: Handle) -> tuple[int, int]:
-    """Return whether MIG is on now, and after a reset."""
-    return _pair("nvmlDeviceGetMigMode", handle)
-
-
-def nvmlDeviceGetComputeMode(handle: Handle) -> int:
-    """Return nvmlComputeMode_t."""
-    return _number("nvmlDeviceGetComputeMode", handle)
-
-
-def nvmlDeviceGetPersistenceMode(handle: Handle) -> int:
-    """Return 1 if the driver keeps the GPU initialised while nobody uses it."""
-    return _number("nvmlDeviceGetPersistenceMode", handle)
-
-
-def nvmlDeviceGetPciInfo(handle: Handle) -> PciInfo:
-    """Return its address on the PCI bus."""
-    info = PciInfo()
-    _call("nvmlDeviceGetPciInfo_v3", handle, ctypes.byref(info))
-    return info
+nvmlInit = partial(_call, "nvmlInit_v2")
+nvmlSystemGetDriverVersion = partial(_text, "nvmlSystemGetDriverVersion")
+nvmlSystemGetCudaDriverVersion_v2 = partial(_number, "nvmlSystemGetCudaDriverVersion_v2")
+nvmlDeviceGetCount = partial(_number, "nvmlDeviceGetCount_v2")
+# These take the handle of a GPU.
+nvmlDeviceGetUUID = partial(_text, "nvmlDeviceGetUUID")
+nvmlDeviceGetName = partial(_text, "nvmlDeviceGetName")
+nvmlDeviceGetMinorNumber = partial(_number, "nvmlDeviceGetMinorNumber")
+nvmlDeviceGetMemoryInfo = partial(_structure, "nvmlDeviceGetMemoryInfo", Memory)
+nvmlDeviceGetCudaComputeCapability = partial(_pair, "nvmlDeviceGetCudaComputeCapability")
+nvmlDeviceGetMigMode = partial(_pair, "nvmlDeviceGetMigMode")
+nvmlDeviceGetComputeMode = partial(_number, "nvmlDeviceGetComputeMode")
+nvmlDeviceGetPersistenceMode = partial(_number, "nvmlDeviceGetPersistenceMode")
+nvmlDeviceGetPciInfo = partial(_structure, "nvmlDeviceGetPciInfo_v3", PciInfo)
 
 
 def nvmlDeviceGetComputeRunningProcesses(handle: Handle) -> list[Process]:

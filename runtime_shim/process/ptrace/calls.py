@@ -194,10 +194,8 @@ def wait(tid: int, *, within: float = PATIENCE) -> Stop:
 def poll_stop(tid: int) -> Stop | None:
     """Return why a traced thread has stopped, None if it runs. Raises ProcessLookupError as `wait`."""
     ended, status = os.waitpid(tid, _WALL | os.WNOHANG)
-    return _stop(tid, ended, status) if ended else None
-
-
-def _stop(tid: int, _: int, status: int) -> Stop:
+    if not ended:
+        return None
     if not os.WIFSTOPPED(status):
         raise ProcessLookupError(errno.ESRCH, f"thread {tid} ended while it was traced")
     return Stop(os.WSTOPSIG(status), status >> 16)

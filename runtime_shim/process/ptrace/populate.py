@@ -68,14 +68,14 @@ class Backing:
 
 @contextmanager
 def populate_mappings(
-    pid: int, tid: int, *, threads: int = 0, large: int = LARGE, backing: Backing | None = None
+    pid: int, tid: int, *, threads: int = 0, backing: Backing | None = None
 ) -> Iterator[PopulateResult]:
     """Let one thread of a stopped process run while the block does, and populate its large mappings.
 
     `threads`: 0 for one per core. Raises OSError if the thread cannot be traced, or does not stop at the end.
     """
     done = PopulateResult()
-    with Tracer(pid, [tid], watch=_Watch(done, threads, large, backing)) as tracer:
+    with Tracer(pid, [tid], watch=_Watch(done, threads, backing)) as tracer:
         done.tracer = tracer
         yield done
     if not done.mappings and not done.why_not:
@@ -86,8 +86,8 @@ def populate_mappings(
 class _Watch:
     """`tracer.CallWatch`: watches the thread's system calls, which stop at an entry and an exit in turn."""
 
-    def __init__(self, done: PopulateResult, threads: int, large: int, backing: Backing | None) -> None:
-        self.done, self.threads, self.large, self.backing = done, threads, large, backing
+    def __init__(self, done: PopulateResult, threads: int, backing: Backing | None) -> None:
+        self.done, self.threads, self.backing = done, threads, backing
         self._inside = False
         self._flags: int | None = None  # of the large mmap that it is in
 
@@ -110,7 +110,7 @@ class _Watch:
             return
         _, size, _, flags, *_ = arguments
         if self._inside:
-            if size >= self.large and flags & _WANTED == _WANTED:
+            if size >= LARGE and flags & _WANTED == _WANTED:
                 self.tracee.set_registers(self._with_flags(registers, flags & ~mmap.MAP_POPULATE))
                 self._flags = flags
         elif self._flags is not None:

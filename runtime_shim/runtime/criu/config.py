@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from gpusnap.runtime_shim.errors import ImageError, SettingsError, reason
+from gpusnap.runtime_shim.errors import ImageError, SettingsError, raise_as
 from gpusnap.runtime_shim.records.manifest import DriverMount
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime import options
@@ -100,7 +100,7 @@ def with_flags(call: Call, real: RealRuntime, criu: Criu) -> Call:
     if mode and not call.manage_cgroups_mode:
         if table["manage-cgroups-mode"].rule(real.kind).takes(real.version, mode):
             call = replace(call, manage_cgroups_mode=mode)
-        elif not _is_told(mode):
+        elif not _has_option(_lines(_RUNC_FILE), f"manage-cgroups={mode}"):  # nor does the host set it
             raise SettingsError(
                 f"{real.name} does not support --manage-cgroups-mode {mode}, which criu.manage-cgroups "
                 "requires",
@@ -161,11 +161,6 @@ def _has_option(lines: Sequence[str], option: str) -> bool:
     return any(line.split("#", 1)[0].strip().removeprefix("--") == option for line in lines)
 
 
-def _is_told(mode: str) -> bool:
-    """Whether the administrator's file for runc says the same."""
-    return _has_option(_lines(_RUNC_FILE), f"manage-cgroups={mode}")
-
-
 def _iterate_common(criu: Criu) -> Iterator[str]:
     if criu.link_remap:
         yield "link-remap"
@@ -201,7 +196,9 @@ def config_file(text: str) -> Iterator[dict[str, str]]:
     A file that the caller's CRIU_CONFIG_FILE names is included first, so that nothing of it is lost.
     """
     before = os.environ.get(VARIABLE, "")
-    try:
+    with raise_as(
+        ImageError, "CRIU's configuration cannot be prepared", errors=(OSError, UnicodeDecodeError)
+    ):
         inherited = ""
         if before:
             inherited = Path(before).read_text("utf-8").rstrip("\n") + "\n"
@@ -215,9 +212,6 @@ def config_file(text: str) -> Iterator[dict[str, str]]:
             with contextlib.suppress(OSError):  # closing writes once more
                 file.close()
             raise
-    except (OSError, UnicodeDecodeError) as error:
-        said = reason(error) if isinstance(error, OSError) else str(error)
-        raise ImageError(f"CRIU's configuration cannot be prepared: {said}") from error
     try:
         yield {**locate.environment(), VARIABLE: file.name}
     finally:

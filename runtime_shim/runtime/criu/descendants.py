@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import pidfd, proc
@@ -52,8 +53,7 @@ def kill_all(
     waits. It repeats until `ended` returns True, because that thread may be about to start one. Raises
     GpusnapError if some do not end.
     """
-    own = proc.process(os.getpid())
-    owner = (os.getpid(), own.start if own is not None else 0)
+    owner = state_files.owner()
     deadline = time.monotonic() + _PATIENCE
     with _become_subreaper():
         while (left := _list_left(but, owner)) or not ended():
@@ -119,9 +119,4 @@ def _list_left(but: Collection[int], owner: tuple[int, int]) -> set[int]:
 
 def _list_below(but: Collection[int]) -> set[int]:
     parents = proc.parents()
-    found: set[int] = set()
-    waiting = set(children(parents=parents).difference(but))
-    while waiting:
-        found |= waiting
-        waiting = {pid for pid, parent in parents.items() if parent in waiting} - found
-    return found
+    return proc.add_descendants(children(parents=parents).difference(but), parents)

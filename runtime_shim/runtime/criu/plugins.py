@@ -21,13 +21,13 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import field, replace
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import ImageError, Refused, reason
+from gpusnap.runtime_shim.errors import ImageError, Refused, raise_as
 from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA, KNOWN, Plugin
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
-from gpusnap.runtime_shim.settings import Amd, Criu, Settings
+from gpusnap.runtime_shim.settings import Criu, Settings
 
 VARIABLE = "CRIU_LIBS_DIR"
 
@@ -122,13 +122,9 @@ def find(plugin: Plugin, settings: Settings) -> str:
 
 def _environment(plugin: Plugin, path: str, settings: Settings) -> dict[str, str]:
     if plugin is AMDGPU:
-        return _amd(settings.amd)
+        environment = {_CHECKS[name]: "0" for name in settings.amd.skip_checks}
+        return environment | ({_BUFFER: str(settings.amd.buffer)} if settings.amd.buffer else {})
     return _with_program(plugin, path, settings.nvidia.cuda_checkpoint)
-
-
-def _amd(amd: Amd) -> dict[str, str]:
-    environment = {_CHECKS[name]: "0" for name in amd.skip_checks}
-    return environment | ({_BUFFER: str(amd.buffer)} if amd.buffer else {})
 
 
 def _with_program(plugin: Plugin, path: str, chosen: str) -> dict[str, str]:
@@ -175,14 +171,10 @@ def _libraries(folder: str) -> dict[str, str]:
 @contextmanager
 def _folder(libraries: Mapping[str, str]) -> Iterator[str]:
     with ExitStack() as stack:
-        try:
+        with raise_as(ImageError, "the directory for CRIU's plugins cannot be created"):
             made = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix=scratch_files.prefix("plugins"), dir=scratch())
             )
             for name, path in libraries.items():
                 os.symlink(os.path.realpath(path), os.path.join(made, name))
-        except OSError as error:
-            raise ImageError(
-                f"the directory for CRIU's plugins cannot be created: {reason(error)}"
-            ) from error
         yield made

@@ -11,19 +11,26 @@ from types import MappingProxyType
 from typing import IO
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import RuntimeFailed, reason
+from gpusnap.oci.base.files import open_below
+from gpusnap.oci.base.patterns import compile_later
+from gpusnap.runtime_shim.errors import RuntimeFailed, raise_as, reason
 from gpusnap.runtime_shim.log import note, runtime_message, runtime_warnings
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.child_process import Finished, run
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall, render, render_globals
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.criu.config import config_file
-from gpusnap.runtime_shim.runtime.criu.log import first_error
 from gpusnap.runtime_shim.runtime.criu.scratch_files import scratch
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 
 # Seconds for a short command of the real runtime.
 _CONTROL = 120.0
+# "(00.012345) Error (criu/files-ext.c:98): Can't dump file 5 of that type [20000] (chr 195:0)";
+# a restored task's PID is before it as in "(00.012345)    123: Error …".
+_ERROR = compile_later(r"^\(\d+\.\d+\)\s+(?:\d+:\s+)?Error \([^)]*\): (.*)$")
+# Errors on hosts where CRIU then continues without harm.
+_HARMLESS = ("Can't setup RLIMIT_NOFILE", "Can't raise limit", "Can't set file limit")
+_TAIL = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,7 @@ class Invocation:
     def explain(self, criu_log: str) -> str:
         """Say why it failed: its own message and CRIU's first error, if there are any."""
         own = runtime_message(self.log, self.err)
-        criu = first_error(criu_log)
+        criu = _find_first_error(criu_log)
         parts = [own, f"CRIU says: {criu} ({criu_log})" if criu else ""]
         return "; ".join(filter(None, parts)) or f"exit code {self.code}"
 
@@ -89,23 +96,31 @@ def _read(log: IO[str]) -> str:
 @contextmanager
 def _log_file() -> Iterator[tuple[IO[str], str]]:
     """Yield a file for the runtime's log. If it cannot be closed or removed, that is no reason to fail."""
+    with raise_as(RuntimeFailed, "no log can be created for the runtime"):
+        file = tempfile.NamedTemporaryFile(
+            "r", encoding="utf-8", errors="replace", prefix=scratch_files.prefix("log"), dir=scratch()
+        )
     try:
-        descriptor, path = tempfile.mkstemp(prefix=scratch_files.prefix("log"), dir=scratch())
-    except OSError as error:
-        raise RuntimeFailed(f"no log can be created for the runtime: {reason(error)}") from error
-    try:
-        try:
-            file = open(descriptor, encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise RuntimeFailed(f"no log can be created for the runtime: {reason(error)}") from error
-        try:
-            yield file, path
-        finally:
-            with suppress(OSError):
-                file.close()
+        yield file, file.name
     finally:
         with suppress(OSError):
-            os.unlink(path)
+            file.close()
+
+
+def _find_first_error(path: str) -> str:
+    """Return the first error that matters in CRIU's log; empty if its last 4 MiB have none."""
+    try:
+        file, size = open_below(*os.path.split(path))
+        with file:
+            file.seek(max(0, size - _TAIL))
+            text = file.read(_TAIL).decode("utf-8", "backslashreplace")
+    except (OSError, ValueError):
+        return ""
+    for line in text.splitlines():
+        match = _ERROR.match(line)
+        if match and not any(words in match[1] for words in _HARMLESS):
+            return match[1].strip()[:300]
+    return ""
 
 
 def make_quiet_command(call: CheckpointCall | RestoreCall, real: RealRuntime) -> list[str]:

@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.base.patterns import compile_later
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 
@@ -48,8 +49,7 @@ def find_large() -> str:
 
 def prefix(kind: str) -> str:
     """Return the prefix for a file of this process in `scratch()` or `find_large()`; `kind`: its purpose."""
-    own = proc.process(os.getpid())
-    return f"gpusnap-{kind}-{mark_of((os.getpid(), own.start if own is not None else 0))}-"
+    return f"gpusnap-{kind}-{mark_of(state_files.owner())}-"
 
 
 def remove_folder(path: str) -> None:

@@ -24,6 +24,7 @@ from gpusnap.runtime_shim.errors import ContainerError, reason
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.process import mount_namespace, proc
+from gpusnap.runtime_shim.runtime.container_files import directory
 
 _T = TypeVar("_T")
 
@@ -45,10 +46,7 @@ def _mounted_nodes(init: int) -> tuple[tuple[str, int, int], ...]:
         parts = mount.destination.split("/")[1:]
         if len(parts) < 2 or parts[0] != "dev" or ".." in parts:
             continue
-        with suppress(OSError), ExitStack() as stack:
-            above = _open(stack, f"/proc/{init}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            for part in parts[:-1]:
-                above = _open(stack, part, _FOLDER, above)
+        with suppress(OSError), directory(init, os.path.dirname(mount.destination)) as above:
             info = os.stat(parts[-1], dir_fd=above, follow_symlinks=False)
             if stat.S_ISCHR(info.st_mode):
                 numbers = os.major(info.st_rdev), os.minor(info.st_rdev)

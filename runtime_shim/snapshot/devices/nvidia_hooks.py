@@ -22,21 +22,21 @@ import signal
 import stat
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.log import note
-from gpusnap.runtime_shim.process.mount_view import show_mounts
+from gpusnap.runtime_shim.process.mount_namespace import show_mounts
 from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.runtime_shim.runtime.container import Container
 
-HOOKS = ("update-ldcache", "create-symlinks")
+_HOOKS = ("update-ldcache", "create-symlinks")
 """The hooks that may run again; they only write into the container's root."""
 
-PLACES = (
+_PLACES = (
     "/usr/bin",
     "/usr/sbin",
     "/usr/local/bin",
@@ -46,6 +46,8 @@ PLACES = (
     "/run/current-system/sw/bin",
 )
 """Where NVIDIA's packages, its GPU operator and NixOS install the programs."""
+_OWNERS = (0,)
+"""The users who may own the programs: root."""
 
 # A program of NVIDIA with the words before the hook's name.
 _PROGRAMS = {"nvidia-cdi-hook": (), "nvidia-ctk": ("hook",)}
@@ -72,42 +74,23 @@ class _Unfit(Exception):
     """A hook that is not run again; the message says why."""
 
 
-def rerun(
-    config: dict[str, Any],
-    container: Container,
-    allowed: Sequence[str] = HOOKS,
-    *,
-    places: Sequence[str] = PLACES,
-    owner: int = 0,
-    show: Callable[[int, str], None] = show_mounts,
-) -> None:
-    """Run those of the createContainer hooks of `config` again whose names are in `allowed` and in HOOKS.
+def rerun(config: dict[str, Any], container: Container, allowed: Sequence[str] = _HOOKS) -> None:
+    """Run those of the createContainer hooks of `config` again whose names are in `allowed` and in _HOOKS.
 
-    `container` has been restored. `places`: the directories that are searched for NVIDIA's programs, which
-    must belong to root or to `owner`. `show` makes the mounts of a process visible at a path, for the thread
-    that calls it. Raises nothing: log.note reports errors.
+    `container` has been restored. Raises nothing: log.note reports errors.
     """
     wanted = [*_hooks(config, allowed)]
     if not wanted:
         return
-    # In a thread of its own, because `show` changes the namespace of the thread.
-    thread = threading.Thread(
-        target=_run_all, args=(config, container, wanted, places, owner, show), name="hooks"
-    )
+    # In a thread of its own, because `show_mounts` changes the namespace of the thread.
+    thread = threading.Thread(target=_run_all, args=(config, container, wanted), name="hooks")
     thread.start()
     thread.join()
 
 
-def _run_all(
-    config: dict[str, Any],
-    container: Container,
-    hooks: Sequence[_Hook],
-    places: Sequence[str],
-    owner: int,
-    show: Callable[[int, str], None],
-) -> None:
+def _run_all(config: dict[str, Any], container: Container, hooks: Sequence[_Hook]) -> None:
     try:
-        show(container.pid, _root(config, container.bundle))
+        show_mounts(container.pid, _root(config, container.bundle))
     except (OSError, _Unfit) as error:
         said = reason(error) if isinstance(error, OSError) else str(error)
         note(
@@ -118,7 +101,7 @@ def _run_all(
         return
     for hook in hooks:
         try:
-            _run(hook, container, _find(hook.program, places, owner))
+            _run(hook, container, _find(hook.program))
         except _Unfit as error:
             note(f"NVIDIA's hook {hook.name} was not run again: {error}", code="GPS-410")
 
@@ -159,7 +142,7 @@ def _hook(entry: Any, allowed: Sequence[str]) -> _Hook | None:
     rest = list(words[1:])
     while rest and rest[0] in (*_PROGRAMS, "hook"):  # a specification may repeat the program's name
         rest.pop(0)
-    if not rest or rest[0] not in allowed or rest[0] not in HOOKS:
+    if not rest or rest[0] not in allowed or rest[0] not in _HOOKS:
         return None
     return _Hook(
         rest[0],
@@ -205,23 +188,23 @@ def _seconds(timeout: Any) -> float:
     return _TIMEOUT
 
 
-def _find(program: str, places: Sequence[str], owner: int) -> tuple[str, tuple[str, ...]]:
+def _find(program: str) -> tuple[str, tuple[str, ...]]:
     """Return NVIDIA's program on this host with the words before the hook's name; or the other program."""
     distrusted = ""
     for name in sorted(_PROGRAMS, key=lambda each: each != program):
-        for place in places:
+        for place in _PLACES:
             path = os.path.realpath(os.path.join(place, name))
-            if os.path.basename(path) in _PROGRAMS and _is_trusted(path, owner):
+            if os.path.basename(path) in _PROGRAMS and _is_trusted(path):
                 return path, _PROGRAMS[os.path.basename(path)]
             if os.path.exists(path):
                 distrusted = path
     if distrusted:
         raise _Unfit(f"{distrusted} can be modified by users other than root")
-    raise _Unfit(f"this host has no {program} in {', '.join(places)}")
+    raise _Unfit(f"this host has no {program} in {', '.join(_PLACES)}")
 
 
-def _is_trusted(path: str, owner: int) -> bool:
-    """Whether only root and `owner` can change a program, or replace it by another.
+def _is_trusted(path: str) -> bool:
+    """Whether only its trusted owners can change a program, or replace it by another.
 
     `path` has no symbolic links. In a directory with the sticky bit, others cannot move files that are not
     theirs.
@@ -233,7 +216,7 @@ def _is_trusted(path: str, owner: int) -> bool:
             found = os.lstat(path)
             sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
             writers = stat.S_IWOTH | (stat.S_IWGRP if found.st_gid else 0)
-            if found.st_uid not in (0, owner) or (found.st_mode & writers and not sticky):
+            if found.st_uid not in _OWNERS or (found.st_mode & writers and not sticky):
                 return False
             if path == "/":
                 return True
@@ -265,8 +248,7 @@ def _run(hook: _Hook, container: Container, found: tuple[str, tuple[str, ...]]) 
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
-        said = reason(error) if isinstance(error, OSError) else str(error)
-        raise _Unfit(f"{path} cannot be started: {said}") from error
+        raise _Unfit(f"{path} cannot be started: {reason(error)}") from error
     with process:
         try:
             out, _ = process.communicate(json.dumps(state).encode(), timeout=hook.timeout)

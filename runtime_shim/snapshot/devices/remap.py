@@ -24,7 +24,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, raise_as
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change, plan_changes
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, Node
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import DriverFiles, explain_difference, find_counterpart
@@ -84,7 +84,7 @@ def make(
             code="GPS-406",
         )
     here = driver.nodes()
-    old = tuple(Node(n.path, n.major, n.minor, n.gpu) for n in record.nodes)
+    old = record.nodes
     found = plan_changes(old, here, pairs, keep_names=keep_names)
     expected = _list_nodes_after(old, found)
     bound = {
@@ -230,13 +230,12 @@ def image(record: Manifest, image_path: str, found: Remap, config: Mapping[str, 
     strange = {(node.major, node.minor) for node in found.edits.strange}
     listed = (each for each in iterate_given(config) if each[0] == "b" or each[1:3] not in strange)
     allowed: tuple[Node | dev.Device, ...] = (*listed, *found.expected)
-    try:
+    with raise_as(
+        ImageError, f"the image of the container's /dev, {path}, cannot be read", errors=(OSError, ValueError)
+    ):
         raw, _ = open_below(image_path, record.dev)
         with io.BufferedReader(raw) as file:
             new = dev.rewrite(file, found.edits.changes, allowed)
-    except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
-        raise ImageError(f"the image of the container's /dev, {path}, cannot be read: {why}") from error
     return {} if new is None else {record.dev: new}
 
 

@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from gpusnap.runtime_shim.deadlines import Answer
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.device_files import has_ended
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
@@ -57,6 +58,8 @@ _DYING = 0.2
 # Seconds for a whole call. A driver takes one or two minutes for a whole GPU (docs/benchmarks.md); a thread
 # that spins in a damaged process never ends.
 _LONGEST = 900.0
+# Seconds for a driver's call whose caller was killed: a large process takes up to a minute.
+_UNDER_WAY = 300.0
 # Seconds for the state of a process.
 _SHORT = 30.0
 # Seconds to stop a process.
@@ -69,19 +72,22 @@ _LOOK, _STANDING = 0.005, 0.02
 _GLANCE = 0.05
 
 
-class _Answer(Generic[T]):
+class _Call(Generic[T]):
     """A call of the driver in a thread of its own, because it cannot be cancelled."""
 
     def __init__(self, operation: Callable[[], T]) -> None:
         self._operation = operation
         self._begun = False
         self._done = threading.Event()
-        self._value: list[T] = []
-        self.error: BaseException | None = None
+        self._answer: Answer[T] | None = None
 
     @property
     def has_answered(self) -> bool:
         return self._done.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._answer.error if self._answer is not None else None
 
     def begin(self) -> None:
         """Start the call, unless it was started before."""
@@ -101,17 +107,12 @@ class _Answer(Generic[T]):
         return self._done.wait(seconds)
 
     def value(self) -> T:
-        if self.error is not None:
-            raise self.error
-        return self._value[0]
+        assert self._answer is not None
+        return self._answer.value()
 
     def _run(self) -> None:
-        try:
-            self._value.append(self._operation())
-        except BaseException as error:
-            self.error = error
-        finally:
-            self._done.set()
+        self._answer = Answer(self._operation)
+        self._done.set()
 
 
 def call(
@@ -139,7 +140,7 @@ def call(
     """
     with _detect_exit(pid, may_lack=may_lack):
         tid = driver.restore_thread(pid)
-        answer = _Answer(operation)
+        answer = _Call(operation)
         if thread is not None:
             stop([pid], timeout=_STOPPING)
         elif not proc.is_thread_stopped(pid, tid) and _wait_while_running(answer, pid, tid, within):
@@ -163,7 +164,7 @@ def call_or_run(driver: Driver, pid: int, operation: Callable[[], object], *, ti
     """
     with _detect_exit(pid):
         tid = driver.restore_thread(pid)
-        answer = _Answer(operation)
+        answer = _Call(operation)
         if not proc.is_thread_stopped(pid, tid) and _wait_while_running(answer, pid, tid, timeout + _MARGIN):
             answer.value()
             return False
@@ -175,7 +176,7 @@ def call_or_run(driver: Driver, pid: int, operation: Callable[[], object], *, ti
             answer.value()
             return False
         if answer.has_answered:
-            answer = _Answer(operation)
+            answer = _Call(operation)
         _run_all(answer, pid, stands=stood, within=timeout + _MARGIN, stopping=timeout)
         if not answer.has_answered:
             raise _make_no_answer_error(pid, why)
@@ -228,8 +229,12 @@ def unlock(driver: Driver, pid: int) -> None:
             raise
 
 
-def let_finish(driver: Driver, pid: int, *, within: float, quiet: float) -> None:
-    """Let the driver's thread of a stopped process finish its work, like `gpu_state.let_finish`.
+def let_finish(driver: Driver, pid: int, *, within: float = _UNDER_WAY, quiet: float = 1.0) -> None:
+    """Let the driver's thread of a stopped process finish a call whose caller was killed.
+
+    The driver does not report a call in progress. So the thread counts as done when it has slept for `quiet`
+    seconds without running at all. After `within` seconds gpusnap stops waiting: the thread may wait for a
+    lock that another, stopped thread holds.
 
     It may be stopped now and then together with its process (cpulimit), until the tracer continues it: if it
     does not sleep then, this does not show that it works.
@@ -250,7 +255,7 @@ def let_finish(driver: Driver, pid: int, *, within: float, quiet: float) -> None
                     slept += min(now - before, _GLANCE)  # on a busy host nobody may have run for longer
 
 
-def _wait_while_running(answer: _Answer[T], pid: int, tid: int, within: float) -> bool:
+def _wait_while_running(answer: _Call[T], pid: int, tid: int, within: float) -> bool:
     """Start the call on a running process and wait; return whether it answered before somebody stopped it."""
     answer.begin()
     deadline, since = time.monotonic() + within, 0.0
@@ -268,7 +273,7 @@ def _wait_while_running(answer: _Answer[T], pid: int, tid: int, within: float) -
 
 
 def _run_threads(
-    answer: _Answer[T],
+    answer: _Call[T],
     pid: int,
     tids: Sequence[int],
     lets_run: AbstractContextManager[Tracer],
@@ -295,9 +300,7 @@ def _run_threads(
     return why
 
 
-def _run_all(
-    answer: _Answer[T], pid: int, *, stands: bool, within: float, stopping: float = _ALL_RUN
-) -> None:
+def _run_all(answer: _Call[T], pid: int, *, stands: bool, within: float, stopping: float = _ALL_RUN) -> None:
     """Let the whole process run until the answer comes, within the time; stop it again if it was stopped."""
     if not stands:
         answer.wait(within)

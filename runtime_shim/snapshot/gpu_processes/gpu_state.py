@@ -37,8 +37,6 @@ _PAUSE = 0.5
 _STOPPED = 1.0
 # Seconds to stop a process that somebody continued without its GPU state.
 _STOPPING = 10.0
-# Seconds for a driver's call whose caller was killed: a large process takes up to a minute.
-_UNDER_WAY = 300.0
 
 
 Pairs = Sequence[tuple[str, str]]
@@ -188,16 +186,6 @@ def _suspend(driver: Driver, pages: Pages, held: Collection[int], pid: int) -> N
         if pid not in held:
             go_on([pid])  # its driver's thread cannot be traced, nor could an undo trace it
         raise
-
-
-def let_finish(driver: Driver, pid: int, *, within: float = _UNDER_WAY, quiet: float = 1.0) -> None:
-    """Let the driver's thread of a stopped process finish a call whose caller was killed.
-
-    The driver does not report a call in progress. So the thread counts as done when it has slept for `quiet`
-    seconds without running at all. After `within` seconds gpusnap stops waiting: the thread may wait for a
-    lock that another, stopped thread holds.
-    """
-    driver_calls.let_finish(driver, pid, within=within, quiet=quiet)
 
 
 def is_suspended(driver: Driver, pid: int) -> bool:

@@ -75,13 +75,10 @@ def lock(
     """
     pids = tuple(dict.fromkeys(pids))
     stand = [pid for pid in pids if pid in held]
-    if len(pids) == 1 and stand:
+    if len(pids) < 2:
         ran = run_at_once(partial(driver_calls.lock, driver, timeout=timeout), pids)
         ran.raise_first()
-        return tuple(pid for pid, did in ran.results.items() if did)
-    if len(pids) < 2:
-        run_at_once(partial(driver_calls.lock, driver, timeout=timeout), pids).raise_first()
-        return ()
+        return tuple(pid for pid in stand if ran.results[pid])
     if not stand:
         _Together(driver, pids, timeout, tell).lock()
         return ()

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,8 +33,8 @@ from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store import read_rate
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import Refused
-from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Unnamed
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
@@ -133,11 +132,9 @@ class Loader:
     ) -> None:
         """`tables`: first of the files, then of the regions."""
         self._numbers = number_chunks(tables)
-        own = proc.process(os.getpid())
-        owner = os.getpid(), own.start if own is not None else 0
         identity = digest_contents(files, regions)
         descriptors = tuple(each.descriptor for each in self._areas)
-        facts = Facts(owner, identity, bool(files), bool(regions), descriptors)
+        facts = Facts(state_files.owner(), identity, bool(files), bool(regions), descriptors)
         board = self._board = Board.create(len(self._numbers), facts)
         workers = transfer.count_reading_threads(settings)
         self._workers = workers

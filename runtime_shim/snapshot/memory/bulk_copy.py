@@ -37,7 +37,7 @@ from functools import partial
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, raise_as
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps
@@ -149,10 +149,8 @@ class BulkCopy:
         for name in plan.names:
             self._switched = True
             path = os.path.join(self._view, name)
-            try:
+            with raise_as(ImageError, f"{path} cannot be replaced", code="GPS-523"):
                 os.replace(path + _NEXT, path)
-            except OSError as error:
-                raise ImageError(f"{path} cannot be replaced: {reason(error)}", code="GPS-523") from error
 
     def _copy(self, init: int, busy: Busy) -> None:
         if not self._switched:
@@ -376,22 +374,8 @@ def find_restored_processes(init: int) -> Mapping[int, proc.Process]:
     if first is None:
         raise ProcessLookupError(errno.ESRCH, f"process {init} has ended")
     depth = len(first.ns_pids) - 1
-    parents = proc.parents()
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    found: dict[int, proc.Process] = {}
-    waiting, seen = [init], set()
-    while waiting:
-        pid = waiting.pop()
-        if pid in seen:
-            continue
-        seen.add(pid)
-        process = proc.process(pid)
-        if process is not None and len(process.ns_pids) > depth:
-            found[process.ns_pids[depth]] = process
-        waiting += children.get(pid, ())
-    return found
+    there = map(proc.process, proc.add_descendants([init], proc.parents()))
+    return {each.ns_pids[depth]: each for each in there if each is not None and len(each.ns_pids) > depth}
 
 
 def _check_mapped(pid: int, taken: ProcessPages) -> None:

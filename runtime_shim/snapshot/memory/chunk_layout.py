@@ -20,23 +20,23 @@ from gpusnap.runtime_shim.records.manifest import FOLDER
 from gpusnap.runtime_shim.snapshot.memory.transfer import as_image_error
 
 
-def check(blobs: Blobs, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
+def check(blobs: Blobs, tables: Sequence[Table], *, where: str) -> None:
     """Read every blob and compare it with its digest. `commit` then syncs the blobs of a layout.
 
     `where`: for the message. Raises ImageError.
     """
     with as_image_error(where):
-        run_for_each(descriptors(tables), blobs.check_blob, threads=threads or copies.cores())
+        run_for_each(descriptors(tables), blobs.check_blob, threads=copies.cores())
 
 
-def write_again(layout: Layout, tables: Sequence[Table], *, where: str, threads: int = 0) -> None:
+def write_again(layout: Layout, tables: Sequence[Table], *, where: str) -> None:
     """Like `check`, for the blobs of a process that has ended; write each blob anew, for `commit`.
 
     An fsync of the old files proves nothing: an earlier one may have failed, and the next one would not
     report that (gpusnap.oci.layout.unsynced).
     """
     with as_image_error(where):
-        run_for_each(descriptors(tables), layout.write_again, threads=threads or copies.cores())
+        run_for_each(descriptors(tables), layout.write_again, threads=copies.cores())
 
 
 def commit(layout: Layout, tables: Sequence[Table], *, sync: bool = True) -> None:

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from gpusnap.oci.base.errors import DiskFull, NotThere, OciError
 from gpusnap.oci.base.files import open_below
@@ -44,8 +43,11 @@ _LEAST = 1 << 20
 _IMAGE_CHUNK = 1 << 20
 
 
-class Destination(Protocol):
-    """The interface between the chunks of a checkpoint and the place where they are kept."""
+class Destination:
+    """The interface between the chunks of a checkpoint and the place where they are kept.
+
+    A place that needs nothing at some point inherits a method that does nothing.
+    """
 
     kind: str
     """Its name in the manifest."""
@@ -53,10 +55,8 @@ class Destination(Protocol):
     """A directory on the file system of the chunks."""
     speed: ReadSpeed | None
     """How fast a restore will read them; None if this is not known."""
-
-    @property
-    def layout(self) -> Layout:
-        """The layout to which they are written, and from which this checkpoint's are read."""
+    layout: Layout
+    """The layout to which they are written, and from which this checkpoint's are read."""
 
     def begin(self) -> None:
         """Prepare for the chunks. Raises Refused."""
@@ -66,9 +66,11 @@ class Destination(Protocol):
 
     def open_known(self) -> AbstractContextManager[Known | None]:
         """Open the chunks of earlier checkpoints, which can be linked during the block."""
+        return contextlib.nullcontext()
 
     def write_images(self) -> tuple[FileRecord, ...]:
         """After the dump: write CRIU's images of memory, if they go into chunks. The images stay in place."""
+        return ()
 
     def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
         """Sync the chunks. Raises ImageError. `kept`: another checkpoint is likely to follow."""
@@ -89,8 +91,8 @@ class Destination(Protocol):
         """
 
 
-class ImageDestination:
-    """The directory gpusnap/ in the image's directory."""
+class ImageDestination(Destination):
+    """The directory gpusnap/ in the image's directory: it is made with the first chunk."""
 
     kind = "chunks"
     speed: ReadSpeed | None = None  # most go into an archive, and from there anywhere
@@ -101,21 +103,11 @@ class ImageDestination:
         self.place = image_path
         self.layout = Layout(os.path.join(image_path, FOLDER), lasting=settings.sync)
 
-    def begin(self) -> None:
-        """Do nothing: the directory is made with the first chunk."""
-
-    def mark_needed(self) -> None:
-        """Do nothing: nobody else removes anything here."""
-
     @contextlib.contextmanager
     def open_known(self) -> Iterator[Known | None]:
         """Open the chunks that were kept of the container's last checkpoint."""
         with self._open_cache() as kept:
             yield kept.known
-
-    def write_images(self) -> tuple[FileRecord, ...]:
-        """Return nothing: they stay images."""
-        return ()
 
     def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
         """Also make it a layout that everybody can read."""
@@ -125,12 +117,6 @@ class ImageDestination:
                 keeping.keep(self.layout, tables)
             else:
                 keeping.drop()
-
-    def name(self, record: Manifest) -> None:
-        """Do nothing: the layout already has its index."""
-
-    def close(self, record: Manifest | None) -> None:
-        """Do nothing: there are no other copies."""
 
     def discard(self, *, earlier: bool) -> None:
         """Remove the layout."""
@@ -142,8 +128,8 @@ class ImageDestination:
         return ChunkCache.open(self._settings, self._container, self._bundle)
 
 
-class StoreDestination:
-    """A staging directory of a store."""
+class StoreDestination(Destination):
+    """A staging directory of a store; it has its layout from `begin` on."""
 
     kind = "store"
 
@@ -176,16 +162,12 @@ class StoreDestination:
             "repairs it; if that does not find it and the checkpoint is not needed, remove this directory"
         )
 
-    @property
-    def layout(self) -> Layout:
-        """The layout of the staging directory; only after `begin`."""
-        return self._require_staging().layout
-
     def begin(self) -> None:
         """Create a staging directory. Raises Refused if the store cannot be used."""
         try:
             name = self._recipient.staging if self._recipient is not None else ""
             self._staging = self._store.create().stage(name)
+            self.layout = self._staging.layout
         except DiskFull as error:
             raise Refused(f"{error}", hint=MAKE_ROOM, code=error.code) from error
         except OciError as error:
@@ -211,7 +193,7 @@ class StoreDestination:
                 staging = taken.staging if taken is not None else destination._store.adopt(path)
             except NotThere:  # it had been committed before the kill
                 staging = destination._store.create().stage()
-            destination._staging = staging
+            destination._staging, destination.layout = staging, staging.layout
             destination.mark_needed()
             for each in descriptors(tables):
                 if not staging.layout.has_blob(each.digest, each.size):

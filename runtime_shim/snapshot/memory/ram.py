@@ -7,33 +7,25 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from gpusnap.oci.chunks.encoding import ReadSpeed
 from gpusnap.oci.chunks.index import Known
-from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.process.memory import tmpfs
-from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
+from gpusnap.runtime_shim.snapshot.memory.destination import Destination
 
 
-class NoDestination:
-    """A `destination.Destination` for memory that is not written."""
+class NoDestination(Destination):
+    """For memory that is not written."""
 
     kind = "ram"
     place = ""
-    speed: ReadSpeed | None = None
+    speed = None
 
     def __init__(self, key: str) -> None:
         # Never created, but the journal needs a path.
         self.layout = Layout(os.path.join(tmpfs.FOLDER, key, "layout"))
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def mark_needed(self) -> None:
-        """Do nothing: nobody else removes the files in RAM."""
 
     def open_known(self) -> AbstractContextManager[Known | None]:
         """Called before a write, which must not happen. Raises Refused."""
@@ -42,22 +34,6 @@ class NoDestination:
             hint="free some memory, or checkpoint the container: gpusnap checkpoint",
             code="GPS-216",
         )
-
-    def write_images(self) -> tuple[FileRecord, ...]:
-        """Return nothing: there are no images."""
-        return ()
-
-    def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
-        """Do nothing: nothing was written."""
-
-    def name(self, record: Manifest) -> None:
-        """Do nothing."""
-
-    def close(self, record: Manifest | None) -> None:
-        """Do nothing."""
-
-    def discard(self, *, earlier: bool) -> None:
-        """Do nothing."""
 
 
 def create_staged(key: str, settings: Memory) -> Chunks:

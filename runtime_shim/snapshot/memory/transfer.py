@@ -13,7 +13,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DiskFull, OciError, Stalled
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, ImageError, raise_as, reason
 from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
@@ -23,6 +23,7 @@ from gpusnap.runtime_shim.process.memory import tmpfs as stage
 from gpusnap.runtime_shim.process.memory.maps import Region
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, enter_thread
+from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.records import journal
 
@@ -254,6 +255,18 @@ def is_full(error: OSError) -> bool:
     """Whether the error means that there is no room for a staged file, that is, no RAM."""
     in_stage = str(error.filename or "").startswith(stage.FOLDER + "/")
     return in_stage and error.errno in (errno.ENOSPC, errno.ENOMEM)
+
+
+def remove_staged(key: str) -> None:
+    """Remove the staged files that a killed gpusnap left of a container, by its key. Raises GpusnapError."""
+    container = container_key.id_of(key)
+    with raise_as(
+        GpusnapError,
+        f"temporary files of container {container} cannot be removed",
+        hint=f"they use RAM; remove them from {stage.FOLDER}",
+        code="GPS-027",
+    ):
+        stage.remove(key)
 
 
 def free(staged: Stage) -> None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from gpusnap.oci.chunks.table import Table, descriptors
-from gpusnap.runtime_shim.errors import MAKE_ROOM, Refused, reason
+from gpusnap.runtime_shim.errors import MAKE_ROOM, Refused, raise_as
 from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.settings import Memory
@@ -152,10 +152,8 @@ def _check_fits_there(folder: str, need: int) -> None:
 
 
 def _free(folder: str) -> int:
-    try:
+    with raise_as(Refused, f"the checkpoint's directory {folder} cannot be used"):
         place = os.statvfs(folder)
-    except OSError as error:
-        raise Refused(f"the checkpoint's directory {folder} cannot be used: {reason(error)}") from error
     return place.f_bavail * place.f_frsize
 
 

@@ -43,7 +43,7 @@ from gpusnap.oci.base.errors import ChunkError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.chunks.table import from_json, to_json
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, OtherNamespace, advise, reason
+from gpusnap.runtime_shim.errors import GpusnapError, OtherNamespace, advise, raise_as, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.file_system import FileSystem, find_file_system
 from gpusnap.runtime_shim.process.ptrace import signal_masks
@@ -71,6 +71,35 @@ SUSPENDED = "suspended"
 _APART = (RESTORED, SUSPENDED)
 """Kinds of files that have a directory of their own, with the same name."""
 _Record = TypeVar("_Record")
+
+
+class Record:
+    """What the records of a container have in common."""
+
+    __slots__ = ()
+    key: str
+    """The key of the container."""
+    owner: tuple[int, int]
+    """PID and start time of the gpusnap that wrote it."""
+
+    @property
+    def container(self) -> str:
+        """The ID of the container."""
+        return container_key.id_of(self.key)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the gpusnap that wrote it still runs."""
+        return proc.is_same(*self.owner)
+
+    def check_not_at_work(self) -> None:
+        """Raise GpusnapError if the gpusnap that wrote it still runs."""
+        if self.at_work:
+            raise GpusnapError(
+                f"gpusnap (process {self.owner[0]}) is still working on container {self.container}",
+                hint="wait for it",
+                code="GPS-020",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +150,7 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Record):
     """The record of one container."""
 
     key: str
@@ -136,16 +165,6 @@ class Entry:
     """Set if the container was paused."""
     file_system: FileSystem = FileSystem("", "")
     """That of the image; its mount is empty if an earlier version wrote the entry."""
-
-    @property
-    def container(self) -> str:
-        """The ID of the container."""
-        return container_key.id_of(self.key)
-
-    @property
-    def at_work(self) -> bool:
-        """Whether the gpusnap that wrote it still runs."""
-        return proc.is_same(*self.owner)
 
     def measure_spilled(self) -> dict[int, int]:
         """Return the bytes that are in the layout, by PID."""
@@ -206,21 +225,22 @@ def write(
 @contextmanager
 def keep_thread(key: str, pid: int, saved: Saved) -> Iterator[None]:
     """Record a thread's own registers while the block makes system calls with it. Raises GpusnapError."""
-    path = _path(key, f"{pid}.thread")
-    start = state_files.owner(pid)[1]
-    document = {"start": start, "tid": saved.tid, "registers": saved.registers.hex(), "mask": saved.mask}
-    _write(path, json.dumps(document).encode())
-    try:
+    registers = {"tid": saved.tid, "registers": saved.registers.hex(), "mask": saved.mask}
+    with _keep(key, pid, "thread", registers):
         yield
-    finally:
-        state_files.remove(path)
 
 
 @contextmanager
 def keep_idle(key: str, pid: int) -> Iterator[None]:
     """Record that a process without GPU state is stopped, while the block runs. Raises GpusnapError."""
-    path = _path(key, f"{pid}.idle")
-    _write(path, json.dumps({"start": state_files.owner(pid)[1]}).encode())
+    with _keep(key, pid, "idle", {}):
+        yield
+
+
+@contextmanager
+def _keep(key: str, pid: int, kind: str, document: Mapping[str, Any]) -> Iterator[None]:
+    path = _path(key, f"{pid}.{kind}")
+    _write(path, json.dumps({"start": state_files.owner(pid)[1], **document}).encode())
     try:
         yield
     finally:
@@ -325,12 +345,10 @@ def list_layouts() -> tuple[frozenset[str], frozenset[str]]:
 def _has_held_threads(key: str) -> bool:
     """Whether a killed gpusnap left threads of a container held, and not for a restore."""
     path = masks(key)
-    try:
+    with raise_as(GpusnapError, f"{path} cannot be read", code="GPS-007"):
         if not exists(path, follow=False) or exists(_path(key, "restore"), follow=False):
             return False
         return any(mask.is_there for mask in signal_masks.read(path))
-    except OSError as error:
-        raise GpusnapError(f"{path} cannot be read: {reason(error)}", code="GPS-007") from error
 
 
 def read(key: str) -> Entry | None:
@@ -480,8 +498,7 @@ def _read(path: str) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        said = reason(error) if isinstance(error, OSError) else str(error)
-        raise GpusnapError(f"{path} cannot be read: {said}", code="GPS-023") from error
+        raise GpusnapError(f"{path} cannot be read: {reason(error)}", code="GPS-023") from error
     space = document.get("space") if isinstance(document, dict) else None
     if space and space != _read_namespace():  # every PID in it would be that of another process, or of none
         raise OtherNamespace(path)

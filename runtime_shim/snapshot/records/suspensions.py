@@ -64,7 +64,7 @@ class SuspendedProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspension:
+class Suspension(journal.Record):
     """A container that is suspended, or in the middle of a suspend or resume."""
 
     key: str
@@ -91,11 +91,6 @@ class Suspension:
     """(old UUID, new UUID) of a resume in progress."""
 
     @property
-    def container(self) -> str:
-        """The ID of the container."""
-        return container_key.id_of(self.key)
-
-    @property
     def gpu_memory(self) -> int:
         """The bytes that the container used, on all GPUs together."""
         return sum(gpu.memory_used for gpu in self.gpus)
@@ -112,11 +107,6 @@ class Suspension:
             hint="its own log may say why",
             code="GPS-316",
         )
-
-    @property
-    def at_work(self) -> bool:
-        """Whether the gpusnap that wrote this still runs."""
-        return proc.is_same(*self.owner)
 
 
 def write(found: Suspension) -> None:

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, raise_as, reason
 
 IMAGE = "gpusnap-volumes.img"
 BLOCK = 8 << 20
@@ -78,16 +78,15 @@ def put_back(image_path: str, sources: Mapping[str, str], mounted: Collection[st
                     f"the new container has nothing mounted at {entry.volume}",
                     hint="give the new pod the volumes of the old one",
                 )
-            try:
+            with raise_as(
+                ImageError,
+                f"{entry.volume}/{entry.path} cannot be copied to the new pod's volume",
+                hint=f"check that {source} has free space, and that the checkpoint is complete",
+            ):
                 if source is None:  # a volume of another kind, whose content gpusnap does not restore
                     _skip(image, entry)
                 else:
                     _put(source, entry, image)
-            except OSError as error:
-                raise ImageError(
-                    f"{entry.volume}/{entry.path} cannot be copied to the new pod's volume: {reason(error)}",
-                    hint=f"check that {source} has free space, and that the checkpoint is complete",
-                ) from error
 
 
 def _entries(image: IO[bytes], path: str) -> list[Entry]:

@@ -19,9 +19,10 @@ from io import FileIO
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.files import write_all
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import ImageError, Refused, reason
+from gpusnap.runtime_shim.errors import ImageError, Refused, raise_as
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
 from gpusnap.runtime_shim.runtime.bundle import binds
@@ -204,7 +205,11 @@ def check(found: Iterable[OpenVolumeFile], limit: int) -> None:
 def take(image_path: str, found: Sequence[OpenVolumeFile]) -> None:
     """Copy the files into the image directory; without files, write nothing. Raises ImageError."""
     path = os.path.join(image_path, IMAGE)
-    try:
+    with raise_as(
+        ImageError,
+        f"the open files of the pod's volumes cannot be copied to {path}",
+        hint="check that there is free space",
+    ):
         with suppress(FileNotFoundError):
             os.unlink(path)  # of an earlier checkpoint
         if not found:
@@ -216,11 +221,6 @@ def take(image_path: str, found: Sequence[OpenVolumeFile]) -> None:
             image.flush()
             for each, entry in zip(found, entries, strict=True):
                 _copy_out(each, entry, image.fileno())
-    except OSError as error:
-        raise ImageError(
-            f"the open files of the pod's volumes cannot be copied to {path}: {reason(error)}",
-            hint="check that there is free space",
-        ) from error
 
 
 def put_back(image_path: str, config: Mapping[str, Any]) -> None:
@@ -282,16 +282,10 @@ def _copy_out(each: OpenVolumeFile, entry: Entry, image: int) -> None:
                     f"{each.volume}/{each.path} was truncated while it was being copied",
                     hint="checkpoint the container again",
                 )
-            _write(image, piece)
+            write_all(image, piece)
             at += len(piece)
 
 
 def _piece(each: OpenVolumeFile, offset: int, size: int) -> bytes:
     with _open_file(each) as file:
         return os.pread(file.fileno(), size, offset)
-
-
-def _write(image: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(image, left) :]

@@ -40,6 +40,7 @@ def messages(folder: Path, **modules: str) -> dict[str, tuple[str, ...]]:
         ('raise GpusnapError("no way" if x else f"all of {y}")', ["no way", "all of <y>"]),
         ('said = "first one" if x else "other one"; raise GpusnapError(said)', ["first one", "other one"]),
         ('end = f" of {y}" if y else ""; raise GpusnapError(f"a lot{end}")', ["a lot of <y>", "a lot"]),
+        ('with raise_as(GpusnapError, f"{path} broke", hint="mend it"): ...', ["<path> broke: <reason>"]),
         ("raise GpusnapError(str(error))", []),
         ('raise type(error)(f"and so {x}")', ["and so <x>"]),
         ('raise ValueError("not ours")', []),

@@ -472,7 +472,7 @@ def test_an_answer_that_nobody_has_waited_for(
     with suppress(KeyboardInterrupt):
         companion.ask(os.getpid, within=9)
     worker = question_process._take_worker()
-    assert worker.ask(pickle.dumps((os.getpid, ())), 9) == worker.pid
+    assert worker.ask(pickle.dumps((os.getpid, ())), 9).get() == worker.pid
     worker.leave()
 
 

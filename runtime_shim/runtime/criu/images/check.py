@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.errors import ImageError, raise_as
 from gpusnap.runtime_shim.runtime.criu.images import pagemap
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source, decode, kind_of
 
@@ -168,10 +168,8 @@ def check(image_path: str, architecture: str, elsewhere: Mapping[str, int] = Map
     beside = os.path.dirname(top)
     for depth in range(_MOST_PARENTS):
         checker = Checker(top)
-        try:
+        with raise_as(ImageError, f"the images in {top} cannot be read"):
             parent = _add_all(checker, top)
-        except OSError as error:
-            raise ImageError(f"the images in {top} cannot be read: {reason(error)}") from error
         for name, size in elsewhere.items():
             if depth == 0:
                 checker.add_size(name, size)

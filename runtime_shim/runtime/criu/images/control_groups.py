@@ -36,9 +36,7 @@ def thaw(image_path: str) -> None:
     except FileNotFoundError:
         return  # CRIU was told to leave control groups alone
     except (OSError, ValueError) as error:
-        raise _make_unchanged_error(
-            path, reason(error) if isinstance(error, OSError) else str(error)
-        ) from error
+        raise _make_unchanged_error(path, reason(error)) from error
     if _ENCODED + _FROZEN.encode() not in data:
         return
     if len(data) > _DECODED or not pycriu_package.is_there():

@@ -13,7 +13,7 @@ from typing import IO, NoReturn
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.errors import ImageError, raise_as
 
 LIMIT = 256 << 20
 """Bytes of the tar, and of its compressed form; Podman's /dev is a tmpfs of 64 MiB."""
@@ -329,10 +329,8 @@ class _Plain:
                 return piece
 
     def _read_file_bytes(self) -> bytes:
-        try:
+        with raise_as(ImageError, "the image of the container's /dev cannot be read"):
             piece = self._file.read(_PIECE)
-        except OSError as error:
-            raise ImageError(f"the image of the container's /dev cannot be read: {reason(error)}") from error
         self._read += len(piece)
         if self._read > LIMIT:
             raise make_damaged_error(f"is larger than {LIMIT >> 20} MiB")

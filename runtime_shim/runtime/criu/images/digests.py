@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from os import scandir
 
 from gpusnap.oci.base.files import open_below
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.errors import ImageError, raise_as
 from gpusnap.runtime_shim.records.manifest import ImageRecord
 
 _THREADS = 8
@@ -37,7 +37,13 @@ class Digester:
 
 def take(image_path: str, *, but: Collection[str] = ()) -> tuple[ImageRecord, ...]:
     """Digest all images in a directory except `but`, by name. Raises ImageError."""
-    try:
+    with raise_as(
+        ImageError,
+        f"the images in {image_path} cannot be read again",
+        hint="the dump itself succeeded; the checkpoint has no manifest yet",
+        code="GPS-515",
+        errors=(OSError, ValueError),
+    ):
         names = sorted(
             entry.name
             for entry in scandir(image_path)
@@ -45,13 +51,6 @@ def take(image_path: str, *, but: Collection[str] = ()) -> tuple[ImageRecord, ..
         )
         with ThreadPoolExecutor(_THREADS) as pool:
             return tuple(pool.map(lambda name: _digest_image(image_path, name), names))
-    except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
-        raise ImageError(
-            f"the images in {image_path} cannot be read again: {why}",
-            hint="the dump itself succeeded; the checkpoint has no manifest yet",
-            code="GPS-515",
-        ) from error
 
 
 def make_differs_error(name: str, where: str) -> ImageError:
@@ -82,15 +81,14 @@ class Comparison:
         self._pool.shutdown(cancel_futures=True)
 
     def _compare(self, wanted: ImageRecord) -> None:
-        try:
+        with raise_as(
+            ImageError,
+            f"CRIU's image {wanted.name} in {self._where} cannot be read",
+            hint="use another copy of the checkpoint",
+            code="GPS-601",
+            errors=(OSError, ValueError),
+        ):
             found = _digest_image(self._where, wanted.name)
-        except (OSError, ValueError) as error:
-            why = reason(error) if isinstance(error, OSError) else str(error)
-            raise ImageError(
-                f"CRIU's image {wanted.name} in {self._where} cannot be read: {why}",
-                hint="use another copy of the checkpoint",
-                code="GPS-601",
-            ) from error
         if found != wanted:
             raise make_differs_error(wanted.name, self._where)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from gpusnap.oci.base.files import open_below, sync_folder
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.errors import ImageError, raise_as, reason
 from gpusnap.runtime_shim.runtime.criu.images.check import is_image
 
 EarlierImages: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -22,41 +22,30 @@ _THREADS = 8
 
 def make(image_path: str) -> None:
     """Make it, if it is not there. Raises ImageError."""
-    try:
+    with raise_as(ImageError, f"the checkpoint's directory {image_path} cannot be used"):
         os.makedirs(image_path, exist_ok=True)
-    except OSError as error:
-        raise ImageError(
-            f"the checkpoint's directory {image_path} cannot be used: {reason(error)}"
-        ) from error
 
 
 def clean(image_path: str, *, since: int) -> None:
     """Remove the images written since then (st_mtime_ns). Logs stay for reading. Raises ImageError."""
-    try:
+    with raise_as(
+        ImageError, f"the incomplete image in {image_path} cannot be removed", hint="do not restore from it"
+    ):
         for entry in list(os.scandir(image_path)):
             ours = entry.name.endswith(".img") or entry.name in _RUNTIME_FILES
             # Only those written since: the caller chose the directory, and it may contain other images.
             if ours and entry.stat(follow_symlinks=False).st_mtime_ns >= since:
                 os.unlink(entry.path)
-    except OSError as error:
-        raise ImageError(
-            f"the incomplete image in {image_path} cannot be removed: {reason(error)}",
-            hint="do not restore from it",
-        ) from error
 
 
 def note_earlier(image_path: str) -> EarlierImages:
     """Return CRIU's images that exist before a dump. Raises ImageError."""
-    try:
+    with raise_as(ImageError, f"the checkpoint's directory {image_path} cannot be read"):
         return {
             entry.name: _version(entry.stat(follow_symlinks=False))
             for entry in os.scandir(image_path)
             if is_image(entry.name) and entry.is_file(follow_symlinks=False)
         }
-    except OSError as error:
-        raise ImageError(
-            f"the checkpoint's directory {image_path} cannot be read: {reason(error)}"
-        ) from error
 
 
 def drop_earlier(image_path: str, there: EarlierImages) -> None:
@@ -67,18 +56,17 @@ def drop_earlier(image_path: str, there: EarlierImages) -> None:
     not enough: if the clock was set back meanwhile, a new image looks older, and may be all that is left of
     the container.
     """
-    try:
+    with raise_as(
+        ImageError,
+        f"the files of an earlier dump in {image_path} cannot be removed",
+        hint="the dump itself succeeded; the checkpoint has no manifest yet",
+        code="GPS-515",
+    ):
         for name, version in there.items():
             path = os.path.join(image_path, name)
             with suppress(FileNotFoundError):
                 if _version(os.lstat(path)) == version:
                     os.unlink(path)
-    except OSError as error:
-        raise ImageError(
-            f"the files of an earlier dump in {image_path} cannot be removed: {reason(error)}",
-            hint="the dump itself succeeded; the checkpoint has no manifest yet",
-            code="GPS-515",
-        ) from error
 
 
 def _version(found: os.stat_result) -> tuple[int, ...]:
@@ -115,11 +103,10 @@ def sync(image_path: str, *, but: Collection[str] = (), failed: Callable[[str], 
             lost.append(reason(error))
             raise
     except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
         if lost:
             failed(lost[0])
         raise ImageError(
-            f"the images in {image_path} cannot be flushed to disk: {why}",
+            f"the images in {image_path} cannot be flushed to disk: {reason(error)}",
             hint="the dump itself succeeded; the checkpoint has no manifest yet",
             code="GPS-515",
         ) from error

@@ -80,8 +80,7 @@ def list_established(images: str) -> tuple[InetSocket, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
-        raise ImageError(f"{os.path.join(images, _FILES)} cannot be read: {why}") from error
+        raise ImageError(f"{os.path.join(images, _FILES)} cannot be read: {reason(error)}") from error
     try:
         return tuple(found for found in _sockets(data) if found.is_connection)
     except Damage as damage:

@@ -25,8 +25,7 @@ def has_closed_connections(images: str) -> bool:
     except FileNotFoundError:
         return False
     except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
-        raise ImageError(f"{os.path.join(images, INVENTORY)} cannot be read: {why}") from error
+        raise ImageError(f"{os.path.join(images, INVENTORY)} cannot be read: {reason(error)}") from error
     try:
         return any(entry.tcp_close for entry in decode_messages(io.BytesIO(data), len(data), "inventory"))
     except Damage:

@@ -53,8 +53,7 @@ def mounts(
         except Damage as damage:
             raise ImageError(f"{path} {damage}", hint="use another copy of the checkpoint") from None
         except (OSError, ValueError) as error:
-            why = reason(error) if isinstance(error, OSError) else str(error)
-            raise ImageError(f"{path} cannot be read: {why}") from error
+            raise ImageError(f"{path} cannot be read: {reason(error)}") from error
         # protobuf in C returns bytes for text that is not UTF-8.
         names.update(
             key for key in keys if isinstance(key, str) and _NAME.fullmatch(key) and key.isprintable()

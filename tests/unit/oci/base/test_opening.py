@@ -37,7 +37,7 @@ TOUCHING = (
     "runtime_shim/runtime/criu/images/dev.py",
     "runtime_shim/runtime/criu/images/check.py",
     "runtime_shim/runtime/criu/images/inventory.py",
-    "runtime_shim/runtime/criu/log.py",
+    "runtime_shim/runtime/criu/run.py",
     "runtime_shim/runtime/criu/images/masked_paths.py",
     "runtime_shim/runtime/criu/images/dev_tar.py",
     "runtime_shim/runtime/criu/images/overlay.py",

@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.gpu.nvidia import driver as nvidia
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import cri_layout, manifest, manifest_file
 from gpusnap.runtime_shim.runtime import cgroup_freezer
-from gpusnap.runtime_shim.snapshot.restored_processes import check_all_there
+from gpusnap.runtime_shim.snapshot.restore_gpus import _check_all_there
 
 ROOT = Path(__file__).resolve().parents[4]
 # Where a wrong no costs a better message, room on the disk, or a refusal.
@@ -33,7 +33,6 @@ HARMLESS = {
     "oci/registry/certificates.py": 1,
     "oci/store/store.py": 1,
     "runtime_shim/gpu/amd/topology.py": 2,
-    "runtime_shim/gpu/nvidia/driver_files.py": 1,
     "runtime_shim/process/proc.py": 1,
     "runtime_shim/records/manifest_file.py": 3,
     "runtime_shim/runtime/bundle.py": 1,
@@ -119,7 +118,7 @@ def test_a_restored_process(tmp_path: Path, fail: Fail) -> None:
     (process,) = a_manifest().processes[:1]
     fail("stat", f"/core-{process.pid}.img", errno.EIO)
     with pytest.raises(ImageError, match=r"whether .*core-\d+.img exists: Input/output error"):
-        check_all_there([process], (), str(tmp_path))
+        _check_all_there([process], (), str(tmp_path))
 
 
 def test_an_index(tmp_path: Path, fail: Fail) -> None:

@@ -14,7 +14,7 @@ import pytest
 from gpusnap.doctor.base import free_space
 from gpusnap.runtime_shim import gpu, question_process
 from gpusnap.runtime_shim.gpu.api import device_files
-from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
+from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import (
     DriverFailed,
     DriverMissing,
@@ -387,7 +387,7 @@ def tell_pid() -> int:
 
 
 def test_handles_are_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = (device_files.Node("/dev/nvidia0", -1, -1), device_files.Node("/dev/nvidia0", 195, 0))
+    found = (Node("/dev/nvidia0", -1, -1), Node("/dev/nvidia0", 195, 0))
     monkeypatch.setattr(device_files, "nodes", lambda pid: found)
     assert Nvidia().list_handles(ME) == ("/dev/nvidia0",)
 

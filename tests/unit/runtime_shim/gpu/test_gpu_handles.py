@@ -16,7 +16,7 @@ import pytest
 
 from gpusnap.runtime_shim import gpu
 from gpusnap.runtime_shim.gpu.api import device_files as handles
-from gpusnap.runtime_shim.gpu.api.device_files import Node
+from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
 from gpusnap.runtime_shim.process import proc
 
@@ -96,7 +96,7 @@ def test_mappings_of_any_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"x")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
-        assert str(path) in [each for _, each in handles._mappings(os.getpid())]
+        assert str(path) in [each for *_, each in handles.mappings(os.getpid())]
 
 
 def both(gpus: set[int], all_of_them: set[int]) -> tuple[frozenset[int], frozenset[int]]:

@@ -121,7 +121,7 @@ def test_the_drivers(path: str) -> None:
 def test_not_the_drivers(path: str) -> None:
     """No other file, nor one by way of another folder."""
     assert not is_driver_file(path)
-    known = DriverFiles(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"),), frozenset({path}))
+    known = DriverFiles(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"), a_file(path, rank=1)))
     assert find_counterpart(path, OLD, NEW, known) is None
 
 
@@ -161,9 +161,8 @@ def a_file(path: str, *, real: str = "", bits: int = 64, rank: int = 0) -> File:
 def test_the_same_file_is_here() -> None:
     """What this host has stays as it is."""
     source = f"{LIB}/libcuda.so.{OLD}"
-    known = DriverFiles(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"),), frozenset({source, "/proc/driver/nvidia"}))
+    known = DriverFiles(NEW, (a_file(f"{LIB}/libcuda.so.{NEW}"), a_file(source)))
     assert find_counterpart(source, OLD, NEW, known) == source
-    assert find_counterpart("/proc/driver/nvidia", OLD, NEW, known) == "/proc/driver/nvidia"
 
 
 @pytest.mark.parametrize(
@@ -350,10 +349,10 @@ class Host:
         (self.root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
         (self.root / path[1:]).symlink_to(target)
 
-    def found(self, *mounts: str, kind: str = "nvidia.com/gpu", asked: tuple[str, ...] = ()) -> DriverFiles:
+    def found(self, *mounts: str, kind: str = "nvidia.com/gpu") -> DriverFiles:
         edits = Edits(mounts=tuple(Mount(path, path, "", ()) for path in mounts))
         spec = Spec("/etc/cdi/x.yaml", "0.5.0", kind, (Device("0", edits),), Edits())
-        return find_files([spec], NEW, asked=asked, root=str(self.root))
+        return find_files([spec], NEW, root=str(self.root))
 
 
 @pytest.fixture
@@ -417,7 +416,7 @@ def test_found_in_folders(host: Host) -> None:
         host.file(path)
     known = host.found()
     assert {each.path for each in known.files} == paths
-    assert known.present == paths
+    assert {each.path for each in known.files} == paths
     firmware = f"/usr/lib/firmware/nvidia/{OLD}/gsp_ga10x.bin"
     assert find_counterpart(firmware, OLD, NEW, known) == f"/lib/firmware/nvidia/{NEW}/gsp_ga10x.bin"
 
@@ -427,14 +426,6 @@ def test_a_link_out_of_the_drivers_names(host: Host) -> None:
     host.file("/etc/shadow")
     host.link(f"{LIB}/libcuda.so.{NEW}", "../../../etc/shadow")
     assert host.found().files == ()
-
-
-def test_what_was_asked(host: Host) -> None:
-    """Of the container's own sources it is known whether they are here, the driver's alone."""
-    host.file("/run/nvidia-persistenced/socket")
-    host.file("/etc/passwd")
-    asked = ("/run/nvidia-persistenced/socket", "/etc/passwd", f"{LIB}/libcuda.so.{OLD}")
-    assert host.found(asked=asked).present == {"/run/nvidia-persistenced/socket"}
 
 
 def test_this_host() -> None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.process.mount_view import show_mounts
+from gpusnap.runtime_shim.process.mount_namespace import show_mounts
 from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.snapshot.devices import nvidia_hooks as rerun
 
@@ -49,7 +49,11 @@ class Host:
         """Run them; what was said on stderr."""
         self.config["hooks"] = {"createContainer": list(hooks)}
         options = {"show": lambda pid, path: None} | options
-        rerun.rerun(self.config, self.container, places=(str(self.places),), owner=os.getuid(), **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rerun, "_PLACES", (str(self.places),))
+            patch.setattr(rerun, "_OWNERS", (0, os.getuid()))
+            patch.setattr(rerun, "show_mounts", options.pop("show"))
+            rerun.rerun(self.config, self.container, **options)
         return self._capfd.readouterr().err
 
     def calls(self) -> list[str]:

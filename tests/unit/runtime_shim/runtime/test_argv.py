@@ -234,7 +234,6 @@ def test_fields_are_the_truth() -> None:
     changed = dataclasses.replace(call, leave_running=False, globals=shared)
     assert render(changed, RUNC_1_3)[1:] == ["--log", "/b", "checkpoint", "x"]
     assert render_globals(shared, RUNC_1_3) == ["/usr/sbin/runc", "--log", "/b"]
-    assert render(changed, RUNC_1_3, extra=["--x", "y"])[-3:] == ["--x", "y", "x"]
 
 
 def test_values_are_words_of_their_own() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap.runtime_shim.runtime.criu import log
-from gpusnap.runtime_shim.runtime.criu.log import first_error
+from gpusnap.runtime_shim.runtime.criu import run
+from gpusnap.runtime_shim.runtime.criu.run import _find_first_error
 
 WHY = "Can't dump file 5 of that type [20000] (chr 195:0)"
 
@@ -32,20 +32,20 @@ def test_first_error(tmp_path: Path, text: str, error: str) -> None:
     """The first error, with or without a task's PID; what does no harm is passed over."""
     path = tmp_path / "dump.log"
     path.write_text(text, "utf-8", errors="surrogateescape")
-    assert first_error(str(path)) == error
+    assert _find_first_error(str(path)) == error
 
 
 def test_no_log(tmp_path: Path) -> None:
     """Where there is no log there is no error to tell."""
-    assert first_error(str(tmp_path / "dump.log")) == ""
-    assert first_error(str(tmp_path)) == ""
+    assert _find_first_error(str(tmp_path / "dump.log")) == ""
+    assert _find_first_error(str(tmp_path)) == ""
 
 
 def test_only_the_end_of_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a long log the end is read."""
-    monkeypatch.setattr(log, "_TAIL", 100)
+    monkeypatch.setattr(run, "_TAIL", 100)
     path = tmp_path / "dump.log"
     path.write_text(
         "(00.01) Error (a.c:1): early\n" + "(00.02) x\n" * 100 + "(00.03) Error (a.c:1): late\n", "ascii"
     )
-    assert first_error(str(path)) == "late"
+    assert _find_first_error(str(path)) == "late"

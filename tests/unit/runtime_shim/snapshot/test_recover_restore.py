@@ -32,7 +32,7 @@ from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot import recover_restore, restore_record
-from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import let_finish
+from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_an_earlier_one(scene: Scene) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver's thread may be at ends soon."""
-    monkeypatch.setattr(recover_restore, "let_finish", partial(let_finish, quiet=0.01))
+    monkeypatch.setattr(driver_calls, "let_finish", partial(driver_calls.let_finish, quiet=0.01))
 
 
 every_stage = pytest.mark.parametrize("reached", [Stage.SETTLE, Stage.GPUS])

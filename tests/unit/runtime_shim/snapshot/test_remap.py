@@ -17,8 +17,8 @@ from fakes import FakeDriver, a_manifest, gpu, uuid
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
-from gpusnap.runtime_shim.gpu.nvidia.driver_files import DriverFiles, File, describe_mapped
-from gpusnap.runtime_shim.records.manifest import DeviceNode, DriverLibrary, DriverMount, Manifest
+from gpusnap.runtime_shim.gpu.nvidia.driver_files import DriverFiles, File, MappedFile, describe_mapped
+from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest
 from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, remap
 from gpusnap.runtime_shim.snapshot.devices.remap import Remap
@@ -91,7 +91,7 @@ def test_libraries_of_another_version(tmp_path: Path) -> None:
     """A file of the driver that is not here is taken from this host's; one that nobody has stays."""
     real = tmp_path / "libcuda.so"
     real.touch()
-    known = DriverFiles(NEW, (File(LIBRARY + NEW, LIBRARY + NEW, 64, 0),), frozenset({LIBRARY + NEW}))
+    known = DriverFiles(NEW, (File(LIBRARY + NEW, LIBRARY + NEW, 64, 0),))
     found = made(record(), binds=[LIBRARY + OLD, "/usr/bin/nvidia-never"], known=known)
     assert found.edits.sources == {
         LIBRARY + OLD: LIBRARY + NEW,
@@ -106,7 +106,7 @@ def test_a_library_of_another_build(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 100)
     here = describe_mapped(str(path))
     config = {"mounts": [{"source": str(path), "destination": "/lib/libcuda.so.1", "options": ["bind"]}]}
-    same = DriverLibrary("/lib/libcuda.so.1", here.size, here.build_id, here.mode)
+    same = MappedFile("/lib/libcuda.so.1", here.size, here.build_id, here.mode)
     made(record(libraries=(same,)), config=config)
     with pytest.raises(
         Refused, match=r"execute /lib/libcuda\.so\.1 of driver 580\.159\.04, but .* 100 bytes"
@@ -206,7 +206,7 @@ def test_swapped_nodes_that_are_mounts() -> None:
     """Nothing moves in /dev, so each mount shows this host's node of its name; a moved one shows the new."""
     two = replace(record().gpus[0], uuid=uuid(2), minor=2, index=2)
     one = replace(record().gpus[0], uuid=uuid(1), minor=1, index=1)
-    nodes = tuple(DeviceNode(f"/dev/nvidia{n}", 195, n, uuid(n)) for n in (1, 2))
+    nodes = tuple(Node(f"/dev/nvidia{n}", 195, n, uuid(n)) for n in (1, 2))
     found = record(gpus=(one, two), nodes=nodes)
     swapped = [(uuid(1), uuid(2)), (uuid(2), uuid(1))]
     made_of = made(found, pairs=swapped, binds=["/dev/nvidia1", "/dev/nvidia2"])
