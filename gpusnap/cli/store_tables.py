@@ -1,13 +1,9 @@
-"""What the commands of the store print: tables for people, and JSON.
-
-In JSON sizes are bytes, and names are written as in the manifest.
-"""
+"""What the commands of the store print: tables for people, and JSON."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpusnap.checkpoints.damage import VerifyResult
@@ -22,6 +18,7 @@ from gpusnap.checkpoints.statistics import (
     count_zeros,
     parts,
 )
+from gpusnap.cli.json_output import document
 from gpusnap.cli.moved import blobs
 from gpusnap.cli.tables import make_plain, say, table
 from gpusnap.oci.store.gc import Collected
@@ -36,22 +33,6 @@ if TYPE_CHECKING:
 # The digits of a digest in tables; a store takes as many as tell it from the others.
 DIGITS = 12
 _MOST_LINES = 20
-
-
-def document(record: Any) -> dict[str, Any]:
-    """A dataclass for JSON: its fields, named as in the manifest ("only_a" is "onlyA"); so within it."""
-    named: dict[str, Any] = _rename_fields(asdict(record))
-    return named
-
-
-def _rename_fields(value: Any) -> Any:
-    if isinstance(value, dict):
-        # The keys of labels are somebody's own.
-        return {
-            re.sub("_(.)", lambda m: m[1].upper(), key): each if key == "labels" else _rename_fields(each)
-            for key, each in value.items()
-        }
-    return [_rename_fields(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def shorten_digest(digest: str) -> str:

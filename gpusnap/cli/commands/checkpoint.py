@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -422,10 +420,6 @@ def _short_name(made: checkpointing.CheckpointResult) -> str:
         if isinstance(place, locator.InStore) and place.entry().descriptor.digest == made.digest:
             return short
     return made.name
-
-
-def _print(document: Mapping[str, object]) -> None:
-    click.echo(json.dumps(document, indent=1))
 
 
 def _make_document(made: checkpointing.CheckpointResult) -> dict[str, object]:

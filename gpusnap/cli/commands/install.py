@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,6 +9,7 @@ from typing import Any
 
 import click
 
+from gpusnap.cli.json_output import document, print_json
 from gpusnap.engines.install import containerd as install_containerd
 from gpusnap.engines.install import crio as install_crio
 from gpusnap.engines.install import detect as install_engines
@@ -97,7 +97,7 @@ def install(
         if not dry_run:
             click.echo("gpusnap doctor checks whether this host is ready for checkpoints")
         return
-    _print({"program": plan.program, "engines": list(engines), **_document(changes, notes)})
+    print_json({"program": plan.program, "engines": list(engines), **_document(changes, notes)})
 
 
 @click.command()
@@ -136,7 +136,7 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
     notes += [f"remove this line: {each.path} is left as it is: {each}" for each in lines]
     notes += _restarts(changes, root)
     if as_json:
-        _print(_document(changes, notes) | {"refused": refusal.sentence() if refusal is not None else ""})
+        print_json(_document(changes, notes) | {"refused": refusal.sentence() if refusal is not None else ""})
     else:
         _say(changes, notes, (), dry_run)
         if not changes:
@@ -321,10 +321,6 @@ def _lines(item: Item) -> list[str]:
 
 def _document(changes: Sequence[Change], notes: Sequence[str]) -> dict[str, Any]:
     return {
-        "changes": [{"what": each.what, "path": each.path} for each in changes],
+        "changes": [document(each) for each in changes],
         "notes": list(notes),
     }
-
-
-def _print(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, indent=1))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
 
 from gpusnap.cli.completion import complete_container
+from gpusnap.cli.json_output import print_json
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
@@ -133,7 +133,7 @@ def migrate(
     with Progress() as progress:
         done = migration.migrate(request, progress)
     if as_json:
-        click.echo(json.dumps(_document(done, dry_run=dry_run), indent=1))
+        print_json(_document(done, dry_run=dry_run))
     else:
         _say(done, dry_run=dry_run)
 
