@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from gpusnap.oci.chunks.table import Progress as ChunkProgress
 from gpusnap.runtime_shim.progress import Board, Record
 from gpusnap.runtime_shim.units import amount
 
@@ -166,10 +165,6 @@ class Progress:
     def show_transfer(self, now: TransferProgress) -> None:
         """Show the progress of gpusnap.oci.registry.copy."""
         self.at(now.moved.bytes + now.moved.skipped_bytes, now.all_bytes)
-
-    def chunks(self, now: ChunkProgress) -> None:
-        """Show progress in chunks, or in bytes of an archive."""
-        self.at(now.done, now.total)
 
     def follow(self, board: Board | None, what: str, measure: Callable[[], int]) -> Tick:
         """Return a function to call four times a second; it shows what gpusnap-runtime writes on a board.

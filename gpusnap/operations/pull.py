@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
-from gpusnap.checkpoints import locator
+from gpusnap.checkpoints import locator, volumes
 from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats.entries import entries
-from gpusnap.checkpoints.volumes import records as volumes
 from gpusnap.oci.base.errors import BlobError, DiskFull, NotACheckpoint, OciError, StagingBusy
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import descriptors

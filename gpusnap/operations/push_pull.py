@@ -12,6 +12,7 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats import containerd_images as images
+from gpusnap.checkpoints.formats import podman
 from gpusnap.checkpoints.formats.annotations import annotations_of
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.layout_archive import InLayout
@@ -30,7 +31,6 @@ from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Compression
 from gpusnap.operations.disk_space import check_archive
 from gpusnap.operations.open import load_manifest, open_repository
-from gpusnap.operations.podman_archive import write_archive
 from gpusnap.operations.pull import LATEST, Referrers, fetch
 from gpusnap.operations.sources import Local, layout_of, open_local
 from gpusnap.progress import Progress
@@ -105,7 +105,7 @@ def push(
             found.check_podman()
             archive = os.path.join(staging.path, ARCHIVE)
             progress.stage("archive")
-            write_archive(found, layout, archive, progress=progress)
+            podman.give_out(found.artifact, layout, archive, config=found.config, progress=progress.at)
             annotations = dict(found.artifact.annotations)
         else:
             assert isinstance(what, locator.InFile)
@@ -246,7 +246,9 @@ def write_file(
     check_archive(found.parts, path)
     if found.artifact.is_image:
         return images.write(found, layout, path, name, progress)
-    write_archive(found, layout, path, compress=compress, progress=progress)
+    podman.give_out(
+        found.artifact, layout, path, config=found.config, compress=compress, progress=progress.at
+    )
     return None
 
 

@@ -234,12 +234,13 @@ def _rename_new(unfinished: str, name: str, folder: int) -> None:
         raise OSError(number, os.strerror(number), name)
 
 
-def replace(name: str, data: bytes, folder: int, *, sync: bool = True) -> None:
-    """Write a file with that content and mode 0600; replace a file, or a link, of that name.
+def replace(name: str, data: bytes, folder: int, *, sync: bool = True, mode: int = 0o600) -> None:
+    """Write a file with that content and mode; replace a file, or a link, of that name.
 
     It is synced, unless `sync` is false. Raises OSError.
     """
     with new_file(folder) as (descriptor, unfinished):
+        os.fchmod(descriptor, mode)
         write_all(descriptor, data)
         if sync:
             os.fsync(descriptor)
@@ -264,10 +265,10 @@ def read_below(top: str, name: str, *, limit: int) -> bytes:
         return read_regular(last, folder, limit=limit)
 
 
-def replace_below(top: str, name: str, data: bytes, *, sync: bool = True) -> None:
+def replace_below(top: str, name: str, data: bytes, *, sync: bool = True, mode: int = 0o600) -> None:
     """Like `replace`, for a file below a directory. Raises OSError."""
     with _parent(top, name) as (folder, last):
-        replace(last, data, folder, sync=sync)
+        replace(last, data, folder, sync=sync, mode=mode)
 
 
 def sync_folder(path: str) -> None:

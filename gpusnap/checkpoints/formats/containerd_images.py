@@ -110,7 +110,7 @@ def write(found: ArtifactParts, layout: Layout, path: str, name: str, progress: 
     of = containerd_writer.origin(found, layout)
     _check_names(of, name)
     with Writer(path) as writer:
-        containerd_writer.give_out(found, of, layout, writer.append, name=name, progress=progress.chunks)
+        containerd_writer.give_out(found, of, layout, writer.append, name=name, progress=progress.at)
     return ImportedImage(name, of.image.base_name, of.image.base is not None)
 
 
@@ -128,7 +128,7 @@ def bring(
     check_target(to)
     there = _check_base(of, to)
     with Target(to.namespace) as target:
-        containerd_writer.give_out(found, of, layout, target.append, name=to.name, progress=progress.chunks)
+        containerd_writer.give_out(found, of, layout, target.append, name=to.name, progress=progress.at)
         target.append(tar.END)
     if base is not None:
         _unpack(to.namespace, base, of.image.notes.get(SNAPSHOTTER, ""))

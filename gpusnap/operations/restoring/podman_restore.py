@@ -22,6 +22,7 @@ from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import ARCHIVE, PIECE
+from gpusnap.checkpoints.formats.podman import give_out
 from gpusnap.checkpoints.names import store_name
 from gpusnap.engines import podman, podman_objects, podman_work
 from gpusnap.oci.base.dataclass import dataclass
@@ -39,7 +40,6 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Entry
-from gpusnap.operations.podman_archive import write_archive
 from gpusnap.operations.restoring import in_place, in_use, volumes
 from gpusnap.operations.restoring.volumes import PodmanObjects, VolumeChoice, find_objects
 from gpusnap.progress import Progress, board, watch_growth
@@ -198,7 +198,7 @@ class PodmanRestore:
             self._check_here(whole)
             self.progress.stage("archive")
             choice = self._choose_volumes(volumes.find_in_artifact(whole.artifact, layout))
-            write_archive(whole, layout, archive, volumes=not choice.ignore, progress=self.progress)
+            self._write_archive(whole, layout, archive, choice, embed=True)
             return self._run(archive, {}, choice)
 
     def _restore_archive(self, path: str) -> RestoredContainer:
@@ -248,8 +248,21 @@ class PodmanRestore:
         archive = os.path.join(folder, ARCHIVE)
         self.progress.stage("records")
         choice = self._choose_volumes(volumes.find_in_artifact(found.artifact, layout))
-        write_archive(found, layout, archive, embed=False, volumes=not choice.ignore, progress=self.progress)
+        self._write_archive(found, layout, archive, choice, embed=False)
         return archive, choice
+
+    def _write_archive(
+        self, found: ArtifactParts, layout: Layout, path: str, choice: VolumeChoice, *, embed: bool
+    ) -> None:
+        give_out(
+            found.artifact,
+            layout,
+            path,
+            config=found.config,
+            embed=embed,
+            volumes=not choice.ignore,
+            progress=self.progress.at,
+        )
 
     def _pull_and_restore(self, place: locator.InRegistry) -> tuple[RestoredContainer, str]:
         from gpusnap.operations import pull
