@@ -59,6 +59,14 @@ def is_folder(path: str) -> bool:
     return mode is not None and stat.S_ISDIR(mode)
 
 
+def list_names(folder: str) -> list[str]:
+    """Return the names in a directory; none if it cannot be read."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
 def no_file(status: os.stat_result) -> str:
     """Return the type, such as "a FIFO", if it is neither a file nor a directory; "" for those.
 
@@ -99,6 +107,16 @@ def open_folder(*names: str) -> int:
             os.close(descriptor)
         descriptor = inner
     return descriptor
+
+
+@contextmanager
+def open_nested_folder(*names: str) -> Iterator[int]:
+    """Like `open_folder`, for the `with` block. Raises OSError."""
+    folder = open_folder(*names)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def open_regular(name: str, folder: int) -> tuple[io.FileIO, int]:

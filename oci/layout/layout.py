@@ -41,6 +41,7 @@ from gpusnap.oci.base.files import (
     UNFINISHED,
     new_file,
     open_folder,
+    open_nested_folder,
     open_regular,
     read_regular,
     replace,
@@ -87,7 +88,7 @@ class Layout:
         try:
             for folder in (self.path, self._join_path("blobs"), self._join_path("blobs", "sha256")):
                 os.makedirs(folder, mode=0o700, exist_ok=True)
-            with self._root() as root:
+            with open_nested_folder(self.path) as root:
                 try:
                     os.stat("oci-layout", dir_fd=root, follow_symlinks=False)
                 except FileNotFoundError:
@@ -272,7 +273,7 @@ class Layout:
         content = encode_document(index.to_json())
         if len(content) > DOCUMENT_LIMIT:
             raise LayoutError(f"the index of {self.path} would have {len(content)} bytes")
-        with self._explain_write_errors(len(content), "the index"), self._root() as root:
+        with self._explain_write_errors(len(content), "the index"), open_nested_folder(self.path) as root:
             replace("index.json", content, root)
 
     def read_manifest(self, wanted: Descriptor) -> Manifest:
@@ -351,14 +352,6 @@ class Layout:
         return os.path.join(self.path, *names)
 
     @contextmanager
-    def _root(self) -> Iterator[int]:
-        folder = open_folder(self.path)
-        try:
-            yield folder
-        finally:
-            os.close(folder)
-
-    @contextmanager
     def _blobs(self) -> Iterator[int]:
         try:
             folder = open_folder(self.path, "blobs", "sha256")
@@ -415,7 +408,7 @@ class Layout:
 
     def _document(self, name: str, limit: int) -> object:
         try:
-            with self._root() as root:
+            with open_nested_folder(self.path) as root:
                 data = read_regular(name, root, limit=limit)
         except (OSError, ValueError) as error:
             raise LayoutError(f"{self._join_path(name)} cannot be read: {_explain(error)}") from error

@@ -19,7 +19,15 @@ from gpusnap.oci.base.errors import (
     StoreError,
     reason,
 )
-from gpusnap.oci.base.files import NOTHING_THERE, UNFINISHED, exists, open_folder, read_regular, replace
+from gpusnap.oci.base.files import (
+    NOTHING_THERE,
+    UNFINISHED,
+    exists,
+    open_folder,
+    open_nested_folder,
+    read_regular,
+    replace,
+)
 from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks.index import Known
@@ -39,7 +47,6 @@ from gpusnap.oci.store.paths import (
     Tree,
     discard,
     link_error,
-    open_nested_folder,
 )
 
 _LONGEST_REASON = 4096

@@ -40,7 +40,7 @@ def quiet() -> Iterator[None]:
 
 def shown(bar: Progress) -> None:
     """Have the terminal show how it is now."""
-    bar._line._bars.refresh()  # type: ignore[attr-defined]
+    bar._line._bars.refresh()  # type: ignore[union-attr]
 
 
 def test_nothing_of_what_is_short(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,6 @@ from gpusnap.checkpoints.formats.annotations import CREATED, bounded, time_of
 from gpusnap.checkpoints.formats.containerd import (
     LAYOUT,
     RUNTIME,
-    CheckedBlob,
     Image,
     Source,
     blob_of,
@@ -30,6 +29,7 @@ from gpusnap.checkpoints.formats.names import IMAGE_BLOBS, IMAGE_FOLDER, PIECE
 from gpusnap.checkpoints.formats.podman_reader import ArchiveReader, Crew
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.artifact import Artifact
+from gpusnap.oci.layout.blobs import CheckedBlob
 from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import Descriptor, Index, encode_document
 from gpusnap.oci.layout.layout import Layout

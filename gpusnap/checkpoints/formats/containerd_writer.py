@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats.containerd import (
     LAYOUT,
-    CheckedBlob,
     Image,
     describe_index,
     load,
@@ -27,7 +26,7 @@ from gpusnap.checkpoints.formats.whole_archive import make_whole
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
 from gpusnap.oci.chunks import artifact
-from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.blobs import Blobs, CheckedBlob
 from gpusnap.oci.layout.digests import PREFIX, digest_of, get_hex
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, encode_document, parse_document
 from gpusnap.oci.tar import headers as tar
@@ -244,7 +243,7 @@ def _content(
     if carried.get(wanted.digest) != wanted.size:
         raise _make_missing_error(wanted)
     with blobs.open_blob(wanted.digest, wanted.size) as file:
-        content = CheckedBlob(file, wanted, lambda size: None)
+        content = CheckedBlob(file, wanted)
         while piece := content.read(PIECE):
             yield piece
         content.check_end()

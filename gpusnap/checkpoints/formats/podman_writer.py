@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import tarfile
@@ -31,12 +30,11 @@ from gpusnap.checkpoints.formats.names import (
     SMALL,
 )
 from gpusnap.checkpoints.formats.whole_archive import rebuild_image
-from gpusnap.oci.base.errors import BlobError, reason
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import Table
-from gpusnap.oci.layout.blobs import Blobs
-from gpusnap.oci.layout.digests import PREFIX, get_hex
+from gpusnap.oci.layout.blobs import Blobs, CheckedBlob
+from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import Descriptor, Index
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import headers as tar
@@ -201,7 +199,7 @@ class ArchiveWriter:
         for each in chunks:
             if each.size > SMALL:
                 with self._blobs.open_blob(each.digest, each.size) as file:
-                    content = _Checked(file, each)
+                    content = CheckedBlob(file, each)
                     self._writer.add(
                         self._header(f"{BLOBS}/sha256/{get_hex(each.digest)}", each.size), content
                     )
@@ -215,14 +213,14 @@ class ArchiveWriter:
     def _check(self, layer: Descriptor) -> None:
         """Check the layer before it is used: its parts are read in another order than written."""
         with self._blobs.open_blob(layer.digest, layer.size) as file:
-            content = _Checked(file, layer)
+            content = CheckedBlob(file, layer)
             while content.read(PIECE):
                 pass
             content.check_end()
 
     def _load_chunk(self, chunk: Descriptor) -> tuple[Descriptor, bytes]:
         with self._blobs.open_blob(chunk.digest, chunk.size) as file:
-            content = _Checked(file, chunk)
+            content = CheckedBlob(file, chunk)
             data = b"".join(iter(lambda: content.read(chunk.size + 1), b""))
             content.check_end()
         return chunk, data
@@ -231,26 +229,6 @@ class ArchiveWriter:
         info = tar.file_entry(name, size, 0o600)
         info.mtime = self._time
         return info
-
-
-class _Checked:
-    """A blob that is read in order; `check_end` checks it."""
-
-    def __init__(self, file: io.FileIO, wanted: Descriptor) -> None:
-        self._file, self._wanted = file, wanted
-        self._hashed = hashlib.sha256()
-
-    def read(self, size: int, /) -> bytes:
-        try:
-            data = self._file.read(size)
-        except OSError as error:
-            raise BlobError(f"the blob {self._wanted.digest} cannot be read: {reason(error)}") from error
-        self._hashed.update(data)
-        return data
-
-    def check_end(self) -> None:
-        if PREFIX + self._hashed.hexdigest() != self._wanted.digest:
-            raise BlobError(f"the blob {self._wanted.digest} does not match its digest")
 
 
 def _work_ahead(items: Iterable[T], work: Callable[[T], U], threads: int) -> Generator[U, None, None]:

@@ -84,7 +84,7 @@ def install(
     As JSON: program, engines, changes (each with what, which is written, replaced, unchanged, kept, removed,
     gone or left, and path), notes.
     """
-    root = _make_absolute(root)
+    root = os.path.realpath(root)
     _need_root("install", root, dry_run)
     chosen = {"podman": podman, "containerd": containerd, "crio": crio}
     engines = _engines([name for name, wanted in chosen.items() if wanted], root)
@@ -119,7 +119,7 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
     As JSON: changes (each with what, which is removed, gone or left, and path), notes, and refused, which is
     empty unless --dry-run found that it would be refused.
     """
-    root = _make_absolute(root)
+    root = os.path.realpath(root)
     _need_root("uninstall", root, dry_run)
     refusal = None if force else _refusal_of_used(root)
     lines = _list_mentions(root, force) if refusal is None or dry_run else []
@@ -153,10 +153,6 @@ def _refusal_of_used(root: str) -> GpusnapError | None:
     except GpusnapError as error:
         return error
     return None
-
-
-def _make_absolute(root: str) -> str:
-    return os.path.realpath(root)
 
 
 def _list_missing(root: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -64,18 +64,13 @@ if TYPE_CHECKING:
 def migrate(
     container: str | None,
     host: str | None,
-    name: str,
-    gpu_map: str,
     precopy: int,
-    keep: bool,
-    ignore_volumes: bool,
-    force: bool,
     dry_run: bool,
     ssh: str,
     remote_command: str,
-    patience: float,
     server: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Move a running Podman container, with its GPU state, to another host by ssh.
 
@@ -121,14 +116,9 @@ def migrate(
     request = migration.MigrationRequest(
         container=container,
         route=link.Route(to=link.destination(host), ssh=ssh, program=remote_command),
-        name=name,
-        gpu_map=gpu_map,
         ahead=precopy,
-        keep=keep,
-        ignore_volumes=ignore_volumes,
-        force=force,
         dry_run=dry_run,
-        patience=patience,
+        **options,
     )
     with Progress() as progress:
         done = migration.migrate(request, progress)

@@ -65,7 +65,9 @@ class _Migrations:
 
     def ids(self) -> list[str]:
         """Those that they are named by: the other host's container has no ID here before it is restored."""
-        return [each.container for each in self.leaving] + [_id(each) for each in self.coming]
+        return [each.container for each in self.leaving] + [
+            each.container or each.name for each in self.coming
+        ]
 
     def list_actions(self) -> Sequence[_Action]:
         """What recovers those whose gpusnap was killed, with the container of each."""
@@ -74,12 +76,8 @@ class _Migrations:
         leaving = [each for each in self.leaving if not each.at_work]
         coming = [each for each in self.coming if not each.at_work]
         return [(each.container, partial(unfinished.recover_leaving, each)) for each in leaving] + [
-            (_id(each), partial(unfinished.recover_coming, each)) for each in coming
+            (each.container or each.name, partial(unfinished.recover_coming, each)) for each in coming
         ]
-
-
-def _id(coming: Record) -> str:
-    return coming.container or coming.name
 
 
 @click.command()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -197,14 +197,12 @@ class PodmanRestore:
             whole = kept.load(found.root, layout)
             self._check_here(whole)
             self.progress.stage("archive")
-            choice = self._choose_volumes(volumes.find_in_artifact(whole.artifact, layout))
-            self._write_archive(whole, layout, archive, choice, embed=True)
+            choice = self._write_archive(whole, layout, archive, embed=True)
             return self._run(archive, {}, choice)
 
     def _restore_archive(self, path: str) -> RestoredContainer:
-        """Restore from Podman's own archive."""
         self.progress.stage(f"looking through {path}")
-        choice = self._choose_volumes(_check_files(path))
+        choice = volumes.choose(_check_files(path), ignore=self.request.ignore_volumes)
         try:
             return self._run(path, {}, choice)
         except GpusnapError as error:
@@ -247,13 +245,12 @@ class PodmanRestore:
         """Make the archive of a checkpoint's records for Podman in a folder, and choose its volumes."""
         archive = os.path.join(folder, ARCHIVE)
         self.progress.stage("records")
-        choice = self._choose_volumes(volumes.find_in_artifact(found.artifact, layout))
-        self._write_archive(found, layout, archive, choice, embed=False)
-        return archive, choice
+        return archive, self._write_archive(found, layout, archive, embed=False)
 
-    def _write_archive(
-        self, found: ArtifactParts, layout: Layout, path: str, choice: VolumeChoice, *, embed: bool
-    ) -> None:
+    def _write_archive(self, found: ArtifactParts, layout: Layout, path: str, *, embed: bool) -> VolumeChoice:
+        """Choose the volumes, and write Podman's archive with them, self-contained with `embed`."""
+        inside = volumes.find_in_artifact(found.artifact, layout)
+        choice = volumes.choose(inside, ignore=self.request.ignore_volumes)
         give_out(
             found.artifact,
             layout,
@@ -263,6 +260,7 @@ class PodmanRestore:
             volumes=not choice.ignore,
             progress=self.progress.at,
         )
+        return choice
 
     def _pull_and_restore(self, place: locator.InRegistry) -> tuple[RestoredContainer, str]:
         from gpusnap.operations import pull
@@ -346,27 +344,22 @@ class PodmanRestore:
             def has_begun() -> bool:
                 return shown is not None and shown.read() is not None
 
-            if ended is not None:
-                in_place.restore(ended, variables, tick, self.progress.say, has_begun, restored)
-            else:
-                _import(
-                    lambda: podman_work.restore(
-                        archive,
-                        wanted.options(),
-                        variables,
-                        tick=tick,
-                        say=self.progress.say,
-                        has_begun=has_begun,
-                        restored=restored,
-                    ),
-                    name,
-                    before,
+            def run(options: Sequence[str]) -> str:
+                return podman_work.restore(
+                    options,
+                    variables,
+                    tick=tick,
+                    say=self.progress.say,
+                    has_begun=has_begun,
+                    restored=restored,
                 )
+
+            if ended is not None:
+                in_place.restore(ended, run)
+            else:
+                _import(lambda: run(["--import", archive, *wanted.options()]), name, before)
         assert self.container is not None
         return self.container
-
-    def _choose_volumes(self, inside: PodmanObjects) -> VolumeChoice:
-        return volumes.choose(inside, ignore=self.request.ignore_volumes)
 
 
 def _check_files(path: str) -> PodmanObjects:

@@ -18,11 +18,9 @@ from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError
-from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.gc import Collected
-from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.store import Store
-from gpusnap.oci.store.tags import format_names
+from gpusnap.oci.store.tags import Entry, format_names
 from gpusnap.operations.verify import verify_all, verify_one
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
@@ -212,9 +210,7 @@ def _remove_each(word: str, stores: dict[str, Store], *, everything: bool) -> It
             entries = store.entries()
             left = tuple(each.name for each in entries if each.descriptor.digest == digest)
             if not left:
-                for each in list_referring([entry.descriptor for entry in entries], store.read, digest):
-                    with suppress(NotThere):
-                        store.remove(each.digest)
+                store.remove_referrers(digest)
         stores[store.path] = store
         yield _Removed(word, store.path, digest, names, left)
 
