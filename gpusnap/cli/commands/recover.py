@@ -13,6 +13,7 @@ from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.cli import recover_list, store_tables
+from gpusnap.cli.json_output import print_json
 from gpusnap.cli.recover_list import Names
 from gpusnap.engines import podman
 from gpusnap.migration import records
@@ -203,7 +204,7 @@ def _list(
     names = Names({each.container: each.name for each in moving})
     told = False
     if as_json:
-        click.echo(recover_list.as_json(waits, names))
+        print_json(recover_list.documents(waits, names))
     else:
         for each in waits:
             click.echo(recover_list.line(each, names))
