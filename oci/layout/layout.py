@@ -111,7 +111,7 @@ class Layout:
         name = get_hex(digest)
         try:
             with self._blobs() as folder:
-                return _has(name, size, folder)
+                return has_file(name, size, folder)
         except (LayoutError, OSError):
             return False
 
@@ -148,7 +148,7 @@ class Layout:
         digest = digest or digest_of(data)
         name, size = get_hex(digest), memoryview(data).nbytes
         with self._blobs() as folder, self._explain_write_errors(size):
-            if anew or not _has(name, size, folder):
+            if anew or not has_file(name, size, folder):
                 with new_file(folder) as (descriptor, unfinished):
                     write_all(descriptor, data)
                     self._keep(descriptor, unfinished, name, folder)
@@ -167,8 +167,8 @@ class Layout:
             with self._explain_write_errors(size):
                 source._unsynced.hand_over(name, self._unsynced)
         with self._blobs() as folder, source._blobs() as origin, self._explain_write_errors(size):
-            if not _has(name, size, folder):
-                if not _has(name, size, origin):
+            if not has_file(name, size, folder):
+                if not has_file(name, size, origin):
                     raise BlobError(f"{source.path} does not have the blob {digest} of {size} bytes")
                 if not _link_blob(name, origin, folder):
                     with source.open_blob(digest, size) as file:
@@ -187,7 +187,7 @@ class Layout:
             for each in wanted:
                 name = get_hex(each.digest)
                 with self._explain_write_errors(each.size), suppress(BlobError):
-                    if _has(name, each.size, origin) and _link_blob(name, origin, folder):
+                    if has_file(name, each.size, origin) and _link_blob(name, origin, folder):
                         continue
                 left.append(each)
         return left
@@ -388,7 +388,7 @@ class Layout:
             name = hashed.hexdigest()
             if expected not in ("", name):
                 raise BlobError(f"the blob sha256:{expected} does not match its digest")
-            if _has(name, size, folder):
+            if has_file(name, size, folder):
                 self._unsynced.note_existing(name)
             else:
                 self._keep(descriptor, unfinished, name, folder)
@@ -443,7 +443,8 @@ def _link_blob(name: str, origin: int, folder: int) -> bool:
     return True
 
 
-def _has(name: str, size: int, folder: int) -> bool:
+def has_file(name: str, size: int, folder: int) -> bool:
+    """Whether a directory has that plain file, of that size. Raises OSError."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -453,7 +454,7 @@ def _has(name: str, size: int, folder: int) -> bool:
 
 def _is_there(name: str, size: int, folder: int) -> bool:
     with suppress(OSError):
-        return _has(name, size, folder)
+        return has_file(name, size, folder)
     return False
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
@@ -185,7 +186,6 @@ class PodmanRestore:
             )
         layout = found.layout
         with _make_folder(locator.default_store()) as folder:
-            archive = os.path.join(folder, ARCHIVE)
             if found.kind == "image":
                 layer = archive_of(found.root, layout.read_blob)
                 inner = Layout(os.path.join(folder, "layer")).create()
@@ -196,8 +196,7 @@ class PodmanRestore:
                 return self._restore_archive(blob_path(inner, layer.digest))
             whole = kept.load(found.root, layout)
             self._check_here(whole)
-            self.progress.stage("archive")
-            choice = self._write_archive(whole, layout, archive, embed=True)
+            archive, choice = self._build_archive(whole, layout, folder, embed=True)
             return self._run(archive, {}, choice)
 
     def _restore_archive(self, path: str) -> RestoredContainer:
@@ -241,34 +240,30 @@ class PodmanRestore:
                         raise damaged from error
                     raise
 
-    def _build_archive(self, found: ArtifactParts, layout: Layout, folder: str) -> tuple[str, VolumeChoice]:
-        """Make the archive of a checkpoint's records for Podman in a folder, and choose its volumes."""
+    def _build_archive(
+        self, found: ArtifactParts, layout: Layout, folder: str, *, embed: bool = False
+    ) -> tuple[str, VolumeChoice]:
+        """Make Podman's archive of the records, or with `embed` of everything, and choose its volumes."""
         archive = os.path.join(folder, ARCHIVE)
-        self.progress.stage("records")
-        return archive, self._write_archive(found, layout, archive, embed=False)
-
-    def _write_archive(self, found: ArtifactParts, layout: Layout, path: str, *, embed: bool) -> VolumeChoice:
-        """Choose the volumes, and write Podman's archive with them, self-contained with `embed`."""
+        self.progress.stage("archive" if embed else "records")
         inside = volumes.find_in_artifact(found.artifact, layout)
         choice = volumes.choose(inside, ignore=self.request.ignore_volumes)
         give_out(
             found.artifact,
             layout,
-            path,
+            archive,
             config=found.config,
             embed=embed,
             volumes=not choice.ignore,
             progress=self.progress.at,
         )
-        return choice
+        return archive, choice
 
     def _pull_and_restore(self, place: locator.InRegistry) -> tuple[RestoredContainer, str]:
         from gpusnap.operations import pull
 
         store, name = locator.default_store(), store_name(place.reference)
-        pull_from = locator.InRegistry(
-            place.reference, place.plain_http or self.request.plain_http
-        ).repository
+        pull_from = replace(place, plain_http=place.plain_http or self.request.plain_http).repository
         incoming = pull.fetch(
             store,
             place,
@@ -344,16 +339,14 @@ class PodmanRestore:
             def has_begun() -> bool:
                 return shown is not None and shown.read() is not None
 
-            def run(options: Sequence[str]) -> str:
-                return podman_work.restore(
-                    options,
-                    variables,
-                    tick=tick,
-                    say=self.progress.say,
-                    has_begun=has_begun,
-                    restored=restored,
-                )
-
+            run = partial(
+                podman_work.restore,
+                environment=variables,
+                tick=tick,
+                say=self.progress.say,
+                has_begun=has_begun,
+                restored=restored,
+            )
             if ended is not None:
                 in_place.restore(ended, run)
             else:
