@@ -11,15 +11,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from gpusnap.oci.chunks.table import Progress as ChunkProgress
+from gpusnap.oci.base.files import list_names
 from gpusnap.runtime_shim.progress import Board, Record
 from gpusnap.runtime_shim.units import amount
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.copy import TransferProgress
+    from gpusnap.progress_bars import Bar
 
 Tick = Callable[[], None]
 
@@ -48,22 +48,6 @@ _WORTH_SHOWING = 1 << 20  # bytes: smaller amounts are directories and records
 _LOOK = 4  # calls of a tick between two measurements
 
 
-class Line(Protocol):
-    """A display of progress."""
-
-    def stage(self, what: str) -> None:
-        """Begin another stage, of unknown duration."""
-
-    def at(self, done: int, whole: int | None) -> None:
-        """Show that `done` of `whole` bytes are done."""
-
-    def say(self, text: str) -> None:
-        """Print a permanent line."""
-
-    def close(self) -> None:
-        """End the display."""
-
-
 class Lines:
     """The display without a terminal: a line every few seconds."""
 
@@ -74,10 +58,12 @@ class Lines:
         self._began, self._first = 0.0, 0
 
     def stage(self, what: str) -> None:
+        """Begin another stage, of unknown duration."""
         self._what, self._began, self._first = what, 0.0, 0
         self._show("")
 
     def at(self, done: int, whole: int | None) -> None:
+        """Show that `done` of `whole` bytes are done."""
         now = self._clock()
         if not self._began:
             self._began, self._first = now, done
@@ -86,10 +72,11 @@ class Lines:
         self._show(amount(done, whole, speed))
 
     def say(self, text: str) -> None:
+        """Print a permanent line."""
         print(f"gpusnap: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Do nothing."""
+        """End the display."""
 
     def _show(self, how_far: str) -> None:
         now = self._clock()
@@ -98,21 +85,11 @@ class Lines:
             self.say(": ".join(filter(None, [self._what, how_far])))
 
 
-class SilentLine:
-    """The display with --quiet."""
+class SilentLine(Lines):
+    """The display with --quiet: only what is said, such as what is being undone."""
 
-    def stage(self, what: str) -> None:
+    def _show(self, how_far: str) -> None:
         """Show nothing."""
-
-    def at(self, done: int, whole: int | None) -> None:
-        """Show nothing."""
-
-    def say(self, text: str) -> None:
-        """Print the line even so: it says what is being undone."""
-        print(f"gpusnap: {text}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class Progress:
@@ -134,7 +111,7 @@ class Progress:
         """The present stage, and how many bytes of it are done: a change means progress."""
         self.watched = False
         """Whether somebody reads the mark, even if nothing is shown."""
-        self._line: Line = SilentLine() if self.quiet or sys.stderr is None else Lines()
+        self._line: Lines | Bar = SilentLine() if self.quiet or sys.stderr is None else Lines()
         if self.shown:
             # Imported here: it takes 50 ms, and most commands have no terminal.
             from gpusnap.progress_bars import Bar
@@ -144,9 +121,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._line.close()
 
     def stage(self, what: str) -> None:
@@ -166,10 +141,6 @@ class Progress:
     def show_transfer(self, now: TransferProgress) -> None:
         """Show the progress of gpusnap.oci.registry.copy."""
         self.at(now.moved.bytes + now.moved.skipped_bytes, now.all_bytes)
-
-    def chunks(self, now: ChunkProgress) -> None:
-        """Show progress in chunks, or in bytes of an archive."""
-        self.at(now.done, now.total)
 
     def follow(self, board: Board | None, what: str, measure: Callable[[], int]) -> Tick:
         """Return a function to call four times a second; it shows what gpusnap-runtime writes on a board.
@@ -222,23 +193,16 @@ def in_words(what: str, now: Record) -> str:
 
 def watch_growth(folder: str) -> Callable[[], int]:
     """Return a function that returns the bytes of files in folders that are made in `folder` from now on."""
-    before = set(_names(folder))
+    before = set(list_names(folder))
 
     def measure() -> int:
         size = 0
-        for name in _names(folder):
+        for name in list_names(folder):
             if name not in before:
                 size += _size(os.path.join(folder, name))
         return size
 
     return measure
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
 
 
 def _size(path: str) -> int:

@@ -20,7 +20,7 @@ class _Bytes(TextColumn):
 
 
 class Bar:
-    """gpusnap.progress.Line, for one stage at a time."""
+    """The display on a terminal, in place of gpusnap.progress.Lines: a line for one stage at a time."""
 
     def __init__(self) -> None:
         self._bars = Progress(

@@ -16,12 +16,12 @@ import os
 import stat
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpusnap.hooks.documents import HookError, parse, read_file
 from gpusnap.hooks.main import STAGES
+from gpusnap.oci.base.files import replace_below
 from gpusnap.runtime_shim.errors import reason
 
 PROGRAM = "gpusnap-hook"
@@ -161,15 +161,5 @@ def _is_ours(name: str, data: bytes) -> bool:
 def _put(path: str, before: bytes | None, data: bytes) -> Change:
     if before == data:
         return "unchanged", path
-    descriptor, pending = tempfile.mkstemp(prefix=".gpusnap-", dir=os.path.dirname(path))
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o644)
-            file.write(data)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(pending, path)
-    except BaseException:
-        os.unlink(pending)
-        raise
+    replace_below(*os.path.split(path), data, mode=0o644)
     return "written" if before is None else "replaced", path

@@ -6,14 +6,13 @@ A restored container has one only if the runtime runs createRuntime hooks again,
 
 from __future__ import annotations
 
-import contextlib
-import os
 from dataclasses import asdict
 from datetime import UTC, datetime
 
 from gpusnap.hooks.documents import HookError, check_schema, encode, parse, read_file
 from gpusnap.hooks.record_directories import check_id, open_directory
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.files import replace
 from gpusnap.runtime_shim.errors import reason
 
 NAME = "gpus.json"
@@ -81,22 +80,7 @@ def write(record: Record) -> None:
 
 def _write(container: str, data: bytes) -> None:
     with open_directory(container, make=True) as directory:
-        _replace(data, directory)
-
-
-def _replace(data: bytes, directory: int) -> None:
-    pending = f".{NAME}.{os.getpid()}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(pending, dir_fd=directory)
-    try:
-        with os.fdopen(os.open(pending, flags, 0o600, dir_fd=directory), "wb") as file:
-            file.write(data)
-        os.replace(pending, NAME, src_dir_fd=directory, dst_dir_fd=directory)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(pending, dir_fd=directory)
-        raise
+        replace(NAME, data, directory, sync=False)
 
 
 def read(container: str) -> Record | None:

@@ -24,8 +24,6 @@ from gpusnap.user_errors import Damaged
 
 @dataclass(frozen=True, slots=True)
 class ArtifactParts:
-    """The parts of an artifact."""
-
     root: Descriptor
     artifact: Artifact
     config: bytes
@@ -150,7 +148,6 @@ def _is_foreign(store: Store) -> bool:
 
 
 def _is_read_only(error: OciError, store: Store) -> bool:
-    """Return whether an error comes from a store on a read-only file system."""
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.errno == errno.EROFS:
         return True

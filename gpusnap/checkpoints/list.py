@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -108,18 +108,13 @@ def blobs_of(store: Store, root: Descriptor) -> dict[str, int]:
     return {each.digest: each.size for each, _ in walk(root, store.read)}
 
 
-def listing(
-    store: Store, step: Callable[[], object] = lambda: None, *, look_for_blobs: bool = False
-) -> Listing:
+def listing(store: Store, *, look_for_blobs: bool = False) -> Listing:
     """List a store; damaged entries have a row as well. Raises LayoutError for a broken index.
 
-    step: called after each manifest. look_for_blobs: for checkpoints, a blob that is missing or has another
-    size is also a fault; no blob is read.
+    look_for_blobs: for checkpoints, a blob that is missing or has another size is also a fault; no blob is
+    read.
     """
-    found = []
-    for each in list_named(store):
-        found.append((each, _look_below(store, each.root)))
-        step()
+    found = [(each, _look_below(store, each.root)) for each in list_named(store)]
     if look_for_blobs:
         lacking = _find_missing(store, (looked.blobs for _, looked in found if looked.kind == "checkpoint"))
         found = [(each, _with_fault(store, looked, lacking)) for each, looked in found]

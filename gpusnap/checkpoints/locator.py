@@ -31,11 +31,10 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout import reference
 from gpusnap.oci.layout.graph import is_document
 from gpusnap.oci.layout.reference import PLAIN_HTTP, TRANSPORT, Reference
-from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.index import check_name
 from gpusnap.oci.store.referrers import subject_of
 from gpusnap.oci.store.store import Store
-from gpusnap.oci.store.tags import is_later
+from gpusnap.oci.store.tags import Entry, is_later
 from gpusnap.privileges import check_access
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
@@ -147,8 +146,6 @@ class InRegistry:
 
 @dataclass(frozen=True, slots=True)
 class InContainerd:
-    """An image in containerd."""
-
     namespace: str
     name: str
 
@@ -236,7 +233,7 @@ def parse_name_or_digest(word: str) -> str:
             check_name(word)
         except StoreError as error:
             raise UsageError(
-                f"{word[:120]!r} is not a checkpoint: it is {_WHAT}", hint=_hint(), code="GPS-102"
+                f"{word[:120]!r} is not a checkpoint: it is {_WHAT}", hint=_HINT, code="GPS-102"
             ) from error
     return word
 
@@ -332,11 +329,8 @@ def open_store(store: Store, *, write: bool = False) -> Store:
     return store
 
 
+_HINT = "run gpusnap ls, or see gpusnap --help for how to name a checkpoint"
 _WHAT = "neither a file, nor a name in a store or a registry, nor a digest"
-
-
-def _hint() -> str:
-    return "run gpusnap ls, or see gpusnap --help for how to name a checkpoint"
 
 
 def _check_not_containerd(word: str) -> None:

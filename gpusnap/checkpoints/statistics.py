@@ -101,22 +101,6 @@ class New:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessPair:
-    """A process that both have, with different commands."""
-
-    a: GpuProcess
-    b: GpuProcess
-
-
-@dataclass(frozen=True, slots=True)
-class GpuPair:
-    """A GPU that both have."""
-
-    a: GpuRecord
-    b: GpuRecord
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """Two manifests; a checkpoint without one has no chunks, GPUs or GPU processes."""
 
@@ -124,10 +108,10 @@ class Comparison:
     parts: tuple[PartComparison, ...]
     new: New
     processes_same: int
-    processes_changed: tuple[ProcessPair, ...]
+    processes_changed: tuple[tuple[GpuProcess, GpuProcess], ...]
     processes_only_a: tuple[GpuProcess, ...]
     processes_only_b: tuple[GpuProcess, ...]
-    gpus_both: tuple[GpuPair, ...]
+    gpus_both: tuple[tuple[GpuRecord, GpuRecord], ...]
     gpus_only_a: tuple[GpuRecord, ...]
     gpus_only_b: tuple[GpuRecord, ...]
 
@@ -215,7 +199,7 @@ def compare(a: Manifest | None, b: Manifest | None) -> Comparison:
     compared = tuple(_compare_parts(a, b))
     processes_a, processes_b = _processes(a), _processes(b)
     both = [(processes_a[pid], processes_b[pid]) for pid in processes_a if pid in processes_b]
-    different = tuple(ProcessPair(x, y) for x, y in both if (x.name, x.command) != (y.name, y.command))
+    different = tuple((x, y) for x, y in both if (x.name, x.command) != (y.name, y.command))
     gpus_a, gpus_b = _gpus(a), _gpus(b)
     return Comparison(
         total=sum((each.span for each in compared), Span()),
@@ -225,7 +209,7 @@ def compare(a: Manifest | None, b: Manifest | None) -> Comparison:
         processes_changed=different,
         processes_only_a=tuple(p for pid, p in processes_a.items() if pid not in processes_b),
         processes_only_b=tuple(p for pid, p in processes_b.items() if pid not in processes_a),
-        gpus_both=tuple(GpuPair(gpu, gpus_b[uuid]) for uuid, gpu in gpus_a.items() if uuid in gpus_b),
+        gpus_both=tuple((gpu, gpus_b[uuid]) for uuid, gpu in gpus_a.items() if uuid in gpus_b),
         gpus_only_a=tuple(gpu for uuid, gpu in gpus_a.items() if uuid not in gpus_b),
         gpus_only_b=tuple(gpu for uuid, gpu in gpus_b.items() if uuid not in gpus_a),
     )

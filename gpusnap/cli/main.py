@@ -26,7 +26,7 @@ from gpusnap.user_errors import failure
 MODULES = {
     "checkpoint": "gpusnap.cli.commands.checkpoint",
     "completion": "gpusnap.cli.completion",
-    "copy": "gpusnap.cli.commands.copy",
+    "copy": "gpusnap.cli.commands.push_pull",
     "diff": "gpusnap.cli.commands.stores.contents",
     "doctor": "gpusnap.cli.commands.doctor",
     "explain": "gpusnap.cli.commands.explain",
@@ -37,7 +37,7 @@ MODULES = {
     "install": "gpusnap.cli.commands.install",
     "install-hooks": "gpusnap.engines.install.hooks",
     "ls": "gpusnap.cli.commands.ls",
-    "migrate": "gpusnap.cli.moving.migrate",
+    "migrate": "gpusnap.cli.commands.migrate",
     "plan": "gpusnap.cli.commands.host",
     "prune": "gpusnap.cli.commands.prune",
     "ps": "gpusnap.cli.commands.suspending.ps",

@@ -6,23 +6,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gpusnap.cli.json_output import document
 from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
     from gpusnap.checkpoints.formats.containerd_images import ImportedImage
     from gpusnap.oci.registry.copy import TransferTotals
     from gpusnap.operations.push_pull import PushResult
-
-
-def document(moved: TransferTotals) -> dict[str, object]:
-    """For JSON."""
-    return {
-        "blobs": moved.blobs,
-        "bytes": moved.bytes,
-        "skippedBlobs": moved.skipped_blobs,
-        "skippedBytes": moved.skipped_bytes,
-        "mounted": moved.mounted,
-    }
 
 
 def figures(moved: TransferTotals, verb: str = "transferred") -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.engines import podman
@@ -147,7 +146,6 @@ def _describe_leaving(each: OutgoingMigration) -> str:
     return f"{each.name} is being migrated to {each.host}{may}"
 
 
-def as_json(found: Sequence[PendingOperation], names: Names) -> str:
-    """A list of objects with the fields of `PendingOperation`."""
-    documents = [asdict(each) | {"name": each.name or names.name(each.container)} for each in found]
-    return json.dumps(documents, indent=1)
+def documents(found: Sequence[PendingOperation], names: Names) -> list[dict[str, Any]]:
+    """For JSON: the fields of `PendingOperation`."""
+    return [asdict(each) | {"name": each.name or names.name(each.container)} for each in found]

@@ -1,13 +1,9 @@
-"""What the commands of the store print: tables for people, and JSON.
-
-In JSON sizes are bytes, and names are written as in the manifest.
-"""
+"""What the commands of the store print: tables for people, and JSON."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpusnap.checkpoints.damage import VerifyResult
@@ -22,6 +18,7 @@ from gpusnap.checkpoints.statistics import (
     count_zeros,
     parts,
 )
+from gpusnap.cli.json_output import document
 from gpusnap.cli.moved import blobs
 from gpusnap.cli.tables import make_plain, say, table
 from gpusnap.oci.store.gc import Collected
@@ -36,22 +33,6 @@ if TYPE_CHECKING:
 # The digits of a digest in tables; a store takes as many as tell it from the others.
 DIGITS = 12
 _MOST_LINES = 20
-
-
-def document(record: Any) -> dict[str, Any]:
-    """A dataclass for JSON: its fields, named as in the manifest ("only_a" is "onlyA"); so within it."""
-    named: dict[str, Any] = _rename_fields(asdict(record))
-    return named
-
-
-def _rename_fields(value: Any) -> Any:
-    if isinstance(value, dict):
-        # The keys of labels are somebody's own.
-        return {
-            re.sub("_(.)", lambda m: m[1].upper(), key): each if key == "labels" else _rename_fields(each)
-            for key, each in value.items()
-        }
-    return [_rename_fields(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def shorten_digest(digest: str) -> str:
@@ -208,9 +189,9 @@ def _processes(console: Console, found: Comparison) -> None:
     for what, some in (("only A", gone), ("only B", come)):
         for process in some:
             rows.add_row(str(process.pid), what, make_plain(_command(process)))
-    for pair in changed:
-        rows.add_row(str(pair.a.pid), "A", make_plain(_command(pair.a)))
-        rows.add_row("", "B", make_plain(_command(pair.b)))
+    for a, b in changed:
+        rows.add_row(str(a.pid), "A", make_plain(_command(a)))
+        rows.add_row("", "B", make_plain(_command(b)))
     console.print(rows, "")
 
 
@@ -222,10 +203,10 @@ def _gpus(console: Console, found: Comparison) -> None:
     for what, some in (("only A", found.gpus_only_a), ("only B", found.gpus_only_b)):
         for gpu in some:
             say(console, f"GPU {gpu.uuid}, {gpu.model}: {what}, {human(gpu.memory_used)} used")
-    for pair in found.gpus_both:
-        if pair.a.memory_used != pair.b.memory_used:
-            used = f"A {human(pair.a.memory_used)}, B {human(pair.b.memory_used)} used"
-            say(console, f"GPU {pair.a.uuid}, {pair.a.model}: {used}")
+    for a, b in found.gpus_both:
+        if a.memory_used != b.memory_used:
+            used = f"A {human(a.memory_used)}, B {human(b.memory_used)} used"
+            say(console, f"GPU {a.uuid}, {a.model}: {used}")
 
 
 def _files(console: Console, what: str, found: records.Difference) -> None:
@@ -268,16 +249,16 @@ def difference_document(
         "processes": {
             "same": found.processes_same,
             "changed": [
-                {"pid": pair.a.pid, "a": list(pair.a.command), "b": list(pair.b.command)}
-                for pair in found.processes_changed
+                {"pid": one.pid, "a": list(one.command), "b": list(other.command)}
+                for one, other in found.processes_changed
             ],
             "onlyA": processes(found.processes_only_a),
             "onlyB": processes(found.processes_only_b),
         },
         "gpus": {
             "both": [
-                {"uuid": pair.a.uuid, "memoryUsedA": pair.a.memory_used, "memoryUsedB": pair.b.memory_used}
-                for pair in found.gpus_both
+                {"uuid": one.uuid, "memoryUsedA": one.memory_used, "memoryUsedB": other.memory_used}
+                for one, other in found.gpus_both
             ],
             "onlyA": [{"uuid": gpu.uuid, "memoryUsed": gpu.memory_used} for gpu in found.gpus_only_a],
             "onlyB": [{"uuid": gpu.uuid, "memoryUsed": gpu.memory_used} for gpu in found.gpus_only_b],
@@ -285,10 +266,7 @@ def difference_document(
         "files": {
             what: {
                 "same": each.same,
-                "changed": [
-                    {"name": change.name, "a": document(change.a), "b": document(change.b)}
-                    for change in each.changed
-                ],
+                "changed": [document(change) for change in each.changed],
                 "onlyA": [{"name": name, **document(file)} for name, file in each.only_a],
                 "onlyB": [{"name": name, **document(file)} for name, file in each.only_b],
             }

@@ -161,7 +161,6 @@ def print_timeline(console: Console, steps: tuple[Step, ...]) -> None:
 
 
 def print_inventory(console: Console, host: Host) -> None:
-    """The GPUs of a host."""
     console.print(f"driver {host.driver_version} (CUDA {host.cuda_version})\n", highlight=False)
     rows = table("GPUs", "UUID", "minor", "model", "memory", "used", "notes")
     for gpu in host.gpus:

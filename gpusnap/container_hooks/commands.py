@@ -36,6 +36,7 @@ from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime import container as containers
 
+_PODMAN = "podman"
 _TIMEOUT = 30.0
 # In the environment of the command and of all that it starts.
 _MARK = "GPUSNAP_HOOK"
@@ -100,6 +101,18 @@ def undo(found: podman.Container, pair: Pair, progress: Progress) -> None:
 
 
 @contextmanager
+def _run_before_and_undo(found: podman.Container, pair: Pair, progress: Progress) -> Iterator[bool]:
+    """Run the command before, and the one after if the block fails; yield whether there is one before."""
+    ran = run_before(found, pair, progress)
+    try:
+        yield ran
+    except BaseException:
+        if ran:
+            undo(found, pair, progress)
+        raise
+
+
+@contextmanager
 def run_around_checkpoint(
     found: podman.Container, progress: Progress, *, leave_running: bool
 ) -> Iterator[None]:
@@ -107,15 +120,43 @@ def run_around_checkpoint(
 
     Raises like `run_before`, and ContainerError if the one after fails in a container that was left running.
     """
-    ran = run_before(found, CHECKPOINT, progress)
-    try:
+    with _run_before_and_undo(found, CHECKPOINT, progress) as ran:
         yield
-    except BaseException:
-        if ran:
-            undo(found, CHECKPOINT, progress)
-        raise
     if ran and leave_running:
         run_after(found, CHECKPOINT, progress, done="the checkpoint is complete")
+
+
+@contextmanager
+def run_around_suspend(engine: str, asked: podman.Inspection) -> Iterator[None]:
+    """Run the command before a suspend, and the one after a resume only if the block fails and it runs.
+
+    `asked`: Podman's description of a container of its own. Raises like `run_before`.
+    """
+    if engine != _PODMAN:
+        yield
+        return
+    with _run_before_and_undo(asked.container(), SUSPEND, Progress(shown=False)):
+        yield
+
+
+def run_after_resume(engine: str, container_id: str, asked: podman.Inspection | None = None) -> None:
+    """Run the command after a resume, in the resumed container. Raises SettingsError, ContainerError.
+
+    `asked`: Podman's description, if it was requested by a name or an ID of this container. A container keeps
+    its labels.
+    """
+    if engine == _PODMAN:
+        found = _get_container(container_id, asked)
+        run_after(found, SUSPEND, Progress(shown=False), done=f"{found.name} is resumed")
+
+
+def _get_container(container_id: str, asked: podman.Inspection | None) -> podman.Container:
+    if asked is not None:
+        with suppress(GpusnapError):
+            found = asked.container()
+            if found.id == container_id and found.init:
+                return found
+    return podman.inspect_container(container_id)
 
 
 def _run(found: podman.Container, event: str, progress: Progress) -> None:
@@ -140,7 +181,6 @@ def _run(found: podman.Container, event: str, progress: Progress) -> None:
 
 
 def _kill_rest(found: podman.Container, mark: str) -> None:
-    """Kill the remaining processes of the command."""
     with suppress(GpusnapError):
         for each in containers.processes(found.init, found.id):
             if proc.environment(each.pid).get(_MARK) == mark and proc.is_same(each.pid, each.start):

@@ -15,9 +15,8 @@ from gpusnap.doctor.container_checks import (
     gpu_use,
     kubernetes,
     mounts,
-    podman_options,
+    podman,
     sockets,
-    volumes,
 )
 from gpusnap.doctor.container_checks.files import OpenFile
 from gpusnap.doctor.container_checks.gpu_use import Use
@@ -117,8 +116,8 @@ def _list_criu_checks(of: Subject, opened: tuple[OpenFile, ...], used: Use) -> I
     yield "mounts", lambda: mounts.check(proc.mounts(container.pid), of.config, _drivers(of))
     sizes = volume_sizes(of.volumes)
     if of.engine == "Podman":
-        yield "volumes", lambda: volumes.check(sizes)
-        yield "Podman's options", lambda: podman_options.check(of.unrestored)
+        yield "volumes", lambda: podman.check_volumes(sizes)
+        yield "Podman's options", lambda: podman.check_options(of.unrestored)
     yield "duration", lambda: _duration(of, used, sum(sizes.values()))
 
 

@@ -10,6 +10,7 @@ from gpusnap.doctor.base import free_space
 from gpusnap.doctor.base.check import Ask, Check, run_checks
 from gpusnap.doctor.base.sources import program
 from gpusnap.doctor.host_checks import cdi, criu, engines, gpus, kernel, site
+from gpusnap.oci.registry.credentials import list_files
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_drivers
 from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
@@ -22,6 +23,7 @@ from gpusnap.runtime_shim.settings import Settings
 def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE) -> tuple[Check, ...]:
     """Check whether checkpointing works here; `runtime` replaces that in the settings."""
     chosen, said = site.check_settings(settings)
+    auths = [path for path, _ in list_files()]
     wanted, version = runtime or chosen.runtime, criu_version()
     asked_drivers = [gpus.check_driver(each) for each in find_drivers()] or [gpus.check_driver(None)]
     hosts = {host.vendor: host for host, _ in asked_drivers if host is not None}
@@ -57,7 +59,7 @@ def checks(*, runtime: str = "", root: str = "/", settings: str = SETTINGS_FILE)
             ("huge pages", lambda: kernel.check_huge_pages(root)),
             *_list_space_checks(every, chosen, root),
             ("settings", lambda: (said,)),
-            ("registries", lambda: site.check_registries(chosen.store.pull_from, site.auth_files(), root)),
+            ("registries", lambda: site.check_registries(chosen.store.pull_from, auths, root)),
         )
     )
 
@@ -84,8 +86,5 @@ def _list_space_checks(own: tuple[Gpu, ...], chosen: Settings, root: str) -> Ite
         yield "disk, containerd", lambda: free_space.check_unpacking(own, root, folder)
     yield "RAM", lambda: free_space.check_memory(own, root)
     if own:
-        yield "Podman's limit", lambda: _limit(own, free_space.graph_root(root))
-
-
-def _limit(own: tuple[Gpu, ...], folder: str) -> Iterator[Check]:
-    return free_space.check_podmans_limit(own, free_space.speed(folder), folder)
+        layers = free_space.graph_root(root)
+        yield "Podman's limit", lambda: free_space.check_podmans_limit(own, free_space.speed(layers), layers)

@@ -59,7 +59,7 @@ class Versions:
         yield from self.drivers
 
 
-def versions(*, find: Find = program, run: Run = ask) -> Versions:
+def versions() -> Versions:
     """Ask each for its version, with a deadline for each program. Raises nothing."""
     system = os.uname()
     return Versions(
@@ -67,18 +67,18 @@ def versions(*, find: Find = program, run: Run = ask) -> Versions:
         python=Part("Python", platform.python_version(), sys.executable),
         kernel=Part(system.sysname, system.release, note=system.machine),
         runtimes=tuple(_runtimes()),
-        criu=_program("CRIU", "criu", find, run),
+        criu=_program("CRIU", "criu"),
         pycriu=_pycriu(),
-        podman=_program("Podman", "podman", find, run),
+        podman=_program("Podman", "podman"),
         drivers=tuple(_drivers()),
     )
 
 
-def _program(name: str, word: str, find: Find, run: Run) -> Part:
-    path = find(word)
+def _program(name: str, word: str) -> Part:
+    path = program(word)
     if path is None:
         return Part(name, fault="not found")
-    done = run([path, "--version"])
+    done = ask([path, "--version"])
     # A development version of CRIU prints its commit on a second line.
     found = numbers_in(done.out) if done is not None and done.code == 0 else ()
     if not found:

@@ -282,7 +282,6 @@ def _close(pipe: IO[bytes]) -> None:
 
 
 def _read_last_line(err: IO[bytes]) -> str:
-    """Return the last line of ctr's stderr."""
     err.seek(max(0, err.seek(0, os.SEEK_END) - _LONGEST))
     lines = [line.strip() for line in err.read().decode(errors="replace").splitlines() if line.strip()]
     return lines[-1].removeprefix("ctr: ") if lines else "it reported no reason"

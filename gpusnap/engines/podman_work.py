@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
-from gpusnap.engines.podman import Container, clean_up
+from gpusnap.engines.podman import Container
 from gpusnap.engines.podman_command import RUNTIME, find_runtime_error, finish, sentence, start
 from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.base.patterns import compile_later
@@ -60,7 +60,6 @@ def checkpoint(
 
 
 def restore(
-    archive: str,
     options: Sequence[str],
     environment: Mapping[str, str],
     *,
@@ -69,29 +68,14 @@ def restore(
     has_begun: Callable[[], bool] = lambda: False,
     restored: Callable[[str], None] = lambda container: None,
 ) -> str:
-    """Create a container from an archive with Podman and run it; return its ID.
+    """Restore a container with Podman and run it; return its ID.
 
-    `has_begun`: whether the runtime has begun. If it has, and has ended, a signal comes too late: Podman
-    only records the result. `restored` gets the ID as soon as the container runs; no signal raises before
-    that. Other parameters and errors as in `checkpoint`.
+    `options`: of podman container restore: --import and an archive, or the ID of a container that a
+    checkpoint ended, and others. `has_begun`: whether the runtime has begun. If it has, and has ended, a
+    signal comes too late: Podman only records the result. `restored` gets the ID as soon as the container
+    runs; no signal raises before that. Other parameters and errors as in `checkpoint`.
     """
-    words = ("container", "restore", "--import", archive, *options)
-    return _work(words, environment, tick, has_begun, say=say, done=restored)[0]
-
-
-def restore_in_place(
-    of: Container,
-    options: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    tick: Callable[[], None] = lambda: None,
-    say: Callable[[str], None] = lambda text: None,
-    has_begun: Callable[[], bool] = lambda: False,
-    restored: Callable[[str], None] = lambda container: None,
-) -> str:
-    """Restore a container that a checkpoint ended from Podman's storage; return its ID. Raises likewise."""
-    clean_up(of)
-    words = ("container", "restore", *options, of.id)
+    words = ("container", "restore", *options)
     return _work(words, environment, tick, has_begun, say=say, done=restored)[0]
 
 
@@ -171,13 +155,11 @@ class _Relay:
         self._mark, self._podman, self._is_over = mark, 0, is_over
 
     def to(self, podman: int) -> None:
-        """Set the PID of Podman."""
         self._podman = podman
         for number in list(self.came):
             self._send(number)
 
     def pass_on(self, number: int, _frame: object) -> None:
-        """Handle a signal."""
         note_signal(number)
         self.came.append(number)
         if self._podman:
@@ -205,7 +187,6 @@ def _decide_signal(command: str, relay: _Relay) -> str:
 
 @contextmanager
 def _pass_signals_on(mark: str, is_over: Callable[[], bool]) -> Iterator[_Relay]:
-    """Pass signals on while the block runs."""
     relay = _Relay(mark, is_over)
     with handle_signals(relay.pass_on):
         yield relay

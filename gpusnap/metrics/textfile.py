@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
+from gpusnap.engines.install.files import put_file
 from gpusnap.oci.base.files import is_folder, read_below
 from gpusnap.oci.base.locks import lock_exclusively
 from gpusnap.oci.base.patterns import compile_later
@@ -104,23 +105,8 @@ def update_values(folder: str) -> Iterator[Values]:
     with lock_exclusively(os.path.join(folder, _LOCK), patience=_PATIENCE, what="the metrics"):
         values = Values(_read(folder))
         yield values
-        _replace(folder, values.text().encode())
-
-
-def _replace(folder: str, data: bytes) -> None:
-    """Replace the file atomically, readable for node_exporter, which runs as another user."""
-    new = os.path.join(folder, f".{NAME}.new")
-    with suppress(FileNotFoundError):  # a remainder of a writer that was killed
-        os.unlink(new)
-    try:
-        with open(new, "xb") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(data)
-        os.rename(new, os.path.join(folder, NAME))
-    except BaseException:
-        if os.path.lexists(new):
-            os.unlink(new)
-        raise
+        # node_exporter, which reads it, runs as another user.
+        put_file(os.path.join(folder, NAME), values.text().encode(), 0o644, sync=False)
 
 
 def _read(folder: str) -> dict[Series, float]:

@@ -30,7 +30,6 @@ class Remote:
         self._broken = False
 
     def resolve(self, wanted: str) -> Descriptor:
-        """Return the manifest."""
         assert wanted == self._root.digest
         return self._root
 

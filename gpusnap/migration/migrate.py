@@ -181,7 +181,6 @@ class _Move:
         )
 
     def go(self) -> None:
-        """Do everything else."""
         try:
             if self._parameters.ahead:
                 self._ahead.write()

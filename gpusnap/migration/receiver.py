@@ -36,6 +36,7 @@ from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Refused, make_unforeseen
 from gpusnap.runtime_shim.gpu import find_drivers
+from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.assignment import Plan, plan_assignment
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.snapshot.devices.choose import choose, gpu_request
@@ -282,14 +283,7 @@ def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rough_plan(gpus: list[GpuRecord], frame: Mapping[str, Any]) -> Plan:
     """Plan by what the container uses now."""
-    vendor = str(frame["vendor"])
-    driver = next((each for each in find_drivers() if each.vendor == vendor), None)
-    if driver is None:
-        raise Refused(
-            f"that host has no driver for {vendor} GPUs",
-            hint="migrate to a host with such GPUs",
-            code="GPS-401",
-        )
+    driver = _find_driver(str(frame["vendor"]))
     request = gpu_request(str(frame["gpuMap"]) or None)
     others: Mapping[str, int] = {}
     with suppress(GpusnapError):
@@ -303,15 +297,20 @@ def _exact_plan(digest: str, gpu_map: str) -> Plan | None:
         record = found.record
     if record is None:
         return None
-    driver = next((each for each in find_drivers() if each.vendor == record.host.vendor), None)
+    driver = _find_driver(record.host.vendor)
+    settings = settings_file.load()
+    return choose(record, driver.host(), gpu_request(gpu_map or None), settings.gpu_map, read_reserved())
+
+
+def _find_driver(vendor: str) -> Driver:
+    driver = next((each for each in find_drivers() if each.vendor == vendor), None)
     if driver is None:
         raise Refused(
-            f"that host has no driver for {record.host.vendor} GPUs",
+            f"that host has no driver for {vendor} GPUs",
             hint="migrate to a host with such GPUs",
             code="GPS-401",
         )
-    settings = settings_file.load()
-    return choose(record, driver.host(), gpu_request(gpu_map or None), settings.gpu_map, read_reserved())
+    return driver
 
 
 def _make_plan_frame(chosen: Plan | None) -> dict[str, Any]:
@@ -327,5 +326,4 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def new_id() -> str:
-    """Return an ID for a migration."""
     return secrets.token_hex(16)

@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from gpusnap.checkpoints import locator, migrations
@@ -65,15 +65,9 @@ class Record:
 
     def write(self) -> None:
         """Write it to disk. Raises GpusnapError."""
-        value = {
-            "state": self.state,
-            "name": self.name,
-            "before": self.before,
-            "container": self.container,
-            "ahead": self.ahead,
-            **migrations.owner(),
-        }
-        migrations.write(_path(self.id), value)
+        value = asdict(self)
+        del value["id"], value["at_work"]
+        migrations.write(_path(self.id), value | migrations.owner())
 
 
 def begin(record: Record) -> None:
@@ -111,7 +105,9 @@ def forget(migration: str) -> None:
 
 def list_records() -> tuple[Record, ...]:
     """Return the migrations to this host that have not ended. Raises GpusnapError."""
-    read = ((name.removesuffix(_ENDING), _read(name.removesuffix(_ENDING))) for name in _names())
+    read = (
+        (name.removesuffix(_ENDING), _read(name.removesuffix(_ENDING))) for name in migrations.names(_NAME)
+    )
     return tuple(
         _record(key, found)
         for key, found in read
@@ -213,10 +209,6 @@ def _path(migration: str) -> str:
     return os.path.join(migrations.FOLDER, migration + _ENDING)
 
 
-def _names() -> Iterator[str]:
-    return migrations.names(_NAME)
-
-
 def _read(migration: str) -> Mapping[str, Any] | None:
     try:
         found = state_files.read(_path(migration), limit=_LIMIT)
@@ -246,7 +238,7 @@ def _remove(migration: str) -> None:
 
 def _sweep() -> None:
     """Remove the marks for requests that cannot be on their way any more."""
-    for name in _names():
+    for name in migrations.names(_NAME):
         path = os.path.join(migrations.FOLDER, name)
         with suppress(GpusnapError, OSError):
             found = _read(name.removesuffix(_ENDING)) or {}

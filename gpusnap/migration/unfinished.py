@@ -6,7 +6,9 @@ remains are removed first, and the note last: if the process is killed in betwee
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.checkpoints.names import container_name
@@ -44,18 +46,20 @@ def read_route(written: tuple[str, ...]) -> Route:
 
 def ask(leaving: OutgoingMigration) -> str:
     """Ask the other host about a container: confirmed or undone. Raises GpusnapError."""
-    route = read_route(leaving.route)
-    with connect(route) as channel, channel.keep_alive():
-        channel.send({"ask": "settle", "migration": leaving.id})
-        return str(check_answer(channel.receive(), str(route.to))["state"])
+    return str(_ask(leaving, "settle")["state"])
 
 
 def tell_settled(leaving: OutgoingMigration) -> None:
     """Tell the other host to forget it; if that fails, it keeps its record."""
+    with suppress(GpusnapError):
+        _ask(leaving, "forget")
+
+
+def _ask(leaving: OutgoingMigration, what: str) -> Mapping[str, Any]:
     route = read_route(leaving.route)
-    with suppress(GpusnapError), connect(route) as channel, channel.keep_alive():
-        channel.send({"ask": "forget", "migration": leaving.id})
-        check_answer(channel.receive(), str(route.to))
+    with connect(route) as channel, channel.keep_alive():
+        channel.send({"ask": what, "migration": leaving.id})
+        return check_answer(channel.receive(), str(route.to))
 
 
 def clear(leaving: OutgoingMigration) -> None:

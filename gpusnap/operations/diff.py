@@ -11,8 +11,8 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, TypeAlias
 
+from gpusnap.checkpoints import volumes
 from gpusnap.checkpoints.formats.entries import entries
-from gpusnap.checkpoints.volumes import records as volumes
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import open_named
 from gpusnap.oci.layout.documents import Descriptor

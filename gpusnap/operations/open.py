@@ -214,7 +214,7 @@ def _make_temporary(stack: ExitStack) -> Layout:
 
 def _in_registry(word: str, place: InRegistry, stack: ExitStack, *, plain_http: bool) -> Checkpoint:
     repository = stack.enter_context(open_repository(place, plain_http=plain_http))
-    wanted = place.reference.digest or place.reference.tag or "latest"
+    wanted = place.reference.wanted
     root, read = manifests(repository, wanted)
     layout = _make_temporary(stack)
     try:

@@ -9,17 +9,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
-from gpusnap.checkpoints import locator
+from gpusnap.checkpoints import locator, volumes
 from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats.entries import entries
-from gpusnap.checkpoints.volumes import records as volumes
 from gpusnap.oci.base.errors import BlobError, DiskFull, NotACheckpoint, OciError, StagingBusy
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.oci.layout.reference import Reference
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.disk_space import check_copy
@@ -29,9 +27,6 @@ from gpusnap.progress import Progress
 if TYPE_CHECKING:
     from gpusnap.oci.registry.copy import TransferTotals
     from gpusnap.oci.registry.repository import Repository
-
-LATEST = "latest"
-"""The tag of a reference without one."""
 
 # Seconds between checks of a staging directory that another process uses.
 _EVERY = 0.2
@@ -74,33 +69,20 @@ def fetch(
         progress.stage(f"pull of {what.reference}")
         if repository.reference.name != what.reference.name:  # a mirror, which a restore does not use
             leave = 0
-        root = repository.resolve(_describe_wanted(what.reference))
+        root = repository.resolve(what.reference.wanted)
         name = f"pull-{get_hex(root.digest)[:32]}"
         with _explain_whole_amount(store, repository, root, what):
             store.create()
             staging = stack.enter_context(open_staging(store, name, f"pull of {what.reference}", progress))
             early = transfer.pull(
-                repository, root.digest, staging.layout, have=have(staging), wanted=_is_config
-            )[1]
-        found = kept.load(root, staging.layout)
-        check(found)
-        if look is not None and found.artifact.is_image:
-            records = found.artifact.records
-            of_records = transfer.pull(
                 repository,
                 root.digest,
                 staging.layout,
                 have=have(staging),
-                wanted=lambda one: records is not None and one.digest == records.digest,
-                progress=progress.show_transfer,
+                wanted=lambda one: one.media_type == artifact.CONFIG,
             )[1]
-            early = transfer.add(early, of_records)
-            look(found, staging.layout)
-        of_memory = descriptors(found.tables)
-        away = {each.digest: each.size for each in _list_away(of_memory, staging, store)}  # not of volumes
-
-        lacking = staging.layout.list_missing(each for each in found.parts if wanted(each))
-        check_copy(lacking, store.path, there=store.layout, what=f"the pull of {what.reference}")
+        found = kept.load(root, staging.layout)
+        check(found)
 
         def pull_blobs(which: Callable[[Descriptor], bool]) -> TransferTotals:
             return transfer.pull(
@@ -111,6 +93,17 @@ def fetch(
                 wanted=which,
                 progress=progress.show_transfer,
             )[1]
+
+        if look is not None and found.artifact.is_image:
+            records = found.artifact.records
+            of_records = pull_blobs(lambda one: records is not None and one.digest == records.digest)
+            early = transfer.add(early, of_records)
+            look(found, staging.layout)
+        of_memory = descriptors(found.tables)
+        away = {each.digest: each.size for each in _list_away(of_memory, staging, store)}  # not of volumes
+
+        lacking = staging.layout.list_missing(each for each in found.parts if wanted(each))
+        check_copy(lacking, store.path, there=store.layout, what=f"the pull of {what.reference}")
 
         if not leave:
             moved = pull_blobs(wanted)
@@ -248,10 +241,6 @@ def _staging(store: Store, name: str, what: str, progress: Progress) -> Staging:
         return staging
 
 
-def _describe_wanted(of: Reference) -> str:
-    return of.digest or of.tag or LATEST
-
-
 def have(staging: Staging, *, read: bool = True) -> Callable[[Descriptor], bool]:
     """Return a function that says which blobs the store has, and with `read`, has undamaged.
 
@@ -281,7 +270,3 @@ def _list_volume_chunks(found: ArtifactParts, layout: Layout) -> set[str]:
     with layout.open_blob(records.digest, records.size) as file:
         where = f"the records {records.digest}"
         return set(volumes.chunks(entries(file, where=where), layers, where))
-
-
-def _is_config(one: Descriptor) -> bool:
-    return one.media_type == artifact.CONFIG

@@ -12,7 +12,9 @@ from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats import containerd_images as images
+from gpusnap.checkpoints.formats import podman
 from gpusnap.checkpoints.formats.annotations import annotations_of
+from gpusnap.checkpoints.formats.containerd_writer import origin
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.layout_archive import InLayout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP
@@ -30,8 +32,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Compression
 from gpusnap.operations.disk_space import check_archive
 from gpusnap.operations.open import load_manifest, open_repository
-from gpusnap.operations.podman_archive import write_archive
-from gpusnap.operations.pull import LATEST, Referrers, fetch
+from gpusnap.operations.pull import Referrers, fetch
 from gpusnap.operations.sources import Local, layout_of, open_local
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
@@ -105,7 +106,7 @@ def push(
             found.check_podman()
             archive = os.path.join(staging.path, ARCHIVE)
             progress.stage("archive")
-            write_archive(found, layout, archive, progress=progress)
+            podman.give_out(found.artifact, layout, archive, config=found.config, progress=progress.at)
             annotations = dict(found.artifact.annotations)
         else:
             assert isinstance(what, locator.InFile)
@@ -157,14 +158,35 @@ def pull(
     with convert_errors():
         call_it = store_name(what.reference)
         name = check_name(name) if name else call_it
-        target = _PullTarget(file, call_it, to)
-        look = target.look if file or isinstance(to, locator.InContainerd) else None
         referrers = Referrers()
+
+        def check(found: ArtifactParts) -> None:
+            """Check by the manifest, before all has arrived."""
+            if isinstance(to, locator.InContainerd):
+                found.check_containerd()
+                images.check_target(to)
+            elif file:
+                found.check_whole()
+            if file and found.artifact.is_image:
+                images.check_file(file)
+
+        def look(found: ArtifactParts, layout: Layout) -> None:
+            """Check by the beginning of the records."""
+            # A large manifest of the base image is a blob of its own: if that has not arrived, it is checked
+            # later.
+            with suppress(BlobError):
+                of = origin(found, layout)
+                if file:
+                    # Not a name of the maker's choice, as an import replaces images.
+                    images.check_names(of, call_it)
+                if isinstance(to, locator.InContainerd):
+                    images.check_base(of, to)
+
         incoming = fetch(
             store,
             what,
-            check=target.check,
-            look=look,
+            check=check,
+            look=look if file or isinstance(to, locator.InContainerd) else None,
             after=referrers if isinstance(to, locator.InStore) or not (file or to) else None,
             plain_http=plain_http,
             progress=progress,
@@ -194,36 +216,6 @@ def _name_in_errors(what: locator.InRegistry) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class _PullTarget:
-    """The destination of a pull; checks that it can take the checkpoint before all of it has arrived."""
-
-    file: str
-    name: str
-    """The image's name in a file for containerd; not the maker's choice, as an import replaces images."""
-    to: locator.InStore | locator.InContainerd | None
-
-    def check(self, found: ArtifactParts) -> None:
-        """Check by the manifest. Raises GpusnapError."""
-        if isinstance(self.to, locator.InContainerd):
-            found.check_containerd()
-            images.check_target(self.to)
-        elif self.file:
-            found.check_whole()
-        if self.file and found.artifact.is_image:
-            images.check_file(self.file)
-
-    def look(self, found: ArtifactParts, layout: Layout) -> None:
-        """Check by the beginning of the records. Raises GpusnapError, OciError."""
-        # A large manifest of the base image is a blob of its own: if that has not arrived, it is checked
-        # later.
-        with suppress(BlobError):
-            if self.file:
-                images.check_names(found, layout, self.name)
-            if isinstance(self.to, locator.InContainerd):
-                images.check_base(found, layout, self.to)
-
-
 def check_free(path: str) -> None:
     """Raise GpusnapError if the name for an archive is in use."""
     if os.path.lexists(path):
@@ -246,7 +238,9 @@ def write_file(
     check_archive(found.parts, path)
     if found.artifact.is_image:
         return images.write(found, layout, path, name, progress)
-    write_archive(found, layout, path, compress=compress, progress=progress)
+    podman.give_out(
+        found.artifact, layout, path, config=found.config, compress=compress, progress=progress.at
+    )
     return None
 
 
@@ -267,7 +261,7 @@ def send(
     from gpusnap.oci.registry import referrers
 
     root, layout = source.root, source.layout
-    tag = "" if to.reference.digest else to.reference.tag or LATEST
+    tag = "" if to.reference.digest else to.reference.tag or reference.LATEST
     if to.reference.digest not in ("", root.digest):
         raise UsageError(
             f"{to.reference} names another digest than the checkpoint's, {root.digest}",

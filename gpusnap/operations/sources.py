@@ -16,7 +16,7 @@ from gpusnap.checkpoints.formats.containerd import Source
 from gpusnap.checkpoints.formats.containerd_archive import Archive
 from gpusnap.checkpoints.formats.layout_archive import InLayout, opened_layout
 from gpusnap.checkpoints.labels import as_annotations
-from gpusnap.checkpoints.volumes.records import Volume
+from gpusnap.checkpoints.volumes import Volume
 from gpusnap.engines.ctr import InContainerd
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
@@ -123,7 +123,7 @@ def take_in(
         with Archive(archive) as source:
             return take_in_image(staging, source, progress), ()
     taken = convert.take_in(
-        archive, staging.layout, known=staging.take, written=written, progress=progress.chunks
+        archive, staging.layout, known=staging.take, written=written, progress=progress.at
     )
     take_chunks(staging, taken.chunks)
     notes = {**taken.annotations, **as_annotations(labels or {})}
@@ -133,6 +133,6 @@ def take_in(
 
 def take_in_image(staging: Staging, source: Source, progress: Progress) -> Descriptor:
     """Do the same with an image of containerd's."""
-    parts = containerd_reader.take_in(source, staging.layout, known=staging.take, progress=progress.chunks)
+    parts = containerd_reader.take_in(source, staging.layout, known=staging.take, progress=progress.at)
     take_chunks(staging, parts.chunks)
     return artifact.write(staging.layout, parts)

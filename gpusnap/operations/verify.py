@@ -211,7 +211,7 @@ def _check_images(root: Descriptor, layout: Layout) -> tuple[Fault, ...]:
 def _in_registry(
     word: str, repository: Repository, place: InRegistry, deep: bool, progress: Progress
 ) -> VerifyResult:
-    root, read = manifests(repository, place.reference.digest or place.reference.tag or "latest")
+    root, read = manifests(repository, place.reference.wanted)
     faults: list[Fault] = []
     blobs: dict[str, Descriptor] = {}
 

@@ -17,9 +17,9 @@ from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
 from gpusnap.doctor.base.check import Check
 from gpusnap.doctor.base.sources import ask, text
-from gpusnap.doctor.host_checks.site import auth_files
 from gpusnap.doctor.versions import versions
 from gpusnap.engines import podman
+from gpusnap.oci.registry.credentials import list_files
 from gpusnap.oci.store.tags import by_age
 from gpusnap.report.mask import known_secrets, mask
 from gpusnap.runtime_shim.errors import GpusnapError, printable, reason
@@ -61,7 +61,7 @@ def report(what: InStore | None, *, container: str = "", without: str = "") -> s
     lines = [f"gpusnap report, {now}", "Review it before you share it.", ""]
     for title, lines_of in parts:
         lines += [f"== {title} ==", *_collect_lines(lines_of), ""]
-    secrets = known_secrets(auth_files=auth_files())
+    secrets = known_secrets(auth_files=(path for path, _ in list_files()))
     # Cut afterwards: half a secret would not be recognised.
     masked = mask("\n".join(lines), secrets).split("\n")
     return "\n".join(printable(line[:_WIDEST]) for line in masked) + "\n"

@@ -20,8 +20,6 @@ from datetime import UTC, datetime, timedelta
 from gpusnap.checkpoints.list import Row, listing
 from gpusnap.checkpoints.names import container_name, is_time
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import NotThere
-from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import moment
 from gpusnap.retention.rules import Candidate, Rules, decide
@@ -29,6 +27,8 @@ from gpusnap.retention.rules import Candidate, Rules, decide
 # Possible difference between the clocks of hosts.
 _CLOCKS = timedelta(hours=1)
 _NOT_WHOLE = "not whole"
+
+_IN_USE = ("in use",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,9 @@ def prune(
     verdicts = plan_prune(_rows(store), rules, names)
     if dry_run:
         held = store.list_held()
-        return tuple(_in_use(each) if each.goes and each.digest in held else each for each in verdicts)
+        return tuple(
+            replace(each, reasons=_IN_USE) if each.goes and each.digest in held else each for each in verdicts
+        )
     return tuple(_remove_checkpoint(store, each) if each.goes else each for each in verdicts)
 
 
@@ -160,12 +162,6 @@ def _explain_protected(row: Row, patterns: Sequence[str]) -> tuple[str, ...]:
 def _remove_checkpoint(store: Store, verdict: Verdict) -> Verdict:
     """Remove it and its referrers from the index, unless somebody reads it or has named it meanwhile."""
     if not store.remove_unused(verdict.digest, verdict.names):
-        return _in_use(verdict)
-    for each in list_referring([entry.descriptor for entry in store.entries()], store.read, verdict.digest):
-        with suppress(NotThere):
-            store.remove(each.digest)
+        return replace(verdict, reasons=_IN_USE)
+    store.remove_referrers(verdict.digest)
     return verdict
-
-
-def _in_use(verdict: Verdict) -> Verdict:
-    return replace(verdict, reasons=("in use",))

@@ -59,6 +59,14 @@ def is_folder(path: str) -> bool:
     return mode is not None and stat.S_ISDIR(mode)
 
 
+def list_names(folder: str) -> list[str]:
+    """Return the names in a directory; none if it cannot be read."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
 def no_file(status: os.stat_result) -> str:
     """Return the type, such as "a FIFO", if it is neither a file nor a directory; "" for those.
 
@@ -99,6 +107,16 @@ def open_folder(*names: str) -> int:
             os.close(descriptor)
         descriptor = inner
     return descriptor
+
+
+@contextmanager
+def open_nested_folder(*names: str) -> Iterator[int]:
+    """Like `open_folder`, for the `with` block. Raises OSError."""
+    folder = open_folder(*names)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def open_regular(name: str, folder: int) -> tuple[io.FileIO, int]:
@@ -234,12 +252,13 @@ def _rename_new(unfinished: str, name: str, folder: int) -> None:
         raise OSError(number, os.strerror(number), name)
 
 
-def replace(name: str, data: bytes, folder: int, *, sync: bool = True) -> None:
-    """Write a file with that content and mode 0600; replace a file, or a link, of that name.
+def replace(name: str, data: bytes, folder: int, *, sync: bool = True, mode: int = 0o600) -> None:
+    """Write a file with that content and mode; replace a file, or a link, of that name.
 
     It is synced, unless `sync` is false. Raises OSError.
     """
     with new_file(folder) as (descriptor, unfinished):
+        os.fchmod(descriptor, mode)
         write_all(descriptor, data)
         if sync:
             os.fsync(descriptor)
@@ -264,10 +283,10 @@ def read_below(top: str, name: str, *, limit: int) -> bytes:
         return read_regular(last, folder, limit=limit)
 
 
-def replace_below(top: str, name: str, data: bytes, *, sync: bool = True) -> None:
+def replace_below(top: str, name: str, data: bytes, *, sync: bool = True, mode: int = 0o600) -> None:
     """Like `replace`, for a file below a directory. Raises OSError."""
     with _parent(top, name) as (folder, last):
-        replace(last, data, folder, sync=sync)
+        replace(last, data, folder, sync=sync, mode=mode)
 
 
 def sync_folder(path: str) -> None:

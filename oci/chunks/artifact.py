@@ -144,7 +144,7 @@ def write(layout: Layout, artifact: Artifact) -> Descriptor:
     if EMPTY in (artifact.config.media_type, whole.layers[0].media_type):
         layout.add_blob(EMPTY_BLOB)
     if _size(whole) <= LARGEST_DOCUMENT:
-        return _top(layout.add_manifest(whole), notes)
+        return dataclasses.replace(layout.add_manifest(whole), annotations=notes)
     layout.add_blob(EMPTY_BLOB)
     parts = _parts(artifact.config, first, chunks)
     documents = tuple(layout.add_manifest(each) for each in parts)
@@ -156,7 +156,7 @@ def write(layout: Layout, artifact: Artifact) -> Descriptor:
             f"{len(content)} bytes; {MOST_MANIFESTS} and {LARGEST_DOCUMENT} are allowed"
         )
     found = layout.add_blob(content, media_type=INDEX)
-    return _top(dataclasses.replace(found, artifact_type=CHECKPOINT), notes)
+    return dataclasses.replace(found, artifact_type=CHECKPOINT, annotations=notes)
 
 
 def read(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact:
@@ -300,10 +300,6 @@ def _check_types(artifact: Artifact) -> None:
 def _add_title(layer: Descriptor) -> Descriptor:
     notes = {**layer.annotations, TITLE: TITLES[layer.media_type]}
     return dataclasses.replace(layer, annotations=dict(sorted(notes.items())))
-
-
-def _top(document: Descriptor, notes: Mapping[str, str]) -> Descriptor:
-    return dataclasses.replace(document, annotations=notes)
 
 
 def _add_count(notes: Mapping[str, str], parts: int) -> dict[str, str]:

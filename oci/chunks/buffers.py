@@ -32,14 +32,12 @@ class Source(Protocol):
     @property
     def size(self) -> int:
         """Bytes."""
-        ...
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into`, which is writable, from `offset` on; raise an error if that fails.
 
         Other threads should run meanwhile.
         """
-        ...
 
 
 class Target(Protocol):
@@ -48,15 +46,12 @@ class Target(Protocol):
     @property
     def size(self) -> int:
         """Bytes."""
-        ...
 
     def view(self, offset: int, size: int) -> memoryview | None:
         """Return gpusnap's own memory of that part, zeros so far; None if `write` must be used."""
-        ...
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write all of `data` at `offset`; raise an error if that fails. `data` is memory with an address."""
-        ...
 
 
 class Memory:
@@ -148,7 +143,7 @@ def is_zero(view: memoryview) -> bool:
     if view.nbytes <= _HEAD:
         return True
     # Each byte equals the one 64 before it, and the first 64 are zero.
-    with _address(view) as start:
+    with address_of(view) as start:
         return bool(_libc.memcmp(start, start + _HEAD, view.nbytes - _HEAD) == 0)
 
 
@@ -159,11 +154,12 @@ def _copy(into: memoryview, data: memoryview) -> None:
             code="GPS-601",
         )
     if data.nbytes:
-        with _address(into) as there, _address(data) as here:
+        with address_of(into) as there, address_of(data) as here:
             ctypes.memmove(there, here, data.nbytes)
 
 
 @contextmanager
-def _address(view: memoryview) -> Iterator[int]:
+def address_of(view: memoryview) -> Iterator[int]:
+    """Yield the address of writable memory, which stays there for the block."""
     held = ctypes.c_char.from_buffer(view)
     yield ctypes.addressof(held)

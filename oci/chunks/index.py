@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, disk_error
-from gpusnap.oci.base.files import open_folder, read_regular, replace
+from gpusnap.oci.base.files import open_nested_folder, read_regular, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks.table import Encoding, Table
 from gpusnap.oci.layout.digests import PREFIX, get_hex
@@ -135,11 +135,8 @@ class Known:
             content = _encode_places(self._places)
         folder, name = os.path.split(self.path)
         try:
-            descriptor = open_folder(folder)
-            try:
+            with open_nested_folder(folder) as descriptor:
                 replace(name, content, descriptor)
-            finally:
-                os.close(descriptor)
         except OSError as error:
             raise disk_error(error, folder, "the index of known chunks", len(content)) from error
 
@@ -167,11 +164,8 @@ def _encode_places(places: dict[str, Place]) -> bytes:
 def _read(path: str) -> dict[str, Place]:
     folder, name = os.path.split(path)
     try:
-        descriptor = open_folder(folder)
-        try:
+        with open_nested_folder(folder) as descriptor:
             value = parse_json(read_regular(name, descriptor, limit=_LARGEST_FILE))
-        finally:
-            os.close(descriptor)
         return _parse_places(value)
     except (OSError, ValueError, RecursionError, DigestError):
         return {}

@@ -27,13 +27,12 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import zstandard
 
 from gpusnap.oci.base.errors import ChunkError
+from gpusnap.oci.chunks.buffers import address_of
 
 WIDTHS = (2, 4)
 """Bytes of a number. Numbers are little-endian, so the last byte has the sign and exponent."""
@@ -126,7 +125,7 @@ def split(plain: memoryview, low: memoryview, top: memoryview, width: int) -> No
     """Split numbers into planes."""
     native, count = _native(), top.nbytes
     if native is not None:
-        with _address(plain) as a, _address(low) as b, _address(top) as c:
+        with address_of(plain) as a, address_of(low) as b, address_of(top) as c:
             native.split(a, b, c, count, width)
         return
     for at in range(width - 1):
@@ -138,7 +137,7 @@ def join(plain: memoryview, low: memoryview, top: memoryview, width: int) -> Non
     """Join planes into numbers."""
     native, count = _native(), top.nbytes
     if native is not None:
-        with _address(plain) as a, _address(low) as b, _address(top) as c:
+        with address_of(plain) as a, address_of(low) as b, address_of(top) as c:
             native.join(a, b, c, count, width)
         return
     for at in range(width - 1):
@@ -159,9 +158,3 @@ def _native() -> ctypes.CDLL | None:
             function.restype = None
         return found
     return None
-
-
-@contextmanager
-def _address(view: memoryview) -> Iterator[int]:
-    held = ctypes.c_char.from_buffer(view)
-    yield ctypes.addressof(held)

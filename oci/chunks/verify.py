@@ -68,10 +68,16 @@ class Contents:
                     told[chunk.blob].add((chunk.size, chunk.plain, chunk.blake3))
 
     def fault(self, layout: Layout, blob: Descriptor) -> str:
-        """Return what a blob, itself right, lacks or has wrong; "" if all tables are right.
+        """Return what a blob, itself right, lacks or has wrong; "" if all tables are right."""
+        try:
+            return self._fault(layout, blob)
+        except zstandard.ZstdError as error:
+            return f"is not valid zstd: {error}"
+        except (BlobError, OSError) as error:
+            return f"cannot be read: {error if isinstance(error, BlobError) else reason(error)}"
 
-        It is decompressed piece by piece, up to the largest chunk that a table has in it.
-        """
+    def _fault(self, layout: Layout, blob: Descriptor) -> str:
+        """Decompress it piece by piece, up to the largest chunk that a table has in it."""
         for size, digest, blake3 in sorted(self._planes.get(blob.digest, ())):
             if what := self._fault_in_planes(layout, blob, size, digest, blake3):
                 return what
@@ -84,53 +90,40 @@ class Contents:
         # As in gpusnap.oci.chunks.reader: gpusnap never uses a window larger than any chunk.
         decompressor = zstandard.ZstdDecompressor(max_window_size=largest)
         hashed, hashed_fast, at = hashlib.sha256(), start_blake3(), 0
-        try:
-            with (
-                self._alone if largest > LARGE_CHUNK else nullcontext(),
-                layout.open_blob(blob.digest) as file,
-                decompressor.stream_reader(file, closefd=False) as plain,
-            ):
-                for size, digest, blake3 in told:
-                    while at < size and (piece := plain.read(min(_PIECE, size - at))):
-                        hashed.update(piece)
-                        hashed_fast.update(piece)
-                        at += len(piece)
-                    if at < size or f"sha256:{hashed.hexdigest()}" != digest:
-                        return not_held(digest, size)
-                    if differ(blake3, hashed_fast.hexdigest()):
-                        return other_blake3(digest, size)
-        except zstandard.ZstdError as error:
-            return f"is not valid zstd: {error}"
-        except BlobError as error:
-            return f"cannot be read: {error}"
-        except OSError as error:
-            return f"cannot be read: {reason(error)}"
+        with (
+            self._alone if largest > LARGE_CHUNK else nullcontext(),
+            layout.open_blob(blob.digest) as file,
+            decompressor.stream_reader(file, closefd=False) as plain,
+        ):
+            for size, digest, blake3 in told:
+                while at < size and (piece := plain.read(min(_PIECE, size - at))):
+                    hashed.update(piece)
+                    hashed_fast.update(piece)
+                    at += len(piece)
+                if at < size or f"sha256:{hashed.hexdigest()}" != digest:
+                    return not_held(digest, size)
+                if differ(blake3, hashed_fast.hexdigest()):
+                    return other_blake3(digest, size)
         return ""
 
     def _fault_in_planes(self, layout: Layout, blob: Descriptor, size: int, digest: str, blake3: str) -> str:
-        try:
-            with (
-                self._alone if size > LARGE_CHUNK else nullcontext(),
-                layout.open_blob(blob.digest, blob.size) as file,
-            ):
-                found = planes.unpack(file.read(), size)
-                if found is None or digest_of(found) != digest:
-                    return not_held(digest, size)
-                return other_blake3(digest, size) if differ(blake3, compute_blake3(found)) else ""
-        except (BlobError, OSError) as error:
-            return f"cannot be read: {error if isinstance(error, BlobError) else reason(error)}"
+        with (
+            self._alone if size > LARGE_CHUNK else nullcontext(),
+            layout.open_blob(blob.digest, blob.size) as file,
+        ):
+            found = planes.unpack(file.read(), size)
+            if found is None or digest_of(found) != digest:
+                return not_held(digest, size)
+            return other_blake3(digest, size) if differ(blake3, compute_blake3(found)) else ""
 
     def _fault_in_plain(self, layout: Layout, blob: Descriptor) -> str:
         told = self._plain.get(blob.digest)
         if not told:
             return ""
         hashed = start_blake3()
-        try:
-            with layout.open_blob(blob.digest, blob.size) as file:
-                while piece := file.read(_PIECE):
-                    hashed.update(piece)
-        except (BlobError, OSError) as error:
-            return f"cannot be read: {error if isinstance(error, BlobError) else reason(error)}"
+        with layout.open_blob(blob.digest, blob.size) as file:
+            while piece := file.read(_PIECE):
+                hashed.update(piece)
         found = hashed.hexdigest()
         wrong = (other_blake3(digest, size) for size, digest, blake3 in told if differ(blake3, found))
         return next(wrong, "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import tarfile
 from collections.abc import Callable, Sequence
 
 from gpusnap.oci.base.errors import BlobError
@@ -40,9 +39,11 @@ def write_archive(
             ("oci-layout", encode_document({"imageLayoutVersion": VERSION})),
             ("index.json", index),
         ):
-            writer.append(_header(name, len(data)) + data + tar.padding(len(data)))
+            writer.append(tar.header(tar.file_entry(name, len(data), 0o444)) + data + tar.padding(len(data)))
         for each in blobs.values():
-            writer.append(_header(f"blobs/sha256/{get_hex(each.digest)}", each.size))
+            writer.append(
+                tar.header(tar.file_entry(f"blobs/sha256/{get_hex(each.digest)}", each.size, 0o444))
+            )
             hashed = hashlib.sha256()
             with layout.open_blob(each.digest, each.size) as file:
                 while piece := read_piece(file):
@@ -54,9 +55,3 @@ def write_archive(
                 raise BlobError(f"the blob {each.digest} does not match its digest")
             writer.append(tar.padding(each.size))
     return whole
-
-
-def _header(name: str, size: int) -> bytes:
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = size, 0o444
-    return tar.header(info)

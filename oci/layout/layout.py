@@ -41,6 +41,7 @@ from gpusnap.oci.base.files import (
     UNFINISHED,
     new_file,
     open_folder,
+    open_nested_folder,
     open_regular,
     read_regular,
     replace,
@@ -87,7 +88,7 @@ class Layout:
         try:
             for folder in (self.path, self._join_path("blobs"), self._join_path("blobs", "sha256")):
                 os.makedirs(folder, mode=0o700, exist_ok=True)
-            with self._root() as root:
+            with open_nested_folder(self.path) as root:
                 try:
                     os.stat("oci-layout", dir_fd=root, follow_symlinks=False)
                 except FileNotFoundError:
@@ -110,7 +111,7 @@ class Layout:
         name = get_hex(digest)
         try:
             with self._blobs() as folder:
-                return _has(name, size, folder)
+                return has_file(name, size, folder)
         except (LayoutError, OSError):
             return False
 
@@ -147,7 +148,7 @@ class Layout:
         digest = digest or digest_of(data)
         name, size = get_hex(digest), memoryview(data).nbytes
         with self._blobs() as folder, self._explain_write_errors(size):
-            if anew or not _has(name, size, folder):
+            if anew or not has_file(name, size, folder):
                 with new_file(folder) as (descriptor, unfinished):
                     write_all(descriptor, data)
                     self._keep(descriptor, unfinished, name, folder)
@@ -166,8 +167,8 @@ class Layout:
             with self._explain_write_errors(size):
                 source._unsynced.hand_over(name, self._unsynced)
         with self._blobs() as folder, source._blobs() as origin, self._explain_write_errors(size):
-            if not _has(name, size, folder):
-                if not _has(name, size, origin):
+            if not has_file(name, size, folder):
+                if not has_file(name, size, origin):
                     raise BlobError(f"{source.path} does not have the blob {digest} of {size} bytes")
                 if not _link_blob(name, origin, folder):
                     with source.open_blob(digest, size) as file:
@@ -186,7 +187,7 @@ class Layout:
             for each in wanted:
                 name = get_hex(each.digest)
                 with self._explain_write_errors(each.size), suppress(BlobError):
-                    if _has(name, each.size, origin) and _link_blob(name, origin, folder):
+                    if has_file(name, each.size, origin) and _link_blob(name, origin, folder):
                         continue
                 left.append(each)
         return left
@@ -272,7 +273,7 @@ class Layout:
         content = encode_document(index.to_json())
         if len(content) > DOCUMENT_LIMIT:
             raise LayoutError(f"the index of {self.path} would have {len(content)} bytes")
-        with self._explain_write_errors(len(content), "the index"), self._root() as root:
+        with self._explain_write_errors(len(content), "the index"), open_nested_folder(self.path) as root:
             replace("index.json", content, root)
 
     def read_manifest(self, wanted: Descriptor) -> Manifest:
@@ -351,14 +352,6 @@ class Layout:
         return os.path.join(self.path, *names)
 
     @contextmanager
-    def _root(self) -> Iterator[int]:
-        folder = open_folder(self.path)
-        try:
-            yield folder
-        finally:
-            os.close(folder)
-
-    @contextmanager
     def _blobs(self) -> Iterator[int]:
         try:
             folder = open_folder(self.path, "blobs", "sha256")
@@ -395,7 +388,7 @@ class Layout:
             name = hashed.hexdigest()
             if expected not in ("", name):
                 raise BlobError(f"the blob sha256:{expected} does not match its digest")
-            if _has(name, size, folder):
+            if has_file(name, size, folder):
                 self._unsynced.note_existing(name)
             else:
                 self._keep(descriptor, unfinished, name, folder)
@@ -415,7 +408,7 @@ class Layout:
 
     def _document(self, name: str, limit: int) -> object:
         try:
-            with self._root() as root:
+            with open_nested_folder(self.path) as root:
                 data = read_regular(name, root, limit=limit)
         except (OSError, ValueError) as error:
             raise LayoutError(f"{self._join_path(name)} cannot be read: {_explain(error)}") from error
@@ -450,7 +443,8 @@ def _link_blob(name: str, origin: int, folder: int) -> bool:
     return True
 
 
-def _has(name: str, size: int, folder: int) -> bool:
+def has_file(name: str, size: int, folder: int) -> bool:
+    """Whether a directory has that plain file, of that size. Raises OSError."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -460,7 +454,7 @@ def _has(name: str, size: int, folder: int) -> bool:
 
 def _is_there(name: str, size: int, folder: int) -> bool:
     with suppress(OSError):
-        return _has(name, size, folder)
+        return has_file(name, size, folder)
     return False
 
 

@@ -3,7 +3,6 @@
     HOST[:PORT]/NAME[/NAME…][:TAG][@DIGEST]
 
 Names and tags are those of distribution-spec v1.1, "Pulling manifests"; hosts are those of distribution's
-Names and tags are those of distribution-spec v1.1, "Pulling manifests"; hosts are those of distribution's
 grammar (github.com/distribution/reference). Each tool has another default registry, so the host is required,
 and must look like one.
 """
@@ -18,9 +17,11 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.digests import check_digest
 
 PLAIN_HTTP = "http://"
+"""Before a reference: its registry is spoken to without TLS."""
 TRANSPORT = "docker://"
 """The optional prefix of skopeo and podman before a reference; it has no meaning here."""
-"""Before a reference: its registry is spoken to without TLS."""
+LATEST = "latest"
+"""The tag of a reference without one."""
 # distribution-spec: many clients allow 255 characters for host and name together.
 _LONGEST = 255
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
@@ -44,6 +45,11 @@ class Reference:
     def name(self) -> str:
         """The registry and its repository."""
         return f"{self.registry}/{self.repository}"
+
+    @property
+    def wanted(self) -> str:
+        """The digest, or else the tag, that a registry is asked for."""
+        return self.digest or self.tag or LATEST
 
     def __str__(self) -> str:
         tag = f":{self.tag}" if self.tag else ""

@@ -32,7 +32,7 @@ from gpusnap.oci.layout.documents import Descriptor, Manifest, encode_document
 from gpusnap.oci.layout.image_marks import CONFIG, CRI_O, CRIU, PODMAN, Format
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import entries
-from gpusnap.oci.tar.compression import Packer, Readable, as_file, gzip_packer, kind_of, packer
+from gpusnap.oci.tar.compression import Observed, Packer, Readable, as_file, gzip_packer, kind_of, packer
 
 Packing: TypeAlias = Literal["gzip", "zstd"]
 
@@ -154,7 +154,7 @@ def _layer_of(
             if packs is not None:
                 passed.append(packs.compress(piece))
 
-        source = file if packs is not None else _Watched(file, passed)
+        source = file if packs is not None else Observed(file, passed.append)
         for entry in entries(source, plain=plain, where=where):
             yield from _take_pieces(passed)
             while entry.content is not None and entry.content.read(_PIECE):
@@ -171,15 +171,3 @@ def _take_pieces(pieces: list[bytes]) -> list[bytes]:
     taken = list(pieces)
     pieces.clear()
     return taken
-
-
-class _Watched:
-    """A stream that records every piece that is read."""
-
-    def __init__(self, file: Readable, seen: list[bytes]) -> None:
-        self._file, self._seen = file, seen
-
-    def read(self, size: int, /) -> bytes:
-        data = self._file.read(size)
-        self._seen.append(data)
-        return data

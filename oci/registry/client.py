@@ -86,7 +86,12 @@ class Request:
 
 
 class Client:
-    """One registry, by host[:port]; threads may share it. wait: waits that many seconds."""
+    """One registry, by host[:port]; threads may share it.
+
+    plain_http: use HTTP without TLS; nothing else enables that. verify: its certificate must be trusted.
+    ca_file: PEM of a CA that is trusted in addition to the system's. limits: how slow it may be. attempts:
+    how many may fail before a call fails. wait: waits that many seconds.
+    """
 
     def __init__(
         self,

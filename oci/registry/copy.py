@@ -122,7 +122,6 @@ class _Tally:
                 self._tell()
 
     def note_sent(self, one: Descriptor) -> None:
-        """Record that all of it has been moved."""
         with self._lock:
             self._parts.pop(one.digest, None)
             now = self.moved

@@ -67,7 +67,7 @@ def find(
     deadline: seconds for a credential helper. Raises Unauthorized for a file that cannot be read or parsed,
     and for a helper that is missing or fails.
     """
-    for path, needed in _files(environ):
+    for path, needed in list_files(environ):
         content = _read(path, needed)
         if content is None:
             continue
@@ -77,7 +77,7 @@ def find(
     return None
 
 
-def _files(environ: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+def list_files(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, bool]]:
     """Yield the paths in order, each with whether it must exist."""
     if given := environ.get("REGISTRY_AUTH_FILE"):
         yield given, True

@@ -7,19 +7,16 @@ file of logins as REGISTRY_AUTH_FILE (gpusnap.oci.registry.credentials).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from gpusnap.oci.base.environment import TLS_VERIFY
 from gpusnap.oci.base.errors import LayoutError, RegistryError
 from gpusnap.oci.layout.graph import is_document
 from gpusnap.oci.layout.reference import Reference
 from gpusnap.oci.registry import credentials as users
-from gpusnap.oci.registry.client import lacks_tls
+from gpusnap.oci.registry.client import Client, lacks_tls
 from gpusnap.oci.registry.pace import Limits
 from gpusnap.oci.registry.registries_conf import Endpoint, endpoints
 from gpusnap.oci.registry.repository import Repository
-
-LATEST = "latest"
 
 
 def repository(
@@ -28,18 +25,17 @@ def repository(
     plain_http: bool = False,
     mirrors: bool = True,
     limits: Limits | None = None,
-    environ: Mapping[str, str] = os.environ,
 ) -> Repository:
     """Return the repository of a reference, with its user's credentials.
 
     plain_http: without TLS; otherwise TLS_VERIFY and registries.conf decide. With `mirrors` it is the first
     of them that has what the reference names, if one has. Raises RegistryError.
     """
-    *first, last = endpoints(reference, mirrors=mirrors, environ=environ)
+    *first, last = endpoints(reference, mirrors=mirrors)
     for mirror in first:
-        made = _open(mirror, plain_http=False, limits=limits, environ=environ)
+        made = _open(mirror, plain_http=False, limits=limits)
         try:
-            if is_document(made.resolve(reference.digest or reference.tag or LATEST)):
+            if is_document(made.resolve(reference.wanted)):
                 return made
         except (RegistryError, LayoutError):
             pass
@@ -48,15 +44,16 @@ def repository(
             raise
         # Any error, for example a proxy's page: the next mirror may work.
         made.close()
-    return _open(last, plain_http=plain_http, limits=limits, environ=environ)
+    return _open(last, plain_http=plain_http, limits=limits)
 
 
-def _open(at: Endpoint, *, plain_http: bool, limits: Limits | None, environ: Mapping[str, str]) -> Repository:
-    found = users.find(at.reference.registry, at.reference.repository, environ)
-    asked = environ.get(TLS_VERIFY, "")
+def _open(at: Endpoint, *, plain_http: bool, limits: Limits | None) -> Repository:
+    found = users.find(at.reference.registry, at.reference.repository)
+    asked = os.environ.get(TLS_VERIFY, "")
     insecure = not plain_http and (asked == "false" or (at.insecure and asked != "true"))
     if insecure:
         plain_http = lacks_tls(at.reference.registry, limits)
-    return Repository(
-        at.reference, credentials=found, plain_http=plain_http, verify=not insecure, limits=limits
+    client = Client(
+        at.reference.registry, credentials=found, plain_http=plain_http, verify=not insecure, limits=limits
     )
+    return Repository(at.reference, client)

@@ -14,7 +14,8 @@ import ssl
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
@@ -145,73 +146,48 @@ class _Watched(HTTPConnection):
         return made
 
     def putrequest(self, *args: Any, **more: Any) -> None:
-        """Begin a request, over a new connection or a reused one."""
         if self.sock is not None and (watch := getattr(_current, "watch", None)) is not None:
             watch.attach(self.sock)
         super().putrequest(*args, **more)
 
     def getresponse(self, *args: Any, **more: Any) -> Any:
-        """Wait for the head of the response."""
         if (watch := getattr(_current, "watch", None)) is not None:
             watch.note_sent()
         return super().getresponse(*args, **more)
 
 
-class _Connecting:
-    """A connection made by a separate thread, because nothing ends getaddrinfo(3) or connect(2)."""
-
-    def __init__(self, make: Callable[[], socket.socket]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._left = False
-        self._made: socket.socket | None = None
-        self._error: BaseException | None = None
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        """Make it, and close it if nobody waits for it any more."""
-        try:
-            made = self._make()
-        except BaseException as error:
-            self._error = error
-        else:
-            with self._lock:
-                if not self._left:
-                    self._made = made
-            if self._made is None:
-                made.close()
-        self.done.set()
-
-    def leave(self) -> None:
-        """Stop waiting for it."""
-        with self._lock:
-            self._left = True
-            if self._made is not None:
-                self._made.close()
-
-    def take_connection(self) -> socket.socket:
-        """Return the connection. Raises the error of making it."""
-        if self._made is None:
-            assert self._error is not None
-            raise self._error
-        return self._made
-
-
 def _connect(make: Callable[[], socket.socket], watch: Watch) -> socket.socket:
-    """Return a new connection, unless the exchange ends or a signal's exception comes before it is ready."""
-    connecting = _Connecting(make)
+    """Return a new connection, unless the exchange ends or a signal's exception comes before it is ready.
+
+    A separate thread makes it, because nothing ends getaddrinfo(3) or connect(2).
+    """
+    making: Future[socket.socket] = Future()
+
+    def run() -> None:
+        try:
+            made = make()
+        except BaseException as error:
+            with suppress(InvalidStateError):
+                making.set_exception(error)
+            return
+        try:
+            making.set_result(made)
+        except InvalidStateError:  # nobody waits for it any more
+            made.close()
+
     try:
-        threading.Thread(target=connecting.run, name="gpusnap-connect", daemon=True).start()
+        threading.Thread(target=run, name="gpusnap-connect", daemon=True).start()
     except RuntimeError:  # no thread can be started
         return make()
     try:
-        while not connecting.done.wait(_LOOK):
+        while not wait([making], _LOOK).done:
             if watch.why:
                 raise ConnectionAbortedError(watch.why)
     except BaseException:
-        connecting.leave()
+        if not making.cancel() and making.exception() is None:
+            making.result().close()
         raise
-    return connecting.take_connection()
+    return making.result()
 
 
 class _WatchedTls(_Watched, HTTPSConnection):
@@ -276,9 +252,7 @@ class Response:
     def __enter__(self) -> Response:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self.close(broken=kind is not None)
 
     def header(self, name: str) -> str:

@@ -7,10 +7,8 @@ digests are checked in both directions. Every call is repeated as gpusnap.oci.re
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import TracebackType
 
 from gpusnap.oci.base.errors import (
     BlobError,
@@ -32,9 +30,7 @@ from gpusnap.oci.layout.partial_blob import Incoming
 from gpusnap.oci.layout.reference import Reference, check_tag, is_tag
 from gpusnap.oci.registry import response_checks
 from gpusnap.oci.registry.client import Client, Request
-from gpusnap.oci.registry.credentials import Credentials
 from gpusnap.oci.registry.http import Broken, Response
-from gpusnap.oci.registry.pace import Limits
 from gpusnap.oci.registry.upload import Destination, Upload, Ways
 
 _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
@@ -49,37 +45,14 @@ _CONTENT_RANGE = compile_later(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:[0-9]{1,18}|
 
 
 class Repository:
-    """The repository that `reference` names; threads may share it.
+    """The repository that `reference` names, by a client of its registry; threads may share it.
 
-    credentials: for the registry, or None. plain_http: use HTTP without TLS; nothing else enables that.
-    verify: its certificate must be trusted. ca_file: PEM of a CA that is trusted in addition to the system's.
-    limits: how slow it may be. attempts: how many may fail before a call fails. wait: waits that many
-    seconds. All methods raise Unauthorized, NotInRegistry, Rejected, Unreachable or RegistryError.
+    All methods raise Unauthorized, NotInRegistry, Rejected, Unreachable or RegistryError.
     """
 
-    def __init__(
-        self,
-        reference: Reference,
-        *,
-        credentials: Credentials | None = None,
-        plain_http: bool = False,
-        verify: bool = True,
-        ca_file: str = "",
-        limits: Limits | None = None,
-        attempts: int = 6,
-        wait: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, reference: Reference, client: Client) -> None:
         self.reference = reference
-        self._client = Client(
-            reference.registry,
-            credentials=credentials,
-            plain_http=plain_http,
-            verify=verify,
-            ca_file=ca_file,
-            limits=limits,
-            attempts=attempts,
-            wait=wait,
-        )
+        self._client = client
         self._to = Destination(
             reference.repository, f"{self._client.base}{reference.repository}/", reference.name
         )
@@ -89,9 +62,7 @@ class Repository:
     def __enter__(self) -> Repository:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -218,19 +189,16 @@ class Repository:
         scopes = self._to.scopes if pushing else self._scopes
         url = f"{self._to.url}referrers/{digest}"
         found: list[Descriptor] = []
-        for _ in range(_MOST_PAGES):
-            page = partial(self._page, Request("GET", url, what, scopes, headers={"Accept": INDEX}))
-            try:
-                kind, more, content = self._client.persist(page, what)
-            except (NotInRegistry, Rejected, Unauthorized):
-                return None
-            if response_checks.strip_parameters(kind) != INDEX or len(content) > DOCUMENT_LIMIT:
-                return None
-            found += Index.from_json(parse_document(content, f"the list of referrers of {digest}")).manifests
-            match = _NEXT.search(more)
-            if match is None or len(found) >= _MOST_REFERRERS:
-                break
-            url = self._client.resolve_location(url, match[1])
+        try:
+            for kind, content in self._read_pages(url, what, scopes, {"Accept": INDEX}):
+                if response_checks.strip_parameters(kind) != INDEX or len(content) > DOCUMENT_LIMIT:
+                    return None
+                listed = parse_document(content, f"the list of referrers of {digest}")
+                found += Index.from_json(listed).manifests
+                if len(found) >= _MOST_REFERRERS:
+                    break
+        except (NotInRegistry, Rejected, Unauthorized):
+            return None
         return tuple(found)
 
     def read_tags(self) -> tuple[str, ...]:
@@ -241,9 +209,7 @@ class Repository:
         what = f"{self._to.shown} cannot list its tags"
         url = f"{self._to.url}tags/list"
         found: list[str] = []
-        for _ in range(_MOST_PAGES):
-            page = partial(self._page, Request("GET", url, what, self._scopes))
-            _, more, content = self._client.persist(page, what)
+        for _, content in self._read_pages(url, what, self._scopes):
             match parse_document(content, f"the list of tags of {self._to.shown}"):
                 case {"tags": list(tags)}:
                     found += [tag for tag in tags if isinstance(tag, str) and is_tag(tag)]
@@ -251,11 +217,20 @@ class Repository:
                     pass
                 case _:
                     raise LayoutError(f"{what}: unexpected response")
-            following = _NEXT.search(more)
-            if following is None:
-                break
-            url = self._client.resolve_location(url, following[1])
         return tuple(dict.fromkeys(found))
+
+    def _read_pages(
+        self, url: str, what: str, scopes: tuple[str, ...], headers: dict[str, str] | None = None
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield media type and content of each page of a list, up to _MOST_PAGES."""
+        for _ in range(_MOST_PAGES):
+            page = partial(self._page, Request("GET", url, what, scopes, headers=headers or {}))
+            kind, more, content = self._client.persist(page, what)
+            yield kind, content
+            match = _NEXT.search(more)
+            if match is None:
+                return
+            url = self._client.resolve_location(url, match[1])
 
     def _page(self, request: Request) -> tuple[str, str, bytes]:
         """Return media type, links and content of one page of a list."""

@@ -123,7 +123,6 @@ class Upload:
         return False
 
     def _is_in_parts(self) -> bool:
-        """Whether it is sent in parts."""
         wanted = self._cut or self._ways.in_parts
         return self._blob.size > MONOLITHIC and wanted and not self._ways.whole
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DigestError, DiskError, LayoutError, OciError, StoreError
-from gpusnap.oci.base.files import exists, open_folder
+from gpusnap.oci.base.files import exists, open_folder, open_nested_folder
 from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks.index import Known
@@ -19,7 +19,7 @@ from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, parse_docum
 from gpusnap.oci.layout.graph import INDEXES, MANIFESTS, check_known, is_document, walk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.index import Catalog
-from gpusnap.oci.store.paths import BLOBS, CUT_OFF, GONE, Tree, discard, open_nested_folder
+from gpusnap.oci.store.paths import BLOBS, CUT_OFF, GONE, Tree, discard
 from gpusnap.oci.store.staging import read_why_precious
 
 _NAME = compile_later("[0-9a-f]{64}")

@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError, disk_error, reason
-from gpusnap.oci.base.files import read_regular, replace
+from gpusnap.oci.base.files import open_nested_folder, read_regular, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, encode_document
-from gpusnap.oci.store.entry import Entry
-from gpusnap.oci.store.paths import open_nested_folder
-from gpusnap.oci.store.tags import base, format_names, newest, select_tagged
+from gpusnap.oci.store.tags import Entry, base, format_names, newest, select_tagged
 
 REF_NAME = "org.opencontainers.image.ref.name"
 CREATED = "org.opencontainers.image.created"

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DiskError, StoreError, disk_error, reason
-from gpusnap.oci.base.files import UNFINISHED, open_folder
+from gpusnap.oci.base.files import UNFINISHED
 from gpusnap.oci.base.locks import lock_exclusively
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.base.threads import run_for_each
@@ -35,7 +35,6 @@ class Tree:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the store."""
         return Layout(self.path)
 
     @property
@@ -85,16 +84,6 @@ def link_error(error: OSError, path: str) -> StoreError | DiskError:
         "system with hard links, such as ext4, XFS, Btrfs or tmpfs",
         code="GPS-704",
     )
-
-
-@contextmanager
-def open_nested_folder(*names: str) -> Iterator[int]:
-    """Open the directory `names`, each within the one before. Raises OSError."""
-    folder = open_folder(*names)
-    try:
-        yield folder
-    finally:
-        os.close(folder)
 
 
 def discard(path: str) -> None:

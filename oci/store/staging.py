@@ -19,7 +19,15 @@ from gpusnap.oci.base.errors import (
     StoreError,
     reason,
 )
-from gpusnap.oci.base.files import NOTHING_THERE, UNFINISHED, exists, open_folder, read_regular, replace
+from gpusnap.oci.base.files import (
+    NOTHING_THERE,
+    UNFINISHED,
+    exists,
+    open_folder,
+    open_nested_folder,
+    read_regular,
+    replace,
+)
 from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.oci.base.threads import run_for_each
 from gpusnap.oci.chunks.index import Known
@@ -27,7 +35,7 @@ from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import OCTETS, Descriptor
 from gpusnap.oci.layout.graph import check_known, is_document, walk
-from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.layout.layout import Layout, has_file
 from gpusnap.oci.store.index import Catalog, check_name
 from gpusnap.oci.store.paths import (
     BLOBS,
@@ -39,7 +47,6 @@ from gpusnap.oci.store.paths import (
     Tree,
     discard,
     link_error,
-    open_nested_folder,
 )
 
 _LONGEST_REASON = 4096
@@ -84,11 +91,7 @@ class Staging:
         here. Raises DiskFull, DiskError.
         """
         content = why.encode()[:_LONGEST_REASON]
-        with (
-            self._tree.explain_write_errors("the mark of a staging", len(content)),
-            open_nested_folder(self.path) as folder,
-        ):
-            replace(PRECIOUS, content, folder)
+        self._write(PRECIOUS, content, "the mark of a staging")
 
     def unmark_precious(self) -> None:
         """Undo `mark_precious`. Raises DiskError."""
@@ -101,11 +104,11 @@ class Staging:
         Its blobs are synced. It must be precious. `note` says what it contains. Raises DiskFull, DiskError.
         """
         self.layout.sync()
-        with (
-            self._tree.explain_write_errors("the note of a staging", len(note)),
-            open_nested_folder(self.path) as folder,
-        ):
-            replace(COMPLETE, note, folder)
+        self._write(COMPLETE, note, "the note of a staging")
+
+    def _write(self, name: str, content: bytes, what: str) -> None:
+        with self._tree.explain_write_errors(what, len(content)), open_nested_folder(self.path) as folder:
+            replace(name, content, folder)
 
     def take_back(self) -> None:
         """Undo `hand_over`, so that blobs may be changed again; it stays precious. Raises DiskError."""
@@ -171,7 +174,7 @@ class Staging:
                 for name, size in sizes.items():
                     if name in here:
                         _link(name, own, store, self._tree.path)
-                    elif not _is_blob(name, size, store):
+                    elif not has_file(name, size, store):
                         raise _make_missing_error(name, size, self._tree.path)
                 os.fsync(store)
                 catalog = Catalog(layout.path)
@@ -222,7 +225,7 @@ class Staging:
         for name, size in sizes.items():
             found = _status(name, own)
             if found is None or not stat.S_ISREG(found.st_mode) or found.st_size != size:
-                if not _is_blob(name, size, store):
+                if not has_file(name, size, store):
                     raise _make_missing_error(name, size, self._tree.path)
                 continue
             here.add(name)
@@ -450,11 +453,6 @@ def _status(name: str, folder: int) -> os.stat_result | None:
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
-
-
-def _is_blob(name: str, size: int, folder: int) -> bool:
-    found = _status(name, folder)
-    return found is not None and stat.S_ISREG(found.st_mode) and found.st_size == size
 
 
 def _make_missing_error(name: str, size: int, path: str) -> BlobError:

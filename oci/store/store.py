@@ -45,19 +45,19 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from gpusnap.oci.base.errors import DigestError, DiskError, LayoutError, NotThere, StoreError, reason
-from gpusnap.oci.base.files import UNFINISHED, exists
+from gpusnap.oci.base.files import UNFINISHED, exists, open_nested_folder
 from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import Descriptor, Index, parse_document
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.gc import Collected, collect, list_held
 from gpusnap.oci.store.index import Catalog
-from gpusnap.oci.store.paths import GONE, Tree, link_error, open_nested_folder
+from gpusnap.oci.store.paths import GONE, Tree, link_error
+from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.staging import Staging, adopt, list_precious, read_note, stage, take_over
-from gpusnap.oci.store.tags import select_tagged
+from gpusnap.oci.store.tags import Entry, select_tagged
 
 PATIENCE = 60.0
 _HOLD = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -242,6 +242,12 @@ class Store:
             names = catalog.remove(wanted)
             catalog.write()
         return names
+
+    def remove_referrers(self, digest: str) -> None:
+        """Remove what refers to a manifest, such as a signature, from the index. Raises as `remove`."""
+        for each in list_referring([entry.descriptor for entry in self.entries()], self.read, digest):
+            with contextlib.suppress(NotThere):
+                self.remove(each.digest)
 
     def remove_unused(self, digest: str, names: Collection[str]) -> bool:
         """Remove something with its names from the index, unless it is held or has other names than these.

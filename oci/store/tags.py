@@ -12,15 +12,25 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import Ambiguous
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.oci.store.entry import Entry
+from gpusnap.oci.layout.documents import Descriptor
 
 LATEST = "latest"
 # A message lists at most this many.
 _MOST = 8
 # The text after the last colon of host:5000/app or of app@sha256:… is no tag.
 _TAG = compile_later(r"[A-Za-z0-9][A-Za-z0-9._+-]*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of index.json; `name` and `created` (RFC 3339) are "" if it has none."""
+
+    name: str
+    descriptor: Descriptor
+    created: str
 
 
 def base(name: str) -> str:

@@ -16,7 +16,6 @@ import tarfile
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from types import TracebackType
 from typing import Literal, TypeAlias
 
 import zstandard
@@ -123,7 +122,6 @@ class Writer:
         path: str | os.PathLike[str],
         *,
         compress: Compression = "none",
-        level: int = 1,
         threads: int = 1,
     ) -> None:
         folder, name = os.path.split(os.path.abspath(path))
@@ -132,7 +130,7 @@ class Writer:
         self._folder = self._file = -1
         self._name: Callable[[str], None]
         self._size = 0
-        self._packing = packer(level=level, threads=threads) if compress == "zstd" else None
+        self._packing = packer(threads=threads) if compress == "zstd" else None
 
     def __enter__(self) -> Writer:
         with ExitStack() as opened, self._explain_write_errors():
@@ -142,11 +140,9 @@ class Writer:
             self._open = opened.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         with self._open:
-            if error is None:
+            if kind is None:
                 self._finish()
 
     def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
@@ -240,7 +236,6 @@ class _Source:
             parent = os.path.dirname(parent)
 
     def read_exactly(self, size: int) -> bytes:
-        """Return exactly `size` bytes."""
         found: list[bytes] = []
         left = size
         while left:
@@ -256,7 +251,6 @@ class _Source:
         return self._read(_PIECE)
 
     def skip(self, size: int) -> None:
-        """Skip `size` bytes."""
         with self._explain_read_errors():
             if self._seen is None and self._plain.skip(size):
                 return
@@ -279,7 +273,6 @@ class _Source:
         return data
 
     def describe_broken(self, why: object) -> ArchiveError:
-        """The error for a broken archive."""
         return ArchiveError(f"{self._where} is not a checkpoint archive, or is cut short: {why}")
 
     @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Literal, Protocol, TypeAlias, cast
 
@@ -30,7 +30,6 @@ class Readable(Protocol):
 
     def read(self, size: int, /) -> bytes:
         """Return at most `size` bytes, none at the end."""
-        ...
 
 
 class _Stream:
@@ -54,6 +53,19 @@ class _Stream:
         return whole if size < 0 else whole[:size]
 
 
+class Observed:
+    """A stream to read in order; every piece that is read is passed to `seen`, too."""
+
+    def __init__(self, file: Readable, seen: Callable[[bytes], object]) -> None:
+        self._file, self._seen = file, seen
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Return what the stream's `read` returns."""
+        data = self._file.read(size)
+        self._seen(data)
+        return data
+
+
 class Plain:
     """The decompressed content of a stream: zstd in any number of frames, gzip or neither.
 
@@ -67,7 +79,7 @@ class Plain:
         if kind == "zstd":
             # Podman writes one frame, other tools several.
             raw = zstandard.ZstdDecompressor().stream_reader(
-                cast(IO[bytes], _Followed(raw, self._frames)), read_size=_PIECE, read_across_frames=True
+                cast(IO[bytes], Observed(raw, self._frames.feed)), read_size=_PIECE, read_across_frames=True
             )
         elif kind == "gzip":
             raw = gzip.GzipFile(fileobj=cast(IO[bytes], raw), mode="rb")
@@ -117,11 +129,9 @@ class Packer(Protocol):
 
     def compress(self, data: bytes, /) -> bytes:
         """Add more of the stream; return what is ready of its compressed form."""
-        ...
 
     def flush(self) -> bytes:
         """Return the rest."""
-        ...
 
 
 def gzip_packer(*, level: int = 1, threads: int = 1) -> Packer:
@@ -187,18 +197,6 @@ class _Prefixed:
             found, self._head = self._head[:size], self._head[size:]
             return found
         return self._rest.read(size)
-
-
-class _Followed:
-    """A zstd stream whose frames are followed while it is read."""
-
-    def __init__(self, file: Readable, frames: _Frames) -> None:
-        self._file, self._frames = file, frames
-
-    def read(self, size: int, /) -> bytes:
-        data = self._file.read(size)
-        self._frames.feed(data)
-        return data
 
 
 class _Frames:

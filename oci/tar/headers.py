@@ -106,6 +106,20 @@ def header(info: tarfile.TarInfo) -> bytes:
     return (_pax(records) if records else b"") + block.tobuf(tarfile.USTAR_FORMAT)
 
 
+def file_entry(path: str, size: int, mode: int) -> tarfile.TarInfo:
+    """Return the entry of a file without a time and an owner."""
+    info = tarfile.TarInfo(path)
+    info.size, info.mode = size, mode
+    return info
+
+
+def folder_entry(path: str, mode: int) -> tarfile.TarInfo:
+    """Return the entry of a directory without a time and an owner."""
+    info = tarfile.TarInfo(path)
+    info.type, info.mode = tarfile.DIRTYPE, mode
+    return info
+
+
 def padding(size: int) -> bytes:
     """Return the padding after content of that size, up to the next block."""
     return bytes(-size % BLOCK)

@@ -21,6 +21,7 @@ from support import DEADLINE, Container, faults, good, manifest, podman, run, se
 
 from gpusnap.oci.chunks.table import Table, from_json
 from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry.client import Client
 from gpusnap.oci.registry.copy import push
 from gpusnap.oci.registry.repository import Repository
 from gpusnap.oci.store.store import Store
@@ -78,7 +79,9 @@ def far_away(write: shimhost.Writer, folder: Path, *words: str, workers: int = 1
         good(container.checkpoint(archive, "--compress", "none"))
         container.remove()
         found = Store(STORE)
-        with Repository(Reference(registry.host, "team/app"), plain_http=True) as there:
+        with Repository(
+            Reference(registry.host, "team/app"), Client(registry.host, plain_http=True)
+        ) as there:
             push(found.entries()[0].descriptor, found.layout, there, tag="v1")
         shutil.rmtree(STORE)
         write(f'{MEMORY}{store}pull-from = ["http://{proxy.host}/team/app"]\n[registry]\ntimeout = 10\n')

@@ -19,6 +19,7 @@ from gpusnap.oci.layout.graph import walk
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.reference import Reference
 from gpusnap.oci.registry import upload
+from gpusnap.oci.registry.client import Client
 from gpusnap.oci.registry.copy import TransferTotals, pull, push
 from gpusnap.oci.registry.credentials import Credentials, find
 from gpusnap.oci.registry.repository import Repository
@@ -62,9 +63,8 @@ def everything(layout: Layout, root: Descriptor) -> dict[str, int]:
 
 def repository(host: str, name: str = "team/app", credentials: Credentials | None = None) -> Repository:
     # What is broken here works again at once: nothing is won by waiting.
-    return Repository(
-        Reference(host, name), plain_http=True, credentials=credentials, wait=lambda seconds: None
-    )
+    client = Client(host, plain_http=True, credentials=credentials, wait=lambda seconds: None)
+    return Repository(Reference(host, name), client)
 
 
 def test_there_and_back(registry: Registry, layout: Layout, other: Layout) -> None:

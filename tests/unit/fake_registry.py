@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from registry_faults import CutAnswer, CutBody, NoAnswer, Rule, Say, Seen
 
 from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry.client import Client
 from gpusnap.oci.registry.credentials import Credentials
 from gpusnap.oci.registry.repository import Repository
 
@@ -103,14 +104,15 @@ class FakeRegistry:
         attempts: int = 6,
     ) -> Repository:
         """A client of one of its repositories that does not really wait."""
-        made = Repository(
-            Reference(self.host, name),
+        client = Client(
+            self.host,
             credentials=credentials,
             plain_http=plain_http,
             ca_file=ca_file,
             attempts=attempts,
             wait=self.waits.append,
         )
+        made = Repository(Reference(self.host, name), client)
         self._repositories.append(made)
         return made
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap.oci.chunks.table import Progress as ChunkProgress
 from gpusnap.oci.registry.copy import TransferProgress, TransferTotals
 from gpusnap.progress import Lines, Progress, board, in_words, watch_growth
 from gpusnap.runtime_shim.progress import Board, Record, Reporter
@@ -41,7 +40,7 @@ def quiet() -> Iterator[None]:
 
 def shown(bar: Progress) -> None:
     """Have the terminal show how it is now."""
-    bar._line._bars.refresh()  # type: ignore[attr-defined]
+    bar._line._bars.refresh()  # type: ignore[union-attr]
 
 
 def test_nothing_of_what_is_short(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +76,7 @@ def test_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with Progress() as bar:
         assert bar.shown
         bar.stage("checkpoint of [red]w")
-        bar.chunks(ChunkProgress(8 * MIB, 2 * MIB))
+        bar.at(2 * MIB, 8 * MIB)
         shown(bar)
         bar.stage("restore")
         bar.at(5 * MIB)

@@ -20,7 +20,6 @@ What is read may come from anybody.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -31,7 +30,8 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, LayoutError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.oci.layout.digests import PREFIX, digest_of, get_hex
+from gpusnap.oci.layout.blobs import CheckedBlob
+from gpusnap.oci.layout.digests import digest_of, get_hex
 from gpusnap.oci.layout.documents import (
     DOCUMENT_LIMIT,
     INDEX,
@@ -76,11 +76,9 @@ class Source(Protocol):
 
     def has(self, wanted: Descriptor) -> bool:
         """Return whether the source has that blob."""
-        ...
 
     def open(self, wanted: Descriptor) -> AbstractContextManager[Readable]:
         """Open a blob for reading in order; its content is not checked. Raises OciError, GpusnapError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,35 +105,6 @@ class Image:
     def config(self) -> Descriptor | None:
         """Return the descriptor of the container's configuration."""
         return next((each for each in self.others if each.media_type == CONFIG), None)
-
-
-class CheckedBlob:
-    """A blob that is read in order; `check_end` checks it."""
-
-    def __init__(self, file: Readable, wanted: Descriptor, seen: Callable[[int], object]) -> None:
-        self._file, self._wanted, self._seen = file, wanted, seen
-        self._hashed = hashlib.sha256()
-        self._left = wanted.size
-
-    def read(self, size: int, /) -> bytes:
-        """Return at most `size` bytes, none at the end. Raises BlobError if the blob is too long."""
-        data = self._file.read(size)
-        self._left -= len(data)
-        if self._left < 0:
-            raise BlobError(f"the blob {self._wanted.digest} has more than its {self._wanted.size} bytes")
-        self._hashed.update(data)
-        self._seen(len(data))
-        return data
-
-    def check_end(self) -> None:
-        """Raise BlobError unless all of it was read, and has its digest."""
-        if self._left:
-            raise BlobError(
-                f"the blob {self._wanted.digest} has {self._wanted.size - self._left} bytes instead of "
-                f"{self._wanted.size}"
-            )
-        if PREFIX + self._hashed.hexdigest() != self._wanted.digest:
-            raise BlobError(f"the blob {self._wanted.digest} does not match its digest")
 
 
 def blob_of(source: Source, wanted: Descriptor, seen: Callable[[int], object] = lambda size: None) -> bytes:
@@ -300,5 +269,4 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
 
 
 def describe_index(document: bytes) -> Descriptor:
-    """Return the descriptor of an index."""
     return Descriptor(INDEX, digest_of(document), len(document))

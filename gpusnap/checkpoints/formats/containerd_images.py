@@ -13,7 +13,6 @@ from gpusnap.engines.ctr import InContainerd, Target, find_digest, unpack
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, parse_document
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import headers as tar
@@ -47,12 +46,8 @@ def check_file(path: str) -> None:
         )
 
 
-def check_names(found: ArtifactParts, blobs: Blobs, name: str) -> None:
-    """Raise Refused if the name is that of the checkpoint's base image. Raises OciError, ImageError."""
-    _check_names(containerd_writer.origin(found, blobs), name)
-
-
-def _check_names(of: containerd_writer.Origin, name: str) -> None:
+def check_names(of: containerd_writer.Origin, name: str) -> None:
+    """Raise Refused if the name is that of the checkpoint's base image."""
     if name == of.image.base_name:
         raise Refused(
             f"the checkpoint cannot be named {name}: that is the name of its base image",
@@ -78,17 +73,12 @@ def check_target(to: locator.InContainerd) -> None:
     )
 
 
-def check_base(found: ArtifactParts, blobs: Blobs, to: locator.InContainerd) -> None:
-    """Raise Refused if another image has the base image's name, or the checkpoint would get that name.
+def check_base(of: containerd_writer.Origin, to: locator.InContainerd) -> str:
+    """Return the digest of the image with the base image's name; "" if there is none.
 
-    Raises OciError, ImageError, GpusnapError.
+    Raises Refused if it is another image, or if the checkpoint would get that name; GpusnapError.
     """
-    _check_base(containerd_writer.origin(found, blobs), to)
-
-
-def _check_base(of: containerd_writer.Origin, to: locator.InContainerd) -> str:
-    """Return the digest of the image with the base image's name; "" if there is none."""
-    _check_names(of, to.name)
+    check_names(of, to.name)
     base, name = of.image.base, of.image.base_name
     there = find_digest(to.namespace, name) if is_name(name) else ""
     if base is not None and there not in ("", base.digest):
@@ -108,9 +98,9 @@ def write(found: ArtifactParts, layout: Layout, path: str, name: str, progress: 
     """
     check_file(path)
     of = containerd_writer.origin(found, layout)
-    _check_names(of, name)
+    check_names(of, name)
     with Writer(path) as writer:
-        containerd_writer.give_out(found, of, layout, writer.append, name=name, progress=progress.chunks)
+        containerd_writer.give_out(found, of, layout, writer.append, name=name, progress=progress.at)
     return ImportedImage(name, of.image.base_name, of.image.base is not None)
 
 
@@ -126,9 +116,9 @@ def bring(
     base, name = of.image.base, of.image.base_name
     # Somebody may have made an image of that name since the first check.
     check_target(to)
-    there = _check_base(of, to)
+    there = check_base(of, to)
     with Target(to.namespace) as target:
-        containerd_writer.give_out(found, of, layout, target.append, name=to.name, progress=progress.chunks)
+        containerd_writer.give_out(found, of, layout, target.append, name=to.name, progress=progress.at)
         target.append(tar.END)
     if base is not None:
         _unpack(to.namespace, base, of.image.notes.get(SNAPSHOTTER, ""))

@@ -9,7 +9,6 @@ blob is read once, and none is in memory as a whole.
 from __future__ import annotations
 
 import io
-import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -18,7 +17,6 @@ from gpusnap.checkpoints.formats.annotations import CREATED, bounded, time_of
 from gpusnap.checkpoints.formats.containerd import (
     LAYOUT,
     RUNTIME,
-    CheckedBlob,
     Image,
     Source,
     blob_of,
@@ -31,7 +29,7 @@ from gpusnap.checkpoints.formats.names import IMAGE_BLOBS, IMAGE_FOLDER, PIECE
 from gpusnap.checkpoints.formats.podman_reader import ArchiveReader, Crew
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.artifact import Artifact
-from gpusnap.oci.chunks.table import Progress
+from gpusnap.oci.layout.blobs import CheckedBlob
 from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import Descriptor, Index, encode_document
 from gpusnap.oci.layout.layout import Layout
@@ -54,7 +52,7 @@ def take_in(
     *,
     threads: int = 0,
     known: Callable[[str, int], bool] | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[int, int], object] = lambda done, whole: None,
 ) -> Artifact:
     """Convert an image into a layout that nobody else uses meanwhile; parameters as of podman.take_in.
 
@@ -67,8 +65,7 @@ def take_in(
     def seen(size: int) -> None:
         nonlocal done
         done += size
-        if progress is not None:
-            progress(Progress(whole, min(done, whole)))
+        progress(min(done, whole), whole)
 
     small, large = _sort_blobs(image)
     for each in large:
@@ -118,18 +115,11 @@ def _make_records_head(image: Image, name: str, beside: Mapping[str, bytes]) -> 
         **{f"{IMAGE_BLOBS}/{get_hex(digest)}": data for digest, data in beside.items()},
     }
     folders = (IMAGE_FOLDER, IMAGE_BLOBS.rpartition("/")[0], IMAGE_BLOBS)
-    yield from map(_folder, folders)
+    for path in folders:
+        yield tar.header(tar.folder_entry(path, 0o700))
     for path, data in files.items():
-        info = tarfile.TarInfo(path)
-        info.size, info.mode = len(data), 0o600
-        yield from tar.pieces(info, io.BytesIO(data))
-    yield _folder("checkpoint")
-
-
-def _folder(path: str) -> bytes:
-    info = tarfile.TarInfo(path)
-    info.type, info.mode = tarfile.DIRTYPE, 0o700
-    return tar.header(info)
+        yield from tar.pieces(tar.file_entry(path, len(data), 0o600), io.BytesIO(data))
+    yield tar.header(tar.folder_entry("checkpoint", 0o700))
 
 
 def _images(content: Readable, where: str, written: list[float]) -> Iterator[Entry]:

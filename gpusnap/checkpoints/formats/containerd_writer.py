@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats.containerd import (
     LAYOUT,
-    CheckedBlob,
     Image,
     describe_index,
     load,
@@ -27,8 +26,7 @@ from gpusnap.checkpoints.formats.whole_archive import make_whole
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
 from gpusnap.oci.chunks import artifact
-from gpusnap.oci.chunks.table import Progress
-from gpusnap.oci.layout.blobs import Blobs
+from gpusnap.oci.layout.blobs import Blobs, CheckedBlob
 from gpusnap.oci.layout.digests import PREFIX, digest_of, get_hex
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, encode_document, parse_document
 from gpusnap.oci.tar import headers as tar
@@ -40,6 +38,7 @@ from gpusnap.runtime_shim.records.artifact import label_tables
 
 Append = Callable[[bytes], object]
 
+_BLOBS = "blobs/sha256"
 _IMAGES = "checkpoint"
 # As much as is written, and an index.
 _MOST_BESIDE = (64 << 20) + 2 * DOCUMENT_LIMIT
@@ -115,12 +114,13 @@ def give_out(
     *,
     name: str,
     threads: int = 0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[int, int], object] = lambda done, whole: None,
 ) -> None:
     """Write the tar of a layout with `append`, except the blocks of zeros at its end.
 
     name: of the checkpoint in containerd. threads: for reading chunks, all cores for 0. progress: called with
-    the number of bytes of blobs that were read. Raises ImageError, OciError, and the errors of `append`.
+    the number of bytes of blobs that were read, and all. Raises ImageError, OciError, and the errors of
+    `append`.
     """
     image, carried = of.image, {each.digest: each.size for each in found.artifact.carried}
     record = found.record
@@ -130,30 +130,29 @@ def give_out(
     def seen(size: int) -> None:
         nonlocal done
         done += size
-        if progress is not None:
-            progress(Progress(whole, min(done, whole)))
+        progress(min(done, whole), whole)
 
     images = _Images(found, blobs, threads or copies.cores(), seen)
     criu = images.measure(image.criu.media_type)
     document = replace_criu_images(image, criu)
     root = describe_index(document)
-    for path in ("blobs", "blobs/sha256"):
-        append(_folder(path))
+    for path in ("blobs", _BLOBS):
+        append(tar.header(tar.folder_entry(path, 0o755)))
     for each in image.others:
-        append(_header(each))
+        append(tar.header(tar.file_entry(f"{_BLOBS}/{get_hex(each.digest)}", each.size, 0o444)))
         for piece in _content(each, of.beside, carried, blobs):
             append(piece)
             seen(len(piece))
         append(tar.padding(each.size))
-    append(_header(criu))
+    append(tar.header(tar.file_entry(f"{_BLOBS}/{get_hex(criu.digest)}", criu.size, 0o444)))
     images.write(append, criu)
     append(tar.padding(criu.size))
     for path, data in (
-        (f"blobs/sha256/{get_hex(root.digest)}", document),
+        (f"{_BLOBS}/{get_hex(root.digest)}", document),
         ("index.json", top(image, root, name)),
         ("oci-layout", encode_document(LAYOUT)),
     ):
-        append(tar.header(_info(path, len(data))) + data + tar.padding(len(data)))
+        append(tar.header(tar.file_entry(path, len(data), 0o444)) + data + tar.padding(len(data)))
 
 
 class _Images:
@@ -244,7 +243,7 @@ def _content(
     if carried.get(wanted.digest) != wanted.size:
         raise _make_missing_error(wanted)
     with blobs.open_blob(wanted.digest, wanted.size) as file:
-        content = CheckedBlob(file, wanted, lambda size: None)
+        content = CheckedBlob(file, wanted)
         while piece := content.read(PIECE):
             yield piece
         content.check_end()
@@ -254,19 +253,3 @@ def _make_missing_error(wanted: Descriptor) -> BlobError:
     return BlobError(
         f"the blob {wanted.digest} ({wanted.size} bytes, {wanted.media_type}) is not in the checkpoint"
     )
-
-
-def _header(blob: Descriptor) -> bytes:
-    return tar.header(_info(f"blobs/sha256/{get_hex(blob.digest)}", blob.size))
-
-
-def _info(path: str, size: int) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(path)
-    info.size, info.mode = size, 0o444
-    return info
-
-
-def _folder(path: str) -> bytes:
-    info = tarfile.TarInfo(path)
-    info.type, info.mode = tarfile.DIRTYPE, 0o755
-    return tar.header(info)

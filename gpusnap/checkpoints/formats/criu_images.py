@@ -7,7 +7,7 @@ from gpusnap.oci.base.errors import ArchiveError, LayoutError
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import Entry
-from gpusnap.oci.tar.compression import Readable
+from gpusnap.oci.tar.compression import Observed
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.records.manifest import ImageRecord, Manifest
 from gpusnap.runtime_shim.runtime.criu.images.check import LINK, PARENT, Checker, check_parent
@@ -48,9 +48,12 @@ class Images:
         elif entry.content is None:
             self._checker.add_special(name, "a directory" if entry.info.isdir() else "a link")
         else:
-            content = _Passing(name, entry.content)
+            digester = Digester(name)
+            content = Observed(entry.content, digester.add)
             self._checker.add(name, entry.info.size, content)
-            self._records.append(content.record())
+            while content.read(_PIECE):  # the rest
+                pass
+            self._records.append(digester.record())
 
     def fault(self, record: Manifest | None) -> str:
         """Return the fault of the first image that a restore would refuse; empty if there is none."""
@@ -64,24 +67,6 @@ class Images:
             return str(error)
         other = first_other(record.images if record is not None else (), self._records)
         return str(make_differs_error(other, self._where)) if other else ""
-
-
-class _Passing:
-    """The content of an image, and its digest after it has been read."""
-
-    def __init__(self, name: str, content: Readable) -> None:
-        self._content, self._digester = content, Digester(name)
-
-    def read(self, size: int = -1, /) -> bytes:
-        piece = self._content.read(size)
-        self._digester.add(piece)
-        return piece
-
-    def record(self) -> ImageRecord:
-        """Return the record of the whole image; reads the rest of it first."""
-        while self.read(_PIECE):
-            pass
-        return self._digester.record()
 
 
 class Links:

@@ -27,7 +27,7 @@ from gpusnap.oci.base.errors import reason
 from gpusnap.oci.base.files import open_named
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.index import Known
-from gpusnap.oci.chunks.table import Progress, Table
+from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.layout import Layout
@@ -37,8 +37,6 @@ from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.artifact import label_tables
 
-Report = Callable[[Progress], None]
-
 
 def take_in(
     archive_path: str,
@@ -47,14 +45,14 @@ def take_in(
     threads: int = 0,
     known: Callable[[str, int], bool] | None = None,
     written: Known | None = None,
-    progress: Report | None = None,
+    progress: Callable[[int, int], object] = lambda done, whole: None,
 ) -> ArchiveContents:
     """Convert an archive into a layout that nobody else uses meanwhile; the layout is not made durable.
 
     threads: for zstd, and for blobs; all cores for 0. known: returns whether a blob (digest, size) was put
     into the layout from elsewhere, such as Staging.take; then the archive's is not read. written: chunks that
     a store has, by content; those of volumes are linked from there. progress: called with the number of bytes
-    read of the archive's file.
+    read of the archive's file, and its size.
 
     Raises ImageError if a chunk that the manifest names is missing, or the archive is no checkpoint;
     ManifestError; ArchiveError, BlobError, and the errors of Layout.add_blob. The layout may then contain
@@ -68,8 +66,7 @@ def take_in(
     with file, Crew(threads or copies.cores()) as crew:
 
         def report() -> None:
-            if progress is not None:
-                progress(Progress(size, min(file.tell(), size)))
+            progress(min(file.tell(), size), size)
 
         with ArchiveReader(archive_path, staging_layout, crew, known, report, written) as taking:
             tar_of_records = taking.pack(taking.records(file))
@@ -88,14 +85,14 @@ def give_out(
     embed: bool = True,
     volumes: bool = True,
     threads: int = 0,
-    progress: Report | None = None,
+    progress: Callable[[int, int], object] = lambda done, whole: None,
 ) -> None:
     """Write an artifact as an archive for Podman, under a new name.
 
     config: becomes manifest.json; empty for a checkpoint without GPU state. embed: include the chunks that it
     names, and CRIU's images as files, so that nothing else is needed; the manifest then records that.
     volumes: include the content of volumes. threads: for zstd, and for reading chunks; all cores for 0.
-    progress: called with the number of bytes of blobs.
+    progress: called with the number of bytes of blobs, and all.
 
     Raises ImageError if the artifact has no records, or records that no archive has; ManifestError; BlobError
     for a blob that is missing or wrong; ArchiveError, DiskFull, DiskError. Then there is no new file.
@@ -120,8 +117,7 @@ def give_out(
     def report(count: int) -> None:
         nonlocal done
         done += count
-        if progress is not None:
-            progress(Progress(total, done))
+        progress(done, total)
 
     threads = threads or copies.cores()
     with Writer(path, compress=compress, threads=threads) as writer:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO
 
+from gpusnap.checkpoints import volumes
 from gpusnap.checkpoints.formats.annotations import VOLUMES, annotations_of, bounded
 from gpusnap.checkpoints.formats.criu_images import Links
 from gpusnap.checkpoints.formats.entries import entries
@@ -25,8 +26,6 @@ from gpusnap.checkpoints.formats.names import (
     ROOTFS,
     SMALL,
 )
-from gpusnap.checkpoints.volumes import records as volumes
-from gpusnap.checkpoints.volumes import tar_chunks
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import BlobError, DigestError, DiskError, reason
 from gpusnap.oci.chunks import artifact
@@ -37,7 +36,7 @@ from gpusnap.oci.layout.documents import EMPTY, EMPTY_BLOB, Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.archive import Content, Entry
-from gpusnap.oci.tar.compression import Readable, as_file, compress
+from gpusnap.oci.tar.compression import Observed, Readable, as_file, compress
 from gpusnap.runtime_shim.errors import ImageError
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.artifact import label_tables
@@ -62,18 +61,6 @@ class ArchiveContents:
     annotations: Mapping[str, str]
     volumes: tuple[volumes.Volume, ...] = ()
     """Their chunks are among the others."""
-
-
-class _Reported:
-    """The content of an entry; reports each piece that is read."""
-
-    def __init__(self, content: Content, report: Callable[[], None]) -> None:
-        self._content, self._report = content, report
-
-    def read(self, size: int = -1, /) -> bytes:
-        data = self._content.read(size)
-        self._report()
-        return data
 
 
 class Crew:
@@ -241,8 +228,11 @@ class ArchiveReader:
     def _volume(self, name: str, info: tarfile.TarInfo, content: Content) -> Iterable[bytes]:
         """Convert the tar of a volume; yield its entry for the records."""
         self._refuse_repeated(name)
-        table, digest = tar_chunks.write(
-            _Reported(content, self._report), self._layout, threads=self._crew.threads, known=self._written
+        table, digest = volumes.write(
+            Observed(content, lambda piece: self._report()),
+            self._layout,
+            threads=self._crew.threads,
+            known=self._written,
         )
         volume = volumes.Volume(volumes.name_of(name), digest, table)
         self._volumes.append(volume)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import tarfile
@@ -15,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from gpusnap.checkpoints import volumes
 from gpusnap.checkpoints.formats.annotations import CREATED
 from gpusnap.checkpoints.formats.criu_images import Links
 from gpusnap.checkpoints.formats.names import (
@@ -30,16 +30,14 @@ from gpusnap.checkpoints.formats.names import (
     SMALL,
 )
 from gpusnap.checkpoints.formats.whole_archive import rebuild_image
-from gpusnap.checkpoints.volumes import records as volumes_in_records
-from gpusnap.checkpoints.volumes import tar_chunks
-from gpusnap.oci.base.errors import BlobError, reason
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import Table
-from gpusnap.oci.layout.blobs import Blobs
-from gpusnap.oci.layout.digests import PREFIX, get_hex
+from gpusnap.oci.layout.blobs import Blobs, CheckedBlob
+from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import Descriptor, Index
 from gpusnap.oci.layout.layout import Layout
+from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.archive import Entry, entries, unpack
 from gpusnap.oci.tar.compression import Readable, as_file
 from gpusnap.runtime_shim.errors import ImageError
@@ -57,7 +55,6 @@ class Sink(Protocol):
 
     def add(self, info: tarfile.TarInfo, content: Readable | None = None) -> None:
         """Write one entry, with `info.size` bytes of content."""
-        ...
 
 
 def make_importable(config: bytes) -> bytes:
@@ -136,7 +133,7 @@ class ArchiveWriter:
                     f"the records {layer.digest} contain {entry.name}, which does not belong there",
                     code="GPS-604",
                 )
-            if name := volumes_in_records.name_in_chunks(entry.name):
+            if name := volumes.name_in_chunks(entry.name):
                 if self._volumes:
                     self._volume(name, entry)
                 continue
@@ -149,12 +146,12 @@ class ArchiveWriter:
     def _volume(self, name: str, entry: Entry) -> None:
         """Write the tar of a volume that is in chunks."""
         where = f"the checkpoint of {self._whole.annotations.get(CREATED, 'an unknown time')}"
-        data = entry.content.read(volumes_in_records.LARGEST_TABLE) if entry.content is not None else b""
+        data = entry.content.read(volumes.LARGEST_TABLE) if entry.content is not None else b""
         layers = {each.digest: each.size for each in self._whole.chunks}
-        found = volumes_in_records.decode(name, data, layers, where)
+        found = volumes.decode(name, data, layers, where)
         entry.info.name, entry.info.size = found.label, found.table.size
-        tar = tar_chunks.pieces(found.table, self._blobs, threads=self._threads)
-        self._writer.add(entry.info, as_file(tar))
+        content = volumes.pieces(found.table, self._blobs, threads=self._threads)
+        self._writer.add(entry.info, as_file(content))
 
     def write_rootfs(self, layer: Descriptor) -> None:
         """Write the files that changed: their tar is unchanged."""
@@ -167,8 +164,8 @@ class ArchiveWriter:
         self._report(layer.size)
 
     def write_folder(self, name: str) -> None:
-        info = self._header(name, 0)
-        info.type, info.mode = tarfile.DIRTYPE, 0o700
+        info = tar.folder_entry(name, 0o700)
+        info.mtime = self._time
         self._writer.add(info)
 
     def write_file(self, name: str, data: bytes) -> None:
@@ -202,7 +199,7 @@ class ArchiveWriter:
         for each in chunks:
             if each.size > SMALL:
                 with self._blobs.open_blob(each.digest, each.size) as file:
-                    content = _Checked(file, each)
+                    content = CheckedBlob(file, each)
                     self._writer.add(
                         self._header(f"{BLOBS}/sha256/{get_hex(each.digest)}", each.size), content
                     )
@@ -216,42 +213,22 @@ class ArchiveWriter:
     def _check(self, layer: Descriptor) -> None:
         """Check the layer before it is used: its parts are read in another order than written."""
         with self._blobs.open_blob(layer.digest, layer.size) as file:
-            content = _Checked(file, layer)
+            content = CheckedBlob(file, layer)
             while content.read(PIECE):
                 pass
             content.check_end()
 
     def _load_chunk(self, chunk: Descriptor) -> tuple[Descriptor, bytes]:
         with self._blobs.open_blob(chunk.digest, chunk.size) as file:
-            content = _Checked(file, chunk)
+            content = CheckedBlob(file, chunk)
             data = b"".join(iter(lambda: content.read(chunk.size + 1), b""))
             content.check_end()
         return chunk, data
 
     def _header(self, name: str, size: int) -> tarfile.TarInfo:
-        info = tarfile.TarInfo(name)
-        info.size, info.mode, info.mtime = size, 0o600, self._time
+        info = tar.file_entry(name, size, 0o600)
+        info.mtime = self._time
         return info
-
-
-class _Checked:
-    """A blob that is read in order; `check_end` checks it."""
-
-    def __init__(self, file: io.FileIO, wanted: Descriptor) -> None:
-        self._file, self._wanted = file, wanted
-        self._hashed = hashlib.sha256()
-
-    def read(self, size: int, /) -> bytes:
-        try:
-            data = self._file.read(size)
-        except OSError as error:
-            raise BlobError(f"the blob {self._wanted.digest} cannot be read: {reason(error)}") from error
-        self._hashed.update(data)
-        return data
-
-    def check_end(self) -> None:
-        if PREFIX + self._hashed.hexdigest() != self._wanted.digest:
-            raise BlobError(f"the blob {self._wanted.digest} does not match its digest")
 
 
 def _work_ahead(items: Iterable[T], work: Callable[[T], U], threads: int) -> Generator[U, None, None]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -84,14 +82,8 @@ def checkpoint(
     file: str | None,
     name: str,
     labels: tuple[str, ...],
-    leave_running: bool,
-    tcp_established: bool,
-    file_locks: bool,
-    ignore_rootfs: bool,
-    ignore_volumes: bool,
-    force: bool,
-    plain_http: bool,
     as_json: bool,
+    **options: bool,
 ) -> None:
     """Checkpoint a running Podman container, including its GPU state.
 
@@ -159,14 +151,8 @@ def checkpoint(
         container="",
         to=place,
         name=locator.parse_name(name) if name else "",
-        leave_running=leave_running,
-        tcp_established=tcp_established,
-        file_locks=file_locks,
-        ignore_rootfs=ignore_rootfs,
-        ignore_volumes=ignore_volumes,
-        force=force,
-        plain_http=plain_http,
         labels=parse_labels(labels),
+        **options,
     )
 
     def work(container: str) -> checkpointing.CheckpointResult:
@@ -258,17 +244,9 @@ def restore(
     name: str,
     gpu_map: str,
     tcp_established: bool,
-    tcp_close: bool,
-    ignore_static_ip: bool,
-    ignore_static_mac: bool,
-    file_locks: bool,
-    pod: str,
     publish: tuple[str, ...],
-    ignore_rootfs: bool,
-    ignore_volumes: bool,
-    not_migrated: bool,
-    plain_http: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Restore the container of the checkpoint WHAT, or of several.
 
@@ -340,16 +318,8 @@ def restore(
             name=name,
             gpu_map=gpu_map,
             tcp_established=tcp_established,
-            tcp_close=tcp_close,
-            ignore_static_ip=ignore_static_ip,
-            ignore_static_mac=ignore_static_mac,
-            file_locks=file_locks,
-            pod=pod,
             publish=publish,
-            ignore_rootfs=ignore_rootfs,
-            ignore_volumes=ignore_volumes,
-            plain_http=plain_http,
-            not_migrated=not_migrated,
+            **options,
         )
         find_name = partial(restoring.find_container_name, request.what)
         with record_operation("restore", name, find_name=find_name) as record, Progress() as progress:
@@ -422,10 +392,6 @@ def _short_name(made: checkpointing.CheckpointResult) -> str:
         if isinstance(place, locator.InStore) and place.entry().descriptor.digest == made.digest:
             return short
     return made.name
-
-
-def _print(document: Mapping[str, object]) -> None:
-    click.echo(json.dumps(document, indent=1))
 
 
 def _make_document(made: checkpointing.CheckpointResult) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import click
@@ -11,6 +10,7 @@ from rich.text import Text
 
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_container
+from gpusnap.cli.json_output import print_json
 from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
@@ -57,7 +57,7 @@ def doctor(container: str | None, namespace: str, runtime: str, as_json: bool) -
         require_root("doctor CONTAINER")
         checks = of_container.checks(subject.find(container, namespace=namespace), find_driver())
     if as_json:
-        click.echo(json.dumps(document(checks), indent=1))
+        print_json(document(checks))
     else:
         console = show.output()
         print_checks(console, checks)

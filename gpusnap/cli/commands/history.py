@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from gpusnap.checkpoints.locator import default_store, in_store, open_store
 from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_stored
+from gpusnap.cli.json_output import document, print_json
 from gpusnap.listing.ages import format_age
 from gpusnap.progress import Progress
 from gpusnap.retention.history import Moment
@@ -57,8 +57,8 @@ def history(name: str, as_json: bool) -> None:
         )
     now = datetime.now(UTC)
     if as_json:
-        rows = [store_tables.document(each) | {"age": _age(each, now)} for each in found]
-        click.echo(json.dumps({"store": store.path, "container": word, "checkpoints": rows}, indent=1))
+        rows = [document(each) | {"age": _age(each, now)} for each in found]
+        print_json({"store": store.path, "container": word, "checkpoints": rows})
         return
     _say(found, now)
 

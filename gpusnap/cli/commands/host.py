@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ import click
 
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint
+from gpusnap.cli.json_output import print_json
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.open import get_manifest, open_checkpoint
@@ -48,7 +48,7 @@ def plan(what: str, gpu_map: str | None, plain_http: bool, as_json: bool) -> Non
     request = choosing.gpu_request(gpu_map)
     chosen = choosing.choose(record, host, request, settings_file.load().gpu_map, others)
     if as_json:
-        click.echo(json.dumps(show.plan_document(chosen), indent=1))
+        print_json(show.plan_document(chosen))
     else:
         show.print_plan(show.output(), record, host, chosen)
     if chosen.refusal:
@@ -61,7 +61,7 @@ def gpus(as_json: bool) -> None:
     """List the GPUs of this host."""
     host = needed_driver().host()
     if as_json:
-        click.echo(json.dumps(asdict(host), indent=1))
+        print_json(asdict(host))
         return
     show.print_inventory(show.output(), host)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,6 +9,7 @@ from typing import Any
 
 import click
 
+from gpusnap.cli.json_output import document, print_json
 from gpusnap.engines.install import containerd as install_containerd
 from gpusnap.engines.install import crio as install_crio
 from gpusnap.engines.install import detect as install_engines
@@ -84,7 +84,7 @@ def install(
     As JSON: program, engines, changes (each with what, which is written, replaced, unchanged, kept, removed,
     gone or left, and path), notes.
     """
-    root = _make_absolute(root)
+    root = os.path.realpath(root)
     _need_root("install", root, dry_run)
     chosen = {"podman": podman, "containerd": containerd, "crio": crio}
     engines = _engines([name for name, wanted in chosen.items() if wanted], root)
@@ -97,7 +97,7 @@ def install(
         if not dry_run:
             click.echo("gpusnap doctor checks whether this host is ready for checkpoints")
         return
-    _print({"program": plan.program, "engines": list(engines), **_document(changes, notes)})
+    print_json({"program": plan.program, "engines": list(engines), **_document(changes, notes)})
 
 
 @click.command()
@@ -119,7 +119,7 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
     As JSON: changes (each with what, which is removed, gone or left, and path), notes, and refused, which is
     empty unless --dry-run found that it would be refused.
     """
-    root = _make_absolute(root)
+    root = os.path.realpath(root)
     _need_root("uninstall", root, dry_run)
     refusal = None if force else _refusal_of_used(root)
     lines = _list_mentions(root, force) if refusal is None or dry_run else []
@@ -136,7 +136,7 @@ def uninstall(root: str, force: bool, dry_run: bool, as_json: bool) -> None:
     notes += [f"remove this line: {each.path} is left as it is: {each}" for each in lines]
     notes += _restarts(changes, root)
     if as_json:
-        _print(_document(changes, notes) | {"refused": refusal.sentence() if refusal is not None else ""})
+        print_json(_document(changes, notes) | {"refused": refusal.sentence() if refusal is not None else ""})
     else:
         _say(changes, notes, (), dry_run)
         if not changes:
@@ -153,10 +153,6 @@ def _refusal_of_used(root: str) -> GpusnapError | None:
     except GpusnapError as error:
         return error
     return None
-
-
-def _make_absolute(root: str) -> str:
-    return os.path.realpath(root)
 
 
 def _list_missing(root: str) -> list[str]:
@@ -321,10 +317,6 @@ def _lines(item: Item) -> list[str]:
 
 def _document(changes: Sequence[Change], notes: Sequence[str]) -> dict[str, Any]:
     return {
-        "changes": [{"what": each.what, "path": each.path} for each in changes],
+        "changes": [document(each) for each in changes],
         "notes": list(notes),
     }
-
-
-def _print(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, indent=1))

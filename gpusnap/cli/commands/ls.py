@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,14 @@ import click
 from gpusnap.checkpoints import list as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InRegistry, InStore
-from gpusnap.cli import ls_table, store_tables
+from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_store
+from gpusnap.cli.json_output import document, print_json
 from gpusnap.cli.options.registry import registry_options
+from gpusnap.listing.ages import format_age
 from gpusnap.listing.filters import Line, filter_lines, rows_of
-from gpusnap.listing.templates import template
+from gpusnap.listing.templates import DIGITS, template
 from gpusnap.oci.base.errors import NotARegistry, NotThere, OciError, Rejected
 from gpusnap.oci.store.store import Store
 from gpusnap.progress import Progress
@@ -27,9 +29,31 @@ from gpusnap.runtime_shim.units import human
 from gpusnap.user_errors import NotFound, convert_errors
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gpusnap.listing.registry import RemoteListing
 
 _LIMIT = 100
+_MARKS = {"pages": "pages only", "other": "not gpusnap's", "damaged": "damaged", "image": "image"}
+_COLUMNS: Mapping[str, Callable[[Line], str]] = {
+    "name": lambda line: _describe_name(line),
+    "created": lambda line: format_age(line.row.created),
+    "container": lambda line: line.row.container or line.row.container_id[:DIGITS],
+    "GPUs": lambda line: line.row.gpus.partition(" ")[0],
+    "driver": lambda line: line.row.driver,
+    "memory": lambda line: human(line.row.memory) if line.row.memory else "",
+    "size": lambda line: human(line.row.size) if line.row.kind != "damaged" else "",
+    "own": lambda line: human(line.row.own) if line.row.kind != "damaged" else "",
+    "digest": lambda line: line.row.digest.partition(":")[2][:DIGITS],
+}
+# What is left out where there is no room, and the spaces between columns.
+_LAYOUTS = (
+    ((), 2),
+    (("container",), 2),
+    (("container", "own"), 2),
+    (("container", "own", "GPUs"), 2),
+    (("container", "own", "GPUs"), 1),
+)
 
 
 @click.command()
@@ -112,11 +136,11 @@ def ls(
     if isinstance(where, InStore) and name and not lines:
         _say_near(where.store, name)
     if as_json:
-        value = store_tables.document(found)
-        rows = [store_tables.document(row) for row in rows_of(lines)]
+        value = document(found)
+        rows = [document(row) for row in rows_of(lines)]
         del value["rows"]
         first = "store" if "store" in value else "repository"
-        click.echo(json.dumps({first: value.pop(first), "checkpoints": rows, **value}, indent=1))
+        print_json({first: value.pop(first), "checkpoints": rows, **value})
     elif quiet:
         for digest in dict.fromkeys(line.row.digest for line in lines):
             click.echo(digest)
@@ -196,7 +220,7 @@ def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filte
     where = found.store if isinstance(found, kept.Listing) else found.repository
     if lines:
         without = () if isinstance(found, kept.Listing) else ("own",)
-        ls_table.print_rows(console, lines, without=without)
+        print_rows(console, lines, without=without)
     rows = rows_of(lines)
     for row in rows:
         if row.fault:
@@ -211,3 +235,21 @@ def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filte
         show.say(console, f"no checkpoints in {where}")
     else:
         show.say(console, f"{one}, {human(found.size)} in {found.blobs} blobs, in {where}")
+
+
+def print_rows(console: Console, found: Sequence[Line], *, without: Iterable[str] = ()) -> None:
+    """The table. without: columns that say nothing here."""
+    titles = [title for title in _COLUMNS if title not in without]
+    cells = [{title: _COLUMNS[title](line) for title in titles} for line in found]
+    name_rows.print_rows(console, titles, cells, layouts=_LAYOUTS)
+
+
+def _describe_name(line: Line) -> str:
+    name = line.name or "(no name)"
+    if line.row.kind in _MARKS:
+        return f"{name} ({_MARKS[line.row.kind]})"
+    if line.row.migrating:
+        return f"{name} (may run on {line.row.migrating})"
+    if line.row.subject:
+        return f"{name} (refers to {line.row.subject.partition(':')[2][:DIGITS]})"
+    return name

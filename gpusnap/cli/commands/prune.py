@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.commands.stores.upkeep import collect_store, collected_document, find_store
 from gpusnap.cli.completion import complete_store
+from gpusnap.cli.json_output import print_json
 from gpusnap.cli.keep_options import keep_options
 from gpusnap.cli.keep_options import rules as rules_of
 from gpusnap.progress import Progress
@@ -87,7 +87,7 @@ def prune(
             "checkpoints": [asdict(each) for each in found],
             "collected": collected_document(store, collected, dry_run=False) if collected else None,
         }
-        click.echo(json.dumps(document, indent=1))
+        print_json(document)
         return
     if collected is not None:
         store_tables.print_collected(show.output(), store.path, collected, dry_run=False)

@@ -13,6 +13,7 @@ from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.cli import recover_list, store_tables
+from gpusnap.cli.json_output import print_json
 from gpusnap.cli.recover_list import Names
 from gpusnap.engines import podman
 from gpusnap.migration import records
@@ -64,7 +65,9 @@ class _Migrations:
 
     def ids(self) -> list[str]:
         """Those that they are named by: the other host's container has no ID here before it is restored."""
-        return [each.container for each in self.leaving] + [_id(each) for each in self.coming]
+        return [each.container for each in self.leaving] + [
+            each.container or each.name for each in self.coming
+        ]
 
     def list_actions(self) -> Sequence[_Action]:
         """What recovers those whose gpusnap was killed, with the container of each."""
@@ -73,12 +76,8 @@ class _Migrations:
         leaving = [each for each in self.leaving if not each.at_work]
         coming = [each for each in self.coming if not each.at_work]
         return [(each.container, partial(unfinished.recover_leaving, each)) for each in leaving] + [
-            (_id(each), partial(unfinished.recover_coming, each)) for each in coming
+            (each.container or each.name, partial(unfinished.recover_coming, each)) for each in coming
         ]
-
-
-def _id(coming: Record) -> str:
-    return coming.container or coming.name
 
 
 @click.command()
@@ -213,7 +212,7 @@ def _list(
     names = Names({each.container: each.name for each in moving})
     told = False
     if as_json:
-        click.echo(recover_list.as_json(waits, names))
+        print_json(recover_list.documents(waits, names))
     else:
         for each in waits:
             click.echo(recover_list.line(each, names))

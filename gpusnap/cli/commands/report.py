@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from datetime import UTC, datetime
 
 import click
@@ -12,7 +11,7 @@ from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_store
 from gpusnap.cli.completion import complete_stored
 from gpusnap.engines import podman
-from gpusnap.oci.base.files import create_unnamed_file, open_folder, write_all
+from gpusnap.oci.base.files import create_unnamed_file, open_nested_folder, write_all
 from gpusnap.operations.push_pull import check_free
 from gpusnap.progress import Progress
 from gpusnap.report.report import newest
@@ -74,10 +73,10 @@ def report(what: str | None, last: bool, file: str | None) -> None:
 def _write(path: str, text: str) -> None:
     """Make the file, with mode 0600; all of it or nothing. Raises OSError."""
     folder, name = os.path.split(os.path.abspath(path))
-    with ExitStack() as opened:
-        within = open_folder(os.path.realpath(folder))
-        opened.callback(os.close, within)
-        file, named = opened.enter_context(create_unnamed_file(within))
+    with (
+        open_nested_folder(os.path.realpath(folder)) as within,
+        create_unnamed_file(within) as (file, named),
+    ):
         write_all(file, text.encode())
         os.fsync(file)
         named(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.labels import parse_labels
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_container
+from gpusnap.cli.json_output import print_json
 from gpusnap.cli.keep_options import duration, keep_options, rules, words
 from gpusnap.doctor.base.sources import program
 from gpusnap.engines import podman
@@ -88,7 +88,7 @@ def schedule(
     if as_json:
         units = [{"path": path, "content": text} for path, text in files.items()]
         document = {"container": container, "everySeconds": int(every.total_seconds()), "units": units}
-        click.echo(json.dumps(document | {"written": not dry_run}, indent=1))
+        print_json(document | {"written": not dry_run})
     elif dry_run:
         click.echo("\n".join(f"# {path}\n{text}" for path, text in files.items()), nl=False)
     else:
@@ -141,7 +141,7 @@ def _find_name(container: str) -> tuple[str, str]:
 def _remove(container: str, *, as_json: bool) -> None:
     paths = schedules.remove(container)
     if as_json:
-        click.echo(json.dumps({"container": container, "removed": paths}, indent=1))
+        print_json({"container": container, "removed": paths})
         return
     for path in paths:
         click.echo(f"removed {path}")
@@ -150,7 +150,7 @@ def _remove(container: str, *, as_json: bool) -> None:
 def _list(*, as_json: bool) -> None:
     found = [*schedules.list_schedules()]
     if as_json:
-        click.echo(json.dumps([asdict(each) for each in found], indent=1))
+        print_json([asdict(each) for each in found])
         return
     console = show.output()
     if not found:

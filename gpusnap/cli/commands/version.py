@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import click
 
 from gpusnap.cli import tables as show
+from gpusnap.cli.json_output import print_json
 from gpusnap.doctor.versions import Part, versions
 
 
@@ -26,7 +26,7 @@ def version(as_json: bool) -> None:
     """
     found = versions()
     if as_json:
-        click.echo(json.dumps(asdict(found), indent=1))
+        print_json(asdict(found))
         return
     parts = [*found.parts()]
     width = max(len(part.name) for part in parts)

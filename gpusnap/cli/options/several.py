@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import click
 
 from gpusnap.cli import debugging, exit_codes
+from gpusnap.cli.json_output import print_json
 from gpusnap.oci.base.errors import OciError
 from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
@@ -37,7 +37,7 @@ def run_each(
     if len(wanted) == 1 and not listed:
         done = work(wanted[0])
         if as_json:
-            click.echo(json.dumps(document(done), indent=1))
+            print_json(document(done))
         else:
             show(done)
         return
@@ -51,7 +51,7 @@ def run_each(
             stopped = error if isinstance(error, Interrupted) else stop_signals.make_interrupted()
             if as_json:
                 results.append(_make_failed_document(key, one, stopped))
-                click.echo(json.dumps({"results": results}, indent=1))
+                print_json({"results": results})
             before, left = ", ".join(ready) or "none", ", ".join(wanted[at + 1 :]) or "none"
             raise Interrupted(
                 f"{one}: {stopped}; done before: {before}; not started: {left}",
@@ -70,7 +70,7 @@ def run_each(
             if not as_json:
                 show(done)
     if as_json:
-        click.echo(json.dumps({"results": results}, indent=1))
+        print_json({"results": results})
     if failures:
         same = len({exit_codes.exit_code(error) for error in failures.values()}) == 1
         kind = type(next(iter(failures.values()))) if same else GpusnapError

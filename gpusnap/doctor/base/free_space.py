@@ -102,8 +102,8 @@ def check_unpacking(gpus: Sequence[Gpu], root: str = "/", folder: str = "/tmp") 
         yield ok("disk, containerd", f"{human(left)} are free in {folder}", **facts)
 
 
-def speed(folder: str, *, most: int = _MOST, seconds: float = _SECONDS) -> Speed | None:
-    """Measure writing and reading with a file without a name, for at most `seconds`; None if impossible.
+def speed(folder: str, *, most: int = _MOST) -> Speed | None:
+    """Measure writing and reading with a file without a name, for at most _SECONDS each; None if impossible.
 
     The kernel takes it away with its descriptor, also when we are killed (open(2), O_TMPFILE).
     """
@@ -114,7 +114,7 @@ def speed(folder: str, *, most: int = _MOST, seconds: float = _SECONDS) -> Speed
             return None
         with tempfile.TemporaryFile(dir=place, buffering=0) as file:
             begin, written = time.monotonic(), 0
-            while written < most and time.monotonic() - begin < seconds:
+            while written < most and time.monotonic() - begin < _SECONDS:
                 written += file.write(block)
                 if not written % _SYNCED:
                     os.fdatasync(file.fileno())
@@ -123,7 +123,7 @@ def speed(folder: str, *, most: int = _MOST, seconds: float = _SECONDS) -> Speed
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             begin, done = time.monotonic(), 0
-            while (data := file.read(_PIECE)) and time.monotonic() - begin < seconds:
+            while (data := file.read(_PIECE)) and time.monotonic() - begin < _SECONDS:
                 done += len(data)
             return Speed(write, done / max(time.monotonic() - begin, 1e-6)) if done else None
     except OSError:

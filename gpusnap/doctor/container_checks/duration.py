@@ -41,8 +41,6 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class EarlierCheckpoint:
-    """An earlier checkpoint."""
-
     container: str
     bytes: int
     """Bytes of GPU memory."""

@@ -55,14 +55,14 @@ class OpenFile:
         return f"process {self.process.pid} ({self.process.comm})"
 
 
-def list_open_files(processes: Iterable[Process], root: str = "/") -> tuple[OpenFile, ...]:
+def list_open_files(processes: Iterable[Process]) -> tuple[OpenFile, ...]:
     """Return every open file of the processes, by process and number; omits files that are closed meanwhile.
 
     Raises Unanswered if one is on a file system that does not answer.
     """
     found: list[OpenFile] = []
     for process in processes:
-        folder = join_root(root, f"/proc/{process.pid}/fd")
+        folder = f"/proc/{process.pid}/fd"
         try:
             names = sorted((name for name in os.listdir(folder) if name.isdigit()), key=int)
         except OSError:
@@ -132,14 +132,14 @@ def check_deleted(
     for each in files:
         if each.info is not None and _is_ghost(each.target, each.info):
             key = each.info.st_dev, each.info.st_ino
-            sizes[key] = _strip_deleted(each.target), each.info.st_blocks * 512, each.process
+            sizes[key] = each.target.removesuffix(_DELETED), each.info.st_blocks * 512, each.process
     for process in processes:
         paths = dict(_list_deleted_mappings(process, root))
         for link, info in question_process.stat_files(process.pid, paths).items():
             path = paths[link]
             if not isinstance(info, OSError) and _is_ghost(path, info):
                 sizes.setdefault(
-                    (info.st_dev, info.st_ino), (_strip_deleted(path), info.st_blocks * 512, process)
+                    (info.st_dev, info.st_ino), (path.removesuffix(_DELETED), info.st_blocks * 512, process)
                 )
     large = sorted((each for each in sizes.values() if each[1] > limit), key=lambda each: -each[1])
     for path, size, process in large:
@@ -162,10 +162,6 @@ def check_deleted(
 def _is_ghost(path: str, info: os.stat_result) -> bool:
     """Return whether it is a regular file without a name. A memfd is no ghost to CRIU (criu/memfd.c)."""
     return stat.S_ISREG(info.st_mode) and info.st_nlink == 0 and not path.startswith(("/memfd:", "/SYSV"))
-
-
-def _strip_deleted(path: str) -> str:
-    return path.removesuffix(_DELETED)
 
 
 def _list_deleted_mappings(process: Process, root: str) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from gpusnap.doctor.base.check import Check, failure, ok, plural, warning
-from gpusnap.doctor.base.sources import join_root
 from gpusnap.doctor.container_checks.files import OpenFile
 from gpusnap.runtime_shim.snapshot.preflight import sockets
 
@@ -16,7 +15,6 @@ Judge = Callable[[str], bool]
 def check_protocols(
     files: Sequence[OpenFile],
     *,
-    root: str = "/",
     ask: Ask = sockets.protocol,
     can_be_dumped: Judge = sockets.can_be_dumped,
 ) -> Iterator[Check]:
@@ -24,7 +22,7 @@ def check_protocols(
     found: dict[str, OpenFile] = {}
     for each in files:
         if sockets.inode(each.target):
-            name = ask(join_root(root, f"/proc/{each.process.pid}/fd/{each.number}"))
+            name = ask(f"/proc/{each.process.pid}/fd/{each.number}")
             if name:
                 found.setdefault(name, each)
     # For a protocol that CRIU does not support, there may be no trial: see sockets.can_be_dumped.

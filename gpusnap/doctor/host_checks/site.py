@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from gpusnap.doctor.base.check import Check, make_refused, ok, warning
 from gpusnap.doctor.base.sources import text
@@ -25,20 +25,6 @@ def check_settings(path: str = SETTINGS_FILE) -> tuple[Settings, Check]:
     there = os.path.exists(path)
     says = f"{path} is valid" if there else f"{path} does not exist: defaults are used"
     return found, ok("settings", says, path=path, there=there)
-
-
-def auth_files(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the files of credentials, in the order of gpusnap.oci.registry.credentials."""
-    if given := environ.get("REGISTRY_AUTH_FILE"):
-        return (given,)
-    home = environ.get("HOME") or os.path.expanduser("~")
-    runtime = environ.get("XDG_RUNTIME_DIR")
-    return (
-        *([f"{runtime}/containers/auth.json"] if runtime else []),
-        f"/run/containers/{os.getuid()}/auth.json",
-        os.path.join(environ.get("XDG_CONFIG_HOME") or f"{home}/.config", "containers/auth.json"),
-        os.path.join(environ.get("DOCKER_CONFIG") or f"{home}/.docker", "config.json"),
-    )
 
 
 def check_registries(pull_from: Iterable[str], files: Iterable[str], root: str = "/") -> Iterator[Check]:

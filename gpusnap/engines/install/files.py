@@ -82,8 +82,8 @@ def put_link(path: str, target: str) -> None:
     os.replace(new, path)
 
 
-def put_file(path: str, data: bytes, mode: int) -> None:
-    """Write a file. Raises OSError."""
+def put_file(path: str, data: bytes, mode: int, *, sync: bool = True) -> None:
+    """Write a file, and sync it unless `sync` is false. Raises OSError."""
     new = make_pending_name(path)
     with suppress(FileNotFoundError):
         os.unlink(new)
@@ -92,9 +92,10 @@ def put_file(path: str, data: bytes, mode: int) -> None:
             os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(new, path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             os.unlink(new)
         raise

@@ -78,9 +78,7 @@ def install(
     foreseen = [Change(_verdict(item, before, root, force), item.path) for item in items]
     if dry_run:
         stale = _list_stale(items, parts, before)
-        return foreseen + [
-            Change(_remove_entry(each, root, False, dry_run=True), each.path) for each in stale
-        ]
+        return foreseen + [_remove_entry(each, root, False, dry_run=True) for each in stale]
     with _hold_lock(root):
         return _install(items, parts, root, force)
 
@@ -95,7 +93,7 @@ def _install(items: Sequence[Item], parts: Collection[str], root: str, force: bo
     before = load(root)
     plan = [(item, _verdict(item, before, root, force)) for item in items]
     stale = _list_stale(items, parts, before)
-    ours = [item for item, what in plan if what in ("written", "replaced") or _has(before, item)]
+    ours = [item for item, what in plan if what in ("written", "replaced") or before.entry(item.path)]
     made = [_OWN] if _is_marked(root) else []
     folders = tuple(dict.fromkeys((*before.folders, *made, *_list_missing(ours, root))))
     under_way = Record(_entries(before, [_make_pending_entry(item, before) for item in ours]), folders)
@@ -107,8 +105,7 @@ def _install(items: Sequence[Item], parts: Collection[str], root: str, force: bo
         if what in ("written", "replaced"):
             _put(item, root)
         changes.append(Change(what, item.path))
-    for each in stale:
-        changes.append(Change(_remove_entry(each, root, False, dry_run=False), each.path))
+    changes += [_remove_entry(each, root, False, dry_run=False) for each in stale]
     done = _entries(under_way, [Entry(item.path, item.part, (item.state,)) for item in ours])
     kept = tuple(each for each in done if each not in stale)
     save(Record(kept, folders), root, under_way)
@@ -144,10 +141,6 @@ def _verdict(item: Item, before: Record, root: str, force: bool) -> str:
     )
 
 
-def _has(before: Record, item: Item) -> bool:
-    return before.entry(item.path) is not None
-
-
 def _make_pending_entry(item: Item, before: Record) -> Entry:
     entry = before.entry(item.path)
     earlier = entry.states if entry is not None else ()
@@ -181,10 +174,7 @@ def uninstall(*, root: str = "/", force: bool = False, dry_run: bool = False) ->
     _check_tree(root, iter(()))
     record = load(root)
     if dry_run:
-        return [
-            Change(_remove_entry(each, root, force, dry_run=True), each.path)
-            for each in reversed(record.entries)
-        ]
+        return [_remove_entry(each, root, force, dry_run=True) for each in reversed(record.entries)]
     path = join_root(root, RECORD)
     if not os.path.lexists(path):
         # A call that was killed at its very beginning, or at its very end, left only this.
@@ -193,10 +183,7 @@ def uninstall(*, root: str = "/", force: bool = False, dry_run: bool = False) ->
         return []
     with _hold_lock(root):
         record = load(root)
-        changes = [
-            Change(_remove_entry(each, root, force, dry_run=False), each.path)
-            for each in reversed(record.entries)
-        ]
+        changes = [_remove_entry(each, root, force, dry_run=False) for each in reversed(record.entries)]
         for folder in reversed(record.folders):
             files.remove_folder(join_root(root, folder))
         files.unlink(files.make_pending_name(path))
@@ -207,19 +194,19 @@ def uninstall(*, root: str = "/", force: bool = False, dry_run: bool = False) ->
     return changes
 
 
-def _remove_entry(entry: Entry, root: str, force: bool, *, dry_run: bool) -> str:
+def _remove_entry(entry: Entry, root: str, force: bool, *, dry_run: bool) -> Change:
     """Remove it, unless it is somebody else's; return what was done."""
     path = join_root(root, entry.path)
     now = state(path)
     if not dry_run:
         files.unlink(files.make_pending_name(path))
     if now is None:
-        return "gone"
+        return Change("gone", entry.path)
     if now not in entry.states and (not force or now == "other"):
-        return "left"
+        return Change("left", entry.path)
     if not dry_run:
         files.unlink(path)
-    return "removed"
+    return Change("removed", entry.path)
 
 
 def _put(item: Item, root: str) -> None:

@@ -49,7 +49,6 @@ class Record:
     """The version of the gpusnap that wrote it."""
 
     def entry(self, path: str) -> Entry | None:
-        """Return the entry of a path."""
         return next((each for each in self.entries if each.path == path), None)
 
 

@@ -28,6 +28,7 @@ from gpusnap.container_hooks.commands import run_around_checkpoint
 from gpusnap.engines import podman, podman_objects, podman_work
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
+from gpusnap.oci.base.files import list_names
 from gpusnap.oci.layout.documents import empty_descriptor
 from gpusnap.oci.store.index import check_name
 from gpusnap.oci.store.staging import Staging
@@ -206,7 +207,7 @@ def _to_store(
             OrderedMemory(store) as memory,
             ExitStack() as order,
         ):
-            blobs = _blobs(store)
+            blobs = set(list_names(os.path.join(store.path, *_BLOBS)))
             view = order.enter_context(ExitStack())
             shown = view.enter_context(board())
             path = shown.path if shown is not None else ""
@@ -273,7 +274,7 @@ def _open_staging(
 
     def keep() -> str:
         # Free the room for the mark first: what was made of the archive so far is useless.
-        for name in _names(os.path.join(staging.path, *_BLOBS)):
+        for name in list_names(os.path.join(staging.path, *_BLOBS)):
             with suppress(OSError):
                 os.unlink(os.path.join(staging.path, *_BLOBS, name))
         with suppress(OciError):
@@ -461,14 +462,3 @@ def _store_names(request: CheckpointRequest, found: podman.Container) -> list[st
     if isinstance(request.to, locator.InRegistry):
         names.append(store_name(request.to.reference))
     return names
-
-
-def _blobs(store: Store) -> set[str]:
-    return set(_names(os.path.join(store.path, *_BLOBS)))
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []

@@ -17,12 +17,12 @@ the archive. Any other container with that name is left alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 
 from gpusnap.checkpoints.formats.entries import entries, read_member
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
-from gpusnap.engines import podman, podman_work
+from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.json_text import parse_json
@@ -72,25 +72,11 @@ def find(archive: str, options: Sequence[str], ids: Collection[str]) -> Target |
     return None
 
 
-def restore(
-    target: Target,
-    environment: Mapping[str, str],
-    tick: Callable[[], None],
-    say: Callable[[str], None] = lambda text: None,
-    has_begun: Callable[[], bool] = lambda: False,
-    restored: Callable[[str], None] = lambda container: None,
-) -> str:
-    """Restore it with Podman; return its ID. See gpusnap.engines.podman_work.restore for the rest."""
+def restore(target: Target, run: Callable[[Sequence[str]], object]) -> None:
+    """Restore it with `run`, which gets the options for Podman; errors say what is left. Raises likewise."""
     try:
-        return podman_work.restore_in_place(
-            target.container,
-            target.options,
-            environment,
-            tick=tick,
-            say=say,
-            has_begun=has_begun,
-            restored=restored,
-        )
+        podman.clean_up(target.container)
+        run((*target.options, target.container.id))
     except Killed:
         raise
     except GpusnapError as error:

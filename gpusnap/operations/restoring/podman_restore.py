@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
@@ -22,6 +23,7 @@ from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import ARCHIVE, PIECE
+from gpusnap.checkpoints.formats.podman import give_out
 from gpusnap.checkpoints.names import store_name
 from gpusnap.engines import podman, podman_objects, podman_work
 from gpusnap.oci.base.dataclass import dataclass
@@ -39,7 +41,6 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Entry
-from gpusnap.operations.podman_archive import write_archive
 from gpusnap.operations.restoring import in_place, in_use, volumes
 from gpusnap.operations.restoring.volumes import PodmanObjects, VolumeChoice, find_objects
 from gpusnap.progress import Progress, board, watch_growth
@@ -185,7 +186,6 @@ class PodmanRestore:
             )
         layout = found.layout
         with _make_folder(locator.default_store()) as folder:
-            archive = os.path.join(folder, ARCHIVE)
             if found.kind == "image":
                 layer = archive_of(found.root, layout.read_blob)
                 inner = Layout(os.path.join(folder, "layer")).create()
@@ -196,15 +196,12 @@ class PodmanRestore:
                 return self._restore_archive(blob_path(inner, layer.digest))
             whole = kept.load(found.root, layout)
             self._check_here(whole)
-            self.progress.stage("archive")
-            choice = self._choose_volumes(volumes.find_in_artifact(whole.artifact, layout))
-            write_archive(whole, layout, archive, volumes=not choice.ignore, progress=self.progress)
+            archive, choice = self._build_archive(whole, layout, folder, embed=True)
             return self._run(archive, {}, choice)
 
     def _restore_archive(self, path: str) -> RestoredContainer:
-        """Restore from Podman's own archive."""
         self.progress.stage(f"looking through {path}")
-        choice = self._choose_volumes(_check_files(path))
+        choice = volumes.choose(_check_files(path), ignore=self.request.ignore_volumes)
         try:
             return self._run(path, {}, choice)
         except GpusnapError as error:
@@ -243,21 +240,30 @@ class PodmanRestore:
                         raise damaged from error
                     raise
 
-    def _build_archive(self, found: ArtifactParts, layout: Layout, folder: str) -> tuple[str, VolumeChoice]:
-        """Make the archive of a checkpoint's records for Podman in a folder, and choose its volumes."""
+    def _build_archive(
+        self, found: ArtifactParts, layout: Layout, folder: str, *, embed: bool = False
+    ) -> tuple[str, VolumeChoice]:
+        """Make Podman's archive of the records, or with `embed` of everything, and choose its volumes."""
         archive = os.path.join(folder, ARCHIVE)
-        self.progress.stage("records")
-        choice = self._choose_volumes(volumes.find_in_artifact(found.artifact, layout))
-        write_archive(found, layout, archive, embed=False, volumes=not choice.ignore, progress=self.progress)
+        self.progress.stage("archive" if embed else "records")
+        inside = volumes.find_in_artifact(found.artifact, layout)
+        choice = volumes.choose(inside, ignore=self.request.ignore_volumes)
+        give_out(
+            found.artifact,
+            layout,
+            archive,
+            config=found.config,
+            embed=embed,
+            volumes=not choice.ignore,
+            progress=self.progress.at,
+        )
         return archive, choice
 
     def _pull_and_restore(self, place: locator.InRegistry) -> tuple[RestoredContainer, str]:
         from gpusnap.operations import pull
 
         store, name = locator.default_store(), store_name(place.reference)
-        pull_from = locator.InRegistry(
-            place.reference, place.plain_http or self.request.plain_http
-        ).repository
+        pull_from = replace(place, plain_http=place.plain_http or self.request.plain_http).repository
         incoming = pull.fetch(
             store,
             place,
@@ -333,27 +339,20 @@ class PodmanRestore:
             def has_begun() -> bool:
                 return shown is not None and shown.read() is not None
 
+            run = partial(
+                podman_work.restore,
+                environment=variables,
+                tick=tick,
+                say=self.progress.say,
+                has_begun=has_begun,
+                restored=restored,
+            )
             if ended is not None:
-                in_place.restore(ended, variables, tick, self.progress.say, has_begun, restored)
+                in_place.restore(ended, run)
             else:
-                _import(
-                    lambda: podman_work.restore(
-                        archive,
-                        wanted.options(),
-                        variables,
-                        tick=tick,
-                        say=self.progress.say,
-                        has_begun=has_begun,
-                        restored=restored,
-                    ),
-                    name,
-                    before,
-                )
+                _import(lambda: run(["--import", archive, *wanted.options()]), name, before)
         assert self.container is not None
         return self.container
-
-    def _choose_volumes(self, inside: PodmanObjects) -> VolumeChoice:
-        return volumes.choose(inside, ignore=self.request.ignore_volumes)
 
 
 def _check_files(path: str) -> PodmanObjects:

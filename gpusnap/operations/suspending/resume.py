@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from gpusnap.container_hooks.commands import run_after_resume
 from gpusnap.engines import podman
 from gpusnap.operations.suspending import make_way, targets
 from gpusnap.operations.suspending.ahead import Ahead
-from gpusnap.operations.suspending.commands import run_after_resume
 from gpusnap.operations.suspending.moved import MovedContainer
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.gpu.api.driver import Driver

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from functools import partial
 
+from gpusnap.container_hooks.commands import run_around_suspend
 from gpusnap.operations.suspending import budget, targets
 from gpusnap.operations.suspending.ahead import Ahead
-from gpusnap.operations.suspending.commands import run_around_suspend
 from gpusnap.operations.suspending.moved import MovedContainer
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.log import note

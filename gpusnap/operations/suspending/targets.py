@@ -119,7 +119,6 @@ def _select_called(found: Sequence[Suspension], name: str, asked: podman.Inspect
 
 
 def _words(found: Suspension) -> tuple[str, ...]:
-    """Return the names of a suspended container."""
     return found.name, found.container, f"{found.namespace}/{found.name}"
 
 

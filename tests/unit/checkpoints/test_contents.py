@@ -136,10 +136,10 @@ def test_compare_processes_and_gpus() -> None:
         base, replace(base, processes=(base.processes[0], changed, other), gpus=(*base.gpus, card))
     )
     assert found.processes_same == 1
-    assert [(pair.a.command[1], pair.b.command[1]) for pair in found.processes_changed] == [("600", "601")]
+    assert [(a.command[1], b.command[1]) for a, b in found.processes_changed] == [("600", "601")]
     assert [process.pid for process in found.processes_only_a] == [3]
     assert [process.pid for process in found.processes_only_b] == [9]
-    assert [pair.a.uuid for pair in found.gpus_both] == [uuid(0)]
+    assert [a.uuid for a, _ in found.gpus_both] == [uuid(0)]
     assert [each.uuid for each in found.gpus_only_b] == [uuid(1)]
     assert compare(None, base).processes_only_b == base.processes
     assert compare(base, None).gpus_only_a == base.gpus

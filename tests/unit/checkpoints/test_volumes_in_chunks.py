@@ -13,8 +13,8 @@ from checkpoints import tar_of
 from hypothesis import given, settings
 from oci_regions import region
 
-from gpusnap.checkpoints.volumes import records, tar_chunks
-from gpusnap.checkpoints.volumes.records import Volume
+from gpusnap.checkpoints import volumes
+from gpusnap.checkpoints.volumes import Volume
 from gpusnap.oci.base.errors import BlobError
 from gpusnap.oci.chunks import writer
 from gpusnap.oci.chunks.index import Known
@@ -32,7 +32,7 @@ def layout(tmp_path: Path) -> Layout:
 
 
 def taken(tar: bytes, layout: Layout, known: Known | None = None) -> Volume:
-    table, digest = tar_chunks.write(io.BytesIO(tar), layout, threads=2, known=known)
+    table, digest = volumes.write(io.BytesIO(tar), layout, threads=2, known=known)
     return Volume("vol", digest, table)
 
 
@@ -41,7 +41,7 @@ def layers(volume: Volume) -> dict[str, int]:
 
 
 def again(volume: Volume, layout: Layout) -> bytes:
-    return b"".join(tar_chunks.pieces(volume.table, layout, threads=2))
+    return b"".join(volumes.pieces(volume.table, layout, threads=2))
 
 
 def files(seed: int = 0, *, small: int = 400) -> dict[str, bytes | str | None]:
@@ -63,8 +63,8 @@ def test_there_and_back(layout: Layout) -> None:
     volume = taken(tar, layout)
     assert again(volume, layout) == tar
     assert volume.content == f"sha256:{hashlib.sha256(tar).hexdigest()}"
-    assert records.decode("vol", volume.encode(), layers(volume), "x") == volume
-    assert records.summary(volume.encode()) == (len(tar), volume.content)
+    assert volumes.decode("vol", volume.encode(), layers(volume), "x") == volume
+    assert volumes.summary(volume.encode()) == (len(tar), volume.content)
     assert sum(chunk.size for chunk in volume.table.chunks) < len(tar) - 19 * MIB
     assert max(chunk.size for chunk in volume.table.chunks) <= CHUNK_SIZE
 
@@ -104,9 +104,9 @@ def test_a_size_in_a_pax_header(layout: Layout) -> None:
     content = random.Random(1).randbytes(3 * MIB)
     head = info.tobuf(tarfile.PAX_FORMAT)
     tar = head + content + tar_of(files(2, small=10))
-    sizes = [len(piece) for piece in tar_chunks.cut(io.BytesIO(tar))]
+    sizes = [len(piece) for piece in volumes.cut(io.BytesIO(tar))]
     assert sizes[:2] == [len(head), 3 * MIB]
-    assert b"".join(map(bytes, tar_chunks.cut(io.BytesIO(tar)))) == tar
+    assert b"".join(map(bytes, volumes.cut(io.BytesIO(tar)))) == tar
 
 
 @pytest.mark.parametrize("digits", [5, 18, 5000])
@@ -152,23 +152,23 @@ def test_broken_tables(layout: Layout, what: str) -> None:
         data = data[:-9]
     elif what == "no table":
         data = b'{"content": "x"}'
-        assert records.summary(data) is None
+        assert volumes.summary(data) is None
     elif what == "another's chunk":
         known.popitem()
     else:
         known = {blob: size + 1 for blob, size in known.items()}
     with pytest.raises(ImageError, match="the volume vol in the store is damaged") as raised:
-        records.decode("vol", data, known, "the store")
+        volumes.decode("vol", data, known, "the store")
     assert raised.value.code == "GPS-604"
 
 
 def test_names() -> None:
     """Of entries, as libpod writes them, and of a container's configuration."""
-    assert records.name_of("volumes/a.b-c_1.tar") == "a.b-c_1"
-    assert records.name_in_chunks("volumes/a.tar.chunks") == "a"
+    assert volumes.name_of("volumes/a.b-c_1.tar") == "a.b-c_1"
+    assert volumes.name_in_chunks("volumes/a.tar.chunks") == "a"
     for name in ("volumes/../x.tar", "volumes/a/b.tar", "volumes/a", "x/volumes/a.tar", "volumes/.tar"):
-        assert records.name_of(name) == ""
-        assert records.name_in_chunks(f"{name}.chunks") == ""
+        assert volumes.name_of(name) == ""
+        assert volumes.name_in_chunks(f"{name}.chunks") == ""
     assert list_volumes(b'{"namedVolumes": [{"volumeName": "a"}, {"volumeName": "b"}]}') == ("a", "b")
     for broken in (b"", b"[]", b'{"namedVolumes": 1}', b'{"namedVolumes": [{}]}', b"{}"):
         assert list_volumes(broken) == ()

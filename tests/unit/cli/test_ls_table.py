@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from gpusnap.checkpoints.list import describe
-from gpusnap.cli import ls_table
+from gpusnap.cli.commands import ls
 from gpusnap.listing.filters import lines
 
 
@@ -22,7 +22,7 @@ def shown(width: int, name: str) -> list[str]:
     row = describe("sha256:" + "5" * 64, (name,), "checkpoint", {"sha256:1": 11 << 30}, notes)
     text = io.StringIO()
     console = Console(file=text, width=width, highlight=False)
-    ls_table.print_rows(console, lines([row]))
+    ls.print_rows(console, lines([row]))
     return text.getvalue().splitlines()
 
 

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 from fakes import Family
 
-from gpusnap.cli.recover_list import Kind, Names, PendingOperation, as_json, line, list_waiting
+from gpusnap.cli.recover_list import Kind, Names, PendingOperation, documents, line, list_waiting
 from gpusnap.engines import podman
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
@@ -42,7 +42,7 @@ def test_waiting() -> None:
             f"c  its checkpoint was interrupted; processes: {process.pid}  image: /i",
             "d  its checkpoint was interrupted; processes: none  image: /i",
         ]
-    assert json.loads(as_json(found, Names({"c": "server"})))[2] == {
+    assert json.loads(json.dumps(documents(found, Names({"c": "server"}))))[2] == {
         "container": "c",
         "kind": "checkpoint",
         "at_work": False,
@@ -51,7 +51,7 @@ def test_waiting() -> None:
         "why": "",
         "name": "server",
     }
-    assert as_json((), Names()) == "[]"
+    assert documents((), Names()) == []
 
 
 def test_an_end_that_podman_has_not_noticed() -> None:
@@ -59,7 +59,7 @@ def test_an_end_that_podman_has_not_noticed() -> None:
     (found,) = list_waiting((), (), unnoticed=[podman.Container("c", "w", "gpusnap-runtime", "stopped")])
     said = "it has ended, and Podman was killed before it cleaned up"
     assert line(found, Names({"c": "w"})) == f"w (c)  {said}"
-    assert json.loads(as_json([found], Names()))[0]["kind"] == "ended"
+    assert json.loads(json.dumps(documents([found], Names())))[0]["kind"] == "ended"
 
 
 def test_what_the_documentation_says() -> None:

@@ -52,7 +52,9 @@ def test_a_checkpoint(fake: FakePodman, tmp_path: Path) -> None:
 def test_a_restore(fake: FakePodman, tmp_path: Path) -> None:
     """With our environment; the ID is what comes back."""
     fake.has(status="exited")
-    found = podman_work.restore(str(tmp_path / "archive"), ["--name", "x"], {"GPUSNAP_STORE": "/s"})
+    found = podman_work.restore(
+        ["--import", str(tmp_path / "archive"), "--name", "x"], {"GPUSNAP_STORE": "/s"}
+    )
     assert found == ID
     assert fake.environment()["GPUSNAP_STORE"] == "/s"
 
@@ -69,7 +71,7 @@ def test_a_runtime_that_was_killed(fake: FakePodman, stderr: str) -> None:
     """In place of Podman's words for it, what to do: the container may stand still."""
     fake.fails(stderr)
     with pytest.raises(GpusnapError, match="restore, was killed or exited without a message") as raised:
-        podman_work.restore("x", [], {})
+        podman_work.restore(["--import", "x"], {})
     assert "gpusnap recover" in raised.value.hint
 
 
@@ -78,7 +80,7 @@ def test_a_full_disk(fake: FakePodman, said: str) -> None:
     """Podman says only that; the hint is what to do."""
     fake.fails(f"Error: write /srv/w.tar: {said}\n")
     with pytest.raises(GpusnapError, match=rf"^Podman failed: write /srv/w\.tar: {said}$") as raised:
-        podman_work.restore("x", [], {})
+        podman_work.restore(["--import", "x"], {})
     assert (raised.value.hint, raised.value.code) == (MAKE_ROOM, "GPS-007")
 
 
@@ -87,7 +89,7 @@ def test_a_podman_that_was_killed(fake: FakePodman, number: signal.Signals) -> N
     """What it had begun may go on, so that is what is said, and what finds it."""
     fake.first(f"kill -{number.value} $$\n")
     with pytest.raises(Killed) as raised:
-        podman_work.restore("x", [], {})
+        podman_work.restore(["--import", "x"], {})
     assert f"podman container restore was killed by {number.name}" in str(raised.value)
     assert "run gpusnap recover" in raised.value.hint
 
@@ -111,7 +113,7 @@ def test_no_podman_for_want_of_something(
 
     monkeypatch.setattr(where, fail)
     with pytest.raises(GpusnapError) as raised:
-        podman_work.restore("x", [], {})
+        podman_work.restore(["--import", "x"], {})
     assert str(raised.value) == f"podman cannot be run: {os.strerror(number)}"
     assert raised.value.hint.startswith(hint)
     assert "GPS-901" not in raised.value.sentence()
@@ -121,7 +123,7 @@ def test_notes_are_passed_on(fake: FakePodman, tmp_path: Path, capsys: pytest.Ca
     """What gpusnap-runtime noted in a success reaches the user; its other lines and Podman's do not."""
     fake.has(status="exited")
     (fake.folder / "first.sh").write_text("printf 'gpusnap: note: a\\ngpusnap: step b\\nc\\n' >&2\n")
-    podman_work.restore(str(tmp_path / "archive"), [], {})
+    podman_work.restore(["--import", str(tmp_path / "archive")], {})
     assert capsys.readouterr().err == "gpusnap: note: a\n"
 
 
@@ -147,7 +149,7 @@ def test_a_failure(fake: FakePodman, stderr: str, said: str) -> None:
     """gpusnap's own sentence, or else Podman's."""
     fake.fails(stderr)
     with pytest.raises(GpusnapError) as raised:
-        podman_work.restore("x", [], {})
+        podman_work.restore(["--import", "x"], {})
     assert str(raised.value).removeprefix("Podman failed: ") == said.removeprefix("Podman failed: ")
 
 
@@ -155,7 +157,7 @@ def test_a_pod_that_does_not_fit(fake: FakePodman) -> None:
     """What to do is said beside Podman's own words."""
     fake.fails("Error: pod 794863b6981e does not share the IPC namespace\n")
     with pytest.raises(GpusnapError, match="does not share the IPC namespace") as raised:
-        podman_work.restore("x", [], {})
+        podman_work.restore(["--import", "x"], {})
     assert raised.value.code == "GPS-522"
     assert "podman pod create --share" in raised.value.hint
 
@@ -164,7 +166,7 @@ def test_a_failure_with_a_code(fake: FakePodman) -> None:
     """It is the error's own again, and stays at the end of whatever is said after it."""
     fake.fails("Error: OCI runtime error: gpusnap-runtime: gpusnap: too old; update [GPS-302]\n")
     with pytest.raises(GpusnapError) as raised:
-        podman_work.restore("x", [], {})
+        podman_work.restore(["--import", "x"], {})
     assert (str(raised.value), raised.value.code) == ("too old; update", "GPS-302")
     assert raised.value.sentence() == "too old; update [GPS-302]"
 
@@ -258,11 +260,11 @@ def test_a_signal_when_the_runtime_of_a_restore_has_ended(
     said: list[str] = []
     words = {"has_begun": has_begun, "say": said.append}
     if begun:
-        assert podman_work.restore("x", [], {}, **words)  # type: ignore[arg-type]
+        assert podman_work.restore(["--import", "x"], {}, **words)  # type: ignore[arg-type]
         assert said == ["SIGINT: the container is restored already; Podman completes its records first"]
     else:
         with pytest.raises(Interrupted):
-            podman_work.restore("x", [], {}, **words)  # type: ignore[arg-type]
+            podman_work.restore(["--import", "x"], {}, **words)  # type: ignore[arg-type]
     thread.join()
 
 
@@ -274,7 +276,7 @@ def test_stderr_on_a_full_disk(fake: FakePodman, tmp_path: Path) -> None:
     def tick() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    assert podman_work.restore(str(tmp_path / "x"), [], {}, tick=tick)
+    assert podman_work.restore(["--import", str(tmp_path / "x")], {}, tick=tick)
 
 
 @pytest.mark.parametrize("failing", [False, True])

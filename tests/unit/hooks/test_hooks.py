@@ -22,6 +22,7 @@ from gpusnap.hooks import main as hook_main
 from gpusnap.hooks import record, record_directories
 from gpusnap.hooks.documents import HookError
 from gpusnap.hooks.main import main
+from gpusnap.oci.base import files
 
 ROOT = Path(__file__).parents[3]
 ID = "c0ffee" * 10
@@ -390,15 +391,15 @@ def test_a_directory_that_is_removed_while_a_record_is_written(
     hook: Hook, bundle: Bundle, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is made again: the record of the new container is not lost."""
-    real, removed = record._replace, list[str]()
+    real, removed = files.replace, list[str]()
 
-    def replace(data: bytes, directory: int) -> None:
+    def replace(name: str, data: bytes, directory: int, *, sync: bool) -> None:
         if not removed:
             (folder / ID).rmdir()
             removed.append(ID)
-        real(data, directory)
+        real(name, data, directory, sync=sync)
 
-    monkeypatch.setattr(record, "_replace", replace)
+    monkeypatch.setattr(record, "replace", replace)
     assert hook(bundle.state(configuration()), "createRuntime")[1] == ""
     found = record.read(ID)
     assert found is not None

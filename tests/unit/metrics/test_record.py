@@ -169,7 +169,7 @@ def test_metrics_that_cannot_be_written(
     monkeypatch.setattr(module, "SYSTEM_LOG", str(tmp_path / "nothing"))
     (tmp_path / "file").write_text("")
     if what == "full":
-        monkeypatch.setattr("gpusnap.metrics.textfile._replace", full)
+        monkeypatch.setattr("gpusnap.metrics.textfile.put_file", full)
     folder = {"not a directory": "/nowhere", "a file": str(tmp_path / "file"), "full": str(tmp_path)}.get(
         what, ""
     )
@@ -182,5 +182,5 @@ def test_metrics_that_cannot_be_written(
     assert (f"there is no directory {folder};" in err) == (what in ("not a directory", "a file"))
 
 
-def full(folder: str, data: bytes) -> None:
+def full(path: str, data: bytes, mode: int, *, sync: bool) -> None:
     raise OSError(28, "No space left on device")

@@ -17,8 +17,8 @@ from kept_checkpoints import keep
 from oci_regions import save, text
 
 from gpusnap.checkpoints import locator
+from gpusnap.checkpoints import volumes as volumes_in_chunks
 from gpusnap.checkpoints.locator import InFile, InStore
-from gpusnap.checkpoints.volumes import tar_chunks
 from gpusnap.oci.chunks.table import CHUNK_SIZE
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
@@ -191,7 +191,7 @@ def test_from_a_registry(
     """Chunks of volumes come before Podman is asked, also those that memory has as well."""
     source = Layout(tmp_path / "source").create()
     data = tar_of({"weights": text(300_000)})
-    group = bytearray(next(tar_chunks.cut(io.BytesIO(data))))
+    group = bytearray(next(volumes_in_chunks.cut(io.BytesIO(data))))
     tables = save(source, group, bytearray(text(5000, 7)), chunk_size=CHUNK_SIZE)
     config = {**CONFIG_DUMP, "namedVolumes": [{"volumeName": "cache"}]}
     more = {"config.dump": json.dumps(config).encode(), "volumes/cache.tar": data}

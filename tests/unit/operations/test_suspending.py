@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from fakes import FakeDriver
 
+from gpusnap.container_hooks import commands
 from gpusnap.engines import podman
-from gpusnap.operations.suspending import budget, commands, spill, targets, usage
+from gpusnap.operations.suspending import budget, spill, targets, usage
 from gpusnap.operations.suspending import suspend as suspending
 from gpusnap.operations.suspending.usage import Usage
 from gpusnap.runtime_shim import settings as settings_file

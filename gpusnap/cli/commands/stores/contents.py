@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpusnap.checkpoints import statistics
 from gpusnap.checkpoints.list import blobs_of, list_named
-from gpusnap.cli import process_tables, store_tables
+from gpusnap.checkpoints.processes import Process
+from gpusnap.cli import store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint
+from gpusnap.cli.json_output import document, print_json
 from gpusnap.cli.options.registry import registry_options
-from gpusnap.cli.store_tables import document
 from gpusnap.oci.base.errors import DigestError, LayoutError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.store.store import Store
@@ -22,7 +23,15 @@ from gpusnap.operations import diff as records
 from gpusnap.operations import processes as process_images
 from gpusnap.operations.open import Checkpoint, StoredCheckpoint, get_manifest, open_checkpoint
 from gpusnap.progress import Progress
+from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.records.manifest_json import encode
+from gpusnap.runtime_shim.units import human
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_DEEPEST = 20
+_LONGEST = 200
 
 
 @click.command()
@@ -68,7 +77,7 @@ def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None
         value = parse_json(encode(record)) if record is not None else {}
         value |= {"statistics": document(figures)} if figures.size else {}
         value |= {"artifact": store_tables.artifact_document(stored, shared)} if stored is not None else {}
-        _print(value)
+        print_json(value)
         return
     console = show.output()
     if stored is not None:
@@ -92,9 +101,9 @@ def _inspect_processes(what: str, *, as_json: bool, plain_http: bool) -> None:
             found = process_images.read(checkpoint)
             record = checkpoint.manifest
     if as_json:
-        _print(process_tables.documents(found, record))
+        print_json(_list_documents(found, record))
     else:
-        process_tables.print_processes(show.output(), found, record)
+        _print_processes(show.output(), found, record)
 
 
 @click.command()
@@ -127,7 +136,7 @@ def diff(a: str, b: str, plain_http: bool, as_json: bool) -> None:
         "rootfs": records.compare(files[0].rootfs, files[1].rootfs),
     }
     if as_json:
-        _print(store_tables.difference_document(found, differences, _side(one), _side(other)))
+        print_json(store_tables.difference_document(found, differences, _side(one), _side(other)))
         return
     store_tables.print_difference(show.output(), found, differences, (_title(one), _title(other)))
 
@@ -176,5 +185,48 @@ def _title(checkpoint: Checkpoint) -> str:
     return f"{side['what']}{digest} {side['created']}".rstrip()
 
 
-def _print(value: object) -> None:
-    click.echo(json.dumps(value, indent=1))
+def _print_processes(console: Console, found: Sequence[Process], record: Manifest | None) -> None:
+    """The tree with each process' memory, open files, and sockets."""
+    gpu, depths = _gpu_memory(record), _depths(found)
+    rows = show.table("processes", "PID", "command", "state", "threads", "mapped", "memory", "GPU memory")
+    for each in found:
+        indent = "  " * min(depths[each.pid], _DEEPEST)
+        memory = (
+            (human(each.memory.mapped), human(each.memory.stored)) if each.memory is not None else ("", "")
+        )
+        command = show.make_plain(indent + (" ".join(each.command) or each.name)[:_LONGEST])
+        used = human(gpu[each.pid]) if each.pid in gpu else ""
+        rows.add_row(str(each.pid), command, each.state, str(len(each.threads) or ""), *memory, used)
+    console.print(rows, "")
+    rows = show.table("open files", "PID", "descriptor", "kind", "path")
+    for each in found:
+        for file in each.files:
+            rows.add_row(str(each.pid), str(file.descriptor), file.kind, show.make_plain(file.path))
+    if rows.row_count:
+        console.print(rows, "")
+    rows = show.table("sockets", "PID", "descriptor", "protocol", "local", "remote", "state")
+    for each in found:
+        for socket in each.sockets:
+            ends = show.make_plain(socket.local), show.make_plain(socket.remote)
+            rows.add_row(str(each.pid), str(socket.descriptor), socket.protocol, *ends, socket.state)
+    if rows.row_count:
+        console.print(rows, "")
+
+
+def _list_documents(found: Sequence[Process], record: Manifest | None) -> list[dict[str, Any]]:
+    """The same for JSON: a list in which each process comes behind its parent."""
+    gpu = _gpu_memory(record)
+    return [{**document(each), "gpuMemory": gpu.get(each.pid, 0)} for each in found]
+
+
+def _gpu_memory(record: Manifest | None) -> Mapping[int, int]:
+    """Bytes by PID, of the processes whose GPU state is in the checkpoint."""
+    processes = record.processes if record is not None else ()
+    return {each.pid: sum(used for _, used in each.gpus) for each in processes}
+
+
+def _depths(found: Sequence[Process]) -> dict[int, int]:
+    depths: dict[int, int] = {}
+    for each in found:  # each comes behind its parent
+        depths[each.pid] = depths.get(each.parent, -1) + 1
+    return depths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -14,16 +13,14 @@ from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_s
 from gpusnap.cli import store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
+from gpusnap.cli.json_output import document, print_json
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.registry import registry_options
-from gpusnap.cli.store_tables import document
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError
-from gpusnap.oci.store.entry import Entry
 from gpusnap.oci.store.gc import Collected
-from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.store import Store
-from gpusnap.oci.store.tags import format_names
+from gpusnap.oci.store.tags import Entry, format_names
 from gpusnap.operations.verify import verify_all, verify_one
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
@@ -66,7 +63,7 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
             except GpusnapError as error:
                 failures.append(error)
     if as_json:
-        _print([document(each) for each in found])
+        print_json([document(each) for each in found])
     else:
         for each in found:
             store_tables.print_verified(show.output(), each)
@@ -111,7 +108,7 @@ def rm(what: tuple[str, ...], everything: bool, at_once: bool, as_json: bool) ->
     collected = [(store, collect_store(store, dry_run=False)) for store in stores.values()] if at_once else []
     if as_json:
         gone = [collected_document(store, each, dry_run=False) for store, each in collected]
-        _print({"removed": [document(each) for each in removed], "collected": gone if at_once else None})
+        print_json({"removed": [document(each) for each in removed], "collected": gone if at_once else None})
     else:
         _say_removed(removed, collected)
     _raise_first(failures)
@@ -135,7 +132,7 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
     place = find_store(store)
     found = collect_store(place, dry_run=dry_run)
     if as_json:
-        _print(collected_document(place, found, dry_run=dry_run))
+        print_json(collected_document(place, found, dry_run=dry_run))
         return
     store_tables.print_collected(show.output(), place.path, found, dry_run=dry_run)
     with suppress(OciError):
@@ -165,7 +162,7 @@ def tag(what: str, name: str, as_json: bool) -> None:
     digest, moved = entry.descriptor.digest, before[0] if before else ""
     moved = "" if moved == digest else moved
     if as_json:
-        _print({"store": store.path, "digest": digest, "name": name, "movedFrom": moved})
+        print_json({"store": store.path, "digest": digest, "name": name, "movedFrom": moved})
         return
     was = f"; previously, {store_tables.shorten_digest(moved)} had this name" if moved else ""
     show.say(show.output(), f"{name} names {store_tables.shorten_digest(digest)}{was}")
@@ -213,9 +210,7 @@ def _remove_each(word: str, stores: dict[str, Store], *, everything: bool) -> It
             entries = store.entries()
             left = tuple(each.name for each in entries if each.descriptor.digest == digest)
             if not left:
-                for each in list_referring([entry.descriptor for entry in entries], store.read, digest):
-                    with suppress(NotThere):
-                        store.remove(each.digest)
+                store.remove_referrers(digest)
         stores[store.path] = store
         yield _Removed(word, store.path, digest, names, left)
 
@@ -283,7 +278,3 @@ def _raise_first(failures: Sequence[GpusnapError]) -> None:
     if failures:
         _tell(failures[1:])
         raise failures[0]
-
-
-def _print(value: object) -> None:
-    click.echo(json.dumps(value, indent=1))

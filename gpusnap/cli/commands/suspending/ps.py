@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
 from gpusnap.cli import name_rows
 from gpusnap.cli import tables as show
+from gpusnap.cli.json_output import document, print_json
 from gpusnap.listing.ages import format_age
 from gpusnap.listing.templates import DIGITS, template_of
 from gpusnap.privileges import require_root
@@ -83,7 +82,7 @@ def ps(form: str | None, quiet: bool, watch: bool, as_json: bool) -> None:
         if watch:
             click.clear()
         if as_json:
-            click.echo(json.dumps({"containers": [_document(each) for each in found]}, indent=1))
+            print_json({"containers": [document(each) for each in found]})
         elif quiet or made is not None:
             for line in made(found) if made is not None else [each.name for each in found]:
                 click.echo(line)
@@ -109,9 +108,3 @@ def _show(found: Sequence[Usage]) -> None:
     if held := [each.ram for each in found if each.ram]:
         whose = "1 container" if len(held) == 1 else f"{len(held)} containers"
         show.say(console, f"GPU memory of {whose} in RAM: {human(sum(held))}")
-
-
-def _document(each: Usage) -> dict[str, object]:
-    fields = asdict(each)
-    names = {"container_id": "containerId", "gpu_memory": "gpuMemory"}
-    return {names.get(name, name): value for name, value in fields.items()}

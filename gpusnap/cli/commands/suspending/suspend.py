@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpusnap.cli.completion import complete_container, complete_suspended
+from gpusnap.cli.json_output import print_json
 from gpusnap.cli.options.several import run_each
 from gpusnap.operations.suspending.moved import MovedContainer, SpilledContainer
 from gpusnap.privileges import require_root
@@ -197,7 +197,7 @@ def swap(out: str, into: str, gpu_map: str, as_json: bool) -> None:
     seconds = time.monotonic() - began
     if as_json:
         document = {"out": _document(off), "in": _document(on), "seconds": round(seconds, 3)}
-        click.echo(json.dumps(document, indent=1))
+        print_json(document)
         return
     moved = human(off.container.gpu_memory + on.container.gpu_memory)
     click.echo(f"{off.container.name}  suspended, {off.seconds:.1f} s")

@@ -18,6 +18,7 @@ from layout_tars import oci_archive
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.layout_archive import opened_layout
+from gpusnap.checkpoints.formats.podman import give_out
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.cli.exit_codes import exit_code
 from gpusnap.oci.chunks import artifact
@@ -27,7 +28,6 @@ from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Writer
 from gpusnap.operations import open as source
 from gpusnap.operations import push_pull, sources
-from gpusnap.operations.podman_archive import write_archive
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.operations.verify import verify_one
@@ -336,4 +336,4 @@ def test_links_in_records(tmp_path: Path, fake: FakePodman, store: Store, other:
         kept.hold_artifact(InStore(other, "links")) as (_, found),
         pytest.raises(ImageError, match="is a symbolic"),
     ):
-        write_archive(found, other.layout, str(tmp_path / "out.tar"), progress=QUIET)
+        give_out(found.artifact, other.layout, str(tmp_path / "out.tar"), config=found.config)

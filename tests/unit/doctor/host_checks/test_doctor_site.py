@@ -10,7 +10,6 @@ import pytest
 from doctor_trees import only, tree
 
 from gpusnap.doctor.host_checks import site
-from gpusnap.oci.registry import credentials
 from gpusnap.runtime_shim.settings import Settings
 
 SECRET = "c2VjcmV0OnNlY3JldA=="
@@ -35,19 +34,6 @@ def test_settings(tmp_path: Path, text: str | None, verdict: str, said: str) -> 
     assert check.verdict.value == verdict
     assert said in check.says
     assert settings.runtime == "runc" if text and "runc" in text else settings == Settings()
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"REGISTRY_AUTH_FILE": "/a"},
-        {"HOME": "/root"},
-        {"HOME": "/h", "XDG_RUNTIME_DIR": "/r", "XDG_CONFIG_HOME": "/c", "DOCKER_CONFIG": "/d"},
-    ],
-)
-def test_auth_files(environ: dict[str, str]) -> None:
-    """They are those that a push and a pull look into."""
-    assert list(site.auth_files(environ)) == [path for path, _ in credentials._files(environ)]
 
 
 def test_registries(tmp_path: Path) -> None:

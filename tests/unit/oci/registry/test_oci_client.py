@@ -71,7 +71,9 @@ def test_nobody_there() -> None:
         taken.bind(("127.0.0.1", 0))
         host = f"127.0.0.1:{taken.getsockname()[1]}"
         with (
-            Repository(Reference(host, "a"), plain_http=True, attempts=2, wait=lambda _: None) as repository,
+            Repository(
+                Reference(host, "a"), Client(host, plain_http=True, attempts=2, wait=lambda _: None)
+            ) as repository,
             pytest.raises(
                 Unreachable,
                 match=rf"^{host}: nothing listens there .*refused\); .* \(2 attempts\)$",
@@ -89,7 +91,9 @@ def test_nobody_there_and_never_was(registry: FakeRegistry) -> None:
         client_module._MET.discard(f"http://{host}/v2/")  # another test may have had the port
         for words, attempts in (("2 attempts", 1), ("6 attempts", 5)):
             with (
-                Repository(Reference(host, "a"), plain_http=True, wait=waits.append) as repository,
+                Repository(
+                    Reference(host, "a"), Client(host, plain_http=True, wait=waits.append)
+                ) as repository,
                 pytest.raises(Unreachable, match=f"does not report whether it has the blob .*\\({words}\\)$"),
             ):
                 repository.has_blob("sha256:" + "0" * 64, pushing=True)
@@ -118,7 +122,7 @@ def test_no_dns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "getaddrinfo", fails)
     with (
-        Repository(Reference("registry.example", "a"), attempts=1) as repository,
+        Repository(Reference("registry.example", "a"), Client("registry.example", attempts=1)) as repository,
         pytest.raises(Unreachable, match=r"^registry.example: the DNS server does not respond; .*1 attempt"),
     ):
         repository.has_blob("sha256:" + "0" * 64)
@@ -127,7 +131,9 @@ def test_no_dns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_that_nobody_has() -> None:
     """A host that is not known is an error in words."""
     with (
-        Repository(Reference("nowhere.invalid:1", "a"), attempts=1) as repository,
+        Repository(
+            Reference("nowhere.invalid:1", "a"), Client("nowhere.invalid:1", attempts=1)
+        ) as repository,
         pytest.raises(Unreachable, match=r"nowhere.invalid:1: the host name is unknown"),
     ):
         repository.has_blob("sha256:" + "0" * 64)
@@ -278,7 +284,9 @@ def test_tls(tmp_path: Path, certificate: Path) -> None:
             registry.repository(plain_http=False).has_blob(digest)
         other = Reference(registry.host.replace("127.0.0.1", "localhost"), "team/app")
         with (
-            Repository(other, ca_file=str(ca), wait=registry.waits.append) as repository,
+            Repository(
+                other, Client(other.registry, ca_file=str(ca), wait=registry.waits.append)
+            ) as repository,
             pytest.raises(Unreachable, match=r"of localhost:\d+ is not trusted \([Hh]ostname "),
         ):
             repository.has_blob(digest)

@@ -21,6 +21,7 @@ from gpusnap.oci.layout.documents import Descriptor, Manifest
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.reference import Reference
 from gpusnap.oci.registry import client as client_module
+from gpusnap.oci.registry.client import Client
 from gpusnap.oci.registry.copy import push
 from gpusnap.oci.registry.repository import Repository
 
@@ -94,7 +95,7 @@ def test_while_an_answer_is_waited_for(
 ) -> None:
     """All workers leave, and nothing more is asked."""
     host, connections = silent
-    with Repository(Reference(host, "team/app"), plain_http=True) as repository:
+    with Repository(Reference(host, "team/app"), Client(host, plain_http=True)) as repository:
         with signalled(lambda: len(connections) == THREADS):
             push(root, layout, repository, threads=THREADS)
         with pytest.raises(Cancelled):
@@ -115,7 +116,10 @@ def test_while_a_connection_is_made(
         return one
 
     monkeypatch.setattr(urllib3.connection.HTTPConnection, "_new_conn", made)
-    with other, Repository(Reference("r.example", "team/app"), plain_http=True) as repository:
+    with (
+        other,
+        Repository(Reference("r.example", "team/app"), Client("r.example", plain_http=True)) as repository,
+    ):
         with signalled(lambda: len(waiting) == THREADS):
             push(root, layout, repository, threads=THREADS)
         over.set()
@@ -138,7 +142,9 @@ def test_between_two_attempts(layout: Layout, root: Descriptor, monkeypatch: pyt
     monkeypatch.setattr(urllib3.connection.HTTPConnection, "_new_conn", refused)
     monkeypatch.setattr(client_module, "_FIRST", 30.0)
     reference = Reference("r.example", "team/app")
-    with Repository(reference, plain_http=True, attempts=99, wait=wait) as repository:
+    with Repository(
+        reference, Client(reference.registry, plain_http=True, attempts=99, wait=wait)
+    ) as repository:
         monkeypatch.setattr(client_module, "_STRANGE", 99)
         with signalled(lambda: len(waits) >= THREADS):
             push(root, layout, repository, threads=THREADS)

@@ -9,6 +9,7 @@ from fake_registry import FakeRegistry
 
 from gpusnap.oci.base.errors import RegistryError, Unreachable
 from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry.client import Client
 from gpusnap.oci.registry.proxies import proxy_for
 from gpusnap.oci.registry.repository import Repository
 
@@ -67,7 +68,9 @@ def test_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeRegistry(tmp_path / "proxy") as proxy:
         monkeypatch.setenv("HTTP_PROXY", f"http://someone:w%40rds@{proxy.host}")
         digest = proxy.add_blob(b"data")
-        with Repository(Reference("r.example", "team/app"), plain_http=True) as repository:
+        with Repository(
+            Reference("r.example", "team/app"), Client("r.example", plain_http=True)
+        ) as repository:
             assert repository.has_blob(digest)
         [seen] = proxy.seen
         assert seen.path == f"http://r.example/v2/team/app/blobs/{digest}"
@@ -88,7 +91,7 @@ def test_a_proxy_that_does_not_serve(
     """The error names the proxy, and not its password."""
     monkeypatch.setenv("HTTP_PROXY", proxy)
     reference = Reference("r.example", "a")
-    with Repository(reference, plain_http=True, attempts=1) as repository:
+    with Repository(reference, Client(reference.registry, plain_http=True, attempts=1)) as repository:
         with pytest.raises(error, match=message) as raised:
             repository.has_blob(f"sha256:{0:064}")
         assert "words" not in str(raised.value)

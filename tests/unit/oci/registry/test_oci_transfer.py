@@ -291,10 +291,11 @@ import sys
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.reference import Reference
+from gpusnap.oci.registry.client import Client
 from gpusnap.oci.registry.repository import Repository
 from gpusnap.oci.registry.copy import pull, push
 way, host, path, digest, kind, size = sys.argv[1:]
-repository = Repository(Reference(host, "team/app"), plain_http=True)
+repository = Repository(Reference(host, "team/app"), Client(host, plain_http=True))
 if way == "push":
     push(Descriptor(kind, digest, int(size)), Layout(path), repository, tag="v1", threads=2)
 else:

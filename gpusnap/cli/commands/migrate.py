@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpusnap.cli.completion import complete_container
+from gpusnap.cli.json_output import print_json
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
@@ -64,18 +64,13 @@ if TYPE_CHECKING:
 def migrate(
     container: str | None,
     host: str | None,
-    name: str,
-    gpu_map: str,
     precopy: int,
-    keep: bool,
-    ignore_volumes: bool,
-    force: bool,
     dry_run: bool,
     ssh: str,
     remote_command: str,
-    patience: float,
     server: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Move a running Podman container, with its GPU state, to another host by ssh.
 
@@ -121,19 +116,14 @@ def migrate(
     request = migration.MigrationRequest(
         container=container,
         route=link.Route(to=link.destination(host), ssh=ssh, program=remote_command),
-        name=name,
-        gpu_map=gpu_map,
         ahead=precopy,
-        keep=keep,
-        ignore_volumes=ignore_volumes,
-        force=force,
         dry_run=dry_run,
-        patience=patience,
+        **options,
     )
     with Progress() as progress:
         done = migration.migrate(request, progress)
     if as_json:
-        click.echo(json.dumps(_document(done, dry_run=dry_run), indent=1))
+        print_json(_document(done, dry_run=dry_run))
     else:
         _say(done, dry_run=dry_run)
 

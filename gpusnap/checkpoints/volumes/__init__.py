@@ -1,1 +1,0 @@
-"""Named volumes in a checkpoint: their tars, in chunks."""
