@@ -80,6 +80,8 @@ class CheckpointJob:
     """The PID of the Podman that ordered the checkpoint; 0 if somebody else did."""
     on_disk: bool = True
     """Whether it is written to a disk; a suspended container only goes to RAM."""
+    end_early_claim: Callable[[], object] = lambda: None
+    """Ends an earlier claim on the RAM for its processes, once that is claimed here; may be called again."""
 
     @property
     def image_path(self) -> str:
@@ -300,6 +302,7 @@ def _suspend_these(job: CheckpointJob, fresh: Sequence[proc.Process]) -> None:
             others = claimed.reserved.get(RAM, 0)
             space.check_memory(used, job.container.pid, job.settings.memory, reserved=others)
             need = space.measure_in_processes(used)
+            job.end_early_claim()
             claimed.record({RAM: need})
             filling = _Filling(claimed, need)
         elif plugin.into_memory:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import entry, overrides, suspended
 from gpusnap.runtime_shim.snapshot import bring_back, recover_checkpoint
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, paused_container
+from gpusnap.runtime_shim.snapshot.gpu_processes import job as jobs
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.ram import NoDestination
@@ -240,6 +241,40 @@ def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatc
         suspend.suspend(container, None, Settings(), FakeDriver(), engine)  # type: ignore[arg-type]
     assert done == ["frozen", "to continue"]
     assert [each.stage for each in suspensions.find()] == [Stage.UNDONE]  # `forget` would drop it
+
+
+def test_the_early_claim_ends_when_the_ram_is_claimed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before that it counts for others, and from then on it would count twice."""
+    begun = suspension(stage=Stage.SUSPENDING)
+    seen = preflight.InitialState(SimpleNamespace(), None, (), 7)  # type: ignore[arg-type]
+    monkeypatch.setattr(preflight, "inspect", lambda *_: seen)
+    monkeypatch.setattr(suspend, "_make_suspension", lambda *_: begun)
+    for name in ("_check", "thaw"):
+        monkeypatch.setattr(take, name, lambda *_: None)
+    monkeypatch.setattr(take, "suspend_all", lambda job: jobs._suspend_these(job, []))
+    monkeypatch.setattr(containers, "inner_pids", lambda *_: {})
+    monkeypatch.setattr(jobs, "record", lambda *_: [])
+    monkeypatch.setattr(jobs, "claim", lambda: claim(str(tmp_path / "gpusnap/room")))
+    done: list[str] = []
+
+    def take_off(*_: object) -> None:
+        done.append("taken off")
+        raise GpusnapError("that is all")
+
+    monkeypatch.setattr(jobs, "_take_off", take_off)
+
+    @contextmanager
+    def room(need: int) -> Iterator[Callable[[], object]]:
+        done.append(f"{need} bytes claimed")
+        yield lambda: done.append("no longer")
+
+    container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun", pid=1)
+    engine = an_engine(lambda: None, lambda: done.append("paused"))
+    with pytest.raises(GpusnapError, match="that is all"):
+        suspend.suspend(container, None, Settings(), FakeDriver(), engine, room=room)  # type: ignore[arg-type]
+    assert done == ["7 bytes claimed", "paused", "no longer", "taken off"]
 
 
 def test_a_file_of_an_earlier_run() -> None:
