@@ -122,7 +122,7 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     apart = {each.key for each in suspended} | unreadable.keys()
     found = tuple(entry for entry in journal.entries(unreadable) if entry.key not in apart)
     cut_off, up = restore_record.entries(unreadable), restored_containers.list_living()
-    moving = tuple(each for each in suspended if each.stage is not Stage.SUSPENDED)
+    moving = tuple(each for each in suspended if suspending.needs_recovery(each))
     moves = _Migrations(migrations.list_outgoing(), records.list_records())
     moved = set(moves.ids())  # such a container may run on another host
     unnoticed = tuple(each for each in in_podman.list_unnoticed() if each.id not in moved)

@@ -329,8 +329,11 @@ def list_layouts() -> tuple[frozenset[str], frozenset[str]]:
     return layouts, frozenset(map(container_key.id_of, unreadable))
 
 
-def _has_held_threads(key: str) -> bool:
-    """Whether a killed gpusnap left threads of a container held, and not for a restore."""
+def has_held_threads(key: str) -> bool:
+    """Whether threads of a container do not have their masks again: their gpusnap was killed, or failed.
+
+    False for those of a restore. Raises GpusnapError if this is not known.
+    """
     path = masks(key)
     try:
         if not exists(path, follow=False) or exists(_path(key, "restore"), follow=False):
@@ -350,7 +353,7 @@ def read(key: str) -> Entry | None:
     if document is None:
         if paused is not None:
             return Entry(key, "", paused.owner, (), paused=paused)
-        return Entry(key, "", (0, 0), ()) if _has_held_threads(key) else None
+        return Entry(key, "", (0, 0), ()) if has_held_threads(key) else None
     try:
         wrote = identity(document["owner"])
         processes = tuple(_parse_suspended(key, each) for each in document["processes"])
