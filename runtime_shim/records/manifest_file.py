@@ -188,13 +188,6 @@ class Draft:
         except OSError as error:
             raise ImageError(f"{self._pending} cannot be written: {reason(error)}") from error
 
-    def written_at(self) -> int:
-        """Return when `prepare` wrote the manifest, by its file system (st_mtime_ns). Raises ImageError."""
-        try:
-            return os.stat(self._pending).st_mtime_ns
-        except OSError as error:
-            raise ImageError(f"{self._pending} cannot be read: {reason(error)}") from error
-
     def pending(self) -> Manifest | None:
         """Return what `prepare` wrote; None if there is none. Raises ManifestError, ImageError."""
         try:

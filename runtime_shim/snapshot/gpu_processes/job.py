@@ -70,10 +70,8 @@ class CheckpointJob:
     """The error that prevented the end of gpusnap's own pause."""
     guard: Guard | None = None
     """Keeps the suspended processes stopped."""
-    dumping: int | None = None
-    """When CRIU began to write (st_mtime_ns). After that, an earlier checkpoint in the same place is lost."""
-    earlier: image.EarlierImages = field(default_factory=dict)
-    """The images of that earlier checkpoint."""
+    earlier: image.EarlierImages | None = None
+    """The images in the same place before CRIU began to write. That loses an earlier checkpoint."""
     asleep: Suspension | None = None
     """Set if the container is suspended, and stays so: its GPU state is where the journal says."""
     podman: int = 0

@@ -10,6 +10,7 @@
         <key>.<pid>.idle         a process without GPU state that gpusnap stopped (`refuse_leftover`)
         <key>.paused             which processes of a paused container were stopped, see paused_container.py;
                                  or that gpusnap paused it, see dump_pause.py
+        <key>.images             which images were in the directory before CRIU began to write into it
         <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next fsync would not
                                  report: they do not count as complete
     /run/gpusnap/restored/
@@ -59,6 +60,8 @@ LOOKING = 0.3
 """Seconds for which another gpusnap may hold a container's lock if it only reads the records."""
 UNSYNCED = "unsynced"
 """The kind of file that records a failed fsync of the images."""
+IMAGES = "images"
+"""The kind of file that records the images before a dump."""
 PAUSED = "paused"
 """The kind of file that records which processes of a paused container were stopped."""
 MASKS = "masks"
@@ -242,7 +245,8 @@ def remove(key: str) -> None:
         for name in os.listdir(FOLDER):
             if re.fullmatch(rf"{re.escape(key)}\.\d+\.(thread|idle)", name, re.ASCII):
                 state_files.remove(os.path.join(FOLDER, name))
-    state_files.remove(_path(key, UNSYNCED))
+    for kind in (UNSYNCED, IMAGES):
+        state_files.remove(_path(key, kind))
     state_files.remove(_path(key, "json"))
 
 
