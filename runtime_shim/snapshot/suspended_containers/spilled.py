@@ -27,6 +27,8 @@ _MARK = compile_later(
     r"Suspended container's GPU memory: (?P<key>.*) on (?P<host>\S*) "
     r"\(machine (?P<machine>\S*), boot (?P<boot>\S*), records (?P<records>\S*)\)"
 )
+# The marks of versions that did not name the host.
+_EARLIER_MARK = compile_later(r"GPU memory of the suspended container (?P<key>.*)")
 _MACHINE = "/etc/machine-id"  # machine-id(5)
 # The firmware's: clones of a disk have one machine ID (linux, drivers/firmware/dmi-id.c; only root reads it).
 _PRODUCT = "/sys/class/dmi/id/product_uuid"
@@ -66,6 +68,41 @@ def _is_own(mark: Mapping[str, str]) -> bool:
     if mark["boot"] == state_files.boot():
         return mark["records"] == _identify_records()
     return bool(mark["machine"]) and (mark["host"], mark["machine"]) == _identify_host()
+
+
+def explain_mark(why: str, layout: str) -> str:
+    """Return whose spilled memory a mark names, and what a user can do with it; any other mark as it is.
+
+    `layout`: the path of the staging directory with that mark.
+    """
+    mark = _MARK.fullmatch(why)
+    if mark is None:
+        earlier = _EARLIER_MARK.fullmatch(why)
+        if earlier is None:
+            return why
+        return (
+            f"memory of the container {container_key.id_of(earlier['key'])}, which an earlier version of "
+            "gpusnap suspended, on this host or on another one that uses this store; if gpusnap ps shows it "
+            f"nowhere, nobody needs it: remove {layout}"
+        )
+    host, container = mark["host"], container_key.id_of(mark["key"])
+    what = f"memory of the suspended container {container}"
+    removes = "gpusnap resume or gpusnap recover removes it"
+    try:
+        if _is_own(mark.groupdict()):
+            return f"{what} of this host: {removes}"
+        same_host = mark["boot"] == state_files.boot()
+    except OSError:
+        return f"{what} of {host}: {removes} there"
+    if same_host:
+        return (
+            f"{what}, which another gpusnap on this host suspended that has a /run of its own, for example "
+            f"in a container: {removes} there; if that is gone, nobody needs it: remove {layout}"
+        )
+    return (
+        f"{what} of another host, {host}: {removes} there; if that host or the container is gone, nobody "
+        f"needs it: remove {layout}"
+    )
 
 
 def sweep(path: str) -> None:
