@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace import signal_masks
@@ -36,7 +37,8 @@ _EVERY = (1 << 64) - 1 & ~sum(1 << number - 1 for number in (*_UNBLOCKED, *_NEVE
 _SETTLING = 1.0
 # Other stops than the expected one: the process is stopped, continued, signalled. There are never so many.
 _STRAY = 64
-# How often to try to restore a mask. It is in a file if none of the tries succeeds.
+# How often to try to restore a mask, and to stop tracing. If none of the tries succeeds, the mask is in a
+# file, and the kernel stops the tracing when the tracer ends.
 _TRIES = 3
 
 
@@ -220,7 +222,7 @@ class Tracee:
                     ptrace.interrupt(self.tid)
                 self.keep(ptrace.wait(self.tid))
                 self._try_detach()
-        if self._failure is None:
+        if self._failure is None:  # also for one that has ended
             self.forget()
         if self.stood:
             _settle(self.pid, self.tid)
@@ -237,8 +239,12 @@ class Tracee:
         """Return whether it could be released: one that runs, or was killed, cannot."""
         try:
             if self.mask is not None:
-                self._failure = _restore_mask(self.tid, self.mask)
-            ptrace.let_go(self.tid, self._due)
+                self._failure = _try(partial(ptrace.set_signal_mask, self.tid, self.mask))
+            if self._failure is None:
+                self.forget()
+            failure = _try(partial(ptrace.let_go, self.tid, self._due))
+            if failure is not None:
+                raise failure
             for number in self._late:
                 ptrace.send(self.pid, self.tid, number)
         except ProcessLookupError:
@@ -299,12 +305,12 @@ def put_masks_back(path: str) -> int:
     return done
 
 
-def _restore_mask(tid: int, mask: int) -> OSError | None:
-    """Return the error if it cannot be restored. Raises ProcessLookupError if the thread has ended."""
+def _try(call: Callable[[], object]) -> OSError | None:
+    """Return the error if no try succeeds. Raises ProcessLookupError: the thread runs, or has ended."""
     failure = None
     for _ in range(_TRIES):
         try:
-            ptrace.set_signal_mask(tid, mask)
+            call()
         except ProcessLookupError:
             raise
         except OSError as error:

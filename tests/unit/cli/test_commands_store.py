@@ -769,23 +769,23 @@ def test_gc_spares(gpusnap: Run, kept: Kept) -> None:
         pytest.param(
             "elsewhere",
             "another",
-            "memory of the suspended container c0ffee of another host, elsewhere: gpusnap resume or gpusnap recover "
-            "removes it there; if that host or the container is gone, nobody needs it: remove",
+            "memory of the suspended container c0ffee of another host, elsewhere: gpusnap resume or gpusnap "
+            "recover removes it there; if that host or the container is gone, nobody needs it: remove",
             id="another host",
         ),
         pytest.param(
             os.uname().nodename,
             state_files.boot(),
-            "memory of the suspended container c0ffee, which another gpusnap on this host suspended that has a /run "
-            "of its own, for example in a container: gpusnap resume or gpusnap recover removes it there; if that is "
-            "gone, nobody needs it: remove",
+            "memory of the suspended container c0ffee, which another gpusnap on this host suspended that has "
+            "a /run of its own, for example in a container: gpusnap resume or gpusnap recover removes it "
+            "there; if that is gone, nobody needs it: remove",
             id="another /run",
         ),
         pytest.param(
             "",
             "",
-            "memory of the container c0ffee, which an earlier version of gpusnap suspended, on this host or on "
-            "another one that uses this store; if gpusnap ps shows it nowhere, nobody needs it: remove",
+            "memory of the container c0ffee, which an earlier version of gpusnap suspended, on this host or "
+            "on another one that uses this store; if gpusnap ps shows it nowhere, nobody needs it: remove",
             id="an earlier version",
         ),
     ],
@@ -803,6 +803,7 @@ def test_gc_and_spilled_memory_of_others(gpusnap: Run, kept: Kept, host: str, bo
 def test_gc_and_spilled_memory_of_this_host(
     gpusnap: Run, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its own commands remove it."""
     staging = kept.store.stage("left")
     monkeypatch.setattr(spilled, "_identify_records", lambda: "1:1")
     staging.mark_precious(spilled.make_mark("c0ffee@b"))

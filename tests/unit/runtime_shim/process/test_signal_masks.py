@@ -8,11 +8,12 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import FakeDriver, wait_for
+from fakes import DEADLINE, FakeDriver, wait_for
 from holders import blocked, hold_and_be_killed
 
 from gpusnap.runtime_shim.errors import GpusnapError
@@ -130,6 +131,40 @@ def test_a_mask_that_cannot_be_restored_at_first(
     fail_to_set(monkeypatch, 1, pid)
     with signal_masks.keep_masks(str(path)), hold(pid, pid):
         pass
+    assert {tid: blocked(pid, tid) for tid in masks} == masks
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("times", [1, 1 << 30])
+def test_a_thread_that_cannot_be_released(
+    process: tuple[int, dict[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """It has its own mask by then: nothing is left to recover. The kernel releases it with the tracer."""
+    pid, masks = process
+    path = tmp_path / "masks"
+    really, left = ptrace.let_go, [times]
+
+    def let_go(tid: int, deliver: int = 0) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        really(tid, deliver)
+
+    monkeypatch.setattr(ptrace, "let_go", let_go)
+    failed: list[OSError] = []
+
+    def trace() -> None:
+        try:
+            with hold(pid, pid):
+                pass
+        except OSError as error:
+            failed.append(error)
+
+    with signal_masks.keep_masks(str(path)):
+        tracer = threading.Thread(target=trace)
+        tracer.start()
+        tracer.join(DEADLINE)
+    assert bool(failed) == (times > 1)
     assert {tid: blocked(pid, tid) for tid in masks} == masks
     assert not path.exists()
 
