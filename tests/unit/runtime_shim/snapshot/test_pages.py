@@ -189,11 +189,13 @@ def test_for_the_disk_that_it_is_read_from(
         return write(*given, **options)
 
     monkeypatch.setattr(writing, "write", asked_to_write)
-    chunks = Chunks(home.place, "c0ffee", SMALL, destination=home)
+    moves: list[int] = []
+    chunks = Chunks(home.place, "c0ffee", SMALL, destination=home, moved=lambda: moves.append(1))
     suspended(chunks, holders)
     early = chunks._start_early_writer()
     chunks.take_out([holder.pid for holder in holders])
     chunks.write()
+    assert len(moves) >= len(holders)
     assert early is not None
     assert [early._speed, *set(asked)] == [home.speed] * 2
     chunks.give_back([holder.pid for holder in holders])
