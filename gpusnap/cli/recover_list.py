@@ -20,12 +20,13 @@ from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot import restore_record
 from gpusnap.runtime_shim.snapshot.bring_back import list_alive
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.records.suspensions import THERE, Suspension
+from gpusnap.runtime_shim.snapshot.records.suspensions import THERE, Stage, Suspension
 
 _ID = compile_later(r"[0-9a-f]{64}", re.ASCII)
 # Seconds for Podman to tell names. It may wait for a lock that somebody has who was cut off.
 _PATIENCE = 3.0
 _AWAKE = "it is suspended, but Podman lists it as running"
+_HELD = "it is suspended, and a thread of it would receive no signal"
 
 
 Kind: TypeAlias = Literal[
@@ -78,6 +79,7 @@ def list_waiting(
             "",
         )
         for each in moving
+        if each.stage is not Stage.SUSPENDED
     ]
     found += [
         PendingOperation(e.container, "leaving", e.at_work, (), "", _describe_leaving(e)) for e in leaving
@@ -89,6 +91,11 @@ def list_waiting(
         for e in coming
     ]
     found += [PendingOperation(e.container, "suspended", False, (), "", _AWAKE, e.name) for e in awake]
+    found += [
+        PendingOperation(e.container, "suspended", False, (), "", _HELD, e.name)
+        for e in moving
+        if e.stage is Stage.SUSPENDED
+    ]
     found += [
         PendingOperation(e.id, "ended", False, (), e.checkpoint_path, in_podman.UNNOTICED, e.name)
         for e in unnoticed

@@ -302,8 +302,11 @@ def print_collected(console: Console, path: str, found: Collected, *, dry_run: b
     if found.stagings:
         writers = "a dead writer" if len(found.stagings) == 1 else f"{len(found.stagings)} dead writers"
         say(console, f"{removed} left behind by {writers}")
-    for each in found.spared:
-        say(console, f"left {each.path}: {each.why}")
+    if found.spared:  # rarely, and the import takes time
+        from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import explain_mark
+
+        for each in found.spared:
+            say(console, f"left {each.path}: {explain_mark(each.why, each.path)}")
     verb = "is" if found.live_blobs == 1 else "are"
     say(console, f"{blobs(found.live_blobs)}, {human(found.live_size)}, {verb} in use")
 

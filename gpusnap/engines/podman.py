@@ -466,7 +466,7 @@ def clean_up(found: Container) -> None:
             f"the container {found.name} has ended, and Podman was killed before it cleaned up. Cleaning up "
             "now would start it again without its memory, because it has a restart policy",
             hint=f"{to_restore(found)} restores it; then set the policy again (podman update --restart=…)",
-            code="GPS-201",
+            code="GPS-909",
         )
     if found.is_not_cleaned_up:
         run_query("container", "cleanup", found.id, wanted=f"the clean-up of {found.name}")

@@ -73,8 +73,8 @@ CODES = (
         "memory-not-written",
         "The disk failed, or its file system did not respond in time, while GPU memory was being written "
         "or read. If a checkpoint failed, the container continues, and nothing remains of the checkpoint; "
-        "if a restore failed, the checkpoint is unchanged; if a resume failed, the container stays "
-        "suspended.",
+        "if a restore failed, the checkpoint is unchanged; if a resume or a spill failed, the container "
+        "stays suspended, and its memory where it was.",
         "The end of the message is the underlying error; see docs/errors.md#reasons. For a full disk: "
         "`gpusnap rm`, `gpusnap gc`.",
     ),

@@ -143,12 +143,14 @@ CODES = (
         "no-gpu-fits",
         "A checkpoint is restored onto GPUs of the same model and compute capability, with enough free "
         "memory, one for each GPU of the checkpoint. Too few such GPUs are free on this host. The message "
-        "gives the reason for each GPU; `gpusnap plan` shows it as a table.",
+        "gives the reason for each GPU; `gpusnap plan` shows it as a table. A swap is also refused if the "
+        "driver does not report how much memory of a GPU the first container uses (MIG, some virtual GPUs) "
+        "and others use it too: the first one would be interrupted, maybe for nothing.",
         "Free a GPU, or restore on a host that has such GPUs. In MIG mode: turn it off (`nvidia-smi -mig "
         "0`), because the driver cannot checkpoint MIG instances. In an exclusive compute mode: set it to "
         "DEFAULT (`nvidia-smi -c 0`). Reserved by another restore: wait for it, or name another GPU with "
-        "`--gpu-map`. Not among the GPUs of the new container: give it as many as the checkpoint has. See "
-        "docs/gpus.md.",
+        "`--gpu-map`. Not among the GPUs of the new container: give it as many as the checkpoint has. A swap "
+        "of unknown sizes: `gpusnap suspend` the first, then `gpusnap resume` the second. See docs/gpus.md.",
     ),
     ErrorCode(
         "GPS-402",

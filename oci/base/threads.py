@@ -87,6 +87,11 @@ class Crew:
         """Whether a worker failed, or they were told to end."""
         return self._error is not None
 
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether workers did not end in time when they were told to, and may still be at work."""
+        return self._left_behind
+
     def stop(self) -> None:
         """End all workers at their next check, and wait for them."""
         self._fail(_Stopped())
@@ -97,9 +102,9 @@ class Crew:
         # A thread that has not begun by now never will.
         self._left_behind = not self._wait(lambda: self._ended == self._begun, lambda: last)
 
-    def note_progress(self) -> None:
-        """Say that something arrived: the patience of `join` begins anew."""
-        self._moved = time.monotonic()
+    def note_progress(self, *, more: float = 0.0) -> None:
+        """Say that something was done: the patience of `join` begins anew, with so many seconds more."""
+        self._moved = time.monotonic() + more
 
     def join(self, interrupt: Callable[[], object] = lambda: None) -> None:
         """Wait for all workers; raise the first error. A signal's exception ends them first.

@@ -31,7 +31,7 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
@@ -295,17 +295,22 @@ class Layout:
     # Durability
 
     def sync_blobs(
-        self, names: Mapping[str, os.stat_result] | None = None, *, threads: int = _SYNC_THREADS
+        self,
+        names: Mapping[str, os.stat_result] | None = None,
+        *,
+        threads: int = _SYNC_THREADS,
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
         """Sync all blobs that this object wrote, linked or found there; with `names`, only these.
 
         `names`: each with its status. One that this object has made durable already is left alone.
+        `progress`: called by the threads after each blob; what it raises ends them.
         Raises DiskError, also if an earlier fsync of one has failed; BlobError for one that is gone.
         """
         for name, status in (names or {}).items():
             self._unsynced.note_existing(name, status)
         try:
-            self._unsynced.sync(self._open_file, threads=threads, names=names)
+            self._unsynced.sync(self._open_file, threads=threads, names=names, progress=progress)
         except OSError as error:
             size = None
             with suppress(OSError):

@@ -122,10 +122,16 @@ class Unsynced:
                 self._found.add(name)
 
     def sync(
-        self, opened: Callable[[str], int], *, threads: int, names: Collection[str] | None = None
+        self,
+        opened: Callable[[str], int],
+        *,
+        threads: int,
+        names: Collection[str] | None = None,
+        progress: Callable[[], object] = lambda: None,
     ) -> None:
         """Sync the files, or only those in `names`. `opened` returns a new descriptor of an existing file.
 
+        `progress`: called by the threads after each file; what it raises ends them.
         Raises OSError, whose `filename` is the name, and what `opened` raises. Files that were not synced
         stay in this object.
         """
@@ -144,12 +150,14 @@ class Unsynced:
             with self._lock:
                 left.discard(each)
             self._sync_and_close(each)
+            progress()
 
         def found_one(name: str) -> None:
             descriptor = opened(name)
             self._sync_and_close((name, descriptor))
             with self._lock:
                 self._found.discard(name)
+            progress()
 
         try:
             run_for_each(wanted, written_one, threads=min(threads, len(wanted)))

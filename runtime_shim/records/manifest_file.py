@@ -182,11 +182,6 @@ class Draft:
                 _remove(self._final)
                 sync_folder(self._folder)
 
-    def written_at(self) -> int:
-        """Return when `prepare` wrote the manifest, by its file system (st_mtime_ns). Raises ImageError."""
-        with raise_as(ImageError, f"{self._pending} cannot be read"):
-            return os.stat(self._pending).st_mtime_ns
-
     def pending(self) -> Manifest | None:
         """Return what `prepare` wrote; None if there is none. Raises ManifestError, ImageError."""
         try:

@@ -57,8 +57,8 @@ def bring_back(
     work may hold what is needed for the answer, until it has ended that work. Raises GpusnapError after doing
     everything that could be done.
     """
+    held_threads.unblock_signals(entry.key)
     if cut_off:
-        held_threads.unblock_signals(entry.key)
         _let_idle_go_on(entry, let_go)
     there = tuple(process for process in list_alive(entry) if not process.idle)
     if not there:

@@ -21,7 +21,7 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -262,8 +262,8 @@ def _dump(job: CheckpointJob, draft: Draft) -> None:
         with job.transaction.step("write manifest"):
             job.record = _manifest(job)
             draft.prepare(job.record if job.pages.records() is not None else None)
-            job.dumping = draft.written_at()
             job.earlier = image.note_earlier(job.image_path)
+            journal.write_document(job.container.key, journal.IMAGES, asdict(job.earlier))
             # The inventory of an earlier checkpoint would make a failed dump look successful.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(job.image_path, manifest.INVENTORY))
@@ -360,6 +360,7 @@ def _finish_image(job: CheckpointJob, draft: Draft) -> None:
                 job.pages.record_places(())
             _write(job)
         with job.transaction.step("sync"):
+            assert job.earlier is not None
             image.drop_earlier(job.image_path, job.earlier)
             files = job.pages.commit(kept=job.call.leave_running)
             control_groups.thaw(job.image_path)
@@ -381,6 +382,7 @@ def _finish_image(job: CheckpointJob, draft: Draft) -> None:
         )
         raise failure
     job.pages.close()
+    journal.drop(job.container.key, journal.IMAGES)
     if job.asleep is not None:
         return
     journal.remove(job.container.key)
@@ -448,8 +450,9 @@ def _has(job: CheckpointJob, *names: str) -> bool:
 def _clean(job: CheckpointJob) -> None:
     """Remove what a failed dump wrote, so that nothing looks like a checkpoint."""
     Draft(job.image_path).discard()
-    if job.dumping is not None:
-        image.clean(job.image_path, since=job.dumping)
+    if job.earlier is not None:
+        image.clean(job.image_path, job.earlier)
+    journal.drop(job.container.key, journal.IMAGES)
 
 
 def _discard(job: CheckpointJob) -> None:

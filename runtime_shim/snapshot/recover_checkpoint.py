@@ -260,8 +260,10 @@ def _wait_for_dying(entry: Entry) -> None:
 
 def _take_back(entry: Entry, settings: Memory) -> None:
     """Remove everything written for a checkpoint whose container was running again."""
-    with suppress(ImageError):  # there is none, so nothing was dumped
-        image.clean(entry.image, since=Draft(entry.image).written_at())
+    noted = journal.load(entry.key, journal.IMAGES)
+    with suppress(ImageError, ValueError):
+        if noted is not None:  # otherwise nothing was dumped
+            image.clean(entry.image, image.EarlierImages.from_json(noted))
     _discard(entry, settings)
 
 

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from support import Container, good, podman, sentence, until
+from storehost import COMMAND, PLAIN, empty_store, gpusnap
+from support import Container, good, podman, run, sentence, until
+from suspendhost import nothing_left, resumed, suspended, usage
 
 SERVER = Path(__file__).with_name("silent_fuse.py")
 # The deadline of question_process.py, and what Podman, the runtime and a busy machine take besides.
@@ -56,6 +59,15 @@ def gpusnaps() -> dict[int, str]:
     return found
 
 
+def waits_for_server(pid: int) -> bool:
+    """Whether a thread of a process waits for such a server (linux, fs/fuse/dev.c)."""
+    for where in Path(f"/proc/{pid}/task").glob("*/wchan"):
+        with suppress(OSError):
+            if where.read_text() == "request_wait_answer":
+                return True
+    return False
+
+
 def test_a_mapping_that_is_not_answered_for(
     real: str, tmp_path: Path, server: tuple[Path, subprocess.Popen[str]]
 ) -> None:
@@ -84,3 +96,40 @@ def test_a_mapping_that_is_not_answered_for(
     running.kill()
     until(lambda: not gpusnaps(), "the end of what waited for the server")
     container.remove()
+
+
+def test_a_store_that_is_not_answered_for(crun: None, server: tuple[Path, subprocess.Popen[str]]) -> None:
+    """A spill that waits for it ends at a signal, with its memory in RAM; the next one succeeds.
+
+    Its deadline ends it in the same way: tests/unit/runtime_shim/snapshot/test_spill.py.
+    """
+    place, running = server
+    with empty_store(PLAIN) as store, ExitStack() as stack:
+        container = Container.start("w", "--mib", "8")
+        suspended(container)
+        staging = Path(store.create().path) / "staging"
+        staging.mkdir(exist_ok=True)
+        subprocess.run(["mount", "--bind", place, staging], check=True)
+        stack.callback(run, "umount", "--lazy", staging)
+        running.send_signal(signal.SIGUSR1)
+        assert running.stdout is not None
+        assert running.stdout.readline() == "silent\n"
+        argv = [COMMAND, "suspend", "--spill", "--wait", "w"]
+        with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as spilling:
+            assert spilling.stderr is not None
+            try:
+                until(lambda: waits_for_server(spilling.pid), "a thread that waits for the store")
+                spilling.send_signal(signal.SIGTERM)
+                # Not to the end: the kernel lets no process end that waits for such a server.
+                text = next(line for line in spilling.stderr if line.strip())
+                assert usage("w")["ram"]
+            finally:
+                running.kill()
+            assert spilling.wait(60)
+        assert "SIGTERM" in text
+        stack.close()
+        good(gpusnap("suspend", "--spill", "--wait", "w"))
+        assert not usage("w")["ram"]
+        resumed(container)
+        nothing_left()
+        container.remove()

@@ -117,8 +117,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     as it should be. The kind is `checkpoint`, `restore`, `suspend` or `resume`: that was interrupted, or is
     in progress if at_work is true; `leaving` or `coming`: likewise a migration to or from another host;
     `unknown`: the container was restored and runs, but Podman does not list it as running; `suspended`: it is
-    suspended, but Podman lists it as running; `ended`: it has ended, but Podman was killed before it cleaned
-    up. Later versions may add kinds. What is left in stores and archives is not in the list.
+    suspended, but Podman lists it as running, or a thread of it would receive no signal; `ended`: it has
+    ended, but Podman was killed before it cleaned up. Later versions may add kinds. What is left in stores
+    and archives is not in the list.
     """
     if as_json and not only_list:
         raise click.UsageError("--json requires --list")
@@ -129,7 +130,7 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     apart = {each.key for each in suspended} | unreadable.keys()
     found = tuple(entry for entry in journal.entries(unreadable) if entry.key not in apart)
     cut_off, up = restore_record.entries(unreadable), restored_containers.list_living()
-    moving = tuple(each for each in suspended if each.stage is not Stage.SUSPENDED)
+    moving = tuple(each for each in suspended if suspending.needs_recovery(each))
     moves = _Migrations(migrations.list_outgoing(), records.list_records())
     moved = set(moves.ids())  # such a container may run on another host
     unnoticed = tuple(each for each in in_podman.list_unnoticed() if each.id not in moved)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import field
 from typing import Literal
@@ -24,12 +24,13 @@ from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, m
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import INVENTORY
-from gpusnap.runtime_shim.runtime.criu.images.directory import EarlierImages, note_earlier
+from gpusnap.runtime_shim.runtime.criu.images.directory import note_earlier
 from gpusnap.user_errors import NotFound, failure
 
 # Podman refuses an archive without these (libpod, prepareCheckpointImport).
 _NEEDED = frozenset({"config.dump", "spec.dump", f"checkpoint/{INVENTORY}"})
 
+_Images = Mapping[str, tuple[int, ...]]
 _Left = Literal["running", "in Podman", "cut off", "nothing", "removed", "unknown"]
 
 
@@ -52,7 +53,7 @@ class Export:
     """It is not removed."""
     first: proc.Process | None = field(init=False, default=None)
     """The first process of the container, before the checkpoint."""
-    earlier: EarlierImages | None = field(init=False)
+    earlier: _Images | None = field(init=False)
     """The images of an earlier checkpoint in Podman's storage; None if they could not be read."""
 
     def __post_init__(self) -> None:
@@ -141,14 +142,14 @@ def _find_left(export: Export) -> _Left:
     return _in_podman(now.checkpoint_path, export.earlier)
 
 
-def _find_images(path: str) -> EarlierImages | None:
+def _find_images(path: str) -> _Images | None:
     try:
-        return note_earlier(path) if path and is_folder(path) else {}
+        return note_earlier(path).versions if path and is_folder(path) else {}
     except (OSError, ImageError):
         return None
 
 
-def _in_podman(path: str, earlier: EarlierImages | None) -> _Left:
+def _in_podman(path: str, earlier: _Images | None) -> _Left:
     images = _find_images(path)
     if images is None or earlier is None:
         return "unknown"

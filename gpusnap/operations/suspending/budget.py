@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from gpusnap.operations.suspending.usage import measure_kept
 from gpusnap.runtime_shim.errors import Refused
@@ -11,19 +12,21 @@ from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import suspensions
-from gpusnap.runtime_shim.snapshot.records.reservations import RAM, SUSPENDED, claim
+from gpusnap.runtime_shim.snapshot.records.reservations import AHEAD, RAM, SUSPENDED, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.units import human
 
 _SPILL = "spill"
 
 
-def claim_room(settings: Settings, need: int, *, leaving: str = "") -> AbstractContextManager[object]:
+@contextmanager
+def claim_room(settings: Settings, need: int, *, leaving: str = "") -> Iterator[Callable[[], object]]:
     """Ensure that `need` more bytes fit into suspend.ram; if the settings allow it, spill others first.
 
-    They are claimed until the result is closed: no other suspend counts on them. If suspend.ram is 0, the RAM
-    that is available decides what is spilled; whether the rest fits is checked later. `leaving`: the key of a
-    container that is resumed next, and does not count. Raises Refused, GpusnapError.
+    They are claimed during the block: no other suspend counts on them. If suspend.ram is 0, the RAM that is
+    available decides what is spilled; whether the rest fits is checked later. Call what this yields when the
+    RAM is claimed for that: it would count twice. `leaving`: the key of a container that is resumed next, and
+    does not count. Raises Refused, GpusnapError.
     """
     spilled: set[str] = set()
     while True:
@@ -31,8 +34,9 @@ def claim_room(settings: Settings, need: int, *, leaving: str = "") -> AbstractC
             room = held.enter_context(claim())
             chosen = _choose_next(settings, need, room.reserved, {leaving, *spilled})
             if chosen is None:
-                room.record({SUSPENDED: need})
-                return held.pop_all()
+                room.record({SUSPENDED: need, AHEAD: need})
+                yield partial(room.shrink, {SUSPENDED: need})
+                return
         # Without the lock, because this takes long. Most suspends need no room made.
         from gpusnap.runtime_shim.snapshot.suspended_containers.spill import spill
 
@@ -59,7 +63,7 @@ def _choose_next(
     }
     free: int | None = budget - sum(kept.values()) - reserved.get(SUSPENDED, 0)
     if not budget:
-        free = space.measure_room(reserved.get(RAM, 0) + reserved.get(SUSPENDED, 0))
+        free = space.measure_room(reserved.get(RAM, 0) + reserved.get(AHEAD, 0))
     if free is None or need <= free:
         return None
     if spills:

@@ -1,4 +1,4 @@
-"""Suggests a container to swap with, if a suspended container's GPUs have too little free memory."""
+"""Decides whether a suspended container fits in place of others, and suggests one to swap with."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import replace
 
 from gpusnap.operations.suspending import usage
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.gpu import estimate_used
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.gpu.assignment import FREE
+from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resuming
 from gpusnap.runtime_shim.units import human
@@ -23,6 +25,47 @@ def propose(error: resuming.NoRoom, found: Suspension, driver: Driver, request: 
     with suppress(GpusnapError):
         hint, swap = _hint(found, driver.host(), usage.map_running(driver), request)
         error.hint = hint if swap else hint + error.more
+
+
+def check_swap(
+    found: Suspension,
+    out: str,
+    driver: Driver,
+    host: Host,
+    reported: Mapping[int, Mapping[str, int | None]],
+    request: GpuMap,
+) -> None:
+    """Check that a suspended container fits when container `out` is off its GPUs.
+
+    `reported`: `Driver.memory_used` of the processes of `out`, at the time of `host`. On a GPU where the
+    driver does not report it, they free nothing that one could count on, unless nobody else is there whose
+    use is not reported. Raises NoRoom if it does not fit, Refused if nobody can know whether it does.
+    """
+    if _fits(found, subtract_freed(host, [_keep_known(own) for own in reported.values()]), request):
+        return
+    unknown = {uuid for own in reported.values() for uuid, size in own.items() if size is None}
+    others = driver.memory_used(pid for pid in proc.pids() if pid not in reported) if unknown else {}
+    # At most what is in use on these GPUs, except what others are known to use.
+    most = estimate_used({**reported, **others}, host)
+    resuming.check(found, subtract_freed(host, [most[pid] for pid in reported]), request)
+    shared = {
+        uuid for own in others.values() for uuid, size in own.items() if size is None and uuid in unknown
+    }
+    # Without the GPUs that the processes share with such others.
+    least = [{uuid: size for uuid, size in most[pid].items() if uuid not in shared} for pid in reported]
+    if shared and not _fits(found, subtract_freed(host, least), request):
+        numbers = " and ".join(str(gpu.index) for gpu in host.gpus if gpu.uuid in shared)
+        raise Refused(
+            f"the driver does not report how much memory of GPU {numbers} container {out} and other programs "
+            f"use, so whether {found.name} fits in place of {out} is not known",
+            hint=f"gpusnap suspend {out}; then gpusnap resume {found.name} says whether it fits, and changes "
+            "nothing if it does not",
+            code="GPS-401",
+        )
+
+
+def _keep_known(sizes: Mapping[str, int | None]) -> Mapping[str, int]:
+    return {uuid: size for uuid, size in sizes.items() if size is not None}
 
 
 def subtract_freed(host: Host, freed: Sequence[Mapping[str, int]]) -> Host:

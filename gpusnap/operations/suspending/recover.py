@@ -11,8 +11,19 @@ from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
-from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resuming
+
+
+def needs_recovery(found: Suspension) -> bool:
+    """Return whether it is neither suspended nor resumed, or threads of it do not have their signal masks."""
+    if found.stage is not Stage.SUSPENDED:
+        return True
+    try:
+        return journal.has_held_threads(found.key)
+    except GpusnapError:
+        return True  # its recovery reports that
 
 
 def is_awake(found: Suspension) -> bool:

@@ -4,6 +4,10 @@ While the first is suspended, the work for the second that needs no GPU is done:
 made, and the spilled memory of the second is read from the store into RAM. The driver restores the second
 when the first is off, because there is no room for both.
 
+Whether the second will fit is decided before anything is done, by what the first is known to free
+(`make_way.check_swap`). When the first is off, the resume of the second measures what is free, before it
+begins.
+
 Other commands may act meanwhile. A command that resumes, suspends or removes the second takes its lock, which
 the swap takes only when the first is suspended. The swap then finds the second in another state and says so.
 It resumes the first, unless the second runs.
@@ -44,7 +48,7 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
     """Suspend container `out`, and resume `into` in its place; if that fails, resume `out` again.
 
     `early`: the requests that were started ahead, for both in this order. If `into` would not fit even then,
-    nothing is done. Raises NotFound, Refused, GpusnapError.
+    or nobody can know, nothing is done. Raises NotFound, Refused, GpusnapError.
     """
     settings, driver = settings_file.load(), early.driver()
     first, second = early.containers
@@ -55,10 +59,10 @@ def swap(out: str, into: str, early: Ahead, request: GpuMap = ()) -> tuple[Moved
     target = targets.find_running(out, first)
     container = target[1]
     pids = [each.pid for each in containers.processes(container.pid, container.id)]
-    host = driver.host()
-    used = estimate_used(driver.memory_used(pids), host)
+    host, reported = driver.host(), driver.memory_used(pids)
+    used = estimate_used(reported, host)
     try:
-        resuming.check(found, make_way.subtract_freed(host, [*used.values()]), request)
+        make_way.check_swap(found, out, driver, host, reported, request)
     except resuming.NoRoom as error:
         make_way.propose(error, found, driver, request)
         raise

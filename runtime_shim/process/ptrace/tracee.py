@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace import signal_masks
@@ -36,6 +37,9 @@ _EVERY = (1 << 64) - 1 & ~sum(1 << number - 1 for number in (*_UNBLOCKED, *_NEVE
 _SETTLING = 1.0
 # Other stops than the expected one: the process is stopped, continued, signalled. There are never so many.
 _STRAY = 64
+# How often to try to restore a mask, and to stop tracing. If none of the tries succeeds, the mask is in a
+# file, and the kernel stops the tracing when the tracer ends.
+_TRIES = 3
 
 
 class Tracee:
@@ -57,6 +61,7 @@ class Tracee:
         self._due = 0  # the signal that it stopped for and is to get, with its own signals
         self._late: list[int] = []
         self._note: signal_masks.Note | None = None
+        self._failure: OSError | None = None
         ptrace.seize(tid)
         try:
             # A thread that is stopped with its process stops for the tracer at once, and an interrupt in
@@ -204,7 +209,8 @@ class Tracee:
     def let_go(self) -> None:
         """Restore its mask, stop tracing it, and wait until it is stopped if its process is.
 
-        An ended one is reaped: until then the whole process is a zombie.
+        An ended one is reaped: until then the whole process is a zombie. If the mask cannot be restored, it
+        is released too; its mask stays in the file, and this raises the error.
         """
         self.check()
         with suppress(ProcessLookupError, ChildProcessError):  # it has ended
@@ -216,9 +222,12 @@ class Tracee:
                     ptrace.interrupt(self.tid)
                 self.keep(ptrace.wait(self.tid))
                 self._try_detach()
-        self.forget()
+        if self._failure is None:  # also for one that has ended
+            self.forget()
         if self.stood:
             _settle(self.pid, self.tid)
+        if self._failure is not None:
+            raise self._failure
 
     def forget(self) -> None:
         """Drop the recorded mask: the thread has it again, or has ended."""
@@ -230,8 +239,12 @@ class Tracee:
         """Return whether it could be released: one that runs, or was killed, cannot."""
         try:
             if self.mask is not None:
-                ptrace.set_signal_mask(self.tid, self.mask)
-            ptrace.let_go(self.tid, self._due)
+                self._failure = _try(partial(ptrace.set_signal_mask, self.tid, self.mask))
+            if self._failure is None:
+                self.forget()
+            failure = _try(partial(ptrace.let_go, self.tid, self._due))
+            if failure is not None:
+                raise failure
             for number in self._late:
                 ptrace.send(self.pid, self.tid, number)
         except ProcessLookupError:
@@ -273,16 +286,38 @@ def put_masks_back(path: str) -> int:
     A thread that has another mask now is not changed. Raises OSError if one cannot be traced, and
     GpusnapError as signal_masks.read; masks that were not restored stay in the file then.
     """
-    done = 0
+    done, failures = 0, []
     for mask in signal_masks.read(path):
-        with suppress(ProcessLookupError):
-            if mask.is_there:
-                with hold(mask.pid, mask.tid) as tracee:
-                    if tracee.mask == _EVERY:
-                        tracee.mask = mask.blocked
-                        done += 1
-        signal_masks.clear(path, [mask])
+        try:
+            with suppress(ProcessLookupError):
+                if mask.is_there:
+                    with hold(mask.pid, mask.tid) as tracee:
+                        lacks = tracee.mask == _EVERY
+                        if lacks:
+                            tracee.mask = mask.blocked
+                    done += lacks
+        except OSError as error:  # the others get theirs
+            failures.append(error)
+        else:
+            signal_masks.clear(path, [mask])
+    for failure in failures:
+        raise failure
     return done
+
+
+def _try(call: Callable[[], object]) -> OSError | None:
+    """Return the error if no try succeeds. Raises ProcessLookupError: the thread runs, or has ended."""
+    failure = None
+    for _ in range(_TRIES):
+        try:
+            call()
+        except ProcessLookupError:
+            raise
+        except OSError as error:
+            failure = error
+        else:
+            return None
+    return failure
 
 
 def _settle(pid: int, tid: int) -> None:

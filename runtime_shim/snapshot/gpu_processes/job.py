@@ -70,16 +70,16 @@ class CheckpointJob:
     """The error that prevented the end of gpusnap's own pause."""
     guard: Guard | None = None
     """Keeps the suspended processes stopped."""
-    dumping: int | None = None
-    """When CRIU began to write (st_mtime_ns). After that, an earlier checkpoint in the same place is lost."""
-    earlier: image.EarlierImages = field(default_factory=dict)
-    """The images of that earlier checkpoint."""
+    earlier: image.EarlierImages | None = None
+    """The images in the same place before CRIU began to write. That loses an earlier checkpoint."""
     asleep: Suspension | None = None
     """Set if the container is suspended, and stays so: its GPU state is where the journal says."""
     podman: int = 0
     """The PID of the Podman that ordered the checkpoint; 0 if somebody else did."""
     on_disk: bool = True
     """Whether it is written to a disk; a suspended container only goes to RAM."""
+    end_early_claim: Callable[[], object] = lambda: None
+    """Ends an earlier claim on the RAM for its processes, once that is claimed here; may be called again."""
 
     @property
     def image_path(self) -> str:
@@ -300,6 +300,7 @@ def _suspend_these(job: CheckpointJob, fresh: Sequence[proc.Process]) -> None:
             others = claimed.reserved.get(RAM, 0)
             space.check_memory(used, job.container.pid, job.settings.memory, reserved=others)
             need = space.measure_in_processes(used)
+            job.end_early_claim()
             claimed.record({RAM: need})
             filling = _Filling(claimed, need)
         elif plugin.into_memory:

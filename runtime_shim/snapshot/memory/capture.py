@@ -91,10 +91,12 @@ class Chunks(Pages):
         *,
         destination: Destination | None = None,
         ahead: bool = False,
+        moved: Callable[[], object] = lambda: None,
     ) -> None:
         """`key`: the container's. `destination`: where the chunks go; by default the image's directory.
 
         `ahead`: begin to write while the driver still works, because the container waits for the disk.
+        `moved`: called by the threads that write after each chunk; what it raises ends them.
         """
         self._destination = destination or ImageDestination(
             image_path, container_key.id_of(key), settings, bundle
@@ -109,6 +111,7 @@ class Chunks(Pages):
         self._staged = 0
         self._progress = Progress(0)
         self._ahead = ahead and not settings.ceiling
+        self._moved = moved
         self._early: EarlyWriter | None = None
         """Writes chunks while the driver works."""
 
@@ -380,6 +383,7 @@ class Chunks(Pages):
         def wrote(now: Progress) -> None:
             last[0] = now
             reporter.move(now.done, now.total)
+            self._moved()
 
         # A linked chunk was not read. A process must not depend on it if there is no other copy.
         live = any(isinstance(source, transfer.ProcessRegion) for source in sources)

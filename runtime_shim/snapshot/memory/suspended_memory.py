@@ -16,8 +16,8 @@ from gpusnap.runtime_shim.snapshot.records import journal
 def free(key: str) -> None:
     """Remove the memory of a container, and the journal's record of it. Raises GpusnapError."""
     entry = journal.read(key)
-    for kind in (journal.PAUSED, journal.MASKS):
-        journal.drop(key, kind)
+    # Not the masks: who holds the lock removes them, unless a thread does not have its own again.
+    journal.drop(key, journal.PAUSED)
     journal.remove(key)
     try:
         tmpfs.remove(key)

@@ -10,6 +10,7 @@
         <key>.<pid>.idle         a process without GPU state that gpusnap stopped (`refuse_leftover`)
         <key>.paused             which processes of a paused container were stopped, see paused_container.py;
                                  or that gpusnap paused it, see dump_pause.py
+        <key>.images             which images were in the directory before CRIU began to write into it
         <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next fsync would not
                                  report: they do not count as complete
     /run/gpusnap/restored/
@@ -60,6 +61,8 @@ LOOKING = 0.3
 """Seconds for which another gpusnap may hold a container's lock if it only reads the records."""
 UNSYNCED = "unsynced"
 """The kind of file that records a failed fsync of the images."""
+IMAGES = "images"
+"""The kind of file that records the images before a dump."""
 PAUSED = "paused"
 """The kind of file that records which processes of a paused container were stopped."""
 MASKS = "masks"
@@ -255,7 +258,8 @@ def remove(key: str) -> None:
         for name in os.listdir(FOLDER):
             if re.fullmatch(rf"{re.escape(key)}\.\d+\.(thread|idle)", name, re.ASCII):
                 state_files.remove(os.path.join(FOLDER, name))
-    state_files.remove(_path(key, UNSYNCED))
+    for kind in (UNSYNCED, IMAGES):
+        state_files.remove(_path(key, kind))
     state_files.remove(_path(key, "json"))
 
 
@@ -342,8 +346,11 @@ def list_layouts() -> tuple[frozenset[str], frozenset[str]]:
     return layouts, frozenset(map(container_key.id_of, unreadable))
 
 
-def _has_held_threads(key: str) -> bool:
-    """Whether a killed gpusnap left threads of a container held, and not for a restore."""
+def has_held_threads(key: str) -> bool:
+    """Whether threads of a container do not have their masks again: their gpusnap was killed, or failed.
+
+    False for those of a restore. Raises GpusnapError if this is not known.
+    """
     path = masks(key)
     with raise_as(GpusnapError, f"{path} cannot be read", code="GPS-007"):
         if not exists(path, follow=False) or exists(_path(key, "restore"), follow=False):
@@ -361,7 +368,7 @@ def read(key: str) -> Entry | None:
     if document is None:
         if paused is not None:
             return Entry(key, "", paused.owner, (), paused=paused)
-        return Entry(key, "", (0, 0), ()) if _has_held_threads(key) else None
+        return Entry(key, "", (0, 0), ()) if has_held_threads(key) else None
     try:
         wrote = identity(document["owner"])
         processes = tuple(_parse_suspended(key, each) for each in document["processes"])

@@ -40,7 +40,9 @@ FOLDER = "/run/gpusnap/room"
 RAM = "RAM"
 """Used for this host's memory, instead of a GPU's UUID."""
 SUSPENDED = "suspended"
-"""Used for the part of suspend.ram that a suspend in progress will take; it claims RAM besides."""
+"""Used for the part of suspend.ram that a suspend in progress will take, until it has ended."""
+AHEAD = "RAM ahead"
+"""Used for the RAM that a suspend in progress is going to claim, until it does."""
 PATIENCE = 10.0
 """Seconds to wait for others that choose GPUs; choosing takes less than one."""
 STEP = 64 << 20

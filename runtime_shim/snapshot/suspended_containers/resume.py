@@ -27,7 +27,7 @@ from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.snapshot import bring_back
+from gpusnap.runtime_shim.snapshot import bring_back, held_threads
 from gpusnap.runtime_shim.snapshot.devices import device_access
 from gpusnap.runtime_shim.snapshot.devices.device_access import Update
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, driver_watch, paused_container
@@ -126,7 +126,8 @@ def recover(key: str, settings: Settings, driver: Driver, engine: Engine) -> str
             sweep.remove(found)
             return "it has exited, and nothing is left of it"
         if found.stage is Stage.SUSPENDED:
-            return "it is suspended; resume it with gpusnap resume"
+            held_threads.unblock_signals(key)
+            return "it is suspended, and its threads have their signal masks; resume it with gpusnap resume"
         stage = found.stage
         with hold_signals():
             if stage is not Stage.RESUMED:

@@ -13,7 +13,7 @@ from functools import partial
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.store.paths import PRECIOUS
-from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim import deadlines, state_files
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
@@ -26,6 +26,9 @@ _MARK = compile_later(
     r"Suspended container's GPU memory: (?P<key>.*) on (?P<host>\S*) "
     r"\(machine (?P<machine>\S*), boot (?P<boot>\S*), records (?P<records>\S*)\)"
 )
+_ORIGIN = ("host", "machine", "boot", "records")
+# The marks of versions that did not name the host.
+_EARLIER_MARK = compile_later(r"GPU memory of the suspended container (?P<key>.*)")
 _LOADED = compile_later(r"\d+-[0-9a-f]+\.load\.(\d+)\.(\d+)")
 """Files of load.py, with the PID and start time of the process that reads into them."""
 
@@ -39,6 +42,41 @@ def make_mark(key: str) -> str:
     return (
         f"Suspended container's GPU memory: {key} on {own.host} (machine {own.machine}, "
         f"boot {own.boot}, records {own.records})"
+    )
+
+
+def explain_mark(why: str, layout: str) -> str:
+    """Return whose spilled memory a mark names, and what a user can do with it; any other mark as it is.
+
+    `layout`: the path of the staging directory with that mark.
+    """
+    mark = _MARK.fullmatch(why)
+    if mark is None:
+        earlier = _EARLIER_MARK.fullmatch(why)
+        if earlier is None:
+            return why
+        return (
+            f"memory of the container {container_key.id_of(earlier['key'])}, which an earlier version of "
+            "gpusnap suspended, on this host or on another one that uses this store; if gpusnap ps shows it "
+            f"nowhere, nobody needs it: remove {layout}"
+        )
+    host, container = mark["host"], container_key.id_of(mark["key"])
+    what = f"memory of the suspended container {container}"
+    removes = "gpusnap resume or gpusnap recover removes it"
+    try:
+        if Origin(*mark.group(*_ORIGIN)).is_own:
+            return f"{what} of this host: {removes}"
+        same_host = mark["boot"] == state_files.boot()
+    except OSError:
+        return f"{what} of {host}: {removes} there"
+    if same_host:
+        return (
+            f"{what}, which another gpusnap on this host suspended that has a /run of its own, for example "
+            f"in a container: {removes} there; if that is gone, nobody needs it: remove {layout}"
+        )
+    return (
+        f"{what} of another host, {host}: {removes} there; if that host or the container is gone, nobody "
+        f"needs it: remove {layout}"
     )
 
 
@@ -68,7 +106,7 @@ def _list_marked(path: str) -> list[tuple[str, str]]:
             with open(os.path.join(folder, name, PRECIOUS), encoding="utf-8") as file:
                 whose = file.read(4096)
             mark = _MARK.fullmatch(whose)
-            if mark is not None and Origin(*mark.group("host", "machine", "boot", "records")).is_own:
+            if mark is not None and Origin(*mark.group(*_ORIGIN)).is_own:
                 found.append((os.path.join(folder, name), mark["key"]))
     return found
 

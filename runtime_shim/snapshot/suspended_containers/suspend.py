@@ -36,6 +36,9 @@ from gpusnap.runtime_shim.transaction import Step, Transaction, make_interruptib
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.snapshot.gpu_processes.job import CheckpointJob
 
+Room = Callable[[int], AbstractContextManager[Callable[[], object]]]
+"""Claims bytes of RAM until the block ends. What it yields is called when they are claimed otherwise."""
+
 _TAKE = "gpusnap.runtime_shim.snapshot.suspended_containers.take"
 
 
@@ -46,13 +49,12 @@ def suspend(
     driver: Driver,
     engine: Engine,
     *,
-    room: Callable[[int], AbstractContextManager[object]] = nullcontext,
+    room: Room = lambda need: nullcontext(lambda: None),
 ) -> tuple[Suspension, Sequence[Step]]:
     """Suspend a running container that uses GPUs; return its record, and how long each step took.
 
-    `room` is called with the bytes of RAM that it will take, before anything is changed, and may refuse; its
-    result is closed when they are taken. Raises a GpusnapError; the container then continues to run, unless
-    the error says otherwise.
+    `room` is called with the bytes of RAM that it will take, before anything is changed, and may refuse.
+    Raises a GpusnapError; the container then continues to run, unless the error says otherwise.
     """
     question_process.start()
     with (
@@ -65,7 +67,7 @@ def suspend(
             seen = preflight.inspect(container, driver, engine.name)
             allow = partial(device_access.update, real, container)
             device_access.check(container.pid, engine.name, seen.nodes, allow)
-            claimed.enter_context(room(seen.memory))
+            end_early_claim = claimed.enter_context(room(seen.memory))
         begun = _make_suspension(container, real, engine, seen.init)
         way_back = _Undo(container, begun, engine)
         transaction.undo("removing the record of the suspend", way_back.forget)
@@ -76,6 +78,7 @@ def suspend(
         from gpusnap.runtime_shim.snapshot.suspended_containers import take
 
         way_back.job = take.job_of(container, real, settings, driver, transaction, seen)
+        way_back.job.end_early_claim = end_early_claim
         return take.take_gpu_state(way_back.job, begun), tuple(transaction.steps)
 
 

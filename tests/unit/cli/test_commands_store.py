@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -24,12 +25,14 @@ from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.documents import Descriptor, Manifest
 from gpusnap.oci.registry import copy as transfer
 from gpusnap.oci.store.store import Store
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.records import manifest_json
 from gpusnap.runtime_shim.records.manifest import GpuProcess
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.settings import Store as StoreSettings
 from gpusnap.runtime_shim.settings import load as settings_load
 from gpusnap.runtime_shim.settings import load_only as settings_load_only
+from gpusnap.runtime_shim.snapshot.suspended_containers import spilled
 
 IMAGES = {"checkpoint/inventory.img": INVENTORY}
 Run = Callable[..., tuple[int, str, str]]
@@ -758,6 +761,57 @@ def test_gc_spares(gpusnap: Run, kept: Kept) -> None:
     code, out, _ = gpusnap("gc")
     assert code == 0
     assert f"left {staging.path}: the checkpoint of container c0ffee" in out
+
+
+@pytest.mark.parametrize(
+    ("host", "boot", "said"),
+    [
+        pytest.param(
+            "elsewhere",
+            "another",
+            "memory of the suspended container c0ffee of another host, elsewhere: gpusnap resume or gpusnap "
+            "recover removes it there; if that host or the container is gone, nobody needs it: remove",
+            id="another host",
+        ),
+        pytest.param(
+            os.uname().nodename,
+            state_files.boot(),
+            "memory of the suspended container c0ffee, which another gpusnap on this host suspended that has "
+            "a /run of its own, for example in a container: gpusnap resume or gpusnap recover removes it "
+            "there; if that is gone, nobody needs it: remove",
+            id="another /run",
+        ),
+        pytest.param(
+            "",
+            "",
+            "memory of the container c0ffee, which an earlier version of gpusnap suspended, on this host or "
+            "on another one that uses this store; if gpusnap ps shows it nowhere, nobody needs it: remove",
+            id="an earlier version",
+        ),
+    ],
+)
+def test_gc_and_spilled_memory_of_others(gpusnap: Run, kept: Kept, host: str, boot: str, said: str) -> None:
+    """Whose it is, and what can be done: no command here removes it."""
+    staging = kept.store.stage("left")
+    mark = f"Suspended container's GPU memory: c0ffee@b on {host} (machine 0123, boot {boot}, records 1:1)"
+    staging.mark_precious(mark if host else "GPU memory of the suspended container c0ffee@b")
+    staging.close()
+    _, out, _ = gpusnap("gc")
+    assert f"left {staging.path}: {said} {staging.path}" in out
+
+
+def test_gc_and_spilled_memory_of_this_host(
+    gpusnap: Run, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own commands remove it."""
+    staging = kept.store.stage("left")
+    monkeypatch.setattr(spilled, "_identify_records", lambda: "1:1")
+    staging.mark_precious(spilled.make_mark("c0ffee@b"))
+    staging.close()
+    said = (
+        "memory of the suspended container c0ffee of this host: gpusnap resume or gpusnap recover removes it"
+    )
+    assert f"left {staging.path}: {said}\n" in gpusnap("gc")[1]
 
 
 def test_tag(gpusnap: Run, kept: Kept) -> None:

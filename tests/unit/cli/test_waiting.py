@@ -97,3 +97,12 @@ def test_one_that_podman_has_as_running() -> None:
     (found,) = list_waiting([], [], awake=[asleep])
     said = line(found, Names({found.container: found.name}))
     assert said == f"llama ({found.container[:12]})  it is suspended, but Podman lists it as running"
+
+
+def test_one_with_a_held_thread() -> None:
+    """It is suspended, and no suspend or resume of it was interrupted."""
+    asleep = Suspension("k", "llama", "podman", "", Stage.SUSPENDED, (1, 1), (1, 1), "", "crun")
+    (found,) = list_waiting([], [], moving=[asleep])
+    assert line(found, Names({"k": "llama"})).endswith(
+        "it is suspended, and a thread of it would receive no signal"
+    )

@@ -143,6 +143,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-906": "containerd-without-memory",
     "GPS-907": "podman-export",
     "GPS-908": "hook",
+    "GPS-909": "cleanup-would-restart",
 }
 
 

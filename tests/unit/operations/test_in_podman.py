@@ -146,5 +146,6 @@ def test_it_would_be_started_anew(fake: FakePodman) -> None:
     (found,) = in_podman.list_unnoticed()
     with pytest.raises(ContainerError, match="would start it again without its memory") as caught:
         in_podman.note_end(found)
+    assert caught.value.code == "GPS-909"
     assert "podman update --restart=no w && podman container cleanup w && podman" in caught.value.hint
     assert "container cleanup" not in (fake.folder / "calls").read_text()

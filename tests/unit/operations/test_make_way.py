@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 
 import pytest
 from fakes import FakeDriver
 
 from gpusnap.operations.suspending import make_way, usage
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
@@ -90,3 +91,51 @@ def test_who_uses_it_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     error = resume.NoRoom("no GPU", hint="gpusnap swap OTHER qwen", code="GPS-401")
     make_way.propose(error, asleep(), driver, ())
     assert error.hint == "gpusnap swap OTHER qwen"
+
+
+class Reporting(FakeDriver):
+    """A driver that reports this memory of processes, or None, of one GPU with 60 of 80 GiB in use."""
+
+    def __init__(self, used: Mapping[int, int | None]) -> None:
+        super().__init__(gpus=(Gpu("GPU-1", 0, 0, "Soft", "9.0", 80 * GIB, 60 * GIB, False, "default"),))
+        self.reported = used
+
+    def memory_used(self, pids: Iterable[int]) -> Mapping[int, Mapping[str, int | None]]:  # type: ignore[override]
+        return {pid: {"GPU-1": self.reported[pid]} for pid in pids if pid in self.reported}
+
+
+def check_swap(out: int | None, other: int | None) -> str:
+    """Return why a container that needs 40 GiB is not swapped in for this process, of which 20 are free."""
+    me, another = os.getpid(), os.getppid()
+    driver = Reporting({me: out, another: other})
+    try:
+        make_way.check_swap(asleep(), "llama", driver, driver.host(), driver.memory_used([me]), ())
+    except Refused as error:
+        return error.sentence()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("out", "other"),
+    [
+        pytest.param(20 * GIB, None, id="enough, whatever others use"),
+        pytest.param(None, 40 * GIB, id="what is not of the other one"),
+    ],
+)
+def test_a_swap_that_fits(out: int | None, other: int | None) -> None:
+    assert check_swap(out, other) == ""
+
+
+@pytest.mark.parametrize(("out", "other"), [(19 * GIB, None), (None, 41 * GIB)])
+def test_a_swap_that_does_not_fit(out: int | None, other: int | None) -> None:
+    """Not even if all that the driver does not report is the first one's."""
+    assert "no GPU that container qwen can see fits" in check_swap(out, other)
+
+
+def test_a_swap_of_which_nobody_knows() -> None:
+    """Is refused before anything is done: the first one would be interrupted, maybe for nothing."""
+    assert check_swap(None, None) == (
+        "the driver does not report how much memory of GPU 0 container llama and other programs use, so "
+        "whether qwen fits in place of llama is not known; gpusnap suspend llama; then gpusnap resume qwen "
+        "says whether it fits, and changes nothing if it does not [GPS-401]"
+    )

@@ -143,7 +143,8 @@ def settings(mib: int, over: str = "refuse") -> Settings:
 
 
 def make_room(mib: int, need: int, over: str = "refuse", leaving: str = "") -> None:
-    budget.claim_room(settings(mib, over), need, leaving=leaving).__exit__(None, None, None)
+    with budget.claim_room(settings(mib, over), need, leaving=leaving):
+        pass
 
 
 def test_a_budget(ram: dict[str, int]) -> None:
@@ -196,6 +197,28 @@ def test_a_spill_by_the_available_ram(ram: dict[str, int], monkeypatch: pytest.M
         make_room(0, 21 * MIB)
         assert ram == {"llama": 40 * MIB, "qwen": 30 * MIB}
         make_room(0, 91 * MIB, "spill")  # it would not help
+        assert ram == {"llama": 40 * MIB, "qwen": 30 * MIB}
+        make_room(0, 21 * MIB, "spill")
+        assert ram == {"llama": 40 * MIB, "qwen": 0}
+
+
+def test_ram_that_is_claimed_again(
+    ram: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A suspend in progress counts once, also while it fills the RAM: nothing is spilled without need."""
+    monkeypatch.setattr(space, "_limit", lambda init: None)
+    taken = 0
+    monkeypatch.setattr(space, "_measure_available", lambda: (250 << 20) - sum(ram.values()) - taken)
+    with (
+        budget.claim_room(settings(0), 10 * MIB) as end_early_claim,
+        reservations.claim(str(tmp_path / "gpusnap/room")) as job,
+    ):
+        end_early_claim()
+        job.record({reservations.RAM: 10 * MIB})
+        make_room(0, 20 * MIB, "spill")
+        taken = 6 * MIB
+        job.shrink({reservations.RAM: 4 * MIB})
+        make_room(0, 20 * MIB, "spill")
         assert ram == {"llama": 40 * MIB, "qwen": 30 * MIB}
         make_room(0, 21 * MIB, "spill")
         assert ram == {"llama": 40 * MIB, "qwen": 0}

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from fakes import FakeDriver
 
+from gpusnap.operations.suspending import make_way, targets
 from gpusnap.operations.suspending import swap as swapping
-from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, Refused
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
@@ -187,3 +187,15 @@ def test_the_first_cannot_be_suspended(swap: Swap, monkeypatch: pytest.MonkeyPat
         swap.run()
     assert caught.value.sentence() == "it is busy; the container continues to run"
     assert swap.resumed == []
+
+
+def test_nobody_knows_whether_it_fits(swap: Swap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is not even suspended; see test_make_way.py."""
+
+    def refuse(*_: object) -> None:
+        raise Refused("whether in fits in place of out is not known")
+
+    monkeypatch.setattr(make_way, "check_swap", refuse)
+    with pytest.raises(Refused, match="is not known"):
+        swap.run()
+    assert (swap.resumed, set(swap.files)) == ([], {"in"})

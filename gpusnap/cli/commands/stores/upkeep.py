@@ -123,9 +123,10 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
 
     STORE is oci:DIR; without it, this host's store. It removes blobs that no checkpoint uses, and data that
     killed writers left. Data that another command is reading or writing, or that `gpusnap recover` needs, is
-    not removed. If the store is damaged, nothing is removed. Memory without a name ("pages only") stays,
-    because the records of its checkpoint may be in Podman's storage or in an archive: the last line says how
-    much.
+    not removed. Several hosts may share a store: suspended memory of another one is not removed either, and a
+    line says whose it is. If the store is damaged, nothing is removed. Memory without a name ("pages only")
+    stays, because the records of its checkpoint may be in Podman's storage or in an archive: the last line
+    says how much.
 
     As JSON: store, dryRun, blobs, size, stagings, spared (path, why), liveBlobs, liveSize.
     """

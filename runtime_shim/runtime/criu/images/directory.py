@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeAlias
+from typing import Any
 
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import open_below, sync_folder
 from gpusnap.runtime_shim.errors import ImageError, raise_as, reason
 from gpusnap.runtime_shim.runtime.criu.images.check import is_image
 
-EarlierImages: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Images by name, and what distinguishes each from a new one in its place."""
-
 # Files that crun and runc write beside CRIU's *.img.
 _RUNTIME_FILES = ("descriptors.json",)
 _THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierImages:
+    """The images that were in a directory before a dump."""
+
+    folder: tuple[int, int]
+    """The device and the inode of the directory: a copy of it is another one."""
+    versions: Mapping[str, tuple[int, ...]]
+    """By name, what distinguishes each from a new one in its place."""
+
+    @classmethod
+    def from_json(cls, document: Any) -> EarlierImages:
+        """Return what dataclasses.asdict made. Raises ValueError if it is no such thing."""
+        try:
+            device, inode = map(int, document["folder"])
+            versions = {str(name): tuple(map(int, each)) for name, each in document["versions"].items()}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"it does not list images: {error!r}") from error
+        return cls((device, inode), versions)
 
 
 def make(image_path: str) -> None:
@@ -26,30 +45,36 @@ def make(image_path: str) -> None:
         os.makedirs(image_path, exist_ok=True)
 
 
-def clean(image_path: str, *, since: int) -> None:
-    """Remove the images written since then (st_mtime_ns). Logs stay for reading. Raises ImageError."""
+def clean(image_path: str, there: EarlierImages) -> None:
+    """Remove the images that were not there before a dump. Logs stay for reading. Raises ImageError.
+
+    The caller chose the directory, and it may contain other images, so those stay. In another directory, such
+    as a copy, they cannot be told from new ones, and nothing is removed.
+    """
     with raise_as(
         ImageError, f"the incomplete image in {image_path} cannot be removed", hint="do not restore from it"
     ):
+        if _identify(image_path) != there.folder:
+            return
         for entry in list(os.scandir(image_path)):
-            ours = entry.name.endswith(".img") or entry.name in _RUNTIME_FILES
-            # Only those written since: the caller chose the directory, and it may contain other images.
-            if ours and entry.stat(follow_symlinks=False).st_mtime_ns >= since:
+            new = _version(entry.stat(follow_symlinks=False)) != there.versions.get(entry.name)
+            if new and _is_of_a_dump(entry.name):
                 os.unlink(entry.path)
 
 
 def note_earlier(image_path: str) -> EarlierImages:
-    """Return CRIU's images that exist before a dump. Raises ImageError."""
+    """Return the images that exist before a dump, and files that look like some. Raises ImageError."""
     with raise_as(ImageError, f"the checkpoint's directory {image_path} cannot be read"):
-        return {
+        versions = {
             entry.name: _version(entry.stat(follow_symlinks=False))
             for entry in os.scandir(image_path)
-            if is_image(entry.name) and entry.is_file(follow_symlinks=False)
+            if _is_of_a_dump(entry.name)
         }
+        return EarlierImages(_identify(image_path), versions)
 
 
 def drop_earlier(image_path: str, there: EarlierImages) -> None:
-    """After a dump, remove those images that it did not write anew. Raises ImageError.
+    """After a dump, remove those of CRIU's images that it did not write anew. Raises ImageError.
 
     Podman dumps a container that continues to run into the same directory each time, and images that CRIU
     does not write anew stay: the memory of ended processes, which would be archived too. The time alone is
@@ -62,11 +87,21 @@ def drop_earlier(image_path: str, there: EarlierImages) -> None:
         hint="the dump itself succeeded; the checkpoint has no manifest yet",
         code="GPS-515",
     ):
-        for name, version in there.items():
+        for name, version in there.versions.items():
             path = os.path.join(image_path, name)
             with suppress(FileNotFoundError):
-                if _version(os.lstat(path)) == version:
+                found = os.lstat(path)
+                if is_image(name) and stat.S_ISREG(found.st_mode) and _version(found) == version:
                     os.unlink(path)
+
+
+def _is_of_a_dump(name: str) -> bool:
+    return name.endswith(".img") or name in _RUNTIME_FILES
+
+
+def _identify(image_path: str) -> tuple[int, int]:
+    found = os.stat(image_path)
+    return found.st_dev, found.st_ino
 
 
 def _version(found: os.stat_result) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpusnap.oci.base.errors import Cancelled
 from gpusnap.oci.layout import unsynced as unsynced_module
 from gpusnap.oci.layout.unsynced import MOST, Unsynced, count_descriptors
 
@@ -70,6 +71,26 @@ def test_a_bounded_number_stays_open(tmp_path: Path, synced: list[str]) -> None:
     assert open_files(tmp_path) == []
     unsynced.sync(no_other, threads=2)
     assert len(synced) == 5
+
+
+def test_each_file_is_progress(tmp_path: Path) -> None:
+    """Those that were written, and those that were there. An error of who is told ends it."""
+    unsynced, seen = Unsynced(), list[int]()
+    add(unsynced, tmp_path, "a", "b")
+    (tmp_path / "c").write_bytes(b"x")
+    unsynced.note_existing("c")
+
+    def opened(name: str) -> int:
+        return os.open(tmp_path / name, os.O_RDONLY)
+
+    def stop() -> None:
+        raise Cancelled("enough")
+
+    with pytest.raises(Cancelled):
+        unsynced.sync(opened, threads=1, progress=stop)
+    unsynced.sync(opened, threads=1, progress=lambda: seen.append(1))
+    assert len(seen) == 2
+    assert open_files(tmp_path) == []
 
 
 def begins(monkeypatch: pytest.MonkeyPatch, answers: dict[str, int]) -> list[str]:

@@ -8,15 +8,17 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import FakeDriver, wait_for
+from fakes import DEADLINE, FakeDriver, wait_for
 from holders import blocked, hold_and_be_killed
 
 from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.process.ptrace import signal_masks
+from gpusnap.runtime_shim.process.ptrace import calls as ptrace
+from gpusnap.runtime_shim.process.ptrace import signal_masks, tracee
 from gpusnap.runtime_shim.process.ptrace.tracee import hold, put_masks_back
 from gpusnap.runtime_shim.process.ptrace.tracer import Tracer
 from gpusnap.runtime_shim.settings import Memory
@@ -104,6 +106,94 @@ def test_let_go(process: tuple[int, dict[int, int]], tmp_path: Path) -> None:
                 (second, masks[second])
             ]
             assert path.stat().st_size == 64
+    assert not path.exists()
+
+
+def fail_to_set(monkeypatch: pytest.MonkeyPatch, times: int, tid: int) -> None:
+    """Have so many calls that give a thread another mask than that of a held one fail."""
+    really, left = ptrace.set_signal_mask, [times]
+
+    def set_mask(whose: int, mask: int) -> None:
+        if mask != tracee._EVERY and whose == tid and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        really(whose, mask)
+
+    monkeypatch.setattr(ptrace, "set_signal_mask", set_mask)
+
+
+def test_a_mask_that_cannot_be_restored_at_first(
+    process: tuple[int, dict[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is restored all the same."""
+    pid, masks = process
+    path = tmp_path / "masks"
+    fail_to_set(monkeypatch, 1, pid)
+    with signal_masks.keep_masks(str(path)), hold(pid, pid):
+        pass
+    assert {tid: blocked(pid, tid) for tid in masks} == masks
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("times", [1, 1 << 30])
+def test_a_thread_that_cannot_be_released(
+    process: tuple[int, dict[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """It has its own mask by then: nothing is left to recover. The kernel releases it with the tracer."""
+    pid, masks = process
+    path = tmp_path / "masks"
+    really, left = ptrace.let_go, [times]
+
+    def let_go(tid: int, deliver: int = 0) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        really(tid, deliver)
+
+    monkeypatch.setattr(ptrace, "let_go", let_go)
+    failed: list[OSError] = []
+
+    def trace() -> None:
+        try:
+            with hold(pid, pid):
+                pass
+        except OSError as error:
+            failed.append(error)
+
+    with signal_masks.keep_masks(str(path)):
+        tracer = threading.Thread(target=trace)
+        tracer.start()
+        tracer.join(DEADLINE)
+    assert bool(failed) == (times > 1)
+    assert {tid: blocked(pid, tid) for tid in masks} == masks
+    assert not path.exists()
+
+
+def test_a_mask_that_cannot_be_restored(
+    process: tuple[int, dict[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread is released, and its mask stays in the file; those of the others are put back."""
+    pid, masks = process
+    path = tmp_path / "masks"
+    fail_to_set(monkeypatch, 1 << 30, pid)
+    with signal_masks.keep_masks(str(path)):
+        with pytest.raises(OSError, match="Input/output error"), hold(pid, pid):
+            pass
+        with hold(pid, pid):  # nobody traces it any more
+            monkeypatch.undo()
+    assert [(mask.tid, mask.blocked) for mask in signal_masks.read(str(path))] == [(pid, masks[pid])]
+    with signal_masks.keep_masks(str(path)):
+        assert put_masks_back(str(path)) == 1
+    hold_and_be_killed(pid, list(masks), path)
+    fail_to_set(monkeypatch, 1 << 30, pid)
+    with signal_masks.keep_masks(str(path)), pytest.raises(OSError, match="Input/output error"):
+        put_masks_back(str(path))
+    assert {tid for tid in masks if blocked(pid, tid) == masks[tid]} == {*masks} - {pid}
+    assert [mask.tid for mask in signal_masks.read(str(path))] == [pid]
+    monkeypatch.undo()
+    with signal_masks.keep_masks(str(path)):
+        assert put_masks_back(str(path)) == 1
+    assert {tid: blocked(pid, tid) for tid in masks} == masks
     assert not path.exists()
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +54,35 @@ def test_drop_earlier(tmp_path: Path, clock: int) -> None:
         write(tmp_path / name, at=clock)
     image.drop_earlier(str(tmp_path), there)
     assert sorted(os.listdir(tmp_path)) == sorted([*new, *others, "parent", "gpusnap"])
+
+
+@pytest.mark.parametrize("clock", [10, 1], ids=["to continue", "was put back"])
+def test_clean(tmp_path: Path, clock: int) -> None:
+    """What a failed dump wrote is removed, whatever the clock says; what was there stays, and so do logs."""
+    earlier = ["disk.img", "mm-7.img"]
+    for name in (*earlier, "descriptors.json", "inventory.img"):
+        write(tmp_path / name, at=5)
+    there = image.EarlierImages.from_json(json.loads(json.dumps(asdict(image.note_earlier(str(tmp_path))))))
+    for name in ("descriptors.json", "inventory.img", "mm-8.img", "dump.log"):
+        (tmp_path / name).unlink(missing_ok=True)
+        write(tmp_path / name, at=clock)
+    image.clean(str(tmp_path), there)
+    assert sorted(os.listdir(tmp_path)) == sorted([*earlier, "dump.log"])
+
+
+def test_a_copy_is_not_cleaned(tmp_path: Path) -> None:
+    """Nobody can tell which of its images were there before."""
+    (tmp_path / "first").mkdir()
+    write(tmp_path / "first/mm-7.img", at=5)
+    there = image.note_earlier(str(tmp_path / "first"))
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    image.clean(str(tmp_path / "second"), there)
+    assert os.listdir(tmp_path / "second") == ["mm-7.img"]
+
+
+@pytest.mark.parametrize(
+    "document", [None, {}, {"folder": [1], "versions": {}}, {"folder": [1, 2], "versions": 3}]
+)
+def test_no_list_of_images(document: Any) -> None:
+    with pytest.raises(ValueError, match=r"images|unpack"):
+        image.EarlierImages.from_json(document)

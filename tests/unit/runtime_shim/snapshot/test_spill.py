@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes import DEADLINE, wait_for
 
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.oci.base import threads
+from gpusnap.oci.base.errors import Cancelled
+from gpusnap.oci.base.threads import Crew
+from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.settings import Settings, Store
+from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.journal import StagedRegion
@@ -49,7 +58,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
     """A container that is suspended, with its bytes in RAM."""
     monkeypatch.setattr(journal, "FOLDER", str(tmp_path))
     made = Pages()
-    layout = SimpleNamespace(path=LAYOUT, close=lambda: None)
+    layout = SimpleNamespace(path=LAYOUT, close=lambda: None, sync_blobs=lambda **_: None)
     home = SimpleNamespace(layout=layout, place="", mark_needed=lambda: None, commit=lambda *_, **__: None)
     monkeypatch.setattr(spill, "StoreDestination", lambda *_, **given: made.given.append(given) or home)
     monkeypatch.setattr(spill, "SuspendedChunks", lambda *_, **__: made)
@@ -118,6 +127,124 @@ def test_a_journal_that_cannot_be_read(pages: Pages, monkeypatch: pytest.MonkeyP
     with pytest.raises(GpusnapError, match="no room"):
         spill.spill(KEY, Settings())
     assert pages.done == ["close"]
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Set when the store answers again."""
+    monkeypatch.setattr(threads, "_ENDING", 0.01)
+    event = threading.Event()
+    yield event
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name == "gpusnap-oci":
+            thread.join(DEADLINE)
+
+
+SILENT = ["begin", "mark", "write", "sync", "commit", "check"]
+"""The steps that wait for the store."""
+
+
+def be_silent(pages: Pages, monkeypatch: pytest.MonkeyPatch, step: str, wait: Callable[[], object]) -> None:
+    """Have a step wait for the store."""
+    layout = SimpleNamespace(path=LAYOUT, close=lambda: None, sync_blobs=lambda **_: None)
+    home = SimpleNamespace(layout=layout, place="", mark_needed=lambda: None, commit=lambda *_, **__: None)
+    monkeypatch.setattr(spill, "StoreDestination", lambda *_, **__: home)
+    where, name = {
+        "begin": (pages, "prepare"),
+        "mark": (home, "mark_needed"),
+        "write": (pages, "write"),
+        "sync": (layout, "sync_blobs"),
+        "commit": (home, "commit"),
+        "check": (spill, "_check_linked"),
+    }[step]
+    monkeypatch.setattr(where, name, lambda *_, **__: wait(), raising=False)
+
+
+@pytest.mark.parametrize("step", SILENT)
+def test_a_store_that_does_not_answer(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch, answered: threading.Event, step: str
+) -> None:
+    """It is waited for with a deadline; the bytes are in RAM, and nobody waits for what was written."""
+    monkeypatch.setattr(transfer, "STALL", 0.01)
+    monkeypatch.setattr(spill, "_SYNCING", 0.01)
+    be_silent(pages, monkeypatch, step, lambda: answered.wait(DEADLINE))
+    before = journal.read(KEY)
+    with pytest.raises(
+        ImageError, match=r"cannot be moved to the store .* did not respond in time"
+    ) as caught:
+        spill.spill(KEY, Settings())
+    assert not answered.is_set()
+    assert "w is suspended as before, with its memory in RAM" in caught.value.hint
+    assert (journal.read(KEY), pages.done) == (before, [])
+
+
+@pytest.mark.parametrize("step", SILENT)
+def test_an_interrupt_while_the_store_does_not_answer(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch, answered: threading.Event, step: str
+) -> None:
+    def wait() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        answered.wait(DEADLINE)
+
+    be_silent(pages, monkeypatch, step, wait)
+    before = journal.read(KEY)
+    with pytest.raises(Interrupted):
+        spill.spill(KEY, Settings())
+    assert not answered.is_set()
+    assert journal.read(KEY) == before
+
+
+def test_a_slow_store(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk begins the deadline anew, and a file that is synced may take longer."""
+    moves: list[float] = []
+    monkeypatch.setattr(Crew, "note_progress", lambda _, *, more=0.0: moves.append(more))
+    given: dict[str, Callable[[], object]] = {}
+    monkeypatch.setattr(spill, "SuspendedChunks", lambda *_, **named: given.update(named) or pages)
+    be_silent(pages, monkeypatch, "write", lambda: given["moved"]())
+    spill.spill(KEY, Settings())
+    assert moves == [0.0, 0.0, spill._SYNCING - transfer.STALL]
+
+
+def test_threads_that_are_left_behind_end(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch, answered: threading.Event
+) -> None:
+    """At their next chunk, when the store answers: they write no more."""
+    monkeypatch.setattr(transfer, "STALL", 0.01)
+    ended: list[str] = []
+    given: dict[str, Callable[[], object]] = {}
+    monkeypatch.setattr(spill, "SuspendedChunks", lambda *_, **named: given.update(named) or pages)
+
+    def wait() -> None:
+        answered.wait(DEADLINE)
+        try:
+            given["moved"]()
+        except Cancelled:
+            ended.append("the thread")
+            raise
+
+    be_silent(pages, monkeypatch, "write", wait)
+    with pytest.raises(ImageError, match="did not respond"):
+        spill.spill(KEY, Settings())
+    answered.set()
+    wait_for(lambda: ended == ["the thread"], "the end of the thread")
+
+
+def test_a_removal_that_does_not_end(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch, answered: threading.Event
+) -> None:
+    """After an error: it is told, and `gpusnap recover` removes what is left."""
+    real = deadlines.ask
+
+    def ask(question: Callable[[], Any], what: str) -> Any:
+        return real(question, what, within=0.01)
+
+    monkeypatch.setattr(deadlines, "ask", ask)
+    monkeypatch.setattr(pages, "discard", lambda **_: answered.wait(DEADLINE))
+    monkeypatch.setattr(journal, "write", fail)
+    with pytest.raises(GpusnapError, match="no room"):
+        spill.spill(KEY, Settings())
+    assert not answered.is_set()
 
 
 def fail(*_: object, **__: object) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable
-from contextlib import nullcontext
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 from fakes import FakeDriver
+from holders import blocked, hold_and_be_killed
 
+from gpusnap.operations.suspending.recover import needs_recovery
 from gpusnap.runtime_shim import question_process, state_files
 from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError, ImageError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, ProcessState
@@ -23,11 +26,12 @@ from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import container_key
-from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.settings import Memory, Settings
 from gpusnap.runtime_shim.shim import entry, overrides, suspended
 from gpusnap.runtime_shim.snapshot import bring_back, recover_checkpoint
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, paused_container
-from gpusnap.runtime_shim.snapshot.memory import transfer
+from gpusnap.runtime_shim.snapshot.gpu_processes import job as jobs
+from gpusnap.runtime_shim.snapshot.memory import suspended_memory, transfer
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks
 from gpusnap.runtime_shim.snapshot.memory.ram import NoDestination
 from gpusnap.runtime_shim.snapshot.preflight import space
@@ -242,6 +246,40 @@ def test_a_container_that_ends_at_the_last_moment(monkeypatch: pytest.MonkeyPatc
     assert [each.stage for each in suspensions.find()] == [Stage.UNDONE]  # `forget` would drop it
 
 
+def test_the_early_claim_ends_when_the_ram_is_claimed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before that it counts for others, and from then on it would count twice."""
+    begun = suspension(stage=Stage.SUSPENDING)
+    seen = preflight.InitialState(SimpleNamespace(), None, (), 7)  # type: ignore[arg-type]
+    monkeypatch.setattr(preflight, "inspect", lambda *_: seen)
+    monkeypatch.setattr(suspend, "_make_suspension", lambda *_: begun)
+    for name in ("_check", "thaw"):
+        monkeypatch.setattr(take, name, lambda *_: None)
+    monkeypatch.setattr(take, "suspend_all", lambda job: jobs._suspend_these(job, []))
+    monkeypatch.setattr(containers, "inner_pids", lambda *_: {})
+    monkeypatch.setattr(jobs, "record", lambda *_: [])
+    monkeypatch.setattr(jobs, "claim", lambda: claim(str(tmp_path / "gpusnap/room")))
+    done: list[str] = []
+
+    def take_off(*_: object) -> None:
+        done.append("taken off")
+        raise GpusnapError("that is all")
+
+    monkeypatch.setattr(jobs, "_take_off", take_off)
+
+    @contextmanager
+    def room(need: int) -> Iterator[Callable[[], object]]:
+        done.append(f"{need} bytes claimed")
+        yield lambda: done.append("no longer")
+
+    container = SimpleNamespace(key=begun.key, id="c0ffee", root="/run/crun", pid=1)
+    engine = an_engine(lambda: None, lambda: done.append("paused"))
+    with pytest.raises(GpusnapError, match="that is all"):
+        suspend.suspend(container, None, Settings(), FakeDriver(), engine, room=room)  # type: ignore[arg-type]
+    assert done == ["7 bytes claimed", "paused", "no longer", "taken off"]
+
+
 def test_a_file_of_an_earlier_run() -> None:
     """A container that was started again under its ID is paused and goes on as any other."""
     for stage in Stage:
@@ -400,6 +438,57 @@ def test_a_resume_that_fails(
     with pytest.raises(type(error), match=str(error)):
         resume._bring_back(found, Settings(), FakeDriver(), Transaction(), {}, list, cut_off=cut_off)
     assert stayed == ([found.name] if stage is Stage.RESUMING else [])
+
+
+@pytest.fixture
+def held(folder: Path) -> Iterator[tuple[Suspension, int]]:
+    """A suspended container, and a process of it whose signals stay blocked after a gpusnap that failed."""
+    found = suspension()
+    suspensions.write(found)
+    Path(journal.FOLDER).mkdir(parents=True)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            hold_and_be_killed(child.pid, [child.pid], Path(journal.masks(found.key)))
+            assert blocked(child.pid, child.pid)
+            yield found, child.pid
+        finally:
+            child.kill()
+
+
+def test_recover_gives_a_mask_back(held: tuple[Suspension, int]) -> None:
+    """The container stays suspended."""
+    found, pid = held
+    assert needs_recovery(found)
+    engine: Any = SimpleNamespace(allow=list, go_on=list)
+    said = resume.recover(found.key, Settings(), FakeDriver(), engine)
+    assert said.startswith("it is suspended, and its threads have their signal masks")
+    assert not blocked(pid, pid)
+    assert journal.list_noted(journal.MASKS) == ()
+    assert not needs_recovery(found)
+    assert list(suspensions.find()) == [found]
+
+
+def test_a_resume_gives_a_mask_back(held: tuple[Suspension, int]) -> None:
+    found, pid = held
+    with journal.hold(found.key):
+        bring_back.bring_back(
+            journal.Entry(found.key, "", (1, 1), ()), FakeDriver(), Memory(), None, cut_off=False
+        )
+    assert not blocked(pid, pid)
+    assert journal.list_noted(journal.MASKS) == ()
+
+
+def test_a_mask_outlives_the_memory(held: tuple[Suspension, int]) -> None:
+    """The thread of a resumed container still needs it; nobody needs it once the thread has ended."""
+    found, pid = held
+    with journal.hold(found.key):
+        suspended_memory.free(found.key)
+    assert journal.list_noted(journal.MASKS) == (found.key,)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with journal.hold(found.key):
+        suspended_memory.free(found.key)
+    assert journal.list_noted(journal.MASKS) == ()
 
 
 def test_recover_has_others_ask(monkeypatch: pytest.MonkeyPatch) -> None:
