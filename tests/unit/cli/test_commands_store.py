@@ -32,6 +32,7 @@ from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.settings import Store as StoreSettings
 from gpusnap.runtime_shim.settings import load as settings_load
 from gpusnap.runtime_shim.settings import load_only as settings_load_only
+from gpusnap.runtime_shim.snapshot.records import origin
 from gpusnap.runtime_shim.snapshot.suspended_containers import spilled
 
 IMAGES = {"checkpoint/inventory.img": INVENTORY}
@@ -805,7 +806,7 @@ def test_gc_and_spilled_memory_of_this_host(
 ) -> None:
     """Its own commands remove it."""
     staging = kept.store.stage("left")
-    monkeypatch.setattr(spilled, "_identify_records", lambda: "1:1")
+    monkeypatch.setattr(origin, "_identify_records", lambda: "1:1")
     staging.mark_precious(spilled.make_mark("c0ffee@b"))
     staging.close()
     said = (
