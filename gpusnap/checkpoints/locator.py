@@ -198,6 +198,16 @@ def in_file(path: str) -> InFile:
     return InFile(path)
 
 
+def check_free(path: str) -> None:
+    """Raise GpusnapError if the name for an archive is in use."""
+    if os.path.lexists(path):
+        raise GpusnapError(
+            f"{path} exists already",
+            hint="gpusnap does not overwrite files: remove it, or give another name",
+            code="GPS-103",
+        )
+
+
 def in_containerd(word: str) -> InContainerd | None:
     """Return an image in containerd; None if the word has another form. Raises UsageError."""
     if not word.startswith(_CONTAINERD):

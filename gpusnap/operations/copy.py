@@ -61,7 +61,7 @@ class CopyResult:
 def copy(what: Source, to: Destination, *, plain_http: bool = False, progress: Progress) -> CopyResult:
     """Copy a checkpoint and its referrers. Raises NotFound, Damaged, GpusnapError."""
     if isinstance(to, InFile | InLayoutFile):
-        push_pull.check_free(to.path)
+        locator.check_free(to.path)
     if isinstance(what, InStore) and isinstance(to, InStore) and what.store.path == to.store.path:
         return _add_name(what, to)
     with convert_errors():

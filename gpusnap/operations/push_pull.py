@@ -35,7 +35,7 @@ from gpusnap.operations.open import load_manifest, open_repository
 from gpusnap.operations.pull import Referrers, fetch
 from gpusnap.operations.sources import Local, layout_of, open_local
 from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import GpusnapError, ManifestError, Refused, UsageError
+from gpusnap.runtime_shim.errors import ManifestError, Refused, UsageError
 from gpusnap.user_errors import convert_errors
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def pull(
     """
     _compression(file)
     if file:
-        check_free(file)
+        locator.check_free(file)
     store = to.store if isinstance(to, locator.InStore) else locator.default_store()
     name = to.wanted if isinstance(to, locator.InStore) else ""
     with convert_errors():
@@ -214,16 +214,6 @@ def _name_in_errors(what: locator.InRegistry) -> Iterator[None]:
     except RegistryError as error:
         raise_named(what, error)
         raise
-
-
-def check_free(path: str) -> None:
-    """Raise GpusnapError if the name for an archive is in use."""
-    if os.path.lexists(path):
-        raise GpusnapError(
-            f"{path} exists already",
-            hint="gpusnap does not overwrite files: remove it, or give another name",
-            code="GPS-103",
-        )
 
 
 def write_file(

@@ -8,11 +8,10 @@ from datetime import UTC, datetime
 import click
 
 from gpusnap.checkpoints.list import listing
-from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_store
+from gpusnap.checkpoints.locator import InStore, check_free, default_store, in_store, open_store
 from gpusnap.cli.completion import complete_stored
 from gpusnap.engines import podman
 from gpusnap.oci.base.files import create_unnamed_file, open_nested_folder, write_all
-from gpusnap.operations.push_pull import check_free
 from gpusnap.progress import Progress
 from gpusnap.report.report import newest
 from gpusnap.report.report import report as written

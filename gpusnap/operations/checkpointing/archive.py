@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gpusnap.checkpoints.locator import check_free
 from gpusnap.engines import podman
 from gpusnap.oci.base.files import name_new
-from gpusnap.operations import push_pull
 from gpusnap.runtime_shim.errors import (
     GpusnapError,
     ImageError,
@@ -34,7 +34,7 @@ def check_place(path: str, found: podman.Container) -> None:
         )
     if os.path.exists(path) and not os.path.isfile(path):
         raise GpusnapError(f"{path} cannot be written: it exists, and is not a file", code="GPS-103")
-    push_pull.check_free(path)
+    check_free(path)
     if not os.path.isdir(folder):
         raise GpusnapError(f"{path} cannot be written: {folder} is not a directory", code="GPS-103")
     if not os.access(folder, os.W_OK | os.X_OK):  # for root: a read-only file system

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import field, replace
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
@@ -34,13 +35,11 @@ from gpusnap.oci.store.index import check_name
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import entries
-from gpusnap.operations import disk_space, push_pull, sources
-from gpusnap.operations import open as source
+from gpusnap.operations import disk_space
 from gpusnap.operations.checkpointing import archive as archives
 from gpusnap.operations.checkpointing import places
 from gpusnap.operations.checkpointing.failed_export import Export, explain_export_errors
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
-from gpusnap.operations.push_pull import PushResult
 from gpusnap.progress import Progress, Tick, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim import stop_signals
@@ -51,6 +50,7 @@ from gpusnap.runtime_shim.errors import (
     Interrupted,
     UsageError,
 )
+from gpusnap.runtime_shim.import_ahead import import_meanwhile
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.shim import overrides
@@ -58,7 +58,12 @@ from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.user_errors import convert_errors
 
+if TYPE_CHECKING:
+    from gpusnap.operations.push_pull import PushResult
+
 _BLOBS = ("blobs", "sha256")
+_SPLIT = "gpusnap.operations.sources"
+"""What splits Podman's export. Podman does not wait for its import: 0.05 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +160,8 @@ def checkpoint(
         made = _to_store(request, found, progress, began)
     if not isinstance(request.to, locator.InRegistry):
         return made
+    from gpusnap.operations import push_pull
+
     try:
         made_there = locator.InStore(Store(made.store), made.digest)
         pushed = push_pull.push(made_there, request.to, plain_http=request.plain_http, progress=progress)
@@ -182,6 +189,8 @@ def checkpoint(
 
 def _ask(to: locator.InRegistry, *, plain_http: bool) -> None:
     """Check that the registry answers and authorizes us before the container is stopped."""
+    from gpusnap.operations import open as source
+
     with convert_errors(), source.open_repository(to, plain_http=plain_http, mirrors=False) as repository:
         empty = empty_descriptor()
         repository.has_blob(empty.digest, empty.size, pushing=True)
@@ -234,6 +243,8 @@ def _to_store(
                 _run(request, export, ["--compress", "none"], tick, progress)
                 view.close()
                 progress.stage("records")
+                from gpusnap.operations import sources
+
                 whole_in = memory.take() or staging
                 root, volumes = sources.take_in(
                     whole_in, export.archive, progress, request.labels, written=store.open_known_chunks()
@@ -371,7 +382,7 @@ def _run(
         manifest_json.prepare()  # while Podman works: it takes 0.05 s, and is needed right after Podman
         tick()
 
-    with _show_as_running(export.found) if request.asleep else nullcontext():
+    with import_meanwhile(_SPLIT), _show_as_running(export.found) if request.asleep else nullcontext():
         came = podman_work.checkpoint(export.found, export.archive, words, tick=at_work, say=progress.say)
     missing = set(FIRST)
     with convert_errors(), closing(entries(export.archive)) as found:
