@@ -261,19 +261,31 @@ def _wait_for_dying(entry: Entry) -> None:
 def _take_back(entry: Entry, settings: Memory) -> None:
     """Remove everything written for a checkpoint whose container was running again."""
     noted = journal.load(entry.key, journal.IMAGES)
-    with suppress(ImageError, ValueError):
-        if noted is not None:  # otherwise nothing was dumped
-            image.clean(entry.image, image.EarlierImages.from_json(noted))
+    # Otherwise nothing was dumped. The manifest of an earlier checkpoint was removed before that was noted.
+    if noted is not None and not _is_shared(entry) and not _has_any_manifest(entry):
+        with suppress(ImageError, ValueError):
+            if not image.clean(entry.image, image.EarlierImages.from_json(noted)):
+                _drop(entry, settings)  # the pending manifest stays: by it, a restore refuses these images
+                return
     _discard(entry, settings)
 
 
 def _discard(entry: Entry, settings: Memory) -> None:
     """Remove the incomplete checkpoint, unless somebody else has begun one in the same directory."""
-    unreadable: dict[str, GpusnapError] = {}  # such an entry may name the same directory
-    others = [other for other in journal.entries(unreadable) if other.key != entry.key]
-    if unreadable or any(other.image == entry.image for other in others):
+    if _is_shared(entry):
         _drop(entry, settings)
         return
-    earlier = manifest_file.has(entry.image, manifest.FOLDER, manifest.NAME)
+    earlier = _has_any_manifest(entry)
     reopen_destination(entry.layout, entry.image, entry.container, settings).discard(earlier=earlier)
     Draft(entry.image).discard()
+
+
+def _is_shared(entry: Entry) -> bool:
+    """Whether somebody else has begun a checkpoint in the same directory, or may have."""
+    unreadable: dict[str, GpusnapError] = {}  # such an entry may name the same directory
+    others = [other for other in journal.entries(unreadable) if other.key != entry.key]
+    return bool(unreadable) or any(other.image == entry.image for other in others)
+
+
+def _has_any_manifest(entry: Entry) -> bool:
+    return manifest_file.has(entry.image, manifest.FOLDER, manifest.NAME)

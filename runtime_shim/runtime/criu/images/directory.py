@@ -12,6 +12,7 @@ from typing import Any
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import open_below, sync_folder
 from gpusnap.runtime_shim.errors import ImageError, raise_as, reason
+from gpusnap.runtime_shim.process.file_system import find_file_system
 from gpusnap.runtime_shim.runtime.criu.images.check import is_image
 
 # Files that crun and runc write beside CRIU's *.img.
@@ -23,8 +24,8 @@ _THREADS = 8
 class EarlierImages:
     """The images that were in a directory before a dump."""
 
-    folder: tuple[int, int]
-    """The device and the inode of the directory: a copy of it is another one."""
+    folder: tuple[str, int]
+    """The file system (FileSystem.identity) and the inode of the directory: a copy of it is another one."""
     versions: Mapping[str, tuple[int, ...]]
     """By name, what distinguishes each from a new one in its place."""
 
@@ -32,11 +33,11 @@ class EarlierImages:
     def from_json(cls, document: Any) -> EarlierImages:
         """Return what dataclasses.asdict made. Raises ValueError if it is no such thing."""
         try:
-            device, inode = map(int, document["folder"])
+            file_system, inode = document["folder"]
             versions = {str(name): tuple(map(int, each)) for name, each in document["versions"].items()}
+            return cls((str(file_system), int(inode)), versions)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"it does not list images: {error!r}") from error
-        return cls((device, inode), versions)
 
 
 def make(image_path: str) -> None:
@@ -45,21 +46,22 @@ def make(image_path: str) -> None:
         os.makedirs(image_path, exist_ok=True)
 
 
-def clean(image_path: str, there: EarlierImages) -> None:
+def clean(image_path: str, there: EarlierImages) -> bool:
     """Remove the images that were not there before a dump. Logs stay for reading. Raises ImageError.
 
     The caller chose the directory, and it may contain other images, so those stay. In another directory, such
-    as a copy, they cannot be told from new ones, and nothing is removed.
+    as a copy, they cannot be told from new ones: nothing is removed, and False is returned.
     """
     with raise_as(
         ImageError, f"the incomplete image in {image_path} cannot be removed", hint="do not restore from it"
     ):
         if _identify(image_path) != there.folder:
-            return
+            return False
         for entry in list(os.scandir(image_path)):
             new = _version(entry.stat(follow_symlinks=False)) != there.versions.get(entry.name)
             if new and _is_of_a_dump(entry.name):
                 os.unlink(entry.path)
+    return True
 
 
 def note_earlier(image_path: str) -> EarlierImages:
@@ -99,9 +101,8 @@ def _is_of_a_dump(name: str) -> bool:
     return name.endswith(".img") or name in _RUNTIME_FILES
 
 
-def _identify(image_path: str) -> tuple[int, int]:
-    found = os.stat(image_path)
-    return found.st_dev, found.st_ino
+def _identify(image_path: str) -> tuple[str, int]:
+    return find_file_system(image_path).identity, os.stat(image_path).st_ino
 
 
 def _version(found: os.stat_result) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def test_clean(tmp_path: Path, clock: int) -> None:
     for name in ("descriptors.json", "inventory.img", "mm-8.img", "dump.log"):
         (tmp_path / name).unlink(missing_ok=True)
         write(tmp_path / name, at=clock)
-    image.clean(str(tmp_path), there)
+    assert image.clean(str(tmp_path), there)
     assert sorted(os.listdir(tmp_path)) == sorted([*earlier, "dump.log"])
 
 
@@ -76,8 +76,23 @@ def test_a_copy_is_not_cleaned(tmp_path: Path) -> None:
     write(tmp_path / "first/mm-7.img", at=5)
     there = image.note_earlier(str(tmp_path / "first"))
     shutil.copytree(tmp_path / "first", tmp_path / "second")
-    image.clean(str(tmp_path / "second"), there)
+    assert not image.clean(str(tmp_path / "second"), there)
     assert os.listdir(tmp_path / "second") == ["mm-7.img"]
+
+
+def test_a_file_system_that_was_mounted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Btrfs, NFS and others then have another device number."""
+    there = image.note_earlier(str(tmp_path))
+    write(tmp_path / "mm-8.img", at=5)
+    stat = os.stat
+
+    def with_another_number(path: Any, **more: Any) -> os.stat_result:
+        found = stat(path, **more)
+        return os.stat_result((*found[:2], found.st_dev + 1, *found[3:10]))
+
+    monkeypatch.setattr(os, "stat", with_another_number)
+    assert image.clean(str(tmp_path), there)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

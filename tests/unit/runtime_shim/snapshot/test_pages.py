@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -555,8 +556,18 @@ def test_no_link_takes_the_place_of_all_that_is_left(
     area.close()
 
 
-def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> None:
-    """The container ran on: it is left alone, and nothing of the checkpoint stays."""
+@pytest.mark.parametrize(
+    ("meanwhile", "left"),
+    [
+        pytest.param("", ["disk.img"], id="nothing else happened"),
+        pytest.param("another", ["disk.img", "gpusnap", "pages-1.img"], id="another's checkpoint is there"),
+        pytest.param("moved", ["disk.img", "gpusnap", "pages-1.img"], id="it is a copy"),
+    ],
+)
+def test_killed_while_it_wrote_behind(
+    holders: list[Holder], tmp_path: Path, meanwhile: str, left: list[str]
+) -> None:
+    """The container ran on: it is left alone, and nothing of the checkpoint stays; another's does."""
     path = image(tmp_path)
     chunks = Chunks(str(path), "c0ffee", SMALL)
     suspended(chunks, holders)
@@ -574,11 +585,19 @@ def test_killed_while_it_wrote_behind(holders: list[Holder], tmp_path: Path) -> 
     (entry,) = journal.entries()
     entry = replace(entry, owner=(entry.owner[0], 1))  # it was killed
     journal_read = journal.read
+    if meanwhile == "another":
+        other = Draft(str(path))
+        record = replace(a_manifest(), container="beef")
+        other.prepare(record)
+        other.finish(record)
+    elif meanwhile == "moved":
+        path.rename(tmp_path / "moved")
+        shutil.copytree(tmp_path / "moved", path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "read", lambda _: entry)
         said = recover_checkpoint.recover(entry, FakeDriver(), SMALL)
     assert said == "it continues to run, and its checkpoint failed"
-    assert [each.name for each in path.iterdir()] == ["disk.img"]
+    assert sorted(each.name for each in path.iterdir()) == left
     assert journal_read("c0ffee") is None
     assert journal.list_noted(journal.IMAGES) == ()
     assert stage.containers() == []
