@@ -429,19 +429,20 @@ def _find_pause(container_id: str) -> int | None:
 
 def is_exporting(archive: str) -> bool:
     """Return whether a Podman is at work that exports a container to this path."""
-    return archive in list_exporting().values()
+    return any(path == archive for _, path in list_exporting())
 
 
-def list_exporting() -> dict[str, str]:
-    """Return the archives to which Podmans are exporting, by the word by which each names its container.
+def list_exporting() -> set[tuple[str, str]]:
+    """Return the word by which each Podman that exports names its container, and its archive.
 
-    A `gpusnap checkpoint` names it by its full ID.
+    A `gpusnap checkpoint` names it by its full ID. Several may be at work for one container: the later ones
+    wait for its lock.
     """
-    found = {}
+    found = set()
     for pid in proc.pids():
         words = proc.command(pid) if proc.comm(pid) == PODMAN[0] else ()  # as in _find_pause
         if "checkpoint" in words and "--export" in words[:-2]:
-            found[words[-1]] = words[words.index("--export") + 1]
+            found.add((words[-1], words[words.index("--export") + 1]))
     return found
 
 

@@ -43,6 +43,11 @@ def find_file_system(path: str) -> FileSystem:
     return FileSystem(mount.destination, _identify(mount)) if mount is not None else FileSystem("/", "")
 
 
+def is_in_ram(identity: str) -> bool:
+    """Whether what is in the file system is gone after a reboot."""
+    return identity.startswith(tuple(f"{kind} " for kind in _IN_RAM))
+
+
 def _identify(mount: proc.Mount) -> str:
     """Return the kind, the name or UUID, and the directory of it that is mounted."""
     return " ".join((mount.kind, _name(mount), mount.root))

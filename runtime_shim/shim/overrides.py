@@ -23,11 +23,12 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim import deadlines, state_files
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, advise, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.progress import reporter
@@ -248,9 +249,9 @@ def sweep(stores: Collection[str] = ()) -> None:
 
 
 def _may_exist(path: str) -> bool:
-    """Whether a file exists; yes if that cannot be told, for example on a disk that fails."""
+    """Whether a file exists; yes if that cannot be told, on a disk that fails or a server that is silent."""
     try:
-        return exists(path)
+        return deadlines.ask(partial(exists, path), path, always=True)
     except OSError:
         return True
 

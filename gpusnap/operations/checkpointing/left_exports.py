@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Collection, Iterable
+from functools import partial
 
 from gpusnap.checkpoints.formats.names import ARCHIVE
 from gpusnap.engines.podman import is_exporting, list_exporting
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import places
+from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.user_errors import convert_errors
 
@@ -90,11 +92,12 @@ def list_begun() -> tuple[LeftExport, ...]:
 
     Ask before `list_left`, so that none is missed which Podman creates and completes in between.
     """
-    exporting = list_exporting()
+    exporting = sorted(list_exporting())
     return tuple(
-        LeftExport(exporting[container], store, _describe_unfinished(exporting[container]))
+        LeftExport(archive, store, _describe_unfinished(archive))
         for container, store in sorted(overrides.list_ended())
-        if exporting.get(container, "").startswith(os.path.join(store, ""))
+        for name, archive in exporting
+        if name == container and archive.startswith(os.path.join(store, ""))
     )
 
 
@@ -139,6 +142,6 @@ def _describe_unfinished(archive: str) -> str:
 
 def _has_content(archive: str) -> bool:
     try:
-        return os.path.getsize(archive) > 0
+        return deadlines.ask(partial(os.path.getsize, archive), archive, always=True) > 0
     except OSError:
         return True  # it cannot be known

@@ -15,6 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import exists
@@ -22,7 +23,7 @@ from gpusnap.runtime_shim import deadlines, state_files
 from gpusnap.runtime_shim.errors import reason
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.process.file_system import FileSystem, find_file_system
+from gpusnap.runtime_shim.process.file_system import FileSystem, find_file_system, is_in_ram
 
 FOLDER = "/var/lib/gpusnap/in-progress"
 _LIMIT = 64 << 10
@@ -60,7 +61,7 @@ class Place:
     def has_archive(self) -> bool:
         """Whether its archive exists; yes if that cannot be told."""
         try:
-            return bool(self.archive) and exists(self.archive)
+            return bool(self.archive) and deadlines.ask(partial(exists, self.archive), self.archive)
         except OSError:
             return True
 
@@ -102,18 +103,7 @@ def remember(
 
 def list_ended() -> tuple[Place, ...]:
     """Return those of commands that have ended, in order."""
-    found = []
-    with suppress(OSError):
-        for name in sorted(os.listdir(FOLDER)):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                if name.endswith(".json"):
-                    noted = os.path.join(FOLDER, name)
-                    document = state_files.read(noted, limit=_LIMIT)
-                    pid, start = document["owner"]
-                    if document["boot"] != state_files.boot() or not proc.is_same(int(pid), int(start)):
-                        where = FileSystem(str(document["mount"]), str(document["file-system"]))
-                        archive, target = str(document["archive"]), str(document["target"])
-                        found.append(Place(str(document["place"]), where, archive, target, noted))
+    found = [place for place, is_gone in _read_ended() if not is_gone]
     return tuple(sorted(found, key=lambda each: (each.path, each.archive)))
 
 
@@ -122,7 +112,24 @@ def sweep(left: Collection[str]) -> None:
 
     `left`: what is named.
     """
-    for each in list_ended():
-        if not {each.path, each.noted} & set(left) and not each.has_archive:
+    for each, is_gone in [*_read_ended()]:
+        if is_gone or (not {each.path, each.noted} & set(left) and not each.has_archive):
             with suppress(OSError):
                 state_files.remove(each.noted)
+
+
+def _read_ended() -> Iterator[tuple[Place, bool]]:
+    """Yield those of commands that have ended, and whether what was there went with a reboot."""
+    with suppress(OSError):
+        for name in sorted(os.listdir(FOLDER)):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                if name.endswith(".json"):
+                    noted = os.path.join(FOLDER, name)
+                    document = state_files.read(noted, limit=_LIMIT)
+                    pid, start = document["owner"]
+                    rebooted = document["boot"] != state_files.boot()
+                    if rebooted or not proc.is_same(int(pid), int(start)):
+                        where = FileSystem(str(document["mount"]), str(document["file-system"]))
+                        archive, target = str(document["archive"]), str(document["target"])
+                        place = Place(str(document["place"]), where, archive, target, noted)
+                        yield place, rebooted and is_in_ram(where.identity)

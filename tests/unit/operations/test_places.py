@@ -21,6 +21,7 @@ from gpusnap.runtime_shim.shim import overrides
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
     monkeypatch.setattr(places, "FOLDER", str(tmp_path / "state" / "in-progress"))
+    monkeypatch.setattr(places, "is_in_ram", lambda _: False)  # whatever tests' files are in
     (tmp_path / "state").mkdir()
     return tmp_path / "state" / "in-progress"
 
@@ -66,6 +67,16 @@ def test_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places.sweep({"/somewhere"})
     assert len(places.list_ended()) == 1
     places.sweep(())
+    assert list(folder.iterdir()) == []
+
+
+def test_in_ram(folder: Path, leave: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reboot has emptied it: nothing is left there, and the next recover forgets it."""
+    leave(Path("/somewhere"))
+    monkeypatch.setattr(places, "is_in_ram", lambda _: True)
+    assert places.list_ended() == ()
+    assert len(list(folder.iterdir())) == 1, "a list changes nothing"
+    places.sweep({"/somewhere"})
     assert list(folder.iterdir()) == []
 
 
