@@ -258,7 +258,8 @@ def replace(name: str, data: bytes, folder: int, *, sync: bool = True, mode: int
     It is synced, unless `sync` is false. Raises OSError.
     """
     with new_file(folder) as (descriptor, unfinished):
-        os.fchmod(descriptor, mode)
+        if mode != 0o600:  # as it was made; not every file system permits another one
+            os.fchmod(descriptor, mode)
         write_all(descriptor, data)
         if sync:
             os.fsync(descriptor)

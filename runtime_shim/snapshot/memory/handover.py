@@ -210,7 +210,9 @@ def _is_needed(note: bytes) -> bool:
             return boot == state_files.boot() and proc.is_same(int(pid), int(start))
         pid, start = document["owner"]
         wrote = Origin(*(str(document[each.name]) for each in fields(Origin)))
-        return not wrote.is_own or (wrote.is_this_run and proc.is_same(int(pid), int(start)))
+        if not (wrote.is_own or wrote.is_own_renamed):
+            return True
+        return wrote.is_this_run and proc.is_same(int(pid), int(start))
     except (ValueError, TypeError, KeyError):
         return False
     except OSError:  # it cannot be known

@@ -17,6 +17,8 @@ _MACHINE = "/etc/machine-id"  # machine-id(5)
 # The firmware's: clones of a disk have one machine ID (linux, drivers/firmware/dmi-id.c; only root reads it).
 _PRODUCT = "/sys/class/dmi/id/product_uuid"
 
+_SEPARATOR = "+"
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -42,6 +44,12 @@ class Origin:
             return self.is_this_run
         return bool(self.machine) and (self.host, self.machine) == _identify_host()
 
+    @property
+    def is_own_renamed(self) -> bool:
+        """Whether this is an earlier boot of this host, by its machine ID and its firmware's."""
+        both = _SEPARATOR in self.machine
+        return both and self.boot != state_files.boot() and self.machine == _identify_host()[1]
+
 
 def identify() -> Origin:
     """Return that of this gpusnap. Raises OSError."""
@@ -53,7 +61,7 @@ def _identify_host() -> tuple[str, str]:
     for path in (_MACHINE, _PRODUCT):
         with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
             found += file.read(64).split()
-    return os.uname().nodename, "+".join(found)
+    return os.uname().nodename, _SEPARATOR.join(found)
 
 
 def _identify_records() -> str:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 
 from gpusnap.oci.base.errors import Cancelled, Stalled
+from gpusnap.oci.base.files import exists
 from gpusnap.oci.base.threads import Crew, run_for_each
 from gpusnap.oci.chunks.table import Table, descriptors
 from gpusnap.oci.layout.documents import Descriptor
@@ -77,9 +78,12 @@ def _spill(key: str, settings: Settings) -> int:
             work.pages.leave()
             transaction.commit()
             _free(found)
-    except BaseException:
-        with suppress(GpusnapError, OSError):
+    except BaseException as error:
+        try:
             work.give_up()
+        except (GpusnapError, OSError):
+            if isinstance(error, GpusnapError):
+                error.add_hint("gpusnap gc removes what was written")
         raise
     work.layout.close()
     return staged
@@ -126,23 +130,27 @@ class _StoreWork:
     def write(self) -> None:
         """Write the memory, and sync it. Raises GpusnapError."""
         found, memory, store = self._found, self._settings.memory, self._settings.store
+        slowly = partial(self._move, more=_SYNCING - transfer.STALL)
         destination = StoreDestination(
             store.path, store.path, found.container, memory, why=self._why, read_rate=store.read_rate
         )
         self.pages = SuspendedChunks("", found.key, memory, destination=destination, moved=self._move)
+        with suppress(OSError):
+            exists(store.path)  # a file system that does not respond at all fails here, sooner
+        slowly()  # the next steps make a directory, mark it and sync it, behind what others write
         self.pages.prepare()
         self._destination = destination
-        self._move()
+        slowly()
         staged = sum(each.size for process in self._entry.processes for each in process.staged)
         space.check_disk(destination.place, staged, ())
         destination.mark_needed()
+        self._move()
         self.pages.adopt(self._entry)
         self.pages.write()
         records = self.pages.records()
         assert records is not None
         self.records = records
         self._tables = [region.table for regions in records.values() for region in regions]
-        slowly = partial(self._move, more=_SYNCING - transfer.STALL)
         slowly()
         with transfer.as_image_error(destination.layout.path):
             destination.layout.sync_blobs(progress=slowly)
@@ -155,7 +163,8 @@ class _StoreWork:
     def give_up(self) -> None:
         """Remove what was written, unless it is needed, or a thread is still at work.
 
-        `gpusnap recover` removes what is left. Raises GpusnapError, OSError.
+        `gpusnap recover` removes what is left, or `gpusnap gc` if the removal had begun. Raises GpusnapError,
+        OSError.
         """
         if self._crew.is_left_behind or self._destination is None:
             return
@@ -163,7 +172,8 @@ class _StoreWork:
             self.pages.close()
         else:
             remove = partial(self.pages.discard, layout=True)
-            deadlines.ask(remove, self._destination.place)
+            # 0.2 s for each GB; it responded until now.
+            deadlines.ask(remove, self._destination.place, within=_SYNCING)
 
     def _move(self, *, more: float = 0.0) -> None:
         """Note that something was done; end a thread whose caller does not wait any more."""

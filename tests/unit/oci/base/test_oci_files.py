@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpusnap.oci.base import files
-from gpusnap.oci.base.files import create_unnamed_file, name_new
+from gpusnap.oci.base.files import create_unnamed_file, name_new, replace
 
 
 @pytest.fixture(params=["renameat2", "links", "neither"])
@@ -151,3 +151,17 @@ def test_an_unnamed_file_on_a_disk_that_fails(
         assert os.listdir(tmp_path) == []
     finally:
         os.close(folder)
+
+
+def test_no_permission_for_another_mode(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems refuse fchmod(2): it is called only where the mode has to be another one."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    replace("file", b"content", place)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(PermissionError):
+        replace("file", b"other", place, mode=0o644)
+    assert (tmp_path / "file").read_bytes() == b"content"

@@ -208,6 +208,21 @@ def test_of_another_gpusnap(store: Store, machine: None, monkeypatch: pytest.Mon
     assert NAME in left.path
 
 
+@pytest.mark.parametrize(
+    ("machine_id", "count"),
+    [pytest.param("0123+4567", 1, id="with its firmware's"), pytest.param("0123", 0, id="alone")],
+)
+def test_renamed_before_a_reboot(
+    store: Store, monkeypatch: pytest.MonkeyPatch, machine_id: str, count: int
+) -> None:
+    """The host is the same one if its firmware says so, too: a clone may have the machine ID."""
+    monkeypatch.setattr(origin, "_identify_host", lambda: ("gpu1", machine_id))
+    hand_over_pages(store, NAME, GONE)
+    monkeypatch.setattr(origin, "_identify_host", lambda: ("gpu1.example.com", machine_id))
+    monkeypatch.setattr(state_files, "boot", lambda: "another")
+    assert len(tuple(handover.commit_left(store))) == count
+
+
 def test_records_that_cannot_be_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command may live."""
     hand_over_pages(store, NAME, GONE)

@@ -196,14 +196,15 @@ def test_an_interrupt_while_the_store_does_not_answer(
 
 
 def test_a_slow_store(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk begins the deadline anew, and a file that is synced may take longer."""
+    """Each chunk begins the deadline anew, and what is synced may take longer, also before the first one."""
     moves: list[float] = []
     monkeypatch.setattr(Crew, "note_progress", lambda _, *, more=0.0: moves.append(more))
     given: dict[str, Callable[[], object]] = {}
     monkeypatch.setattr(spill, "SuspendedChunks", lambda *_, **named: given.update(named) or pages)
     be_silent(pages, monkeypatch, "write", lambda: given["moved"]())
     spill.spill(KEY, Settings())
-    assert moves == [0.0, 0.0, spill._SYNCING - transfer.STALL]
+    slow = spill._SYNCING - transfer.STALL
+    assert moves == [slow, slow, 0.0, 0.0, slow]
 
 
 def test_threads_that_are_left_behind_end(
@@ -233,17 +234,20 @@ def test_threads_that_are_left_behind_end(
 def test_a_removal_that_does_not_end(
     pages: Pages, monkeypatch: pytest.MonkeyPatch, answered: threading.Event
 ) -> None:
-    """After an error: it is told, and `gpusnap recover` removes what is left."""
-    real = deadlines.ask
+    """After an error: it is told, and what removes what is left. A large one gets its time."""
+    real, waits = deadlines.ask, []
 
-    def ask(question: Callable[[], Any], what: str) -> Any:
+    def ask(question: Callable[[], Any], what: str, *, within: float) -> Any:
+        waits.append(within)
         return real(question, what, within=0.01)
 
     monkeypatch.setattr(deadlines, "ask", ask)
     monkeypatch.setattr(pages, "discard", lambda **_: answered.wait(DEADLINE))
     monkeypatch.setattr(journal, "write", fail)
-    with pytest.raises(GpusnapError, match="no room"):
+    with pytest.raises(GpusnapError, match="no room") as caught:
         spill.spill(KEY, Settings())
+    assert "gpusnap gc removes" in caught.value.hint
+    assert waits == [spill._SYNCING]
     assert not answered.is_set()
 
 
