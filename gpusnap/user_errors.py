@@ -48,6 +48,11 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.NotARegistry, GpusnapError, "check host and port, and whether a proxy responds there"),
     (errors.RegistryError, GpusnapError, ""),
     (errors.DiskFull, GpusnapError, MAKE_ROOM),
+    (
+        errors.ReadOnlyStore,
+        GpusnapError,
+        "remount it for writing, or name another store with --to oci:DIR",
+    ),
     (errors.DiskError, GpusnapError, ""),
     (errors.BlobError, Damaged, "gpusnap verify lists all damage"),
     (errors.NotACheckpoint, GpusnapError, ""),

@@ -15,7 +15,8 @@
     ├── ArchiveError     an archive cannot be read, is cut short, or does not hold what was asked for
     ├── CeilingError     the memory allowed is too little for one worker
     ├── DiskError        a file cannot be written, or its folder cannot be used
-    │   └── DiskFull     … for want of room
+    │   ├── DiskFull     … for want of room
+    │   └── ReadOnlyStore … a store on a file system that is mounted read-only
     ├── RegistryError    a registry, or the name of something in one, is not what the spec says
     │   ├── Unauthorized what a registry or its token service wants is not had, or not accepted
     │   ├── NotInRegistry what was asked for is not in it
@@ -128,6 +129,12 @@ class DiskFull(DiskError):
     """A file that did not fit: the disk, a quota or the limit on the size of files."""
 
     code = "GPS-007"
+
+
+class ReadOnlyStore(DiskError):
+    """A store on a file system that is mounted read-only: it can be read, but not changed."""
+
+    code = "GPS-704"
 
 
 class RegistryError(OciError):

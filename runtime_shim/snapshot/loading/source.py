@@ -194,9 +194,7 @@ class BlobSource:
                 raise self._make_missing_error(missing, ["the store cannot be written to"]) from None
             return []
         except OciError as error:
-            raise ImageError(
-                f"the store {self._store.path} cannot be used: {error}", code=error.code
-            ) from error
+            raise ImageError(str(error), code=error.code) from error
         with transfer.as_image_error(self._store.path):
             missing = staging.take_all(wanted)
             if missing:

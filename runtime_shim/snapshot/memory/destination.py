@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from gpusnap.oci.base.errors import DiskFull, NotThere, OciError
+from gpusnap.oci.base.errors import DiskFull, NotThere, OciError, ReadOnlyStore
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks import writer as writing
@@ -170,6 +170,9 @@ class StoreDestination(Destination):
             self.layout = self._staging.layout
         except DiskFull as error:
             raise Refused(f"{error}", hint=MAKE_ROOM, code=error.code) from error
+        except ReadOnlyStore as error:
+            hint = "remount it for writing, or set store.path to another directory"
+            raise Refused(f"{error}", hint=hint, code=error.code) from error
         except OciError as error:
             raise Refused(
                 f"the store {self.place} cannot be used: {error}", hint="check store.path", code="GPS-704"

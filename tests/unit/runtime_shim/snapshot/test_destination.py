@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -317,6 +318,18 @@ def test_a_store_that_cannot_be(tmp_path: Path, image: Path) -> None:
     with pytest.raises(Refused, match=str(tmp_path / "store")) as caught:
         destination.begin()
     assert "store.path" in caught.value.hint
+
+
+def test_a_store_that_is_mounted_read_only(small_disk: Path, image: Path) -> None:
+    """Refused, with how it becomes writable."""
+    Store(small_disk / "store").create()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(Refused) as caught:
+        StoreDestination(str(small_disk / "store"), str(image), ID, MEMORY).begin()
+    assert caught.value.sentence() == (
+        f"the store {small_disk}/store is read-only; remount it for writing, or set store.path to another "
+        "directory [GPS-704]"
+    )
 
 
 def test_a_store_that_is_full(tmp_path: Path, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import shutil
+import subprocess
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -326,24 +327,19 @@ def test_what_the_registry_gives_is_checked(
 
 
 def test_a_store_that_cannot_be_written_to(
-    tmp_path: Path, made: tuple[Manifest, Layout], content: bytes, monkeypatch: pytest.MonkeyPatch
+    made: tuple[Manifest, Layout], content: bytes, small_disk: Path
 ) -> None:
     """What it has is read where it is."""
     record, layout = made
-    store = stored(tmp_path / "store", record, layout)
-
-    def read_only(self: Store, name: str = "") -> None:
-        from gpusnap.oci.base.errors import DiskError
-
-        raise DiskError("it is read-only")
-
-    monkeypatch.setattr(Store, "stage", read_only)
+    store = stored(small_disk / "store", record, layout)
+    Store(small_disk / "another").create()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with BlobSource(record, NOWHERE, store.path, []) as fetching:
         assert fetching.scratch is None
         assert bytes_of(region_of(record), fetching) == content
         fetching.finish()
     with pytest.raises(Refused, match="the store cannot be written to"):
-        BlobSource(record, NOWHERE, str(tmp_path / "another"), ["r.example/a"])
+        BlobSource(record, NOWHERE, str(small_disk / "another"), ["r.example/a"])
 
 
 def test_the_environment_comes_before_the_settings(
