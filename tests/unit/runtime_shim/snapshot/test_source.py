@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import shutil
 import subprocess
 from contextlib import closing
@@ -291,6 +292,21 @@ def test_a_chunk_that_is_nowhere(
     assert ("r.example/a does not have it either" in str(caught.value)) == bool(sources)
     assert "store.pull-from" in caught.value.hint
     assert idle(tmp_path / "store")
+
+
+def test_several_chunks_that_are_nowhere(
+    tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository
+) -> None:
+    """How many, of which size, and one of them."""
+    record, layout = made
+    store = stored(tmp_path / "store", record, layout)
+    blobs = {each.blob for each in region_of(record).chunks[5:7]}
+    for blob in blobs:
+        os.unlink(tmp_path / "store" / "blobs" / "sha256" / blob.removeprefix("sha256:"))
+    with pytest.raises(Refused) as caught:
+        BlobSource(record, NOWHERE, store.path, [])
+    said = rf"^2 chunks \(\S+ KiB\) of the checkpoint, such as ({'|'.join(blobs)}), are not in the store "
+    assert re.search(said + re.escape(store.path), str(caught.value))
 
 
 def test_a_registry_that_does_not_answer(
