@@ -20,6 +20,7 @@ from oci_checkpoints import begin, commit, end, names, put, stagings, whole
 
 from gpusnap.oci.base.errors import (
     Ambiguous,
+    DiskFull,
     LayoutError,
     NotThere,
     OciError,
@@ -32,6 +33,7 @@ from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Index
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
+from gpusnap.user_errors import failure
 
 
 @pytest.fixture
@@ -73,6 +75,18 @@ def test_no_store(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be used as a store: its lock cannot be opened"):
         Store(tmp_path / "none").tag("a", "b")
     assert Store(tmp_path / "layout").create().entries() == ()
+
+
+def test_on_a_full_disk(small_disk: Path) -> None:
+    """The store is named, not the directory of the writer, and what frees space there."""
+    store = Store(small_disk / "store").create()
+    said = rf"^the file system of {store.path} is full: a blob of 2\.0 MiB did not fit, "
+    with store.stage() as staging, pytest.raises(DiskFull, match=said) as raised:
+        staging.layout.add_blob(bytes(2 << 20), media_type="a/b")
+    assert failure(raised.value).hint.endswith("such as with gpusnap prune --gc or gpusnap rm --gc")
+    with pytest.raises(DiskFull, match=rf"^the file system of {small_disk}/layout is full: ") as raised:
+        Layout(small_disk / "layout").create().add_blob(bytes(2 << 20), media_type="a/b")
+    assert failure(raised.value).hint == "free some space there"
 
 
 def test_mounted_read_only(small_disk: Path) -> None:
