@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fakes import DEADLINE, Family, HandedOverMemory, Scene, a_manifest, unshare_works, uuid, wait_for
 
+from gpusnap.runtime_shim import progress
 from gpusnap.runtime_shim.errors import ImageError, split_code
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, DriverTooOld, LockTimeout, NotSupported
@@ -600,7 +601,7 @@ def test_a_suspended_container_is_not_said_to_run(monkeypatch: pytest.MonkeyPatc
     """Neither when its dump fails, nor when its image cannot be finished, nor in the progress."""
     suspended: Any = SimpleNamespace(name="w", processes=())
     resumed: list[int] = []
-    monkeypatch.setattr(checkpoint.reporter, "note_resumed", lambda: resumed.append(1))
+    monkeypatch.setattr(progress.reporter, "note_resumed", lambda: resumed.append(1))
     job: Any = SimpleNamespace(
         asleep=suspended,
         real=SimpleNamespace(name="crun"),
