@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gpusnap.oci.base import errors
-from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Interrupted, ManifestError
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, suggest_room
 
 
 class NotFound(GpusnapError):
@@ -47,7 +47,11 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.Unauthorized, GpusnapError, "log in with podman login, or check the auth file"),
     (errors.NotARegistry, GpusnapError, "check host and port, and whether a proxy responds there"),
     (errors.RegistryError, GpusnapError, ""),
-    (errors.DiskFull, GpusnapError, MAKE_ROOM),
+    (
+        errors.ReadOnlyStore,
+        GpusnapError,
+        "remount it for writing, or name another store with --to oci:DIR",
+    ),
     (errors.DiskError, GpusnapError, ""),
     (errors.BlobError, Damaged, "gpusnap verify lists all damage"),
     (errors.NotACheckpoint, GpusnapError, ""),
@@ -98,6 +102,8 @@ def failure(error: errors.OciError) -> GpusnapError:
     if isinstance(error, errors.Unreachable):
         causes = [hint for words, hint in _CAUSES if words in str(error)]
         return GpusnapError(str(error), hint="; ".join((*causes[:1], _AGAIN)), code=error.code)
+    if isinstance(error, errors.DiskFull):
+        return GpusnapError(str(error), hint=suggest_room(error.folder), code=error.code)
     for kind, ours, hint in _KINDS:
         if isinstance(error, kind):
             cause = error.__cause__

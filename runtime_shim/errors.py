@@ -60,8 +60,15 @@ def _make_again(kind: type[GpusnapError], arguments: tuple[object, ...]) -> Gpus
     return kind.__new__(kind, *arguments)
 
 
-MAKE_ROOM = "free some space there; in a store, use gpusnap prune --gc or gpusnap rm --gc"
-"""The hint for a disk that is full, or nearly full."""
+MAKE_ROOM = "free some space there"
+"""The hint for a disk that is full, or nearly full; `suggest_room` says more of a store."""
+
+
+def suggest_room(folder: str) -> str:
+    """Return the hint for a directory whose disk is full; only in a store can gpusnap free something."""
+    if folder and all(os.path.exists(os.path.join(folder, name)) for name in ("oci-layout", "staging")):
+        return f"{MAKE_ROOM}, such as with gpusnap prune --gc or gpusnap rm --gc"
+    return MAKE_ROOM
 
 
 class UsageError(GpusnapError):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from contextlib import suppress
 from dataclasses import replace
 
@@ -326,9 +327,10 @@ def open_store(store: Store, *, write: bool = False) -> Store:
     layout = os.path.join(store.path, "oci-layout")
     check_access(layout)
     if not os.path.exists(layout):
+        where = "" if is_default(store.path) else f"--to oci:{shlex.quote(store.path)} "
         raise NotFound(
             f"{store.path} is not a store, or has no checkpoint yet",
-            hint="gpusnap checkpoint CONTAINER makes one in this host's store",
+            hint=f"gpusnap checkpoint {where}CONTAINER makes one there",
         )
     with convert_errors():
         if write:

@@ -57,7 +57,7 @@ def print_heading(console: Console, stored: StoredCheckpoint) -> None:
         say(console, "records: none; this is the memory of a checkpoint in a Podman archive")
     if artifact.chunks:
         chunks = sum(each.size for each in artifact.chunks)
-        say(console, f"chunks: {human(chunks)} in {len(artifact.chunks)} blobs")
+        say(console, f"chunks: {human(chunks)} in {blobs(len(artifact.chunks))}")
     labels = labels_in(artifact.annotations)
     if labels:
         say(console, f"labels: {written_labels(labels)}")
@@ -89,7 +89,7 @@ def print_memory(console: Console, record: Manifest, figures: Statistics) -> Non
     say(
         console,
         f"{human(figures.size)} in {figures.chunks} chunks: {human(figures.zero)} zero, "
-        f"{human(figures.repeated)} repeated; {figures.blobs} blobs ({figures.zstd} zstd, "
+        f"{human(figures.repeated)} repeated; {blobs(figures.blobs)} ({figures.zstd} zstd, "
         f"{figures.planes} in planes, {figures.plain} plain) of {human(figures.stored)}, "
         f"{figures.ratio:.1f} to 1",
     )
@@ -171,7 +171,7 @@ def _spans(console: Console, found: Comparison) -> None:
     console.print(rows)
     if len(different) > _MOST_LINES:
         say(console, f"and {len(different) - _MOST_LINES} more with smaller differences (see --json)")
-    new = f"{human(found.new.size)} in {found.new.blobs} blobs" if found.new.blobs else "nothing"
+    new = f"{human(found.new.size)} in {blobs(found.new.blobs)}" if found.new.blobs else "nothing"
     say(console, f"B has {new} that A does not have")
     say(console, "")
 
@@ -280,7 +280,7 @@ def difference_document(
 
 def print_verified(console: Console, found: VerifyResult) -> None:
     """What was checked, and each blob that is damaged."""
-    what = f"{found.what}: {human(found.size)} in {found.blobs} blobs"
+    what = f"{found.what}: {human(found.size)} in {blobs(found.blobs)}"
     if not found.damaged:
         done = "no damage" if found.read else "all present; contents not read (see --deep)"
         say(console, f"{what}: {done}" if found.blobs else f"{found.what}: nothing to check")
@@ -300,8 +300,10 @@ def print_collected(console: Console, path: str, found: Collected, *, dry_run: b
     removed = "would remove" if dry_run else "removed"
     say(console, f"{removed} {blobs(found.blobs)}, {human(found.size)}, from {path}")
     if found.stagings:
-        writers = "a dead writer" if len(found.stagings) == 1 else f"{len(found.stagings)} dead writers"
-        say(console, f"{removed} left behind by {writers}")
+        commands = (
+            "1 killed command" if len(found.stagings) == 1 else f"{len(found.stagings)} killed commands"
+        )
+        say(console, f"{removed} what {commands} left unfinished")
     if found.spared:  # rarely, and the import takes time
         from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import explain_mark
 

@@ -49,8 +49,9 @@ CODES = (
         "A container with that name or ID already exists. Usually it is the one that the checkpoint "
         "stopped, which Podman keeps until it is removed. If Podman was killed during a restore, Podman "
         "may not know the container.",
-        "Remove it (`podman rm NAME`), or give the restored one another name (`--name`). If no engine "
-        "knows it: `gpusnap recover ID` kills it.",
+        "If a killed checkpoint stopped it, continue it with `podman container restore NAME`. Remove it "
+        "(`podman rm NAME`) only if `gpusnap ls` shows its checkpoint with a name. Or give the restored one "
+        "another name (`--name`). If no engine knows it: `gpusnap recover ID` kills it.",
     ),
     ErrorCode(
         "GPS-509",

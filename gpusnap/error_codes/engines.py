@@ -61,10 +61,10 @@ CODES = (
     ErrorCode(
         "GPS-909",
         "cleanup-would-restart",
-        "A checkpoint has ended the container, and Podman was killed before it cleaned up. Until it does "
-        "so, it does not restore the container. A clean-up applies the container's restart policy: it would "
-        "start the program from the beginning, without its memory. So gpusnap does not clean up. Nothing is "
-        "lost.",
+        "A checkpoint has ended the container, and Podman was killed before it cleaned up. Podman refuses "
+        "to restore the container until it has cleaned up. But cleaning up applies the restart policy, which "
+        "would start the program from the beginning, without its memory. So gpusnap does not clean up. "
+        "Nothing is lost.",
         "Run the commands in the message: `podman update --restart=no NAME` turns the policy off, `podman "
         "container cleanup NAME` cleans up, and `podman container restore NAME` continues the container. "
         "Then set the policy again, for example `podman update --restart=always NAME`.",

@@ -25,9 +25,11 @@ CODES = (
         "GPS-704",
         "store-unusable",
         "The directory cannot be used as a store. It is an image layout that another program made, its "
-        "file system has no hard links, or it is not writable.",
-        "Set `store.path`, or name a directory as `oci:DIR`, on one file system with hard links: ext4, XFS, "
-        "Btrfs or tmpfs. Name a layout of another program as a source only: `gpusnap push oci:DIR …`.",
+        "file system has no hard links, or it is not writable. A store that is mounted read-only can be "
+        "read: `gpusnap restore` and `gpusnap ls` work on it, but nothing can be added or removed.",
+        "Remount a store that is read-only (`mount -o remount,rw`). Or set `store.path`, or name a "
+        "directory as `oci:DIR`, on one file system with hard links: ext4, XFS, Btrfs or tmpfs. Name a "
+        "layout of another program as a source only: `gpusnap push oci:DIR …`.",
     ),
     ErrorCode(
         "GPS-705",

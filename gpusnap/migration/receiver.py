@@ -34,7 +34,7 @@ from gpusnap.privileges import require_root
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Refused, make_unforeseen
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, make_unforeseen, suggest_room
 from gpusnap.runtime_shim.gpu import find_drivers
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.assignment import Plan, plan_assignment
@@ -260,7 +260,7 @@ def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused(
             f"the checkpoint needs up to {human(needs)} in {store.path} there, but only {human(free)} is "
             "free",
-            hint=MAKE_ROOM,
+            hint=suggest_room(store.path),
             code="GPS-007",
         )
     there = podman.exists("image", image)

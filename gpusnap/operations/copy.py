@@ -162,7 +162,8 @@ def _copy_into_store(
     from gpusnap.oci.registry import copy as transfer
 
     if source.staging is None:
-        check_copy(found.parts, to.store.path, there=to.store.layout, what=f"the copy of {found.root.digest}")
+        what = f"the copy of {_name(source, found) or found.root.digest}"
+        check_copy(found.parts, to.store.path, there=to.store.layout, what=what)
     store, also = to.store.create(), source.referrers()
     done = CopyResult(found.root.digest, _make_copied(found).moved, store=store.path, name=name)
     names = [name] if name else []

@@ -13,7 +13,7 @@ from contextlib import suppress
 from gpusnap.engines import podman
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Refused, reason
+from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason, suggest_room
 from gpusnap.runtime_shim.gpu.nvidia import nvml
 from gpusnap.runtime_shim.gpu.nvidia.driver import ask_nvml
 from gpusnap.runtime_shim.process import proc
@@ -60,7 +60,7 @@ def check(
         raise Refused(
             f"the checkpoint of {found.name} needs up to {human(need)} in {folder}{less}, but only "
             f"{human(free)} is free",
-            hint=MAKE_ROOM,
+            hint=suggest_room(folder),
             code="GPS-007",
         )
 
@@ -82,7 +82,7 @@ def check_copy(blobs: Iterable[Descriptor], folder: str, *, there: Layout | None
     if need > (free := free_bytes(folder)):
         raise Refused(
             f"{what} needs {human(need)} in {folder}, but only {human(free)} is free",
-            hint=MAKE_ROOM,
+            hint=suggest_room(folder),
             code="GPS-007",
         )
 

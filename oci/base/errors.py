@@ -15,7 +15,8 @@
     ├── ArchiveError     an archive cannot be read, is cut short, or does not hold what was asked for
     ├── CeilingError     the memory allowed is too little for one worker
     ├── DiskError        a file cannot be written, or its folder cannot be used
-    │   └── DiskFull     … for want of room
+    │   ├── DiskFull     … for want of room
+    │   └── ReadOnlyStore … a store on a file system that is mounted read-only
     ├── RegistryError    a registry, or the name of something in one, is not what the spec says
     │   ├── Unauthorized what a registry or its token service wants is not had, or not accepted
     │   ├── NotInRegistry what was asked for is not in it
@@ -129,6 +130,17 @@ class DiskFull(DiskError):
 
     code = "GPS-007"
 
+    def __init__(self, message: str = "", *, code: str = "", folder: str = "") -> None:
+        """`folder`: where it did not fit; the store, if it is a staging directory; "" if unknown."""
+        super().__init__(message, code=code)
+        self.folder = folder
+
+
+class ReadOnlyStore(DiskError):
+    """A store on a file system that is mounted read-only: it can be read, but not changed."""
+
+    code = "GPS-704"
+
 
 class RegistryError(OciError):
     """An answer of a registry, or the name of something in one, that is not what the spec says."""
@@ -185,6 +197,8 @@ _REWORDED = {
     errno.EPERM: "it is not allowed",
     errno.ELOOP: "it is a symbolic link, which is not followed",
 }
+# The directory of a store in which a writer has one of its own, whose name tells a user nothing.
+_STAGING = "staging"
 _NO_ROOM = {
     errno.ENOSPC: "is full",
     errno.EDQUOT: "is full to its quota",
@@ -216,9 +230,11 @@ def disk_error(error: OSError, folder: str, what: str, size: int | None) -> Disk
     words = _NO_ROOM.get(error.errno or 0)
     if words is None:
         return DiskError(f"{what} cannot be written in {folder}: {reason(error)}")
+    above, name = os.path.split(os.path.dirname(folder))
+    place = above if name == _STAGING else folder
     try:
         room = os.statvfs(folder)
         free = f", {binary_size(room.f_bavail * room.f_frsize)} are free"
     except OSError:
         free = ""
-    return DiskFull(f"{folder} {words}: {what} did not fit{free}")
+    return DiskFull(f"the file system of {place} {words}: {what} did not fit{free}", folder=place)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import DiskError, StoreError, disk_error, reason
+from gpusnap.oci.base.errors import DiskError, ReadOnlyStore, StoreError, disk_error, reason
 from gpusnap.oci.base.files import UNFINISHED
 from gpusnap.oci.base.locks import lock_exclusively
 from gpusnap.oci.base.patterns import compile_later
@@ -54,12 +54,17 @@ class Tree:
 
     @contextmanager
     def hold_lock(self, what: str) -> Iterator[None]:
-        """Hold the lock of the store, for a moment. Raises StoreBusy, and StoreError if there is none."""
+        """Hold the lock of the store, for a moment.
+
+        Raises StoreBusy, ReadOnlyStore, and StoreError if there is no lock.
+        """
         path = os.path.join(self.path, "lock")
         with ExitStack() as stack:
             try:
                 stack.enter_context(lock_exclusively(path, patience=self.patience, what=what))
             except OSError as error:
+                if error.errno == errno.EROFS:
+                    raise self._make_read_only_error() from error
                 raise StoreError(
                     f"{self.path} cannot be used as a store: its lock cannot be opened: {reason(error)}",
                     code="GPS-704",
@@ -68,11 +73,19 @@ class Tree:
 
     @contextmanager
     def explain_write_errors(self, what: str, size: int | None = None) -> Iterator[None]:
-        """Convert an OSError to DiskFull or DiskError, for `what`, of `size` bytes if that is known."""
+        """Convert an OSError, for `what`, of `size` bytes if that is known.
+
+        Raises DiskFull, ReadOnlyStore, DiskError.
+        """
         try:
             yield
         except OSError as error:
+            if error.errno == errno.EROFS:
+                raise self._make_read_only_error() from error
             raise disk_error(error, self.path, what, size) from error
+
+    def _make_read_only_error(self) -> ReadOnlyStore:
+        return ReadOnlyStore(f"the store {self.path} is read-only")
 
 
 def link_error(error: OSError, path: str) -> StoreError | DiskError:

@@ -116,16 +116,16 @@ def checkpoint(
 
 @contextlib.contextmanager
 def _name_whole_failure(job: CheckpointJob) -> Iterator[None]:
-    """Add a hint to an error if the container runs as before and nothing of the checkpoint is left."""
+    """Add a hint to an error if the container is as before and nothing of the checkpoint is left."""
     try:
         yield
     except Interrupted:
         raise
     except GpusnapError as error:
         undone = not job.transaction.committed and not job.transaction.failed
-        runs = job.asleep is None and job.paused is None and _is_alive(job)
-        if undone and runs and not isinstance(error, Refused) and "continues to run" not in error.hint:
-            error.add_hint("nothing of this checkpoint is left, and the container continues to run")
+        as_before = (job.asleep is not None or job.paused is None) and _is_alive(job)
+        if undone and as_before and not isinstance(error, Refused) and _describe_state(job) not in error.hint:
+            error.add_hint(f"nothing of this checkpoint is left, and the container {_describe_state(job)}")
         raise
 
 
@@ -325,6 +325,11 @@ def _call_runtime(job: CheckpointJob) -> GpusnapError | None:
     return None
 
 
+def _describe_state(job: CheckpointJob) -> str:
+    """Return what a container does after a checkpoint that changed nothing."""
+    return "continues to run" if job.asleep is None else "stays suspended"
+
+
 def _is_alive(job: CheckpointJob) -> bool:
     """Whether the container's init is still the same process, and is not ending.
 
@@ -338,7 +343,7 @@ def _dump_error(job: CheckpointJob, done: Invocation) -> RuntimeFailed:
     said = done.explain(os.path.join(job.call.work() or job.image_path, "dump.log"))
     return RuntimeFailed(
         f"{job.real.name} could not dump container {job.container.id}: {said}",
-        hint="the container continues to run",
+        hint=f"the container {_describe_state(job)}",
         exit_code=done.code,
         code="GPS-501",
     )
@@ -352,7 +357,7 @@ def _finish_image(job: CheckpointJob, draft: Draft) -> None:
         if job.asleep is None:
             with job.transaction.step("resume"):
                 failure = resume_processes(job)
-        if failure is None:
+        if failure is None and job.asleep is None:
             reporter.note_resumed()
     try:
         if job.call.leave_running:
@@ -414,7 +419,7 @@ def _not_written(job: CheckpointJob, error: GpusnapError, failure: GpusnapError 
         try:
             job.suspended = False
             _discard(job)
-            error.add_hint("the container continues to run")
+            error.add_hint(f"the container {_describe_state(job)}")
         except GpusnapError as other:
             error.add_hint(other.sentence())
     else:

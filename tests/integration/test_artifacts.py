@@ -75,6 +75,27 @@ def test_a_store_and_an_archive_elsewhere(store: Store, tmp_path: Path) -> None:
     container.goes_on()
 
 
+def test_a_store_that_is_mounted_read_only(store: Store, tmp_path: Path) -> None:
+    """A restore only reads it; a checkpoint says that it is read-only, and the container runs on."""
+    place, container = tmp_path / "disk", Container.start("w", *WORK)
+    place.mkdir()
+    good(run("mount", "-t", "tmpfs", "-o", "size=500m,mode=700", "none", place))
+    try:
+        done("checkpoint", "w", "--to", f"oci:{place}/store:one")
+        container.remove()
+        good(run("mount", "-o", "remount,ro", place))
+        done("restore", f"oci:{place}/store:one")
+        container = Container("w")
+        container.goes_on()
+        assert (
+            f"the store {place}/store is read-only; remount it for writing, or name another store with "
+            in (sentence(gpusnap("checkpoint", "w", "--to", f"oci:{place}/store:two")))
+        )
+        container.goes_on()
+    finally:
+        good(run("umount", place))
+
+
 def test_without_a_gpu(store: Store) -> None:
     """All of it is in the records."""
     script = "while :; do sleep 1; done"

@@ -69,6 +69,36 @@ def test_checkpoint(real: str, tmp_path: Path) -> None:
             container.goes_on()
 
 
+def test_no_room_for_a_checkpoint(store: Store, tmp_path: Path) -> None:
+    """It stays suspended, which the error says, and nothing of the checkpoint is left."""
+    container = Container.start("w", "--mib", "8")
+    suspended(container)
+    small = tmp_path / "small"
+    small.mkdir()
+    wrapper = tmp_path / "crun"
+    wrapper.write_text(
+        "#!/bin/sh\n"
+        'case " $* " in *" --image-path "*) /usr/bin/crun "$@" || exit;'
+        f" head -c 4G /dev/zero > {small}/other 2>/dev/null; exit 0;; esac\n"
+        'exec /usr/bin/crun "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    good(run("mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "none", str(small)))
+    try:
+        shimhost.write_settings(f'runtime = "{wrapper}"\n[store]\npath = "{STORE}"\n')
+        said = gpusnap("checkpoint", "w", "--to", f"oci:{small}/store")
+        assert said.code != 0
+        assert " is full: " in said.err
+        assert "stays suspended" in said.err
+        assert "to run" not in said.err
+        assert "runs again" not in said.err
+    finally:
+        run("umount", str(small))
+    assert usage("w")["state"] == "suspended"
+    resumed(container)
+    nothing_left()
+
+
 def test_device_nodes_that_are_taken_away(store: Store) -> None:
     """podman update takes them, with crun; they are back before the driver has to open them again."""
     container = Container.start("w", "--mib", "8")
@@ -232,7 +262,7 @@ def test_the_budget(store: Store) -> None:
     nothing_left()
 
 
-def test_another_gpu(crun: None) -> None:
+def test_another_gpu(store: Store) -> None:
     """One that sees both comes back on the other, with every byte right; what it does not see is refused."""
     container = Container.start("w", "--gpus", "0")
     suspended(container)
@@ -243,9 +273,15 @@ def test_another_gpu(crun: None) -> None:
     narrow = Container.start("narrow", gpus=("0",))
     suspended(narrow)
     said = sentence(gpusnap("resume", "--gpu-map", "0=1", "narrow"))
-    assert "it needs a GPU that container narrow cannot see: gpusnap checkpoint narrow" in said
+    assert "; to move it to GPU 1 of this host: gpusnap checkpoint narrow && podman rm --force narrow" in said
     assert usage("narrow")["state"] == "suspended"
     resumed(narrow)
+    suspended(narrow)
+    done("checkpoint", "narrow")
+    good(podman("rm", "--force", "--time", "0", "narrow"))
+    good(gpusnap("restore", "--gpu-map", "0=1", "narrow"))
+    assert usage("narrow")["gpus"] == [1]
+    Container("narrow").goes_on()
 
 
 def test_swap(small_gpus: None) -> None:

@@ -36,6 +36,9 @@ def plan(what: str, gpu_map: str | None, plain_http: bool, as_json: bool) -> Non
     Nothing is restored or reserved. Numbers in MAP are those of nvidia-smi: on the left the GPU on the host
     of the checkpoint, on the right the GPU on this host. Without --gpu-map, the setting gpu-map is used; an
     annotation of the container is ignored. The exit code is 1 if no GPU fits.
+
+    As JSON: pairs (old and new, UUIDs), verdicts (old, new, and reason, which is empty if that GPU fits),
+    refusal, hint and code, which are empty if the checkpoint can be restored.
     """
     with Progress() as progress:
         progress.stage(f"reading {what}")

@@ -15,6 +15,7 @@ from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_store
 from gpusnap.cli.json_output import document, print_json
+from gpusnap.cli.moved import blobs
 from gpusnap.cli.options.registry import registry_options
 from gpusnap.listing.ages import format_age
 from gpusnap.listing.filters import Line, filter_lines, rows_of
@@ -234,7 +235,7 @@ def _show(found: kept.Listing | RemoteListing, lines: tuple[Line, ...], *, filte
     elif not found.rows:
         show.say(console, f"no checkpoints in {where}")
     else:
-        show.say(console, f"{one}, {human(found.size)} in {found.blobs} blobs, in {where}")
+        show.say(console, f"{one}, {human(found.size)} in {blobs(found.blobs)}, in {where}")
 
 
 def print_rows(console: Console, found: Sequence[Line], *, without: Iterable[str] = ()) -> None:

@@ -339,7 +339,7 @@ def _to_file(
             shown = order.enter_context(board())
             board_path = shown.path if shown is not None else ""
             tick = progress.follow(shown, f"checkpoint of {found.name}", lambda: archives.size(beside))
-            order.enter_context(places.remember(folder, archive=beside, target=path))
+            order.enter_context(places.remember(folder, archive=beside, target=path, container=found.name))
             order.enter_context(
                 overrides.order(
                     found.id,

@@ -95,8 +95,10 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
             if left == "running":
                 # Otherwise its runtime has reported the state, or has refused before it did anything.
                 podmans = export.whole or str(said).startswith("Podman failed: ")
-                if podmans and "continues to run" not in said.sentence():
-                    said.add_hint(f"{export.found.name} continues to run")
+                # Podman checkpoints no paused container but a suspended one.
+                state = "stays suspended" if export.found.status == "paused" else "continues to run"
+                if podmans and state not in said.sentence():
+                    said.add_hint(f"{export.found.name} {state}")
                 raise said from error
             raise _make_error_after(export, said, left) from error
     export.kept = False

@@ -78,11 +78,12 @@ def list_left_beside(missing: Collection[str] = ()) -> tuple[LeftExport, ...]:
         _describe(
             archive,
             "",
-            f"Podman's export for a gpusnap checkpoint --to {shlex.quote(target)} that was killed. "
-            f"gpusnap verify {shlex.quote(archive)} checks whether it is complete; if it is, "
-            f"mv {shlex.quote(archive)} {shlex.quote(target)} gives it its name; if not, remove it",
+            f"{archive} is Podman's export of {container or 'a container'}, for a killed gpusnap checkpoint "
+            f"--to {shlex.quote(target)}. gpusnap verify {shlex.quote(archive)} checks whether it is "
+            f"complete; if it is, mv {shlex.quote(archive)} {shlex.quote(target)} gives it its "
+            "name; if not, remove it",
         )
-        for archive, target in sorted(_list_archives(missing).items())
+        for archive, (target, container) in sorted(_list_archives(missing).items())
         if _has_content(archive) or is_exporting(archive)
     )
 
@@ -101,13 +102,13 @@ def list_begun() -> tuple[LeftExport, ...]:
     )
 
 
-def _list_archives(missing: Collection[str]) -> dict[str, str]:
-    """Return the path that each was to get."""
-    found = overrides.list_archives()
+def _list_archives(missing: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Return the path that each was to get, and the name of its container if that is known."""
+    found = {archive: (target, "") for archive, target in overrides.list_archives().items()}
     for each in places.list_ended():
         if each.path not in missing and each.has_archive:
-            found[each.archive] = each.target
-    return {path: target for path, target in found.items() if os.path.dirname(path) not in missing}
+            found[each.archive] = each.target, each.container
+    return {path: each for path, each in found.items() if os.path.dirname(path) not in missing}
 
 
 def remove_empty(missing: Collection[str] = ()) -> None:

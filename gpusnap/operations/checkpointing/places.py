@@ -2,7 +2,7 @@
 
     /var/lib/gpusnap/in-progress/    0700; on disk, since the orders in /run are gone after a reboot
         <random>.json                {"owner": [pid, start], "boot": …, "place": …, "mount": …,
-                                      "file-system": …, "archive": …, "target": …}
+                                      "file-system": …, "archive": …, "target": …, "container": …}
 
 There is a file for each command that writes elsewhere than to this host's store. It is removed when the
 command ends, unless something is left there, and by `gpusnap recover` when nothing is left.
@@ -40,6 +40,8 @@ class Place:
     """The path to which Podman exported; empty if that is in the store."""
     target: str
     """The path that the archive was to get."""
+    container: str
+    """The name of the container; empty if it is not known."""
     noted: str
     """The file that says so."""
 
@@ -68,7 +70,12 @@ class Place:
 
 @contextmanager
 def remember(
-    path: str, *, archive: str = "", target: str = "", is_needed: Callable[[], bool] = lambda: False
+    path: str,
+    *,
+    archive: str = "",
+    target: str = "",
+    container: str = "",
+    is_needed: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Keep a file that names the place while the block runs, and after it if `is_needed`.
 
@@ -85,6 +92,7 @@ def remember(
             "file-system": found.identity,
             "archive": archive,
             "target": target,
+            "container": container,
         }
         state_files.write_durably(noted, json.dumps(document).encode())
     except OSError as error:
@@ -131,5 +139,6 @@ def _read_ended() -> Iterator[tuple[Place, bool]]:
                     if rebooted or not proc.is_same(int(pid), int(start)):
                         where = FileSystem(str(document["mount"]), str(document["file-system"]))
                         archive, target = str(document["archive"]), str(document["target"])
-                        place = Place(str(document["place"]), where, archive, target, noted)
+                        path, container = str(document["place"]), str(document.get("container", ""))
+                        place = Place(path, where, archive, target, container, noted)
                         yield place, rebooted and is_in_ram(where.identity)

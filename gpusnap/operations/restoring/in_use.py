@@ -88,7 +88,8 @@ def _container(wanted: str) -> GpusnapError:
         return GpusnapError(
             f"Podman already has a container {wanted}, which a checkpoint stopped",
             hint=f"{podman.to_restore(there)} continues it from that checkpoint, and podman rm "
-            f"{wanted} may lose it (gpusnap ls); or give another name with --name",
+            f"{wanted} loses that checkpoint unless gpusnap ls shows it with a name; or give another name "
+            "with --name",
             code="GPS-508",
         )
     if there is not None and there.status == "running":

@@ -92,10 +92,10 @@ def find_suspended(name: str, asked: podman.Inspection) -> Suspension:
     if there is not None:
         raise ContainerError(
             f"the container {there.name} is not suspended: it is {there.status}",
-            hint="gpusnap ps lists those that are",
+            hint="gpusnap ps lists the suspended containers",
             code="GPS-206",
         )
-    raise NotFound(f"no container {name} is suspended", hint="gpusnap ps lists those that are")
+    raise NotFound(f"no container {name} is suspended", hint="gpusnap ps lists the suspended containers")
 
 
 def is_suspended(name: str, asked: podman.Inspection) -> bool:

@@ -194,9 +194,7 @@ class BlobSource:
                 raise self._make_missing_error(missing, ["the store cannot be written to"]) from None
             return []
         except OciError as error:
-            raise ImageError(
-                f"the store {self._store.path} cannot be used: {error}", code=error.code
-            ) from error
+            raise ImageError(str(error), code=error.code) from error
         with transfer.as_image_error(self._store.path):
             missing = staging.take_all(wanted)
             if missing:
@@ -232,8 +230,9 @@ class BlobSource:
             except OciError as error:
                 said.append(str(error))
         if missing:
+            them = "it" if len(missing) == 1 else "them"
             raise self._make_missing_error(
-                missing, said or [f"{name} does not have it either" for name in pull_from]
+                missing, said or [f"{name} does not have {them} either" for name in pull_from]
             )
 
     def _ask_registry(self, text: str, missing: Sequence[Descriptor]) -> list[Descriptor]:
@@ -261,12 +260,14 @@ class BlobSource:
             self.fetched += size
 
     def _make_missing_error(self, missing: Sequence[Descriptor], said: Sequence[str]) -> Refused:
-        size = human(sum(each.size for each in missing))
-        others = f" and {len(missing) - 1} others ({size} together)" if len(missing) > 1 else ""
+        first, size = missing[0].digest, human(sum(each.size for each in missing))
+        if len(missing) == 1:
+            what = f"the chunk {first} of the checkpoint is"
+        else:
+            what = f"{len(missing)} chunks ({size}) of the checkpoint, such as {first}, are"
         why = f": {'; '.join(said)}" if said else ""
         return Refused(
-            f"the chunk {missing[0].digest}{others} of the checkpoint is not in the store "
-            f"{self._store.path}{why}",
+            f"{what} not in the store {self._store.path}{why}",
             hint="pull the checkpoint there with gpusnap pull, add its repository to store.pull-from, "
             f"or set {STORE} to the store that it was made in",
             code="GPS-609",

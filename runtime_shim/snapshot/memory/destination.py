@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from gpusnap.oci.base.errors import DiskFull, NotThere, OciError
+from gpusnap.oci.base.errors import DiskFull, NotThere, OciError, ReadOnlyStore
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks import writer as writing
@@ -26,7 +26,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.read_rate import recall
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import MAKE_ROOM, ManifestError, Refused
+from gpusnap.runtime_shim.errors import ManifestError, Refused, suggest_room
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.artifact import write_artifact
@@ -169,7 +169,10 @@ class StoreDestination(Destination):
             self._staging = self._store.create().stage(name)
             self.layout = self._staging.layout
         except DiskFull as error:
-            raise Refused(f"{error}", hint=MAKE_ROOM, code=error.code) from error
+            raise Refused(f"{error}", hint=suggest_room(self.place), code=error.code) from error
+        except ReadOnlyStore as error:
+            hint = "remount it for writing, or set store.path to another directory"
+            raise Refused(f"{error}", hint=hint, code=error.code) from error
         except OciError as error:
             raise Refused(
                 f"the store {self.place} cannot be used: {error}", hint="check store.path", code="GPS-704"

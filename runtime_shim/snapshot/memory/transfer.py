@@ -13,7 +13,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DiskFull, OciError, Stalled
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, ImageError, raise_as, reason
+from gpusnap.runtime_shim.errors import GpusnapError, ImageError, raise_as, reason, suggest_room
 from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
@@ -229,7 +229,7 @@ def as_image_error(folder: str) -> Iterator[None]:
     try:
         yield
     except DiskFull as error:
-        raise ImageError(f"{error}", hint=MAKE_ROOM, code=error.code) from error
+        raise ImageError(f"{error}", hint=suggest_room(error.folder), code=error.code) from error
     except Stalled as error:
         raise ImageError(
             f"the GPU memory in {folder} cannot be transferred: {error}",

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from gpusnap.oci.chunks.table import Table, descriptors
-from gpusnap.runtime_shim.errors import MAKE_ROOM, Refused, raise_as
+from gpusnap.runtime_shim.errors import Refused, raise_as, suggest_room
 from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.settings import Memory
@@ -146,7 +146,7 @@ def _check_fits_there(folder: str, need: int) -> None:
     if need > free:
         raise Refused(
             f"the checkpoint needs up to {human(need)} in {folder}, but only {human(free)} is free",
-            hint=MAKE_ROOM,
+            hint=suggest_room(folder),
             code="GPS-007",
         )
 

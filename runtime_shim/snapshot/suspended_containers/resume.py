@@ -9,7 +9,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -158,8 +158,7 @@ def check(
     if chosen.refusal:
         elsewhere = made()
         refused = chosen.make_refusal()
-        moves = f"gpusnap checkpoint {found.name}, podman rm and gpusnap restore"
-        there = f"it needs a GPU that container {found.name} cannot see: {moves} --gpu-map move it there"
+        there = _explain_move(found, host, elsewhere.pairs)
         if refused.hint == FREE:
             refused = NoRoom(str(refused), hint=f"gpusnap swap OTHER {found.name}", code=refused.code)
             refused.more = "" if elsewhere.refusal else f"; {there}"
@@ -167,9 +166,27 @@ def check(
         elif not elsewhere.refusal:
             refused.hint = there
         elif refused.hint in (MORE, ELSEWHERE):
-            refused.hint = f"{moves} move it to a host that has such GPUs"
+            then = f"then gpusnap restore {found.name} there"
+            refused.hint = f"to move it to a host that has such GPUs: {_leave(found)}, {then}"
         raise refused
     return chosen.pairs
+
+
+def _explain_move(found: Suspension, host: Host, pairs: Iterable[tuple[str, str]]) -> str:
+    """Return the hint for a container that can move to GPUs of this host that it cannot see."""
+    old, new = ({gpu.uuid: gpu.index for gpu in gpus} for gpus in (found.gpus, host.gpus))
+    moved = [(old[one], new[other]) for one, other in pairs if one != other]
+    gpus = ", ".join(str(index) for _, index in moved)
+    gpu_map = ",".join(f"{one}={other}" for one, other in moved)
+    return (
+        f"to move it to GPU {gpus} of this host: {_leave(found)} && gpusnap restore --gpu-map {gpu_map} "
+        f"{found.name}"
+    )
+
+
+def _leave(found: Suspension) -> str:
+    """Return the commands that checkpoint a suspended container and remove it."""
+    return f"gpusnap checkpoint {found.name} && podman rm --force {found.name}"
 
 
 def _plan(

@@ -160,8 +160,15 @@ def test_an_entry(default: Store) -> None:
 
 def test_opening(default: Store) -> None:
     """A store that is not there is one sentence; another tool's layout becomes a store for who writes."""
-    with pytest.raises(NotFound, match="is not a store, or has no checkpoint yet"):
+    with pytest.raises(NotFound, match="is not a store, or has no checkpoint yet") as caught:
         locator.open_store(default)
+    assert caught.value.hint == "gpusnap checkpoint CONTAINER makes one there"
+    with pytest.raises(NotFound) as caught:
+        locator.open_store(Store("el se"))
+    place = os.path.abspath("el se")
+    assert caught.value.hint == f"gpusnap checkpoint --to oci:'{place}' CONTAINER makes one there"
+    Store("spilled").create().stage().close(leave=True)
+    assert locator.open_store(Store("spilled"), write=True).entries() == ()
     foreign = Layout("foreign").create()
     foreign.commit(Index())
     before = sorted(os.listdir("foreign"))

@@ -127,7 +127,14 @@ def test_inspect_of_chunks(tmp_path: Path, gpusnap: Run) -> None:
     assert "pause: " not in out
     steps = (Step("lock", 0.25, 0.5), Step("dump", 0.75, 0.5))
     _, out, _ = gpusnap("inspect", str(archive(tmp_path, replace(record, timing=steps))))
-    assert "\npause: the processes were stopped for 1.00 s" in out
+    assert "\npause: the processes were stopped for 1.00 s, until they had ended\n" in out
+    for step, said in (
+        ("resume", "the processes were stopped for 1.00 s, until they ran again"),
+        ("adopt", "none, because the container was suspended"),
+    ):
+        timing = (*steps, Step(step, 1.25, 0.0))
+        _, out, _ = gpusnap("inspect", str(archive(tmp_path, replace(record, timing=timing))))
+        assert f"\npause: {said}\n" in out
 
 
 def test_an_unknown_command(gpusnap: Run) -> None:

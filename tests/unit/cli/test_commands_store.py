@@ -479,7 +479,7 @@ def test_diff(gpusnap: Run, kept: Kept) -> None:
     assert f"1 {ADDRESS} 60.0 KiB 4.0 KiB 0 B 0 B" in lines
     assert f"1 {START + (1 << 24):x} 0 B 0 B 8.0 KiB 0 B" in lines
     assert "all 3 64.0 KiB 4.0 KiB 8.0 KiB 0 B" in lines
-    assert "B has 4.0 KiB in 1 blobs that A does not have" in lines
+    assert "B has 4.0 KiB in 1 blob that A does not have" in lines
     assert lines.index("1 A sleep 600") + 1 == lines.index("B sleep 601")
     assert "config.dump changed 2 B 2 B" in lines
     assert f"checkpoint/core-1.img only A {len(CORE)} B" in lines
@@ -731,6 +731,15 @@ def test_gc(gpusnap: Run, kept: Kept) -> None:
     assert done == {**would, "dryRun": False}
     assert json_of(gpusnap, "gc")["blobs"] == 0
     assert json_of(gpusnap, "verify", "--all")[0]["damaged"] == []
+
+
+def test_gc_of_what_killed_commands_left(gpusnap: Run, kept: Kept) -> None:
+    """It says how many."""
+    for count, what in ((1, "1 killed command"), (2, "2 killed commands")):
+        for _ in range(count):
+            kept.store.stage().close(leave=True)
+        assert f"\nwould remove what {what} left unfinished\n" in gpusnap("gc", "--dry-run")[1]
+        assert f"\nremoved what {what} left unfinished\n" in gpusnap("gc")[1]
 
 
 def test_gc_tells_of_memory_without_a_name(gpusnap: Run, kept: Kept) -> None:

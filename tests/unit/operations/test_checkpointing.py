@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kept_checkpoints import an_archive, hand_over_pages
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats import podman as convert
-from gpusnap.engines import podman_work
+from gpusnap.engines import podman, podman_work
 from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.chunks import writer
@@ -34,6 +35,7 @@ from gpusnap.operations import disk_space
 from gpusnap.operations.checkpointing import archive, failed_export, places
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing.checkpoint import CheckpointRequest, CheckpointResult
+from gpusnap.operations.checkpointing.failed_export import Export, explain_export_errors
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
@@ -418,6 +420,17 @@ def test_we_fail_and_it_runs_on(pages: FakePodman, store: Store, monkeypatch: py
     assert raised.value.hint.endswith("; w continues to run")
     assert store.entries() == ()
     assert os.listdir(store.path + "/staging") == []
+
+
+@pytest.mark.parametrize(("status", "said"), [("running", "continues to run"), ("paused", "stays suspended")])
+def test_what_became_of_it(fake: FakePodman, tmp_path: Path, status: str, said: str) -> None:
+    """A suspended container, which Podman lists as paused, is not said to run after an interruption."""
+    container = replace(podman.inspect_container("w"), status=status)
+    export = Export(found=container, archive=str(tmp_path / "archive"), keep=str)
+    export.whole = True
+    with pytest.raises(Interrupted) as raised, explain_export_errors(export):
+        raise KeyboardInterrupt
+    assert raised.value.sentence() == f"interrupted before the checkpoint was stored; w {said}"
 
 
 @pytest.mark.parametrize("leave_running", [True, False])

@@ -188,6 +188,16 @@ def test_no_room(
     with pytest.raises(GpusnapError, match=r" needs .* in .*, but only 100 B is free") as raised:
         copied(what, place)
     assert raised.value.code == "GPS-007"
+    if to != "from a registry":
+        assert raised.value.hint == "free some space there"  # no store is there: gpusnap can free nothing
+    if to == "store":
+        assert str(raised.value).startswith("the copy of w needs ")
+        other.create()
+        with pytest.raises(Refused) as raised:
+            copied(what, place)
+        assert raised.value.hint == (
+            "free some space there, such as with gpusnap prune --gc or gpusnap rm --gc"
+        )
     assert not os.path.exists(f"{tmp_path}/w.tar")
     assert not os.path.exists(f"{tmp_path}/l")
     if to in ("store", "from a registry"):

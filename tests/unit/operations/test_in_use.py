@@ -98,8 +98,8 @@ def test_one_that_a_checkpoint_has_ended(fake: FakePodman) -> None:
     assert found is not None
     assert found.sentence() == (
         "Podman already has a container w, which a checkpoint stopped; podman container restore w "
-        "continues it from that checkpoint, and podman rm w may lose it (gpusnap ls); or give another "
-        "name with --name [GPS-508]"
+        "continues it from that checkpoint, and podman rm w loses that checkpoint unless gpusnap ls shows "
+        "it with a name; or give another name with --name [GPS-508]"
     )
 
 

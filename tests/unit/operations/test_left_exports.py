@@ -103,6 +103,9 @@ def test_beside_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     archive.write_text("content")
     left_exports.remove_empty()
     (left,) = left_exports.list_left_beside()
+    assert left.said.startswith(
+        f"{archive} is Podman's export of a container, for a killed gpusnap checkpoint --to /w.tar. gpusnap "
+    )
     assert left.said.endswith(f"mv {archive} /w.tar gives it its name; if not, remove it")
     archive.write_text("")
     assert left_exports.list_left_beside() == ()

@@ -74,9 +74,8 @@ def test_none_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_container_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of the host do; and another GPU, which it does not see, has room."""
     assert refused(monkeypatch, 75 * GIB, {"a": {"GPU-1": GIB}}, other=0).partition("needed; ")[2] == (
-        "stop the other programs on those GPUs: nvidia-smi lists it; it needs a GPU that container qwen "
-        "cannot see: gpusnap checkpoint qwen, podman rm and gpusnap restore --gpu-map move it there "
-        "[GPS-401]"
+        "stop the other programs on those GPUs: nvidia-smi lists it; to move it to GPU 1 of this host: "
+        "gpusnap checkpoint qwen && podman rm --force qwen && gpusnap restore --gpu-map 0=1 qwen [GPS-401]"
     )
 
 

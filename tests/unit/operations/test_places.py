@@ -36,7 +36,8 @@ def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             if source:
                 mounted = proc.Mount("0:1", "/", str(path), (), (), "nfs4", "", source)
                 before.setattr(proc, "find_mount", lambda _: mounted)
-            with places.remember(str(path), archive=str(archive), target=str(target), is_needed=lambda: True):
+            names = {"archive": str(archive), "target": str(target), "container": "w" if archive else ""}
+            with places.remember(str(path), **names, is_needed=lambda: True):
                 pass
 
     return left
@@ -112,6 +113,9 @@ def test_an_archive_after_a_reboot(folder: Path, leave: Callable[..., None], tmp
     assert left_exports.list_missing() == ()
     left_exports.remove_empty()
     (left,) = left_exports.list_left_beside()
+    assert left.said.startswith(
+        f"{archives[0]} is Podman's export of w, for a killed gpusnap checkpoint --to "
+    )
     assert left.said.endswith(f"mv {archives[0]} {tmp_path}/w.tar gives it its name; if not, remove it")
     left_exports.forget([left])
     assert len(list(folder.iterdir())) == 1

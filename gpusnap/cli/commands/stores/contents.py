@@ -88,9 +88,18 @@ def inspect(what: str, plain_http: bool, processes: bool, as_json: bool) -> None
         show.print_manifest(console, record)
         pause = statistics.measure_stopped(record.timing)
         if pause is not None:
-            show.say(console, f"pause: the processes were stopped for {pause:.2f} s, or until they ended")
+            show.say(console, f"pause: {_describe_pause(record, pause)}")
         store_tables.print_memory(console, record, figures)
     store_tables.print_sharing(console, shared)
+
+
+def _describe_pause(record: Manifest, seconds: float) -> str:
+    """Return for how long a checkpoint stopped the processes, and what followed."""
+    steps = {step.name for step in record.timing}
+    if "adopt" in steps:
+        return "none, because the container was suspended"
+    end = "they ran again" if "resume" in steps else "they had ended"
+    return f"the processes were stopped for {seconds:.2f} s, until {end}"
 
 
 def _inspect_processes(what: str, *, as_json: bool, plain_http: bool) -> None:

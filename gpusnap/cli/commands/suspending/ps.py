@@ -61,9 +61,6 @@ def ps(form: str | None, quiet: bool, watch: bool, as_json: bool) -> None:
     a suspended one it is what it needs when it is resumed, and "RAM" and "store" show where that is now. A
     containerd container has its namespace before its ID, unless that is "default".
 
-    \b
-    gpusnap ps --watch
-
     Fields for --format are Name, State, ID, Engine, GPU, Memory, RAM, Store, Since. With "table " in front, a
     heading is printed.
 

@@ -179,7 +179,8 @@ def swap(out: str, into: str, gpu_map: str, as_json: bool) -> None:
 
     OUT must be running and IN suspended. If IN would not fit even without OUT, nothing is done. If IN cannot
     be resumed, OUT is resumed again. OUT leaves the GPU before IN is restored: both are never in GPU memory
-    at the same time.
+    at the same time. If the driver does not report how much GPU memory OUT uses (MIG, some virtual GPUs), and
+    other programs use its GPUs too, the swap is refused unless it is known that IN fits.
 
     \b
     gpusnap swap llama qwen

@@ -32,6 +32,7 @@ HARMLESS = {
     "hooks/hooksd.py": 1,
     "oci/registry/certificates.py": 1,
     "oci/store/store.py": 1,
+    "runtime_shim/errors.py": 1,
     "runtime_shim/gpu/amd/topology.py": 2,
     "runtime_shim/process/proc.py": 1,
     "runtime_shim/records/manifest_file.py": 3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import subprocess
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,12 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oci_checkpoints import begin, commit, end, names, put, stagings, whole
 
-from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, OciError, StoreBusy, StoreError
+from gpusnap.oci.base.errors import (
+    Ambiguous,
+    DiskFull,
+    LayoutError,
+    NotThere,
+    OciError,
+    ReadOnlyStore,
+    StoreBusy,
+    StoreError,
+)
 from gpusnap.oci.chunks.verify import verify
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Index
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
+from gpusnap.user_errors import failure
 
 
 @pytest.fixture
@@ -64,6 +75,41 @@ def test_no_store(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be used as a store: its lock cannot be opened"):
         Store(tmp_path / "none").tag("a", "b")
     assert Store(tmp_path / "layout").create().entries() == ()
+
+
+def test_on_a_full_disk(small_disk: Path) -> None:
+    """The store is named, not the directory of the writer, and what frees space there."""
+    store = Store(small_disk / "store").create()
+    said = rf"^the file system of {store.path} is full: a blob of 2\.0 MiB did not fit, "
+    with store.stage() as staging, pytest.raises(DiskFull, match=said) as raised:
+        staging.layout.add_blob(bytes(2 << 20), media_type="a/b")
+    assert failure(raised.value).hint.endswith("such as with gpusnap prune --gc or gpusnap rm --gc")
+    with pytest.raises(DiskFull, match=rf"^the file system of {small_disk}/layout is full: ") as raised:
+        Layout(small_disk / "layout").create().add_blob(bytes(2 << 20), media_type="a/b")
+    assert failure(raised.value).hint == "free some space there"
+
+
+def test_mounted_read_only(small_disk: Path) -> None:
+    """It can be read; whatever would change it says that it is read-only."""
+    store = Store(small_disk / "store").create()
+    digest = commit(store, b"x", names=("a",)).digest
+    staging = store.stage("left")
+    staging.close(leave=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert [each.name for each in store.entries()] == ["a"]
+    assert store.create() is store
+    for change in (
+        store.stage,
+        partial(store.tag, "a", "b"),
+        partial(store.remove, "a"),
+        partial(store.remove_unused, digest, []),
+        store.collect,
+        partial(store.adopt, staging.path),
+        Store(small_disk / "new").create,
+        lambda: store.hold(digest).__enter__(),
+    ):
+        with pytest.raises(ReadOnlyStore, match=rf"^the store {small_disk}/(store|new) is read-only$"):
+            change()
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP])

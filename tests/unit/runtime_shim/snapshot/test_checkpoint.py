@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakes import DEADLINE, Family, HandedOverMemory, Scene, a_manifest, unshare_works, uuid, wait_for
 
+from gpusnap.runtime_shim import progress
 from gpusnap.runtime_shim.errors import ImageError, split_code
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, DriverTooOld, LockTimeout, NotSupported
@@ -31,6 +33,7 @@ from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
 from gpusnap.runtime_shim.snapshot.records import reservations
+from gpusnap.runtime_shim.transaction import Transaction
 
 MANAGED = "the GPU driver could not checkpoint process 7: it uses managed memory"
 
@@ -571,6 +574,51 @@ def test_undo_that_the_driver_refuses(scene: Scene) -> None:
     assert sentence.startswith(MANAGED)
     assert "while undoing, resuming the GPU processes failed: the GPU fell off the bus" in sentence
     assert [scene.driver.states[pid].name for pid in pids] == ["RUNNING", "CHECKPOINTED", "RUNNING"]
+
+
+@pytest.mark.parametrize(
+    ("asleep", "paused", "said"),
+    [
+        (None, None, "nothing of this checkpoint is left, and the container continues to run"),
+        (
+            SimpleNamespace(),
+            SimpleNamespace(),
+            "nothing of this checkpoint is left, and the container stays suspended",
+        ),
+        (None, SimpleNamespace(), ""),
+    ],
+)
+def test_what_became_of_the_container(asleep: object, paused: object, said: str) -> None:
+    """One that was suspended stays so, and is not said to run; of one still paused nothing is said."""
+    me = proc.process(os.getpid())
+    job: Any = SimpleNamespace(asleep=asleep, paused=paused, init=me, transaction=Transaction())
+    with pytest.raises(ImageError) as caught, checkpoint._name_whole_failure(job):
+        raise ImageError("the disk is full")
+    assert caught.value.hint == said
+
+
+def test_a_suspended_container_is_not_said_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither when its dump fails, nor when its image cannot be finished, nor in the progress."""
+    suspended: Any = SimpleNamespace(name="w", processes=())
+    resumed: list[int] = []
+    monkeypatch.setattr(progress.reporter, "note_resumed", lambda: resumed.append(1))
+    job: Any = SimpleNamespace(
+        asleep=suspended,
+        real=SimpleNamespace(name="crun"),
+        container=SimpleNamespace(id="c0ffee"),
+        call=SimpleNamespace(work=lambda: "/work", leave_running=True),
+        image_path="/image",
+        record=object(),
+    )
+    done: Any = SimpleNamespace(explain=lambda _: "no", code=1)
+    assert checkpoint._dump_error(job, done).hint == "the container stays suspended"
+    monkeypatch.setattr(checkpoint, "_write", lambda _: (_ for _ in ()).throw(ImageError("the disk is full")))
+    monkeypatch.setattr(checkpoint, "_discard", lambda _: None)
+    job.pages = SimpleNamespace(record_places=lambda _: None)
+    with pytest.raises(ImageError) as caught:
+        checkpoint._finish_image(job, Draft("/image"))
+    assert caught.value.hint == "the container stays suspended"
+    assert resumed == []
 
 
 def test_no_false_promise(scene: Scene) -> None:

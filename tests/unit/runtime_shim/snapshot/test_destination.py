@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from gpusnap.oci.chunks.writer import write
 from gpusnap.oci.store.read_rate import remember
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import MAKE_ROOM, ImageError, Refused
+from gpusnap.runtime_shim.errors import ImageError, Refused
 from gpusnap.runtime_shim.records.artifact import label_tables
 from gpusnap.runtime_shim.records.manifest import Manifest, RegionRecord
 from gpusnap.runtime_shim.records.manifest_file import Draft
@@ -319,6 +320,18 @@ def test_a_store_that_cannot_be(tmp_path: Path, image: Path) -> None:
     assert "store.path" in caught.value.hint
 
 
+def test_a_store_that_is_mounted_read_only(small_disk: Path, image: Path) -> None:
+    """Refused, with how it becomes writable."""
+    Store(small_disk / "store").create()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(Refused) as caught:
+        StoreDestination(str(small_disk / "store"), str(image), ID, MEMORY).begin()
+    assert caught.value.sentence() == (
+        f"the store {small_disk}/store is read-only; remount it for writing, or set store.path to another "
+        "directory [GPS-704]"
+    )
+
+
 def test_a_store_that_is_full(tmp_path: Path, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its path is right: the hint is to make room."""
 
@@ -328,7 +341,8 @@ def test_a_store_that_is_full(tmp_path: Path, image: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Store, "stage", fail)
     with pytest.raises(Refused, match="is full: the image layout") as raised:
         StoreDestination(str(tmp_path / "store"), str(image), ID, MEMORY).begin()
-    assert (raised.value.hint, raised.value.code) == (MAKE_ROOM, "GPS-007")
+    hint = "free some space there, such as with gpusnap prune --gc or gpusnap rm --gc"
+    assert (raised.value.hint, raised.value.code) == (hint, "GPS-007")
 
 
 def test_an_image_that_cannot_be_cut_stays(

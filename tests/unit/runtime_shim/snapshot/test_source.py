@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import shutil
+import subprocess
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -292,6 +294,21 @@ def test_a_chunk_that_is_nowhere(
     assert idle(tmp_path / "store")
 
 
+def test_several_chunks_that_are_nowhere(
+    tmp_path: Path, made: tuple[Manifest, Layout], registry: FakeRepository
+) -> None:
+    """How many, of which size, and one of them."""
+    record, layout = made
+    store = stored(tmp_path / "store", record, layout)
+    blobs = {each.blob for each in region_of(record).chunks[5:7]}
+    for blob in blobs:
+        os.unlink(tmp_path / "store" / "blobs" / "sha256" / blob.removeprefix("sha256:"))
+    with pytest.raises(Refused) as caught:
+        BlobSource(record, NOWHERE, store.path, [])
+    said = rf"^2 chunks \(\S+ KiB\) of the checkpoint, such as ({'|'.join(blobs)}), are not in the store "
+    assert re.search(said + re.escape(store.path), str(caught.value))
+
+
 def test_a_registry_that_does_not_answer(
     tmp_path: Path, made: tuple[Manifest, Layout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,24 +343,19 @@ def test_what_the_registry_gives_is_checked(
 
 
 def test_a_store_that_cannot_be_written_to(
-    tmp_path: Path, made: tuple[Manifest, Layout], content: bytes, monkeypatch: pytest.MonkeyPatch
+    made: tuple[Manifest, Layout], content: bytes, small_disk: Path
 ) -> None:
     """What it has is read where it is."""
     record, layout = made
-    store = stored(tmp_path / "store", record, layout)
-
-    def read_only(self: Store, name: str = "") -> None:
-        from gpusnap.oci.base.errors import DiskError
-
-        raise DiskError("it is read-only")
-
-    monkeypatch.setattr(Store, "stage", read_only)
+    store = stored(small_disk / "store", record, layout)
+    Store(small_disk / "another").create()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with BlobSource(record, NOWHERE, store.path, []) as fetching:
         assert fetching.scratch is None
         assert bytes_of(region_of(record), fetching) == content
         fetching.finish()
     with pytest.raises(Refused, match="the store cannot be written to"):
-        BlobSource(record, NOWHERE, str(tmp_path / "another"), ["r.example/a"])
+        BlobSource(record, NOWHERE, str(small_disk / "another"), ["r.example/a"])
 
 
 def test_the_environment_comes_before_the_settings(

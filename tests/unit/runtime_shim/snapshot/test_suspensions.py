@@ -362,7 +362,10 @@ def test_the_gpu_of_a_resume() -> None:
     assert dict(resume.check(two, host(full, room), ())) == {"GPU-1": "GPU-2", "GPU-2": "GPU-1"}
     with pytest.raises(resume.NoRoom, match="no GPU that container w can see fits its GPU 0") as caught:
         resume.check(one, host(full, room), ())
-    assert caught.value.hint.startswith("gpusnap swap OTHER w; it needs a GPU that container w cannot see: ")
+    assert caught.value.hint == (
+        "gpusnap swap OTHER w; to move it to GPU 2 of this host: gpusnap checkpoint w && podman rm --force w "
+        "&& gpusnap restore --gpu-map 0=2 w"
+    )
     with pytest.raises(resume.NoRoom) as caught:
         resume.check(one, host(full, full), ())
     assert caught.value.sentence() == (
@@ -382,7 +385,8 @@ def test_the_gpu_of_a_resume() -> None:
             (1 << 29, 1 << 29),
             (
                 "GPU 0 of container w cannot move to GPU 2 of this host, as requested by the GPU map: "
-                "container w cannot see it; it needs a GPU that container w cannot see: "
+                "container w cannot see it; to move it to GPU 2 of this host: gpusnap "
+                "checkpoint w && podman rm --force w && gpusnap restore --gpu-map 0=2 w [GPS-403]"
             ),
         ),
         (
@@ -407,8 +411,8 @@ def test_a_suspended_container_whose_gpu_is_gone() -> None:
     with pytest.raises(Refused) as caught:
         resume.check(suspension(), replace(host(1 << 29), gpus=()), ())
     assert caught.value.sentence() == (
-        "container w needs 1 GPU, but this host has none; gpusnap checkpoint w, podman rm and gpusnap "
-        "restore move it to a host that has such GPUs [GPS-401]"
+        "container w needs 1 GPU, but this host has none; to move it to a host that has such GPUs: "
+        "gpusnap checkpoint w && podman rm --force w, then gpusnap restore w there [GPS-401]"
     )
 
 
