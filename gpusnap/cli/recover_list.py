@@ -9,12 +9,14 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
+from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.engines import podman
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.operations.restoring import in_podman
+from gpusnap.operations.restoring.in_podman import StoppedContainer
 from gpusnap.operations.unknown_containers import UnknownContainer
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot import restore_record
@@ -146,6 +148,18 @@ def line(each: PendingOperation, names: Names) -> str:
     else:
         state = "its checkpoint was interrupted; processes: " + (" ".join(map(str, each.processes)) or "none")
     return f"{shown}  {state}  image: {each.image}"
+
+
+def describe_stopped(found: StoppedContainer) -> str:
+    """One for people, about a container that Podman can restore."""
+    there = found.container
+    shown = Names({there.id: there.name}).format_name(there.id)
+    return f"{shown}  {_explain_stopped(found)}"
+
+
+def _explain_stopped(found: StoppedContainer) -> str:
+    where = "the store" if locator.is_default(found.store) else f"the store {found.store}"
+    return f"Podman has its checkpoint, and its memory is in {where}; to continue it: {found.command}"
 
 
 def _describe_leaving(each: OutgoingMigration) -> str:

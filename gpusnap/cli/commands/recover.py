@@ -27,6 +27,7 @@ from gpusnap.operations.checkpointing import left_exports
 from gpusnap.operations.checkpointing.left_exports import LeftExport
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.restoring import in_podman
+from gpusnap.operations.restoring.in_podman import StoppedContainer
 from gpusnap.operations.suspending import recover as suspending
 from gpusnap.privileges import require_root
 from gpusnap.runtime_shim import settings as settings_file
@@ -253,14 +254,18 @@ def _tell_memory(store: Store) -> bool:
 
     None of it is in the way of anything: it is not in the list of what is to be recovered.
     """
-    there = in_podman.list_restorable(store)
+    there: Sequence[StoppedContainer] = ()
+    try:
+        there = in_podman.list_restorable(store)
+    except GpusnapError as error:
+        said = f"cannot determine whether a stopped container needs memory in {store.path}"
+        click.echo(f"{said}: {error.sentence()}", err=True)
     for stopped in there:
-        shown = Names({stopped.id: stopped.name}).format_name(stopped.id)
-        said = "Podman has its checkpoint, and its memory is in the store"
-        click.echo(f"{shown}  {said}; to continue it: {podman.to_restore(stopped)}", err=True)
+        click.echo(recover_list.describe_stopped(stopped), err=True)
     if exists(store.path):
         with suppress(OciError):
-            said = store_tables.explain_pages_only(listing(store), needed={each.id for each in there})
+            needed = {each.container.id for each in there}
+            said = store_tables.explain_pages_only(listing(store), needed=needed)
             if said:
                 click.echo(said, err=True)
     return bool(there)

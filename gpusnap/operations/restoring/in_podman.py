@@ -7,14 +7,20 @@ nobody gives it a name in the store. The container has ended; `podman container 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence, Set
 from contextlib import suppress
 
 from gpusnap.checkpoints import locator
 from gpusnap.engines import podman
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import exists
+from gpusnap.oci.chunks.table import descriptors
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import GpusnapError, ManifestError
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.user_errors import NotFound
 
 UNNOTICED = "it has ended, and Podman was killed before it cleaned up"
@@ -22,6 +28,27 @@ UNNOTICED = "it has ended, and Podman was killed before it cleaned up"
 _STOPPED = ("exited", "stopped")
 # Seconds for Podman to list its containers. It may wait for a lock that another Podman has.
 _PATIENCE = 3.0
+# Seconds for Podman to describe all containers that may need memory in a store. A checkpoint or restore of
+# one may be in progress, and Podman waits for it.
+_DESCRIBING = 15.0
+_NOT_INSTALLED = "GPS-901"
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedContainer:
+    """A container that Podman can restore from its own checkpoint, with memory that is in a store."""
+
+    container: podman.Container
+    store: str
+    """The path of the store."""
+    chunks: frozenset[str]
+    """The digests of the chunks that its restore reads from there."""
+
+    @property
+    def command(self) -> str:
+        """The command with which Podman restores it."""
+        elsewhere = "" if locator.is_default(self.store) else self.store
+        return podman.to_restore(self.container, store=elsewhere)
 
 
 def resolve(place: locator.InStore) -> locator.ResolvedName:
@@ -43,22 +70,35 @@ def resolve(place: locator.InStore) -> locator.ResolvedName:
         ) from error
 
 
-def list_restorable(store: Store) -> tuple[podman.Container, ...]:
-    """Return containers that Podman can restore, and whose memory is in the store without a name."""
+def list_restorable(store: Store) -> tuple[StoppedContainer, ...]:
+    """Return containers that Podman can restore, and whose memory is in the store without a name.
+
+    A container is left out if the store lacks a chunk that its checkpoint needs: the store may have memory of
+    an earlier checkpoint. Returns nothing if Podman is not installed, or if the store cannot be read. Raises
+    GpusnapError if Podman does not answer in time.
+    """
     from gpusnap.checkpoints.list import listing
     from gpusnap.runtime_shim.snapshot.memory import handover
 
-    found: list[podman.Container] = []
-    if not exists(store.path):
-        return ()
-    with suppress(OciError, ManifestError):
+    try:
+        if not exists(store.path):
+            return ()
+        handed_over = handover.list_left(store)
         ids = {row.container_id for row in listing(store).rows if row.kind == "pages"}
-        ids |= {each.container for each in handover.list_left(store)}
-        for container_id in sorted(ids - {""}):
-            with suppress(GpusnapError):
-                there = podman.inspect_container(container_id)
-                if _has_checkpoint(there):
-                    found.append(there)
+    except OciError:
+        return ()
+    ids |= {each.container for each in handed_over}
+    present = {each.digest for record in handed_over for each in descriptors(record.tables)}
+    found: list[StoppedContainer] = []
+    for there in _inspect_existing(ids - {""}):
+        if not _has_checkpoint(there):
+            continue
+        with suppress(GpusnapError, OciError):
+            needed = _list_needed(there)
+            missing = [each for each in store.layout.list_missing(needed) if each.digest not in present]
+            if needed and not missing:
+                chunks = frozenset(each.digest for each in needed)
+                found.append(StoppedContainer(there, store.path, chunks))
     return tuple(found)
 
 
@@ -98,6 +138,43 @@ def note_end(found: podman.Container) -> str:
     )
 
 
+def _inspect_existing(ids: Set[str]) -> list[podman.Container]:
+    """Inspect those of these containers that exist, within one deadline. Raises GpusnapError."""
+    found: list[podman.Container] = []
+    if not ids:
+        return found
+    end = time.monotonic() + _DESCRIBING
+    try:
+        existing = podman.names(seconds=_DESCRIBING)
+    except GpusnapError as error:
+        if error.code == _NOT_INSTALLED:
+            return found
+        raise
+    for container_id in sorted(ids & existing.keys()):
+        left = max(0.1, end - time.monotonic())
+        with suppress(NotFound), podman.Inspection(container_id, seconds=left) as asked:
+            found.append(asked.container())
+    return found
+
+
+def _list_needed(found: podman.Container) -> Sequence[Descriptor]:
+    """Return the chunks that a restore from Podman's checkpoint needs from a store.
+
+    Raises GpusnapError if the checkpoint cannot be read; LayoutError.
+    """
+    from gpusnap.runtime_shim.records import manifest_file
+    from gpusnap.runtime_shim.records.manifest import FOLDER
+    from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
+
+    path = found.checkpoint_path
+    if not manifest_file.is_ours(path):
+        return ()
+    record = manifest_file.read(path)
+    if record.pages != StoreDestination.kind:
+        return ()
+    return Layout(os.path.join(path, FOLDER)).list_missing(descriptors(record.tables))
+
+
 def _has_checkpoint(found: podman.Container) -> bool:
     """Return whether it has ended, and Podman has a complete checkpoint of it.
 
@@ -116,15 +193,12 @@ def _find_restorable(place: locator.InStore) -> podman.Container | None:
     """Return the container of that name, if this is the host's store and its checkpoint is complete."""
     if not locator.is_default(place.store.path):
         return None
-    from gpusnap.runtime_shim.records import manifest_file
-    from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
-
-    with suppress(GpusnapError):
+    with suppress(GpusnapError, OciError):
         found = podman.inspect_container(place.wanted)
         if found.name != place.wanted or not _has_checkpoint(found):
             return None
-        path = found.checkpoint_path
-        if not manifest_file.is_ours(path) or manifest_file.read(path).pages != StoreDestination.kind:
+        if not _list_needed(found):
             return found
-        return next((each for each in list_restorable(place.store) if each.id == found.id), None)
+        restorable = {each.container.id for each in list_restorable(place.store)}
+        return found if found.id in restorable else None
     return None
