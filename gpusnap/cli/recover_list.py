@@ -32,7 +32,16 @@ _HELD = "it is suspended, and a thread of it would receive no signal"
 
 
 Kind: TypeAlias = Literal[
-    "checkpoint", "restore", "suspend", "resume", "leaving", "coming", "unknown", "suspended", "ended"
+    "checkpoint",
+    "restore",
+    "suspend",
+    "resume",
+    "leaving",
+    "coming",
+    "unknown",
+    "suspended",
+    "ended",
+    "stopped",
 ]
 """`gpusnap recover --help` explains each (commands/recover.py). The names are public and do not change."""
 
@@ -134,7 +143,7 @@ class Names:
 def line(each: PendingOperation, names: Names) -> str:
     """One for people."""
     shown = names.format_name(each.container)
-    if each.kind in ("unknown", "suspended", "ended"):
+    if each.kind in ("unknown", "suspended", "ended", "stopped"):
         return f"{shown}  {each.why}"
     if each.kind in ("leaving", "coming"):
         how = "gpusnap is working on it" if each.at_work else "that was interrupted"
@@ -148,6 +157,22 @@ def line(each: PendingOperation, names: Names) -> str:
     else:
         state = "its checkpoint was interrupted; processes: " + (" ".join(map(str, each.processes)) or "none")
     return f"{shown}  {state}  image: {each.image}"
+
+
+def list_stopped(found: Sequence[StoppedContainer]) -> tuple[PendingOperation, ...]:
+    """The same for containers that Podman can restore."""
+    return tuple(
+        PendingOperation(
+            each.container.id,
+            "stopped",
+            False,
+            (),
+            each.container.checkpoint_path,
+            _explain_stopped(each),
+            each.container.name,
+        )
+        for each in found
+    )
 
 
 def describe_stopped(found: StoppedContainer) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
@@ -46,6 +46,8 @@ from gpusnap.user_errors import convert_errors
 # Libpod's ContainerStateConfigured, as it prints it.
 _CREATED = "created"
 _NOTHING = "nothing to recover"
+# After a line about memory that no container is known to need.
+_NO_CONTAINER = "no container needs recovery"
 # A container, and what recovers it and says so.
 _Action: TypeAlias = tuple[str, Callable[[], str]]
 
@@ -81,6 +83,41 @@ class _Migrations:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _StoppedContainers:
+    """Those that Podman can restore, with memory in the stores of killed commands."""
+
+    found: tuple[StoppedContainer, ...]
+    unknown: Mapping[str, GpusnapError]
+    """The stores of which this could not be determined, and why."""
+
+    @property
+    def stores(self) -> set[str]:
+        """The stores in which there is, or may be, memory of such a container."""
+        return {each.store for each in self.found} | self.unknown.keys()
+
+    @classmethod
+    def find(cls, stores: Sequence[str]) -> _StoppedContainers:
+        """Find those with memory in these stores."""
+        found: list[StoppedContainer] = []
+        unknown: dict[str, GpusnapError] = {}
+        for path in stores:
+            try:
+                with convert_errors():
+                    found += in_podman.list_restorable(Store(path))
+            except GpusnapError as error:
+                unknown[path] = error
+        return cls(tuple(found), unknown)
+
+    def tell(self) -> None:
+        """Say how each continues."""
+        for stopped in self.found:
+            click.echo(recover_list.describe_stopped(stopped), err=True)
+        for path, error in self.unknown.items():
+            said = f"cannot determine whether a stopped container needs memory in {path}"
+            click.echo(f"{said}: {error.sentence()}", err=True)
+
+
 @click.command()
 @click.argument("container", required=False, metavar="[CONTAINER]")
 @click.option("--list", "only_list", is_flag=True, help="List what needs recovery without changing anything.")
@@ -103,8 +140,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
 
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
-    gpusnap recover lists those whose memory is in this host's store, and shows how much memory of failed
-    checkpoints is left in it (see `gpusnap gc`). Memory that a killed command was about to store with its
+    gpusnap recover lists those whose memory is in this host's store or in the one of a killed `--to oci:DIR`,
+    with the command that restores each. It shows how much memory of failed checkpoints is left in this host's
+    store (see `gpusnap gc`). Memory that a killed command was about to store with its
     records is stored without them. What Podman exported for a killed command is named, with what can be done
     with it: of a container with --rm, the export is all that is left beside the memory. This includes other
     stores, and archives of --to FILE, also after a reboot; one whose file system is not mounted is named.
@@ -119,8 +157,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     in progress if at_work is true; `leaving` or `coming`: likewise a migration to or from another host;
     `unknown`: the container was restored and runs, but Podman does not list it as running; `suspended`: it is
     suspended, but Podman lists it as running, or a thread of it would receive no signal; `ended`: it has
-    ended, but Podman was killed before it cleaned up. Later versions may add kinds. What is left in stores
-    and archives is not in the list.
+    ended, but Podman was killed before it cleaned up; `stopped`: a checkpoint without a name ended it, and
+    Podman can restore it (why has the command). Later versions may add kinds. What else is left in stores and
+    archives is not in the list.
     """
     if as_json and not only_list:
         raise click.UsageError("--json requires --list")
@@ -206,14 +245,20 @@ def _list(
     `failed`: those whose records cannot be read.
     """
     unknown, open_ones = unknown_containers.list_unknown(up)
-    store = Store(settings_file.load().store.path)
+    path = settings_file.load().store.path
     awake = [each for each in asleep or () if suspending.is_awake(each)]
     waits = recover_list.list_waiting(
         found, cut_off, unknown, moving, moves.leaving, moves.coming, awake, unnoticed
     )
     names = Names({each.container: each.name for each in moving})
-    told = False
+    stopped, left, memory = _StoppedContainers((), {}), tuple[LeftExport, ...](), False
+    missing = left_exports.list_missing() if asleep is not None else ()
+    begun = left_exports.list_begun() if asleep is not None else ()
+    if asleep is not None:
+        elsewhere = [each.store for each in missing if each.store]
+        stopped = _StoppedContainers.find(left_exports.list_stores(path, elsewhere))
     if as_json:
+        waits = (*waits, *recover_list.list_stopped(stopped.found))
         print_json(recover_list.documents(waits, names))
     else:
         for each in waits:
@@ -221,13 +266,14 @@ def _list(
         for line in open_ones:
             click.echo(line, err=True)
         if asleep is not None:
-            left = _tell_exports(store.path, left_exports.list_begun(), left_exports.list_missing())
-            told = _tell_memory(store) or bool(left)
+            left = _tell_exports(path, begun, missing)
+            stopped.tell()
+            memory = _tell_memory(Store(path), stopped.found)
     failures = _do_all(names, failed)
     if failures:
         raise failures[0]
-    if not waits and not open_ones and not told and not as_json:
-        click.echo(_NOTHING, err=True)
+    if not (waits or open_ones or left or stopped.stores or as_json):
+        click.echo(_NO_CONTAINER if memory else _NOTHING, err=True)
 
 
 def _tell_exports(
@@ -249,26 +295,16 @@ def _tell_exports(
     return tuple(left)
 
 
-def _tell_memory(store: Store) -> bool:
-    """Say which memory the store has without a name for it; whether a container of Podman's waits for some.
-
-    None of it is in the way of anything: it is not in the list of what is to be recovered.
-    """
-    there: Sequence[StoppedContainer] = ()
-    try:
-        there = in_podman.list_restorable(store)
-    except GpusnapError as error:
-        said = f"cannot determine whether a stopped container needs memory in {store.path}"
-        click.echo(f"{said}: {error.sentence()}", err=True)
-    for stopped in there:
-        click.echo(recover_list.describe_stopped(stopped), err=True)
-    if exists(store.path):
-        with suppress(OciError):
-            needed = {each.container.id for each in there}
+def _tell_memory(store: Store, stopped: Sequence[StoppedContainer]) -> bool:
+    """Say how much memory without a name the store has that none of these containers needs; whether any."""
+    said = ""
+    with suppress(OciError):
+        if exists(store.path):
+            needed = in_podman.find_needed(store, stopped)
             said = store_tables.explain_pages_only(listing(store), needed=needed)
-            if said:
-                click.echo(said, err=True)
-    return bool(there)
+    if said:
+        click.echo(said, err=True)
+    return bool(said)
 
 
 def _recover_and_say(
@@ -308,14 +344,17 @@ def _recover_and_say(
         chunk_cache.remove_stale(settings.memory)
         begun, missing = left_exports.list_begun(), left_exports.list_missing()
         elsewhere = [each.store for each in missing if each.store]
-        stored = _store_memory(left_exports.list_stores(settings.store.path, elsewhere), names, failures)
+        stores = left_exports.list_stores(settings.store.path, elsewhere)
+        stored = _store_memory(stores, names, failures)
         left_exports.remove_empty(elsewhere)
         left = _tell_exports(settings.store.path, begun, missing)
+        stopped = _StoppedContainers.find(stores)
         if not failures:
-            left_exports.forget(left)
-        told = _tell_memory(Store(settings.store.path)) or bool(left)
-        if not (actions or stored or unknown or open_ones or told or failures):
-            click.echo(_NOTHING, err=True)
+            left_exports.forget(left, stopped.stores)
+        stopped.tell()
+        memory = _tell_memory(Store(settings.store.path), stopped.found)
+        if not (actions or stored or unknown or open_ones or left or stopped.stores or failures):
+            click.echo(_NO_CONTAINER if memory else _NOTHING, err=True)
     if failures:
         raise failures[0]
 

@@ -102,6 +102,23 @@ def list_restorable(store: Store) -> tuple[StoppedContainer, ...]:
     return tuple(found)
 
 
+def find_needed(store: Store, stopped: Sequence[StoppedContainer]) -> frozenset[str]:
+    """Return the digests of what the store's index names that contains all chunks of one of these.
+
+    Raises LayoutError.
+    """
+    from gpusnap.checkpoints.list import blobs_of, list_named
+
+    needs = [each.chunks for each in stopped if each.store == store.path]
+    found: set[str] = set()
+    for named in list_named(store) if needs else ():
+        with suppress(OciError):
+            blobs = blobs_of(store, named.root).keys()
+            if any(chunks <= blobs for chunks in needs):
+                found.add(named.root.digest)
+    return frozenset(found)
+
+
 def list_unnoticed() -> tuple[podman.Container, ...]:
     """Return containers with a checkpoint that have ended while Podman could not notice it.
 

@@ -18,8 +18,9 @@ from types import ModuleType
 import click
 import pytest
 import zstandard
+from fake_podman import ID, FakePodman
 from fakes import POISON, FakeDriver, a_manifest, gpu, uuid
-from kept_checkpoints import hand_over_pages
+from kept_checkpoints import an_archive, hand_over_pages, keep_pages
 from rich.console import Console
 
 from gpusnap.cli import exit_codes
@@ -31,6 +32,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.operations import driver as needed
 from gpusnap.operations.checkpointing import places
 from gpusnap.operations.open import load_manifest
+from gpusnap.operations.restoring import in_podman
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
@@ -603,6 +605,88 @@ def test_memory_that_a_killed_command_left(
         assert f"{made[0].container[:12]}  the memory of its checkpoint is in the store {store.path}\n" in out
         assert [each.name for each in store.entries()] == [""]
         assert store.list_handed_over() == {}
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
+    """Podman has a checkpoint of the container w, with its memory in a store."""
+    found = FakePodman(tmp_path / "podman", monkeypatch)
+    found.has(status="exited", checkpointed=True)
+    found.lists(f"{ID} w")
+    with tarfile.open(an_archive(tmp_path, pages="store")) as whole:
+        images = [each for each in whole.getmembers() if each.name.startswith("checkpoint/")]
+        whole.extractall(found.folder, images, filter="data")
+    return found
+
+
+@pytest.mark.parametrize("rebooted", [False, True])
+def test_a_stopped_container_with_memory_in_another_store(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    stopped: FakePodman,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    rebooted: bool,
+) -> None:
+    """recover and its list print the command that continues it, until that has been done."""
+    other, order = other_order
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    if rebooted:
+        order.unlink()
+        with monkeypatch.context() as before:
+            before.setattr(state_files, "boot", lambda: "earlier")
+            with places.remember(other.path, is_needed=lambda: True):
+                pass
+    keep_pages(other)
+    command = f"GPUSNAP_STORE={other.path} podman container restore w"
+    said = (
+        f"w ({ID[:12]})  Podman has its checkpoint, and its memory is in the store {other.path}; "
+        f"to continue it: {command}\n"
+    )
+    for words in (["--list"], [], []):
+        assert gpusnap("recover", *words) == (0, "", said)
+        assert list(Path(places.FOLDER).glob("*")) if rebooted else order.exists()
+    (found,) = json.loads(gpusnap("recover", "--list", "--json")[1])
+    assert (found["kind"], found["container"], found["name"]) == ("stopped", ID, "w")
+    assert found["why"].endswith(command)
+    stopped.has(status="running")
+    assert gpusnap("recover") == (0, "", "nothing to recover\n")
+    assert not order.exists()
+    assert not list(Path(places.FOLDER).glob("*"))
+
+
+def test_another_store_while_podman_does_not_answer(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    stopped: FakePodman,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store is not forgotten: a container may need it."""
+    other, order = other_order
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    monkeypatch.setattr(in_podman, "_DESCRIBING", 0.1)
+    (stopped.folder / "podman").write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    keep_pages(other)
+    code, _, err = gpusnap("recover")
+    assert code == 0
+    assert f"cannot determine whether a stopped container needs memory in {other.path}: Podman did" in err
+    assert order.exists()
+
+
+def test_memory_that_no_container_needs(
+    gpusnap: Run, nothing_noted: None, host_store: Store, other_order: tuple[Store, Path]
+) -> None:
+    """It is named, and it is not said that there is nothing at all."""
+    keep_pages(host_store)
+    for words in (["--list"], []):
+        code, out, err = gpusnap("recover", *words)
+        assert (code, out) == (0, "")
+        first, second = err.splitlines()
+        assert " of memory without a name is in the store, from a checkpoint that failed or " in first
+        assert second == "no container needs recovery"
 
 
 def test_a_store_that_fails_keeps_no_other_one(
