@@ -119,6 +119,37 @@ def find_needed(store: Store, stopped: Sequence[StoppedContainer]) -> frozenset[
     return frozenset(found)
 
 
+def check_removal(store: Store, wanted: str, digest: str) -> None:
+    """Refuse to remove a name or a digest if the only memory of a stopped container would be lost.
+
+    Only memory without records is checked: the records of a checkpoint are removed together with its memory.
+    Raises GpusnapError, also if Podman does not say which containers it has; LayoutError.
+    """
+    from gpusnap.checkpoints.list import is_pages_only
+
+    entries = [each for each in store.entries() if each.descriptor.digest == digest]
+    if wanted in {each.name for each in entries} and len(entries) > 1:
+        return  # it keeps another name
+    if not is_pages_only(store, entries[0].descriptor):
+        return
+    try:
+        stopped = list_restorable(store)
+    except GpusnapError as error:
+        raise GpusnapError(
+            f"cannot determine whether a stopped container needs {digest}: {error}",
+            hint="try again when Podman answers, or remove it with --force",
+            code="GPS-706",
+        ) from error
+    for each in stopped:
+        if find_needed(store, [each]) == {digest}:
+            name = each.container.name
+            raise GpusnapError(
+                f"the stopped container {name} needs {digest}, which is its only memory in {store.path}",
+                hint=f"{each.command} continues it; gpusnap rm --force removes its memory for good",
+                code="GPS-706",
+            )
+
+
 def list_unnoticed() -> tuple[podman.Container, ...]:
     """Return containers with a checkpoint that have ended while Podman could not notice it.
 

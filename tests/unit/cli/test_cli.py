@@ -20,8 +20,9 @@ import pytest
 import zstandard
 from fake_podman import ID, FakePodman
 from fakes import POISON, FakeDriver, a_manifest, gpu, uuid
-from kept_checkpoints import an_archive, hand_over_pages, keep_pages
+from kept_checkpoints import hand_over_pages, keep_pages
 from rich.console import Console
+from stopped_container import make_stopped
 
 from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
@@ -610,13 +611,7 @@ def test_memory_that_a_killed_command_left(
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
     """Podman has a checkpoint of the container w, with its memory in a store."""
-    found = FakePodman(tmp_path / "podman", monkeypatch)
-    found.has(status="exited", checkpointed=True)
-    found.lists(f"{ID} w")
-    with tarfile.open(an_archive(tmp_path, pages="store")) as whole:
-        images = [each for each in whole.getmembers() if each.name.startswith("checkpoint/")]
-        whole.extractall(found.folder, images, filter="data")
-    return found
+    return make_stopped(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("rebooted", [False, True])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive, hand_over_pages, keep, keep_pages
+from stopped_container import make_stopped
 
 from gpusnap.checkpoints.locator import InStore
 from gpusnap.oci.store.store import Store
@@ -30,13 +30,7 @@ def store(host_store: Store) -> Store:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
     """It has a container w that a checkpoint ended, whose memory went to a store."""
-    found = FakePodman(tmp_path / "podman", monkeypatch)
-    found.has(status="exited", checkpointed=True)
-    found.lists(f"{ID} w")
-    with tarfile.open(an_archive(tmp_path, pages="store")) as whole:
-        images = [each for each in whole.getmembers() if each.name.startswith("checkpoint/")]
-        whole.extractall(found.folder, images, filter="data")
-    return found
+    return make_stopped(tmp_path, monkeypatch)
 
 
 def refused(store: Store, wanted: str = "w") -> NotFound:
