@@ -29,6 +29,7 @@ from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.restoring.in_podman import StoppedContainer
 from gpusnap.operations.suspending import recover as suspending
+from gpusnap.operations.suspending import targets
 from gpusnap.privileges import require_root
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
@@ -43,6 +44,8 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep as sweep_suspended
 from gpusnap.user_errors import convert_errors
 
+# Seconds for Podman to describe a container. A checkpoint or restore of it may be in progress.
+_PATIENCE = 15.0
 # Libpod's ContainerStateConfigured, as it prints it.
 _CREATED = "created"
 _NOTHING = "nothing to recover"
@@ -179,8 +182,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     if container is not None:
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
         ids += [each.container for each in suspended] + [container_key.id_of(key) for key in unreadable]
-        ids += [each.id for each in unnoticed]
-        container = wanted = unknown_containers.choose_id(container, ids + moves.ids())
+        ids += [each.id for each in unnoticed] + moves.ids()
+        container = wanted = unknown_containers.choose_id(container, ids)
         moves = moves.select(wanted)
         found = tuple(entry for entry in found if entry.container == wanted)
         cut_off = tuple(entry for entry in cut_off if entry.container == wanted)
@@ -189,7 +192,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
         unreadable = {key: error for key, error in unreadable.items() if container_key.id_of(key) == wanted}
         unnoticed = tuple(each for each in unnoticed if each.id == wanted)
         if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed):
-            raise _make_nothing_error(container)
+            _say_nothing(container, known=wanted in ids, as_json=as_json)
+            return
     # One that cannot be read keeps no other container from its recovery.
     failed = [(container_key.id_of(key), partial(_fail, error)) for key, error in unreadable.items()]
     if only_list:
@@ -216,16 +220,39 @@ def _pause_again(suspended: Sequence[Suspension]) -> None:
                 click.echo(f"{shown}  it is suspended, and marked as paused in Podman again")
 
 
-def _make_nothing_error(container: str) -> GpusnapError:
-    hint = "gpusnap recover --list lists what can be recovered"
-    with suppress(GpusnapError):
-        found = podman.inspect_container(container)
-        if found.status == _CREATED:
-            hint = (
-                f"Podman lists {found.name} as created: if a killed Podman left it during a restore, "
-                f"podman rm {found.name} removes it"
-            )
-    return GpusnapError(f"there is nothing to recover for the container {container}", hint=hint)
+def _say_nothing(container: str, *, known: bool, as_json: bool = False) -> None:
+    """Say that nothing of a container was interrupted, and how it continues if only Podman can restore it.
+
+    `known`: gpusnap has a record of it. Raises NotFound if there is no such container, GpusnapError if Podman
+    does not answer.
+    """
+    there: podman.Container | None = None
+    try:
+        with podman.Inspection(container, seconds=_PATIENCE) as asked:
+            there = asked.container()
+    except GpusnapError:
+        if not (known or targets.is_task(container)):
+            raise
+    stopped = _StoppedContainers((), {})
+    if there is not None and there.status not in ("running", "paused"):
+        elsewhere = [each.store for each in left_exports.list_missing() if each.store]
+        stores = left_exports.list_stores(settings_file.load().store.path, elsewhere)
+        every = _StoppedContainers.find(stores)
+        stopped = _StoppedContainers(
+            tuple(each for each in every.found if each.container.id == there.id), every.unknown
+        )
+    if as_json:
+        print_json(recover_list.documents(recover_list.list_stopped(stopped.found), Names()))
+        return
+    stopped.tell()
+    if there is not None and there.status == _CREATED:
+        click.echo(
+            f"{_NOTHING}; Podman lists {there.name} as created: if a killed Podman left it during a restore, "
+            f"podman rm {there.name} removes it",
+            err=True,
+        )
+    elif not stopped.stores:
+        click.echo(_NOTHING, err=True)
 
 
 def _list(
@@ -380,12 +407,12 @@ def _store_memory(stores: Sequence[str], names: Names, failures: list[GpusnapErr
 
 
 def _end_unknown(container: str, up: Sequence[restore_record.Restore]) -> None:
-    """End those of that ID that Podman does not know. Raises GpusnapError where there is none."""
+    """End those of that ID that Podman does not know, or say that there is none. Raises GpusnapError."""
     done = [said for said in map(unknown_containers.end_container, up) if said is not None]
     for said in done:
         click.echo(f"{container}  {said}")
     if not done:
-        raise _make_nothing_error(container)
+        _say_nothing(container, known=True)
 
 
 def _recover_restore(entry: restore_record.Restore) -> str:

@@ -34,6 +34,7 @@ from gpusnap.operations import driver as needed
 from gpusnap.operations.checkpointing import places
 from gpusnap.operations.open import load_manifest
 from gpusnap.operations.restoring import in_podman
+from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
@@ -669,6 +670,43 @@ def test_another_store_while_podman_does_not_answer(
     assert code == 0
     assert f"cannot determine whether a stopped container needs memory in {other.path}: Podman did" in err
     assert order.exists()
+
+
+@pytest.mark.parametrize("words", [[], ["--list"]])
+def test_recover_of_one_container(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    stopped: FakePodman,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: list[str],
+) -> None:
+    """One that is healthy, one that only Podman can restore, one that never ran, and one that is missing."""
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    for status in ("running", "exited"):
+        stopped.has(status=status, checkpointed=status == "exited")
+        assert gpusnap("recover", *words, "w") == (0, "", "nothing to recover\n")
+    keep_pages(host_store)
+    _, _, err = gpusnap("recover", *words, "w")
+    assert err.endswith("its memory is in the store; to continue it: podman container restore w\n")
+    assert err.startswith("w (")
+    assert json.loads(gpusnap("recover", "--list", "--json", "w")[1])[0]["kind"] == "stopped"
+    stopped.has(status="created")
+    code, _, err = gpusnap("recover", *words, "w")
+    assert (code, err.startswith("nothing to recover; Podman lists w as created: ")) == (0, True)
+    assert err.endswith("podman rm w removes it\n")
+    assert gpusnap("recover", "--list", "--json", "w") == (0, "[]\n", "")
+    (stopped.folder / "inspect.json").unlink()
+    code, out, err = gpusnap("recover", *words, "nosuch")
+    assert (code, out) == (exit_codes.NOT_FOUND, "")
+    assert err.startswith("gpusnap: there is no container nosuch; ")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = gpusnap("recover", *words, "nosuch")
+    assert (code, "podman cannot be run" in err) == (exit_codes.FAILED, True)
+    monkeypatch.setattr(targets, "_task", lambda _: ("default", "nosuch"))
+    assert gpusnap("recover", *words, "nosuch") == (0, "", "nothing to recover\n")
 
 
 def test_memory_that_no_container_needs(
