@@ -343,7 +343,7 @@ def test_the_list_of_one_container(
     monkeypatch.setattr(places, "FOLDER", str(tmp_path / "in-progress"))
     asked: list[object] = []
 
-    def tell(store: object) -> bool:
+    def tell(store: object, stopped: object) -> bool:
         asked.append(store)
         return False
 
