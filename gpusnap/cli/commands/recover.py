@@ -116,6 +116,10 @@ class _StoppedContainers:
         """Say how each continues."""
         for stopped in self.found:
             click.echo(recover_list.describe_stopped(stopped), err=True)
+        self.tell_unknown()
+
+    def tell_unknown(self) -> None:
+        """Say what could not be determined."""
         for path, error in self.unknown.items():
             said = f"cannot determine whether a stopped container needs memory in {path}"
             click.echo(f"{said}: {error.sentence()}", err=True)
@@ -203,8 +207,15 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     elif container is not None and not (found or cut_off or moving or moves.ids() or unnoticed or failed):
         _end_unknown(container, up)
     else:
-        last = [*((each.id, partial(in_podman.note_end, each)) for each in unnoticed), *failed]
+        stores = _list_stores() if unnoticed else []
+        last = [*((each.id, partial(in_podman.note_end, each, stores)) for each in unnoticed), *failed]
         _recover_and_say(container, found, cut_off, moving, moves, last)
+
+
+def _list_stores() -> list[str]:
+    """Return the paths of this host's store and those of killed commands, but for missing ones."""
+    elsewhere = [each.store for each in left_exports.list_missing() if each.store]
+    return left_exports.list_stores(settings_file.load().store.path, elsewhere)
 
 
 def _fail(error: GpusnapError) -> str:
@@ -235,14 +246,13 @@ def _say_nothing(container: str, *, known: bool, as_json: bool = False) -> None:
             raise
     stopped = _StoppedContainers((), {})
     if there is not None and there.status not in ("running", "paused"):
-        elsewhere = [each.store for each in left_exports.list_missing() if each.store]
-        stores = left_exports.list_stores(settings_file.load().store.path, elsewhere)
-        every = _StoppedContainers.find(stores)
+        every = _StoppedContainers.find(_list_stores())
         stopped = _StoppedContainers(
             tuple(each for each in every.found if each.container.id == there.id), every.unknown
         )
     if as_json:
         print_json(recover_list.documents(recover_list.list_stopped(stopped.found), Names()))
+        stopped.tell_unknown()
         return
     stopped.tell()
     if there is not None and there.status == _CREATED:
@@ -287,6 +297,7 @@ def _list(
     if as_json:
         waits = (*waits, *recover_list.list_stopped(stopped.found))
         print_json(recover_list.documents(waits, names))
+        stopped.tell_unknown()
     else:
         for each in waits:
             click.echo(recover_list.line(each, names))

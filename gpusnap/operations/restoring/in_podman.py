@@ -171,8 +171,11 @@ def list_unnoticed() -> tuple[podman.Container, ...]:
     return tuple(found)
 
 
-def note_end(found: podman.Container) -> str:
-    """Have Podman notice the end of one of these; return what was done, in words. Raises GpusnapError."""
+def note_end(found: podman.Container, stores: Sequence[str] = ()) -> str:
+    """Have Podman notice the end of one of these; return what was done, in words. Raises GpusnapError.
+
+    `stores`: the paths of the stores that may have its memory.
+    """
     try:
         now = podman.inspect_container(found.id)
     except NotFound:
@@ -180,10 +183,11 @@ def note_end(found: podman.Container) -> str:
     if not now.is_not_cleaned_up:
         return f"Podman lists it as {now.status} now"
     podman.clean_up(found)
-    return (
-        f"{UNNOTICED}, which it has done now. To continue the container from its checkpoint: "
-        f"podman container restore {found.name}"
-    )
+    command = f"podman container restore {found.name}"
+    with suppress(GpusnapError):
+        restorable = (each for path in stores for each in list_restorable(Store(path)))
+        command = next((each.command for each in restorable if each.container.id == found.id), command)
+    return f"{UNNOTICED}, which it has done now. To continue the container from its checkpoint: {command}"
 
 
 def _inspect_existing(ids: Set[str]) -> list[podman.Container]:

@@ -668,8 +668,11 @@ def test_another_store_while_podman_does_not_answer(
     keep_pages(other)
     code, _, err = gpusnap("recover")
     assert code == 0
-    assert f"cannot determine whether a stopped container needs memory in {other.path}: Podman did" in err
+    said = f"cannot determine whether a stopped container needs memory in {other.path}: Podman did"
+    assert said in err
     assert order.exists()
+    code, out, err = gpusnap("recover", "--list", "--json")
+    assert (code, out, said in err) == (0, "[]\n", True)
 
 
 @pytest.mark.parametrize("words", [[], ["--list"]])

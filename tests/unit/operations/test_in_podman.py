@@ -149,6 +149,19 @@ def test_an_end_that_podman_has_not_noticed(fake: FakePodman) -> None:
     assert in_podman.list_unnoticed() == ()
 
 
+def test_the_store_of_an_end_that_podman_has_not_noticed(
+    tmp_path: Path, fake: FakePodman, store: Store
+) -> None:
+    """The command names the store that has its memory, if that is not this host's."""
+    not_cleaned_up(fake)
+    other = Store(tmp_path / "other")
+    keep_pages(other)
+    (found,) = in_podman.list_unnoticed()
+    (fake.folder / "ids").write_text(f"{ID} w")
+    said = in_podman.note_end(found, [store.path, other.path])
+    assert said.endswith(f" from its checkpoint: GPUSNAP_STORE={other.path} podman container restore w")
+
+
 @pytest.mark.parametrize("why", ["it runs", "another runtime", "no checkpoint", "restored", "no answer"])
 def test_one_that_is_left_alone(fake: FakePodman, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """One that runs, also if Podman does not know that; and one that no checkpoint has ended."""
