@@ -160,7 +160,10 @@ def line(each: PendingOperation, names: Names) -> str:
 
 
 def list_stopped(found: Sequence[StoppedContainer]) -> tuple[PendingOperation, ...]:
-    """The same for containers that Podman can restore."""
+    """The same for containers that killed commands stopped, with memory in another store than this host's.
+
+    Memory without a name in this host's store is also what `podman container checkpoint` leaves.
+    """
     return tuple(
         PendingOperation(
             each.container.id,
@@ -172,6 +175,7 @@ def list_stopped(found: Sequence[StoppedContainer]) -> tuple[PendingOperation, .
             each.container.name,
         )
         for each in found
+        if not locator.is_default(each.store)
     )
 
 

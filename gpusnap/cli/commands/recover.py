@@ -164,9 +164,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     in progress if at_work is true; `leaving` or `coming`: likewise a migration to or from another host;
     `unknown`: the container was restored and runs, but Podman does not list it as running; `suspended`: it is
     suspended, but Podman lists it as running, or a thread of it would receive no signal; `ended`: it has
-    ended, but Podman was killed before it cleaned up; `stopped`: a checkpoint without a name ended it, and
-    Podman can restore it (why has the command). Later versions may add kinds. What else is left in stores and
-    archives is not in the list.
+    ended, but Podman was killed before it cleaned up; `stopped`: a killed `gpusnap checkpoint --to
+    oci:DIR` stopped it, and Podman can restore it (why has the command). Later versions may add kinds. What
+    else is left in stores and archives is not in the list.
     """
     if as_json and not only_list:
         raise click.UsageError("--json requires --list")
