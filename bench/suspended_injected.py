@@ -89,7 +89,7 @@ class Job:
             good(run_limited([COMMAND, "recover"]))
         found = states()
         if unfinished := {
-            name: state for name, state in found.items() if state in ("suspending", "undone", "resuming")
+            name: state for name, state in found.items() if state in ("suspending", "resuming", "cut off")
         }:
             raise Bad(f"{unfinished} needs `gpusnap recover`, and nobody says so: {done.err[-1000:]}")
         right = {

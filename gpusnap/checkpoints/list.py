@@ -124,6 +124,11 @@ def listing(store: Store, *, look_for_blobs: bool = False) -> Listing:
     return Listing(store.path, tuple(rows), len(every), sum(every.values()))
 
 
+def is_pages_only(store: Store, root: Descriptor) -> bool:
+    """Return whether it is the chunks of a checkpoint without the records of an engine."""
+    return _look_below(store, root).kind == "pages"
+
+
 def _look_below(store: Store, root: Descriptor) -> _Looked:
     documents: dict[str, bytes] = {}
 

@@ -9,12 +9,14 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
+from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.engines import podman
 from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.operations.restoring import in_podman
+from gpusnap.operations.restoring.in_podman import StoppedContainer
 from gpusnap.operations.unknown_containers import UnknownContainer
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot import restore_record
@@ -30,7 +32,16 @@ _HELD = "it is suspended, and a thread of it would receive no signal"
 
 
 Kind: TypeAlias = Literal[
-    "checkpoint", "restore", "suspend", "resume", "leaving", "coming", "unknown", "suspended", "ended"
+    "checkpoint",
+    "restore",
+    "suspend",
+    "resume",
+    "leaving",
+    "coming",
+    "unknown",
+    "suspended",
+    "ended",
+    "stopped",
 ]
 """`gpusnap recover --help` explains each (commands/recover.py). The names are public and do not change."""
 
@@ -132,7 +143,7 @@ class Names:
 def line(each: PendingOperation, names: Names) -> str:
     """One for people."""
     shown = names.format_name(each.container)
-    if each.kind in ("unknown", "suspended", "ended"):
+    if each.kind in ("unknown", "suspended", "ended", "stopped"):
         return f"{shown}  {each.why}"
     if each.kind in ("leaving", "coming"):
         how = "gpusnap is working on it" if each.at_work else "that was interrupted"
@@ -146,6 +157,38 @@ def line(each: PendingOperation, names: Names) -> str:
     else:
         state = "its checkpoint was interrupted; processes: " + (" ".join(map(str, each.processes)) or "none")
     return f"{shown}  {state}  image: {each.image}"
+
+
+def list_stopped(found: Sequence[StoppedContainer]) -> tuple[PendingOperation, ...]:
+    """The same for containers that killed commands stopped, with memory in another store than this host's.
+
+    Memory without a name in this host's store is also what `podman container checkpoint` leaves.
+    """
+    return tuple(
+        PendingOperation(
+            each.container.id,
+            "stopped",
+            False,
+            (),
+            each.container.checkpoint_path,
+            _explain_stopped(each),
+            each.container.name,
+        )
+        for each in found
+        if not locator.is_default(each.store)
+    )
+
+
+def describe_stopped(found: StoppedContainer) -> str:
+    """One for people, about a container that Podman can restore."""
+    there = found.container
+    shown = Names({there.id: there.name}).format_name(there.id)
+    return f"{shown}  {_explain_stopped(found)}"
+
+
+def _explain_stopped(found: StoppedContainer) -> str:
+    where = "the store" if locator.is_default(found.store) else f"the store {found.store}"
+    return f"Podman has its checkpoint, and its memory is in {where}; to continue it: {found.command}"
 
 
 def _describe_leaving(each: OutgoingMigration) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gpusnap.checkpoints.damage import VerifyResult
 from gpusnap.checkpoints.labels import is_label, labels_in, written_labels
 from gpusnap.checkpoints.list import Listing
+from gpusnap.checkpoints.locator import is_default
 from gpusnap.checkpoints.statistics import (
     Comparison,
     Part,
@@ -316,15 +318,15 @@ def print_collected(console: Console, path: str, found: Collected, *, dry_run: b
 def explain_pages_only(found: Listing, *, needed: Collection[str] = ()) -> str:
     """How much of a store is memory without a name, which gc leaves, and how it is freed; "" for none.
 
-    `needed`: the IDs of containers of which it is known that they need theirs.
+    `needed`: the digests of entries that stopped containers need.
     """
-    left = [row for row in found.rows if row.kind == "pages" and not row.names]
-    left = [row for row in left if row.container_id not in needed]
+    left = [row for row in found.rows if row.kind == "pages" and not row.names and row.digest not in needed]
     if not left:
         return ""
-    what = "entry without a name is" if len(left) == 1 else "entries without a name are"
+    place = "" if is_default(found.store) else f"oci:{shlex.quote(found.store)}"
     return (
-        f"{len(left)} {what} memory of a checkpoint whose records only Podman or an archive has, or that "
-        f"was interrupted: {human(sum(row.own for row in left))}; gpusnap ls --filter kind=pages lists "
-        "them, and gpusnap rm --gc DIGEST removes one that no container or archive needs"
+        f"{human(sum(row.own for row in left))} of memory without a name is in the store, from a checkpoint "
+        "that failed or whose records are in Podman or an archive. List it: gpusnap ls "
+        f"{place and f'{place} '}--filter kind=pages. If nothing needs it: gpusnap rm --gc "
+        f"{place and f'{place}:'}DIGEST"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -446,13 +447,17 @@ def list_exporting() -> set[tuple[str, str]]:
     return found
 
 
-def to_restore(found: Container) -> str:
-    """Return the command with which Podman restores an ended container from its storage."""
+def to_restore(found: Container, *, store: str = "") -> str:
+    """Return the command with which Podman restores an ended container from its storage.
+
+    `store`: the path of the store with its memory, if that is not this host's.
+    """
     first = ""
     if found.is_not_cleaned_up:
         first = f"podman update --restart=no {found.name} && " if found.restarts else ""
         first += f"podman container cleanup {found.name} && "
-    return f"{first}podman container restore {found.name}"
+    variable = f"GPUSNAP_STORE={shlex.quote(store)} " if store else ""
+    return f"{first}{variable}podman container restore {found.name}"
 
 
 def clean_up(found: Container) -> None:

@@ -79,6 +79,8 @@ CODES = (
         "The memory of the checkpoint is not in the archive, but in the store of the host that made it, "
         "and a part of it is missing from this host's store.",
         "Pull the checkpoint here with `gpusnap pull`, add its repository to `store.pull-from`, or set "
-        "`store.path` to the store that it was made in.",
+        "`store.path` to the store that it was made in. For one restore: `GPUSNAP_STORE=DIR podman container "
+        "restore NAME`. After a killed `gpusnap checkpoint --to oci:DIR`, `gpusnap recover` prints that "
+        "command.",
     ),
 )

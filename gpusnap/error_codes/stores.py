@@ -40,6 +40,14 @@ CODES = (
         "`gpusnap gc` again.",
     ),
     ErrorCode(
+        "GPS-706",
+        "memory-needed",
+        "A container was stopped by a checkpoint that only Podman's storage describes, and this is its only "
+        "memory; or Podman does not say whether there is such a container. Nothing was removed.",
+        "Continue the container with the command in the message. If it is not needed any more, remove it "
+        "with `podman rm`, or remove the memory with `gpusnap rm --force`.",
+    ),
+    ErrorCode(
         "GPS-710",
         "not-pushed",
         "The checkpoint was made and is in this host's store; only the push to the registry failed or was "

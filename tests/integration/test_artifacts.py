@@ -177,6 +177,40 @@ def test_killed(store: Store, tmp_path: Path, after: str) -> None:
     container.goes_on()
 
 
+def test_killed_on_the_way_to_another_store(store: Store, tmp_path: Path) -> None:
+    """recover has the command that continues the container from there, and gc and rm keep its memory.
+
+    This host's store has memory of an earlier checkpoint of it, which does not help.
+    """
+    container, other = Container.start("w", *WORK), Store(tmp_path / "other")
+    good(podman("container", "checkpoint", "w"))
+    good(podman("container", "restore", "w"))
+    with held(tmp_path, "crun", "checkpoint", SETTINGS_BUT_RUNTIME) as crun:
+        child = subprocess.Popen(
+            [COMMAND, "checkpoint", "w", "--to", f"oci:{other.path}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        until(crun.met, "the runtime")
+        child.kill()
+        child.wait()
+    until(lambda: container.inspect()["State"]["Status"] == "exited", "the end of the container")
+    until(lambda: not run("pgrep", "-x", "podman").out, "the end of Podman")
+    command = f"GPUSNAP_STORE={other.path} podman container restore w"
+    for words in (["--list"], [], [], ["w"]):
+        told = gpusnap("recover", *words)
+        assert (told.code, told.err.count(f"; to continue it: {command}\n")) == (0, 1), told.err
+        assert "nothing to recover" not in told.err
+    assert "GPS-609" in podman("container", "restore", "w").err
+    assert f"to continue w: {command}" in good(gpusnap("gc", f"oci:{other.path}"))
+    (entry,) = other.entries()
+    assert "GPS-706" in gpusnap("rm", f"oci:{other.path}:{entry.descriptor.digest}").err
+    good(run("env", *command.split(" ")))
+    container.goes_on()
+    assert "podman container restore" not in gpusnap("recover").err
+    assert not list(Path("/run/gpusnap/orders").glob("*.json"))
+
+
 @pytest.mark.parametrize("stopped", [True, False])
 def test_podman_alone_is_killed(store: Store, tmp_path: Path, stopped: bool) -> None:
     """The runtime completes the checkpoint, for a command that is stopped until then, or has ended."""

@@ -61,10 +61,10 @@ def record(tables: tuple[Table, ...], *, pages: str = "chunks") -> Manifest:
     )
 
 
-def regions(layout: Layout) -> tuple[Table, ...]:
-    """Two regions in chunks, some of which are the same, or zero."""
-    one = bytearray(text(6000) + bytes(8192) + text(4096, 1))
-    return save(layout, one, bytearray(one[:6000] + text(5000, 2)))
+def regions(layout: Layout, *, salt: int = 0) -> tuple[Table, ...]:
+    """Two regions in chunks, some of which are the same, or zero. Another `salt` changes their end."""
+    one = bytearray(text(6000) + bytes(8192) + text(4096, 1 + salt))
+    return save(layout, one, bytearray(one[:6000] + text(5000, 2 + salt)))
 
 
 def written(

@@ -36,10 +36,13 @@ def keep(store: Store, archive: str, names: Sequence[str]) -> str:
     return root.digest
 
 
-def keep_pages(store: Store) -> str:
-    """Have a store keep what a runtime puts there for `an_archive(pages="store")`; the digest."""
+def keep_pages(store: Store, *, salt: int = 0) -> str:
+    """Have a store keep what a runtime puts there for `an_archive(pages="store")`; the digest.
+
+    With another `salt` it is that of another checkpoint of the container.
+    """
     with store.create().stage() as staging:
-        root = write_artifact(staging.layout, record(regions(staging.layout), pages="store"))
+        root = write_artifact(staging.layout, record(regions(staging.layout, salt=salt), pages="store"))
         staging.commit(root)
     return root.digest
 

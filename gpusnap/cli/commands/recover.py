@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
@@ -27,7 +27,9 @@ from gpusnap.operations.checkpointing import left_exports
 from gpusnap.operations.checkpointing.left_exports import LeftExport
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.restoring import in_podman
+from gpusnap.operations.restoring.in_podman import StoppedContainer
 from gpusnap.operations.suspending import recover as suspending
+from gpusnap.operations.suspending import targets
 from gpusnap.privileges import require_root
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import GpusnapError
@@ -42,9 +44,13 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep as sweep_suspended
 from gpusnap.user_errors import convert_errors
 
+# Seconds for Podman to describe a container. A checkpoint or restore of it may be in progress.
+_PATIENCE = 15.0
 # Libpod's ContainerStateConfigured, as it prints it.
 _CREATED = "created"
 _NOTHING = "nothing to recover"
+# After a line about memory that no container is known to need.
+_NO_CONTAINER = "no container needs recovery"
 # A container, and what recovers it and says so.
 _Action: TypeAlias = tuple[str, Callable[[], str]]
 
@@ -80,6 +86,45 @@ class _Migrations:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class _StoppedContainers:
+    """Those that Podman can restore, with memory in the stores of killed commands."""
+
+    found: tuple[StoppedContainer, ...]
+    unknown: Mapping[str, GpusnapError]
+    """The stores of which this could not be determined, and why."""
+
+    @property
+    def stores(self) -> set[str]:
+        """The stores in which there is, or may be, memory of such a container."""
+        return {each.store for each in self.found} | self.unknown.keys()
+
+    @classmethod
+    def find(cls, stores: Sequence[str]) -> _StoppedContainers:
+        """Find those with memory in these stores."""
+        found: list[StoppedContainer] = []
+        unknown: dict[str, GpusnapError] = {}
+        for path in stores:
+            try:
+                with convert_errors():
+                    found += in_podman.list_restorable(Store(path))
+            except GpusnapError as error:
+                unknown[path] = error
+        return cls(tuple(found), unknown)
+
+    def tell(self) -> None:
+        """Say how each continues."""
+        for stopped in self.found:
+            click.echo(recover_list.describe_stopped(stopped), err=True)
+        self.tell_unknown()
+
+    def tell_unknown(self) -> None:
+        """Say what could not be determined."""
+        for path, error in self.unknown.items():
+            said = f"cannot determine whether a stopped container needs memory in {path}"
+            click.echo(f"{said}: {error.sentence()}", err=True)
+
+
 @click.command()
 @click.argument("container", required=False, metavar="[CONTAINER]")
 @click.option("--list", "only_list", is_flag=True, help="List what needs recovery without changing anything.")
@@ -102,8 +147,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
 
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
-    gpusnap recover lists those whose memory is in this host's store, and shows how much memory of failed
-    checkpoints is left in it (see `gpusnap gc`). Memory that a killed command was about to store with its
+    gpusnap recover lists those whose memory is in this host's store or in the one of a killed `--to oci:DIR`,
+    with the command that restores each. It shows how much memory of failed checkpoints is left in this host's
+    store (see `gpusnap gc`). Memory that a killed command was about to store with its
     records is stored without them. What Podman exported for a killed command is named, with what can be done
     with it: of a container with --rm, the export is all that is left beside the memory. This includes other
     stores, and archives of --to FILE, also after a reboot; one whose file system is not mounted is named.
@@ -118,8 +164,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     in progress if at_work is true; `leaving` or `coming`: likewise a migration to or from another host;
     `unknown`: the container was restored and runs, but Podman does not list it as running; `suspended`: it is
     suspended, but Podman lists it as running, or a thread of it would receive no signal; `ended`: it has
-    ended, but Podman was killed before it cleaned up. Later versions may add kinds. What is left in stores
-    and archives is not in the list.
+    ended, but Podman was killed before it cleaned up; `stopped`: a killed `gpusnap checkpoint --to
+    oci:DIR` stopped it, and Podman can restore it (why has the command). Later versions may add kinds. What
+    else is left in stores and archives is not in the list.
     """
     if as_json and not only_list:
         raise click.UsageError("--json requires --list")
@@ -139,8 +186,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     if container is not None:
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
         ids += [each.container for each in suspended] + [container_key.id_of(key) for key in unreadable]
-        ids += [each.id for each in unnoticed]
-        container = wanted = unknown_containers.choose_id(container, ids + moves.ids())
+        ids += [each.id for each in unnoticed] + moves.ids()
+        container = wanted = unknown_containers.choose_id(container, ids)
         moves = moves.select(wanted)
         found = tuple(entry for entry in found if entry.container == wanted)
         cut_off = tuple(entry for entry in cut_off if entry.container == wanted)
@@ -149,7 +196,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
         unreadable = {key: error for key, error in unreadable.items() if container_key.id_of(key) == wanted}
         unnoticed = tuple(each for each in unnoticed if each.id == wanted)
         if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed):
-            raise _make_nothing_error(container)
+            _say_nothing(container, known=wanted in ids, as_json=as_json)
+            return
     # One that cannot be read keeps no other container from its recovery.
     failed = [(container_key.id_of(key), partial(_fail, error)) for key, error in unreadable.items()]
     if only_list:
@@ -159,8 +207,15 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     elif container is not None and not (found or cut_off or moving or moves.ids() or unnoticed or failed):
         _end_unknown(container, up)
     else:
-        last = [*((each.id, partial(in_podman.note_end, each)) for each in unnoticed), *failed]
+        stores = _list_stores() if unnoticed else []
+        last = [*((each.id, partial(in_podman.note_end, each, stores)) for each in unnoticed), *failed]
         _recover_and_say(container, found, cut_off, moving, moves, last)
+
+
+def _list_stores() -> list[str]:
+    """Return the paths of this host's store and those of killed commands, but for missing ones."""
+    elsewhere = [each.store for each in left_exports.list_missing() if each.store]
+    return left_exports.list_stores(settings_file.load().store.path, elsewhere)
 
 
 def _fail(error: GpusnapError) -> str:
@@ -176,16 +231,38 @@ def _pause_again(suspended: Sequence[Suspension]) -> None:
                 click.echo(f"{shown}  it is suspended, and marked as paused in Podman again")
 
 
-def _make_nothing_error(container: str) -> GpusnapError:
-    hint = "gpusnap recover --list lists what can be recovered"
-    with suppress(GpusnapError):
-        found = podman.inspect_container(container)
-        if found.status == _CREATED:
-            hint = (
-                f"Podman lists {found.name} as created: if a killed Podman left it during a restore, "
-                f"podman rm {found.name} removes it"
-            )
-    return GpusnapError(f"there is nothing to recover for the container {container}", hint=hint)
+def _say_nothing(container: str, *, known: bool, as_json: bool = False) -> None:
+    """Say that nothing of a container was interrupted, and how it continues if only Podman can restore it.
+
+    `known`: gpusnap has a record of it. Raises NotFound if there is no such container, GpusnapError if Podman
+    does not answer.
+    """
+    there: podman.Container | None = None
+    try:
+        with podman.Inspection(container, seconds=_PATIENCE) as asked:
+            there = asked.container()
+    except GpusnapError:
+        if not (known or targets.is_task(container)):
+            raise
+    stopped = _StoppedContainers((), {})
+    if there is not None and there.status not in ("running", "paused"):
+        every = _StoppedContainers.find(_list_stores())
+        stopped = _StoppedContainers(
+            tuple(each for each in every.found if each.container.id == there.id), every.unknown
+        )
+    if as_json:
+        print_json(recover_list.documents(recover_list.list_stopped(stopped.found), Names()))
+        stopped.tell_unknown()
+        return
+    stopped.tell()
+    if there is not None and there.status == _CREATED:
+        click.echo(
+            f"{_NOTHING}; Podman lists {there.name} as created: if a killed Podman left it during a restore, "
+            f"podman rm {there.name} removes it",
+            err=True,
+        )
+    elif not stopped.stores:
+        click.echo(_NOTHING, err=True)
 
 
 def _list(
@@ -205,28 +282,36 @@ def _list(
     `failed`: those whose records cannot be read.
     """
     unknown, open_ones = unknown_containers.list_unknown(up)
-    store = Store(settings_file.load().store.path)
+    path = settings_file.load().store.path
     awake = [each for each in asleep or () if suspending.is_awake(each)]
     waits = recover_list.list_waiting(
         found, cut_off, unknown, moving, moves.leaving, moves.coming, awake, unnoticed
     )
     names = Names({each.container: each.name for each in moving})
-    told = False
+    stopped, left, memory = _StoppedContainers((), {}), tuple[LeftExport, ...](), False
+    missing = left_exports.list_missing() if asleep is not None else ()
+    begun = left_exports.list_begun() if asleep is not None else ()
+    if asleep is not None:
+        elsewhere = [each.store for each in missing if each.store]
+        stopped = _StoppedContainers.find(left_exports.list_stores(path, elsewhere))
     if as_json:
+        waits = (*waits, *recover_list.list_stopped(stopped.found))
         print_json(recover_list.documents(waits, names))
+        stopped.tell_unknown()
     else:
         for each in waits:
             click.echo(recover_list.line(each, names))
         for line in open_ones:
             click.echo(line, err=True)
         if asleep is not None:
-            left = _tell_exports(store.path, left_exports.list_begun(), left_exports.list_missing())
-            told = _tell_memory(store) or bool(left)
+            left = _tell_exports(path, begun, missing)
+            stopped.tell()
+            memory = _tell_memory(Store(path), stopped.found)
     failures = _do_all(names, failed)
     if failures:
         raise failures[0]
-    if not waits and not open_ones and not told and not as_json:
-        click.echo(_NOTHING, err=True)
+    if not (waits or open_ones or left or stopped.stores or as_json):
+        click.echo(_NO_CONTAINER if memory else _NOTHING, err=True)
 
 
 def _tell_exports(
@@ -248,22 +333,16 @@ def _tell_exports(
     return tuple(left)
 
 
-def _tell_memory(store: Store) -> bool:
-    """Say which memory the store has without a name for it; whether a container of Podman's waits for some.
-
-    None of it is in the way of anything: it is not in the list of what is to be recovered.
-    """
-    there = in_podman.list_restorable(store)
-    for stopped in there:
-        shown = Names({stopped.id: stopped.name}).format_name(stopped.id)
-        said = "Podman has its checkpoint, and its memory is in the store"
-        click.echo(f"{shown}  {said}; to continue it: {podman.to_restore(stopped)}", err=True)
-    if exists(store.path):
-        with suppress(OciError):
-            said = store_tables.explain_pages_only(listing(store), needed={each.id for each in there})
-            if said:
-                click.echo(said, err=True)
-    return bool(there)
+def _tell_memory(store: Store, stopped: Sequence[StoppedContainer]) -> bool:
+    """Say how much memory without a name the store has that none of these containers needs; whether any."""
+    said = ""
+    with suppress(OciError):
+        if exists(store.path):
+            needed = in_podman.find_needed(store, stopped)
+            said = store_tables.explain_pages_only(listing(store), needed=needed)
+    if said:
+        click.echo(said, err=True)
+    return bool(said)
 
 
 def _recover_and_say(
@@ -303,14 +382,17 @@ def _recover_and_say(
         chunk_cache.remove_stale(settings.memory)
         begun, missing = left_exports.list_begun(), left_exports.list_missing()
         elsewhere = [each.store for each in missing if each.store]
-        stored = _store_memory(left_exports.list_stores(settings.store.path, elsewhere), names, failures)
+        stores = left_exports.list_stores(settings.store.path, elsewhere)
+        stored = _store_memory(stores, names, failures)
         left_exports.remove_empty(elsewhere)
         left = _tell_exports(settings.store.path, begun, missing)
+        stopped = _StoppedContainers.find(stores)
         if not failures:
-            left_exports.forget(left)
-        told = _tell_memory(Store(settings.store.path)) or bool(left)
-        if not (actions or stored or unknown or open_ones or told or failures):
-            click.echo(_NOTHING, err=True)
+            left_exports.forget(left, stopped.stores)
+        stopped.tell()
+        memory = _tell_memory(Store(settings.store.path), stopped.found)
+        if not (actions or stored or unknown or open_ones or left or stopped.stores or failures):
+            click.echo(_NO_CONTAINER if memory else _NOTHING, err=True)
     if failures:
         raise failures[0]
 
@@ -336,12 +418,12 @@ def _store_memory(stores: Sequence[str], names: Names, failures: list[GpusnapErr
 
 
 def _end_unknown(container: str, up: Sequence[restore_record.Restore]) -> None:
-    """End those of that ID that Podman does not know. Raises GpusnapError where there is none."""
+    """End those of that ID that Podman does not know, or say that there is none. Raises GpusnapError."""
     done = [said for said in map(unknown_containers.end_container, up) if said is not None]
     for said in done:
         click.echo(f"{container}  {said}")
     if not done:
-        raise _make_nothing_error(container)
+        _say_nothing(container, known=True)
 
 
 def _recover_restore(entry: restore_record.Restore) -> str:

@@ -124,9 +124,9 @@ def remove_empty(missing: Collection[str] = ()) -> None:
                 continue
 
 
-def forget(left: Iterable[LeftExport]) -> None:
-    """Forget what killed commands ordered, but for the places where some of these are."""
-    kept = {name for each in left for name in (each.archive, each.store) if name}
+def forget(left: Iterable[LeftExport], stores: Collection[str] = ()) -> None:
+    """Forget what killed commands ordered, but for the places where some of these are, and these stores."""
+    kept = {name for each in left for name in (each.archive, each.store) if name} | set(stores)
     overrides.sweep(kept)
     places.sweep(kept)
 

@@ -7,14 +7,20 @@ nobody gives it a name in the store. The container has ended; `podman container 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Sequence, Set
 from contextlib import suppress
 
 from gpusnap.checkpoints import locator
 from gpusnap.engines import podman
+from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import exists
+from gpusnap.oci.chunks.table import descriptors
+from gpusnap.oci.layout.documents import Descriptor
+from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import GpusnapError, ManifestError
+from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.user_errors import NotFound
 
 UNNOTICED = "it has ended, and Podman was killed before it cleaned up"
@@ -22,6 +28,27 @@ UNNOTICED = "it has ended, and Podman was killed before it cleaned up"
 _STOPPED = ("exited", "stopped")
 # Seconds for Podman to list its containers. It may wait for a lock that another Podman has.
 _PATIENCE = 3.0
+# Seconds for Podman to describe all containers that may need memory in a store. A checkpoint or restore of
+# one may be in progress, and Podman waits for it.
+_DESCRIBING = 15.0
+_NOT_INSTALLED = "GPS-901"
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedContainer:
+    """A container that Podman can restore from its own checkpoint, with memory that is in a store."""
+
+    container: podman.Container
+    store: str
+    """The path of the store."""
+    chunks: frozenset[str]
+    """The digests of the chunks that its restore reads from there."""
+
+    @property
+    def command(self) -> str:
+        """The command with which Podman restores it."""
+        elsewhere = "" if locator.is_default(self.store) else self.store
+        return podman.to_restore(self.container, store=elsewhere)
 
 
 def resolve(place: locator.InStore) -> locator.ResolvedName:
@@ -43,23 +70,84 @@ def resolve(place: locator.InStore) -> locator.ResolvedName:
         ) from error
 
 
-def list_restorable(store: Store) -> tuple[podman.Container, ...]:
-    """Return containers that Podman can restore, and whose memory is in the store without a name."""
+def list_restorable(store: Store) -> tuple[StoppedContainer, ...]:
+    """Return containers that Podman can restore, and whose memory is in the store without a name.
+
+    A container is left out if the store lacks a chunk that its checkpoint needs: the store may have memory of
+    an earlier checkpoint. Returns nothing if Podman is not installed, or if the store cannot be read. Raises
+    GpusnapError if Podman does not answer in time.
+    """
     from gpusnap.checkpoints.list import listing
     from gpusnap.runtime_shim.snapshot.memory import handover
 
-    found: list[podman.Container] = []
-    if not exists(store.path):
-        return ()
-    with suppress(OciError, ManifestError):
+    try:
+        if not exists(store.path):
+            return ()
+        handed_over = handover.list_left(store)
         ids = {row.container_id for row in listing(store).rows if row.kind == "pages"}
-        ids |= {each.container for each in handover.list_left(store)}
-        for container_id in sorted(ids - {""}):
-            with suppress(GpusnapError):
-                there = podman.inspect_container(container_id)
-                if _has_checkpoint(there):
-                    found.append(there)
+    except OciError:
+        return ()
+    ids |= {each.container for each in handed_over}
+    present = {each.digest for record in handed_over for each in descriptors(record.tables)}
+    found: list[StoppedContainer] = []
+    for there in _inspect_existing(ids - {""}):
+        if not _has_checkpoint(there):
+            continue
+        with suppress(GpusnapError, OciError):
+            needed = _list_needed(there)
+            missing = [each for each in store.layout.list_missing(needed) if each.digest not in present]
+            if needed and not missing:
+                chunks = frozenset(each.digest for each in needed)
+                found.append(StoppedContainer(there, store.path, chunks))
     return tuple(found)
+
+
+def find_needed(store: Store, stopped: Sequence[StoppedContainer]) -> frozenset[str]:
+    """Return the digests of what the store's index names that contains all chunks of one of these.
+
+    Raises LayoutError.
+    """
+    from gpusnap.checkpoints.list import blobs_of, list_named
+
+    needs = [each.chunks for each in stopped if each.store == store.path]
+    found: set[str] = set()
+    for named in list_named(store) if needs else ():
+        with suppress(OciError):
+            blobs = blobs_of(store, named.root).keys()
+            if any(chunks <= blobs for chunks in needs):
+                found.add(named.root.digest)
+    return frozenset(found)
+
+
+def check_removal(store: Store, wanted: str, digest: str) -> None:
+    """Refuse to remove a name or a digest if the only memory of a stopped container would be lost.
+
+    Only memory without records is checked: the records of a checkpoint are removed together with its memory.
+    Raises GpusnapError, also if Podman does not say which containers it has; LayoutError.
+    """
+    from gpusnap.checkpoints.list import is_pages_only
+
+    entries = [each for each in store.entries() if each.descriptor.digest == digest]
+    if wanted in {each.name for each in entries} and len(entries) > 1:
+        return  # it keeps another name
+    if not is_pages_only(store, entries[0].descriptor):
+        return
+    try:
+        stopped = list_restorable(store)
+    except GpusnapError as error:
+        raise GpusnapError(
+            f"cannot determine whether a stopped container needs {digest}: {error}",
+            hint="try again when Podman answers, or remove it with --force",
+            code="GPS-706",
+        ) from error
+    for each in stopped:
+        if find_needed(store, [each]) == {digest}:
+            name = each.container.name
+            raise GpusnapError(
+                f"the stopped container {name} needs {digest}, which is its only memory in {store.path}",
+                hint=f"{each.command} continues it; gpusnap rm --force removes its memory for good",
+                code="GPS-706",
+            )
 
 
 def list_unnoticed() -> tuple[podman.Container, ...]:
@@ -83,8 +171,11 @@ def list_unnoticed() -> tuple[podman.Container, ...]:
     return tuple(found)
 
 
-def note_end(found: podman.Container) -> str:
-    """Have Podman notice the end of one of these; return what was done, in words. Raises GpusnapError."""
+def note_end(found: podman.Container, stores: Sequence[str] = ()) -> str:
+    """Have Podman notice the end of one of these; return what was done, in words. Raises GpusnapError.
+
+    `stores`: the paths of the stores that may have its memory.
+    """
     try:
         now = podman.inspect_container(found.id)
     except NotFound:
@@ -92,10 +183,48 @@ def note_end(found: podman.Container) -> str:
     if not now.is_not_cleaned_up:
         return f"Podman lists it as {now.status} now"
     podman.clean_up(found)
-    return (
-        f"{UNNOTICED}, which it has done now. To continue the container from its checkpoint: "
-        f"podman container restore {found.name}"
-    )
+    command = f"podman container restore {found.name}"
+    with suppress(GpusnapError):
+        restorable = (each for path in stores for each in list_restorable(Store(path)))
+        command = next((each.command for each in restorable if each.container.id == found.id), command)
+    return f"{UNNOTICED}, which it has done now. To continue the container from its checkpoint: {command}"
+
+
+def _inspect_existing(ids: Set[str]) -> list[podman.Container]:
+    """Inspect those of these containers that exist, within one deadline. Raises GpusnapError."""
+    found: list[podman.Container] = []
+    if not ids:
+        return found
+    end = time.monotonic() + _DESCRIBING
+    try:
+        existing = podman.names(seconds=_DESCRIBING)
+    except GpusnapError as error:
+        if error.code == _NOT_INSTALLED:
+            return found
+        raise
+    for container_id in sorted(ids & existing.keys()):
+        left = max(0.1, end - time.monotonic())
+        with suppress(NotFound), podman.Inspection(container_id, seconds=left) as asked:
+            found.append(asked.container())
+    return found
+
+
+def _list_needed(found: podman.Container) -> Sequence[Descriptor]:
+    """Return the chunks that a restore from Podman's checkpoint needs from a store.
+
+    Raises GpusnapError if the checkpoint cannot be read; LayoutError.
+    """
+    from gpusnap.runtime_shim.records import manifest_file
+    from gpusnap.runtime_shim.records.manifest import FOLDER
+    from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
+
+    path = found.checkpoint_path
+    if not manifest_file.is_ours(path):
+        return ()
+    record = manifest_file.read(path)
+    if record.pages != StoreDestination.kind:
+        return ()
+    return Layout(os.path.join(path, FOLDER)).list_missing(descriptors(record.tables))
 
 
 def _has_checkpoint(found: podman.Container) -> bool:
@@ -116,15 +245,12 @@ def _find_restorable(place: locator.InStore) -> podman.Container | None:
     """Return the container of that name, if this is the host's store and its checkpoint is complete."""
     if not locator.is_default(place.store.path):
         return None
-    from gpusnap.runtime_shim.records import manifest_file
-    from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
-
-    with suppress(GpusnapError):
+    with suppress(GpusnapError, OciError):
         found = podman.inspect_container(place.wanted)
         if found.name != place.wanted or not _has_checkpoint(found):
             return None
-        path = found.checkpoint_path
-        if not manifest_file.is_ours(path) or manifest_file.read(path).pages != StoreDestination.kind:
+        if not _list_needed(found):
             return found
-        return next((each for each in list_restorable(place.store) if each.id == found.id), None)
+        restorable = {each.container.id for each in list_restorable(place.store)}
+        return found if found.id in restorable else None
     return None

@@ -179,6 +179,14 @@ def _roots() -> Iterator[tuple[str, str]]:
                 yield f"{folder}/{name}", file
 
 
+def is_task(name: str) -> bool:
+    """Return whether containerd has a task of that ID, also one of NAMESPACE/ID."""
+    try:
+        return _task(name) is not None
+    except GpusnapError:  # in several namespaces
+        return True
+
+
 def _task(name: str) -> tuple[str, str] | None:
     """Return namespace and ID of containerd's task, or None. Raises GpusnapError for several."""
     wanted, slash, rest = name.partition("/")

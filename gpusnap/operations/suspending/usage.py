@@ -19,9 +19,11 @@ from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
+from gpusnap.runtime_shim.snapshot.records.suspensions import THERE, Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep
 
+CUT_OFF = "cut off"
+"""The state of a container whose gpusnap was killed."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -35,7 +37,7 @@ class Usage:
     """podman, or containerd."""
     state: str
     """running, paused, suspended; suspending, resuming and checkpointing while that takes place; cut off if a
-    killed checkpoint left stopped processes, for `gpusnap recover`."""
+    checkpoint, a suspend or a resume was killed, and `gpusnap recover` finishes or undoes it."""
     gpus: tuple[int, ...]
     """Their numbers in nvidia-smi; for a suspended container, those that it was on."""
     gpu_memory: int
@@ -95,13 +97,22 @@ def _measure_suspended(found: Suspension) -> Usage:
         found.name,
         found.container,
         found.engine,
-        str(found.stage),
+        _name_stage(found),
         gpus,
         found.gpu_memory,
         ram,
         stored,
         found.since,
     )
+
+
+def _name_stage(found: Suspension) -> str:
+    """Return the state of a suspended container in words."""
+    if found.stage is Stage.SUSPENDED:
+        return "suspended"
+    if not found.at_work:
+        return CUT_OFF
+    return "suspending" if found.stage in THERE else "resuming"
 
 
 def map_running(driver: Driver) -> Mapping[str, Mapping[str, int]]:
@@ -156,7 +167,7 @@ def _measure_running(driver: Driver, running: Sequence[_Running]) -> Iterator[Us
 
 def _state(each: _Running, under_way: Mapping[str, bool]) -> str:
     if each.container_id in under_way:
-        return "checkpointing" if under_way[each.container_id] else "cut off"
+        return "checkpointing" if under_way[each.container_id] else CUT_OFF
     return "paused" if each.paused else "running"
 
 

@@ -18,9 +18,11 @@ from types import ModuleType
 import click
 import pytest
 import zstandard
+from fake_podman import ID, FakePodman
 from fakes import POISON, FakeDriver, a_manifest, gpu, uuid
-from kept_checkpoints import hand_over_pages
+from kept_checkpoints import hand_over_pages, keep_pages
 from rich.console import Console
+from stopped_container import make_stopped
 
 from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
@@ -31,6 +33,8 @@ from gpusnap.oci.store.store import Store
 from gpusnap.operations import driver as needed
 from gpusnap.operations.checkpointing import places
 from gpusnap.operations.open import load_manifest
+from gpusnap.operations.restoring import in_podman
+from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
@@ -610,6 +614,124 @@ def test_memory_that_a_killed_command_left(
         assert f"{made[0].container[:12]}  the memory of its checkpoint is in the store {store.path}\n" in out
         assert [each.name for each in store.entries()] == [""]
         assert store.list_handed_over() == {}
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
+    """Podman has a checkpoint of the container w, with its memory in a store."""
+    return make_stopped(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("rebooted", [False, True])
+def test_a_stopped_container_with_memory_in_another_store(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    stopped: FakePodman,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    rebooted: bool,
+) -> None:
+    """recover and its list print the command that continues it, until that has been done."""
+    other, order = other_order
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    if rebooted:
+        order.unlink()
+        with monkeypatch.context() as before:
+            before.setattr(state_files, "boot", lambda: "earlier")
+            with places.remember(other.path, is_needed=lambda: True):
+                pass
+    keep_pages(other)
+    command = f"GPUSNAP_STORE={other.path} podman container restore w"
+    said = (
+        f"w ({ID[:12]})  Podman has its checkpoint, and its memory is in the store {other.path}; "
+        f"to continue it: {command}\n"
+    )
+    for words in (["--list"], [], []):
+        assert gpusnap("recover", *words) == (0, "", said)
+        assert list(Path(places.FOLDER).glob("*")) if rebooted else order.exists()
+    for container in ((), ("w",)):
+        (found,) = json.loads(gpusnap("recover", "--list", "--json", *container)[1])
+        assert (found["kind"], found["container"], found["name"]) == ("stopped", ID, "w")
+        assert found["why"].endswith(command)
+    stopped.has(status="running")
+    assert gpusnap("recover") == (0, "", "nothing to recover\n")
+    assert not order.exists()
+    assert not list(Path(places.FOLDER).glob("*"))
+
+
+def test_another_store_while_podman_does_not_answer(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    stopped: FakePodman,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store is not forgotten: a container may need it."""
+    other, order = other_order
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    monkeypatch.setattr(in_podman, "_DESCRIBING", 0.1)
+    (stopped.folder / "podman").write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    keep_pages(other)
+    code, _, err = gpusnap("recover")
+    assert code == 0
+    said = f"cannot determine whether a stopped container needs memory in {other.path}: Podman did"
+    assert said in err
+    assert order.exists()
+    code, out, err = gpusnap("recover", "--list", "--json")
+    assert (code, out, said in err) == (0, "[]\n", True)
+
+
+@pytest.mark.parametrize("words", [[], ["--list"]])
+def test_recover_of_one_container(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    stopped: FakePodman,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: list[str],
+) -> None:
+    """One that is healthy, one that only Podman can restore, one that never ran, and one that is missing."""
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    for status in ("running", "exited"):
+        stopped.has(status=status, checkpointed=status == "exited")
+        assert gpusnap("recover", *words, "w") == (0, "", "nothing to recover\n")
+    keep_pages(host_store)
+    _, _, err = gpusnap("recover", *words, "w")
+    assert err.endswith("its memory is in the store; to continue it: podman container restore w\n")
+    assert err.startswith("w (")
+    assert gpusnap("recover", "--list", "--json", "w") == (0, "[]\n", "")  # as after podman checkpoint
+    assert gpusnap("recover", "--list", "--json") == (0, "[]\n", "")
+    stopped.has(status="created")
+    code, _, err = gpusnap("recover", *words, "w")
+    assert (code, err.startswith("nothing to recover; Podman lists w as created: ")) == (0, True)
+    assert err.endswith("podman rm w removes it\n")
+    assert gpusnap("recover", "--list", "--json", "w") == (0, "[]\n", "")
+    (stopped.folder / "inspect.json").unlink()
+    code, out, err = gpusnap("recover", *words, "nosuch")
+    assert (code, out) == (exit_codes.NOT_FOUND, "")
+    assert err.startswith("gpusnap: there is no container nosuch; ")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = gpusnap("recover", *words, "nosuch")
+    assert (code, "podman cannot be run" in err) == (exit_codes.FAILED, True)
+    monkeypatch.setattr(targets, "_task", lambda _: ("default", "nosuch"))
+    assert gpusnap("recover", *words, "nosuch") == (0, "", "nothing to recover\n")
+
+
+def test_memory_that_no_container_needs(
+    gpusnap: Run, nothing_noted: None, host_store: Store, other_order: tuple[Store, Path]
+) -> None:
+    """It is named, and it is not said that there is nothing at all."""
+    keep_pages(host_store)
+    for words in (["--list"], []):
+        code, out, err = gpusnap("recover", *words)
+        assert (code, out) == (0, "")
+        first, second = err.splitlines()
+        assert " of memory without a name is in the store, from a checkpoint that failed or " in first
+        assert second == "no container needs recovery"
 
 
 def test_a_store_that_fails_keeps_no_other_one(

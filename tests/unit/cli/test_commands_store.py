@@ -17,6 +17,9 @@ from checkpoints import ANNOTATIONS, CHUNK, START, blob_path, damage, keep, nois
 from criu_images import CORE, INVENTORY
 from fake_registry import FakeRegistry, Say
 from fakes import POISON, a_manifest
+from kept_checkpoints import an_archive, keep_pages
+from kept_checkpoints import keep as keep_archive
+from stopped_container import make_stopped
 
 from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
@@ -25,6 +28,7 @@ from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.documents import Descriptor, Manifest
 from gpusnap.oci.registry import copy as transfer
 from gpusnap.oci.store.store import Store
+from gpusnap.operations.restoring import in_podman
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.records import manifest_json
 from gpusnap.runtime_shim.records.manifest import GpuProcess
@@ -747,11 +751,72 @@ def test_gc_tells_of_memory_without_a_name(gpusnap: Run, kept: Kept) -> None:
     _, out, _ = gpusnap("gc")
     (said,) = [line for line in out.splitlines() if "without a name" in line]
     own = next(row["own"] for row in json_of(gpusnap, "ls")["checkpoints"] if row["kind"] == "pages")
-    assert said.startswith("1 entry without a name is memory of a checkpoint")
-    assert f"interrupted: {binary_size(own)}; gpusnap ls --filter kind=pages lists them" in said
+    assert said == (
+        f"{binary_size(own)} of memory without a name is in the store, from a checkpoint that failed or "
+        "whose records are in Podman or an archive. List it: gpusnap ls --filter kind=pages. If nothing "
+        "needs it: gpusnap rm --gc DIGEST"
+    )
     gpusnap("rm", "--gc", kept.pages.digest)
     _, out, _ = gpusnap("gc")
     assert "without a name" not in out
+
+
+def test_memory_that_a_stopped_container_needs(
+    gpusnap: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gc has the command that continues it, and rm does not remove the last copy without --force."""
+    store = Store(tmp_path / "store")
+    make_stopped(tmp_path, monkeypatch)
+    older, needed = keep_pages(store, salt=7), keep_pages(store)
+    _, out, _ = gpusnap("gc")
+    assert "w needs memory without a name; to continue w: podman container restore w\n" in out
+    assert " of memory without a name is in the store" in out
+    assert gpusnap("rm", older)[0] == 0
+    _, out, _ = gpusnap("gc")
+    assert " of memory without a name is in the store" not in out
+    gpusnap("tag", needed, "v:1")
+    assert gpusnap("tag", needed, "v:2")[0] == 0
+    assert gpusnap("rm", "v:1")[0] == 0
+    for wanted in (needed, "v:2"):
+        code, out, err = gpusnap("rm", "--gc", wanted)
+        assert (code, "removed v" in out) == (exit_codes.FAILED, False)
+        assert err.startswith(
+            f"gpusnap: the stopped container w needs {needed}, which is its only memory in "
+        )
+        assert "; podman container restore w continues it; gpusnap rm --force removes " in err
+        assert err.endswith("[GPS-706]\n")
+    assert [each.name for each in store.entries()] == ["v:2"]
+    assert gpusnap("rm", "--force", needed)[0] == 0
+    assert store.entries() == ()
+
+
+def test_memory_that_is_there_twice(gpusnap: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rm removes one of both: a restore finds every chunk in the other."""
+    store = Store(tmp_path / "store")
+    make_stopped(tmp_path, monkeypatch)
+    pages = keep_pages(store)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    keep_archive(store, an_archive(whole), ["w:1"])
+    assert gpusnap("rm", pages)[0] == 0
+
+
+def test_rm_while_podman_does_not_answer(
+    gpusnap: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that a container may need stays, and that is an error; gc goes on."""
+    store = Store(tmp_path / "store")
+    podman = make_stopped(tmp_path, monkeypatch)
+    (podman.folder / "podman").write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    monkeypatch.setattr(in_podman, "_DESCRIBING", 0.1)
+    pages = keep_pages(store)
+    code, _, err = gpusnap("rm", pages)
+    assert code == exit_codes.FAILED
+    assert f"cannot determine whether a stopped container needs {pages}: Podman did not respond" in err
+    code, out, _ = gpusnap("gc")
+    assert code == 0
+    assert "cannot determine which memory without a name containers need: Podman did not respond" in out
+    assert len(store.entries()) == 1
 
 
 def test_gc_of_a_damaged_store(gpusnap: Run, kept: Kept) -> None:

@@ -119,6 +119,7 @@ PUBLISHED: Mapping[str, str] = {
     "GPS-703": "store-busy",
     "GPS-704": "store-unusable",
     "GPS-705": "gc-refused",
+    "GPS-706": "memory-needed",
     "GPS-710": "not-pushed",
     "GPS-801": "not-allowed",
     "GPS-802": "not-in-registry",

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_podman import ID, FakePodman
-from kept_checkpoints import an_archive, keep, keep_pages
+from kept_checkpoints import an_archive, hand_over_pages, keep, keep_pages
+from stopped_container import make_stopped
 
 from gpusnap.checkpoints.locator import InStore
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.restoring import in_podman
-from gpusnap.runtime_shim.errors import ContainerError
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.snapshot import restored_containers
 from gpusnap.runtime_shim.snapshot.restore_record import Restore
 from gpusnap.user_errors import NotFound
@@ -30,12 +30,7 @@ def store(host_store: Store) -> Store:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
     """It has a container w that a checkpoint ended, whose memory went to a store."""
-    found = FakePodman(tmp_path / "podman", monkeypatch)
-    found.has(status="exited", checkpointed=True)
-    with tarfile.open(an_archive(tmp_path, pages="store")) as whole:
-        images = [each for each in whole.getmembers() if each.name.startswith("checkpoint/")]
-        whole.extractall(found.folder, images, filter="data")
-    return found
+    return make_stopped(tmp_path, monkeypatch)
 
 
 def refused(store: Store, wanted: str = "w") -> NotFound:
@@ -51,7 +46,7 @@ def test_its_memory_is_in_the_store(store: Store, fake: FakePodman) -> None:
     error = refused(store)
     assert str(error).endswith("'w', but Podman has a checkpoint of the container w")
     assert error.hint.startswith("podman container restore w continues it")
-    assert [each.id for each in in_podman.list_restorable(store)] == [ID]
+    assert [each.container.id for each in in_podman.list_restorable(store)] == [ID]
 
 
 def test_podman_was_killed_too(store: Store, fake: FakePodman) -> None:
@@ -61,7 +56,7 @@ def test_podman_was_killed_too(store: Store, fake: FakePodman) -> None:
     assert refused(store).hint.startswith(
         "podman container cleanup w && podman container restore w continues it"
     )
-    assert [each.id for each in in_podman.list_restorable(store)] == [ID]
+    assert [each.container.id for each in in_podman.list_restorable(store)] == [ID]
     for image in (fake.folder / "checkpoint").glob("inventory.img"):
         image.unlink()
     assert "Podman" not in str(refused(store))
@@ -73,6 +68,37 @@ def test_its_memory_is_gone(store: Store, tmp_path: Path, fake: FakePodman) -> N
     (tmp_path / "other").mkdir()
     keep(store, an_archive(tmp_path / "other"), ["other"])
     assert refused(store).hint == "gpusnap ls lists the checkpoints"
+    assert in_podman.list_restorable(store) == ()
+
+
+def test_memory_of_an_earlier_checkpoint(store: Store, fake: FakePodman) -> None:
+    """The store has memory of that container, but not all that Podman's checkpoint needs."""
+    keep_pages(store, salt=7)
+    assert in_podman.list_restorable(store) == ()
+    assert "Podman" not in str(refused(store))
+    keep_pages(store)
+    assert [each.container.id for each in in_podman.list_restorable(store)] == [ID]
+
+
+def test_memory_that_a_killed_command_was_to_take(store: Store, fake: FakePodman) -> None:
+    """It counts as what is in the store: a restore takes it over."""
+    hand_over_pages(store, "handed")
+    assert [each.container.id for each in in_podman.list_restorable(store)] == [ID]
+
+
+def test_podman_does_not_answer(
+    store: Store, fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is an error, in time: nobody can say that no container needs the memory. No Podman is none."""
+    keep_pages(store)
+    monkeypatch.setattr(in_podman, "_DESCRIBING", 0.2)
+    program = fake.folder / "podman"
+    works = program.read_text()
+    for name in ("ps", "container"):
+        program.write_text(works.replace("F=", f'[ "$1" != {name} ] || exec tail -f /dev/null\nF=', 1))
+        with pytest.raises(GpusnapError, match="did not respond within"):
+            in_podman.list_restorable(store)
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert in_podman.list_restorable(store) == ()
 
 
@@ -121,6 +147,19 @@ def test_an_end_that_podman_has_not_noticed(fake: FakePodman) -> None:
     assert in_podman.note_end(found).endswith(" from its checkpoint: podman container restore w")
     assert f"container cleanup {ID}\n" in (fake.folder / "calls").read_text()
     assert in_podman.list_unnoticed() == ()
+
+
+def test_the_store_of_an_end_that_podman_has_not_noticed(
+    tmp_path: Path, fake: FakePodman, store: Store
+) -> None:
+    """The command names the store that has its memory, if that is not this host's."""
+    not_cleaned_up(fake)
+    other = Store(tmp_path / "other")
+    keep_pages(other)
+    (found,) = in_podman.list_unnoticed()
+    (fake.folder / "ids").write_text(f"{ID} w")
+    said = in_podman.note_end(found, [store.path, other.path])
+    assert said.endswith(f" from its checkpoint: GPUSNAP_STORE={other.path} podman container restore w")
 
 
 @pytest.mark.parametrize("why", ["it runs", "another runtime", "no checkpoint", "restored", "no answer"])

@@ -240,6 +240,16 @@ def test_one_that_is_being_checkpointed(
     assert found.state == state
 
 
+@pytest.mark.parametrize("stage", [each for each in suspensions.Stage if each is not Stage.SUSPENDED])
+def test_the_state_of_a_killed_suspend_or_resume(stage: Stage) -> None:
+    """It is in progress only while its gpusnap is at work."""
+    working = replace(ONE, stage=stage, owner=state_files.owner())
+    suspending = stage in (Stage.SUSPENDING, Stage.UNDONE)
+    assert usage._measure_suspended(working).state == ("suspending" if suspending else "resuming")
+    assert usage._measure_suspended(replace(working, owner=(1, 1))).state == "cut off"
+    assert usage._measure_suspended(replace(ONE, owner=(1, 1))).state == "suspended"
+
+
 def test_ps(gpusnap: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a table, as JSON, by a template, and names alone."""
     found = (
@@ -261,6 +271,8 @@ def test_ps(gpusnap: Callable[..., tuple[int, str, str]], monkeypatch: pytest.Mo
     assert gpusnap("ps", "--quiet")[1] == "llama\nqwen\n"
     assert gpusnap("ps", "--format", "{{.Name}}: {{.State}}")[1] == "llama: suspended\nqwen: running\n"
     assert "the fields are Name, State" in gpusnap("ps", "--format", "{{.Digest}}")[2]
+    monkeypatch.setattr(usage, "usages", lambda: (replace(found[1], state="cut off"),))
+    assert gpusnap("ps")[1].endswith("\ncut off: its gpusnap was killed; run gpusnap recover\n")
     monkeypatch.setattr(usage, "usages", tuple)
     assert "none is suspended" in gpusnap("ps")[1]
 

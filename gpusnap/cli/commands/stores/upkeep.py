@@ -21,6 +21,12 @@ from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.gc import Collected
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import Entry, format_names
+from gpusnap.operations.restoring.in_podman import (
+    StoppedContainer,
+    check_removal,
+    find_needed,
+    list_restorable,
+)
 from gpusnap.operations.verify import verify_all, verify_one
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
@@ -84,15 +90,17 @@ def verify(what: tuple[str, ...], everything: bool, deep: bool, plain_http: bool
     "--all", "everything", is_flag=True, help="Remove all checkpoints with a name, if no tag is given."
 )
 @click.option("--gc", "at_once", is_flag=True, help="Free the disk space immediately, as `gpusnap gc` does.")
+@click.option("--force", is_flag=True, help="Also remove memory that a stopped container needs.")
 @_as_json
-def rm(what: tuple[str, ...], everything: bool, at_once: bool, as_json: bool) -> None:
+def rm(what: tuple[str, ...], everything: bool, at_once: bool, force: bool, as_json: bool) -> None:
     """Remove checkpoints from a store.
 
     A name removes that name, and the checkpoint with its last name; a digest removes the checkpoint with all
     its names. A name without a tag, such as server, removes server:TAG if there is only one; if there are
     several, nothing is removed, unless --all is given. The referrers of a checkpoint, such as a signature,
     are removed with it. The blobs stay on disk until `gpusnap gc`. After that, Podman cannot restore the
-    stopped container of that checkpoint either.
+    stopped container of that checkpoint either. The only memory of a stopped container, without Podman's
+    records ("pages only"), is removed only with --force.
 
     As JSON: removed (what, store, digest, names, and left, the names that it still has), collected (null, or
     a list of the output of `gpusnap gc`).
@@ -102,7 +110,7 @@ def rm(what: tuple[str, ...], everything: bool, at_once: bool, as_json: bool) ->
     stores: dict[str, Store] = {}
     for word in what:
         try:
-            removed.extend(_remove_each(word, stores, everything=everything))
+            removed.extend(_remove_each(word, stores, everything=everything, force=force))
         except GpusnapError as error:
             failures.append(error)
     collected = [(store, collect_store(store, dry_run=False)) for store in stores.values()] if at_once else []
@@ -125,8 +133,9 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
     killed writers left. Data that another command is reading or writing, or that `gpusnap recover` needs, is
     not removed. Several hosts may share a store: suspended memory of another one is not removed either, and a
     line says whose it is. If the store is damaged, nothing is removed. Memory without a name ("pages only")
-    stays, because the records of its checkpoint may be in Podman's storage or in an archive: the last line
-    says how much.
+    stays, because the records of its checkpoint may be in Podman's storage or in an archive. For each stopped
+    container that Podman can restore from it, a line has the command; the last line says how much no such
+    container needs.
 
     As JSON: store, dryRun, blobs, size, stagings, spared (path, why), liveBlobs, liveSize.
     """
@@ -135,10 +144,19 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
     if as_json:
         print_json(collected_document(place, found, dry_run=dry_run))
         return
-    store_tables.print_collected(show.output(), place.path, found, dry_run=dry_run)
+    console = show.output()
+    store_tables.print_collected(console, place.path, found, dry_run=dry_run)
+    stopped: tuple[StoppedContainer, ...] = ()
+    try:
+        stopped = list_restorable(place)
+    except GpusnapError as error:
+        show.say(console, f"cannot determine which memory without a name containers need: {error.sentence()}")
+    for each in stopped:
+        name = each.container.name
+        show.say(console, f"{name} needs memory without a name; to continue {name}: {each.command}")
     with suppress(OciError):
-        if said := store_tables.explain_pages_only(listing(place)):
-            show.say(show.output(), said)
+        if said := store_tables.explain_pages_only(listing(place), needed=find_needed(place, stopped)):
+            show.say(console, said)
 
 
 @click.command()
@@ -201,12 +219,14 @@ def _parse_named(word: str) -> InStore:
     return place
 
 
-def _remove_each(word: str, stores: dict[str, Store], *, everything: bool) -> Iterator[_Removed]:
+def _remove_each(word: str, stores: dict[str, Store], *, everything: bool, force: bool) -> Iterator[_Removed]:
     place = _parse_named(word)
     store = open_store(place.store, write=True)
     for wanted in _to_remove(store, place.wanted, everything=everything):
         with convert_errors():
             digest = store.find_exactly(wanted).descriptor.digest
+            if not force:
+                check_removal(store, wanted, digest)
             names = store.remove(wanted)
             entries = store.entries()
             left = tuple(each.name for each in entries if each.descriptor.digest == digest)

@@ -56,8 +56,9 @@ _LAYOUTS = (((), 2), (("since",), 2), (("since", "store"), 2), (("since", "store
 def ps(form: str | None, quiet: bool, watch: bool, as_json: bool) -> None:
     """List the containers that use a GPU, and those that are suspended.
 
-    The state is running, paused, suspended or checkpointing; it is "cut off" if a killed checkpoint left
-    stopped processes, which `gpusnap recover` resumes. "memory" is the GPU memory that a container uses; for
+    The state is running, paused or suspended, or checkpointing, suspending or resuming while that is in
+    progress. It is "cut off" if a checkpoint, a suspend or a resume was killed: `gpusnap recover` finishes or
+    undoes it. "memory" is the GPU memory that a container uses; for
     a suspended one it is what it needs when it is resumed, and "RAM" and "store" show where that is now. A
     containerd container has its namespace before its ID, unless that is "default".
 
@@ -96,6 +97,8 @@ def ps(form: str | None, quiet: bool, watch: bool, as_json: bool) -> None:
 
 
 def _show(found: Sequence[Usage]) -> None:
+    from gpusnap.operations.suspending.usage import CUT_OFF
+
     console = show.output()
     if not found:
         show.say(console, "no container uses a GPU, and none is suspended")
@@ -105,3 +108,5 @@ def _show(found: Sequence[Usage]) -> None:
     if held := [each.ram for each in found if each.ram]:
         whose = "1 container" if len(held) == 1 else f"{len(held)} containers"
         show.say(console, f"GPU memory of {whose} in RAM: {human(sum(held))}")
+    if any(each.state == CUT_OFF for each in found):
+        show.say(console, "cut off: its gpusnap was killed; run gpusnap recover")
