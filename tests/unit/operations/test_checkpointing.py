@@ -772,7 +772,7 @@ def test_the_whole_amount_on_a_full_disk(
     """GPU memory included, which the runtime would ask for next; a store that is not there is not begun."""
     found = list(os.statvfs(tmp_path))
     found[4] = 0
-    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found))
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(found, {"f_fsid": 1}))
     monkeypatch.setattr(disk_space, "_RECORDS", 1 << 20)
     monkeypatch.setattr(disk_space, "memory", lambda _, gpus: (3 << 30) if not gpus else 63 << 30)
     monkeypatch.setattr(disk_space, "measure_gpu_memory", lambda _: 60 << 30)
@@ -802,7 +802,7 @@ def test_no_room_for_volumes(fake: FakePodman, tmp_path: Path, monkeypatch: pyte
 
     def room(free: int) -> None:
         real[0], real[1], real[4] = 4096, 4096, free // 4096
-        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(real))
+        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(real, {"f_fsid": 1}))
 
     fake.has(volumes={"vol": str(folder)})
     (fake.folder / "checkpoint").mkdir()
