@@ -18,6 +18,7 @@ from storehost import COMMAND, PLAIN, PLAIN_BUT_RUNTIME, STORE, done, empty_stor
 from support import GPUS_CONF, Container, faults, good, kill_at, podman, run, sentence, until
 from suspendhost import nothing_left, resumed, suspended, usage
 
+from gpusnap.oci.store.paths import PRECIOUS
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.shim import overrides
@@ -345,6 +346,9 @@ def test_killed_spill(store: Store) -> None:
         assert usage("w")["state"] == "suspended"
     resumed(container)
     nothing_left()
+    # One that was killed before it had marked its directory leaves that to gc (oci/store/store.py).
+    assert not [name for name in staged(store) if (Path(store.path) / "staging" / name / PRECIOUS).exists()]
+    good(gpusnap("gc"))
     assert staged(store) == []
 
 
