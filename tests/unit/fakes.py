@@ -20,8 +20,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -591,3 +591,20 @@ def unshare_works(*options: str) -> bool:
     if program is None:
         return False
     return subprocess.run([program, *options, "true"], capture_output=True, check=False).returncode == 0
+
+
+@contextmanager
+def exporting(folder: Path, archive: str) -> Iterator[None]:
+    """A program that looks as a Podman does which exports a container."""
+    podman = folder / "podman"
+    if not podman.is_symlink():
+        podman.symlink_to("/bin/sh")
+    with subprocess.Popen(
+        [podman, "-c", "echo; read x", "container", "checkpoint", "--export", archive, "c0ffee"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield
+        child.communicate(b"")

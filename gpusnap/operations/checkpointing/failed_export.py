@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, m
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import INVENTORY
-from gpusnap.runtime_shim.runtime.criu.images.directory import note_earlier
+from gpusnap.runtime_shim.runtime.criu.images.directory import list_versions
 from gpusnap.user_errors import NotFound, failure
 
 # Podman refuses an archive without these (libpod, prepareCheckpointImport).
@@ -146,7 +146,7 @@ def _find_left(export: Export) -> _Left:
 
 def _find_images(path: str) -> _Images | None:
     try:
-        return note_earlier(path).versions if path and is_folder(path) else {}
+        return list_versions(path) if path and is_folder(path) else {}
     except (OSError, ImageError):
         return None
 

@@ -19,7 +19,7 @@ import click
 import pytest
 import zstandard
 from fake_podman import ID, FakePodman
-from fakes import POISON, FakeDriver, a_manifest, gpu, uuid
+from fakes import POISON, FakeDriver, a_manifest, exporting, gpu, uuid
 from kept_checkpoints import hand_over_pages, keep_pages
 from rich.console import Console
 from stopped_container import make_stopped
@@ -785,20 +785,11 @@ def test_an_export_that_podman_has_not_begun(
     other, order = other_order
     archive = f"{other.path}/staging/one/podman.tar"
     order.write_text(json.dumps({"owner": [1, 1], "store": other.path, "container": "c0ffee"}))
-    podman = tmp_path / "podman"
-    podman.symlink_to("/bin/sh")
-    with subprocess.Popen(
-        [podman, "-c", "echo; read x", "container", "checkpoint", "--export", archive, "c0ffee"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
+    with exporting(tmp_path, archive):
         for words in (["--list"], []):
             said = f"Podman is still exporting to {archive}: run gpusnap recover again when it has finished\n"
             assert gpusnap("recover", *words) == (0, "", said)
             assert order.exists()
-        child.communicate(b"")
     assert gpusnap("recover") == (0, "", "nothing to recover\n")
     assert not order.exists()
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import exporting
 
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import left_exports, places
@@ -33,23 +31,6 @@ def test_in_a_store(tmp_path: Path) -> None:
     (left,) = left_exports.list_left(store.path)
     assert (left.archive, left.said) == (f"{kept.path}/podman.tar", "podman container restore --import it")
     assert left_exports.list_left(str(tmp_path / "none")) == ()
-
-
-@contextmanager
-def exporting(folder: Path, archive: str) -> Iterator[None]:
-    """A program that looks as a Podman does which exports a container."""
-    podman = folder / "podman"
-    if not podman.is_symlink():
-        podman.symlink_to("/bin/sh")
-    with subprocess.Popen(
-        [podman, "-c", "echo; read x", "container", "checkpoint", "--export", archive, "c0ffee"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        yield
-        child.communicate(b"")
 
 
 def test_in_a_store_that_two_export_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

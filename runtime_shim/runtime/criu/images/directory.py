@@ -66,13 +66,22 @@ def clean(image_path: str, there: EarlierImages) -> bool:
 
 def note_earlier(image_path: str) -> EarlierImages:
     """Return the images that exist before a dump, and files that look like some. Raises ImageError."""
-    with raise_as(ImageError, f"the checkpoint's directory {image_path} cannot be read"):
-        versions = {
+    with _explain_read_errors(image_path):
+        return EarlierImages(_identify(image_path), list_versions(image_path))
+
+
+def list_versions(image_path: str) -> Mapping[str, tuple[int, ...]]:
+    """Return `EarlierImages.versions` alone. Raises ImageError."""
+    with _explain_read_errors(image_path):
+        return {
             entry.name: _version(entry.stat(follow_symlinks=False))
             for entry in os.scandir(image_path)
             if _is_of_a_dump(entry.name)
         }
-        return EarlierImages(_identify(image_path), versions)
+
+
+def _explain_read_errors(image_path: str) -> raise_as:
+    return raise_as(ImageError, f"the checkpoint's directory {image_path} cannot be read")
 
 
 def drop_earlier(image_path: str, there: EarlierImages) -> None:
