@@ -150,7 +150,7 @@ def test_another_file_system_with_a_store(folder: Path, leave: Callable[..., Non
     leave(tmp_path)
     missing = left_exports.list_missing()
     assert len(missing) == 1
-    assert left_exports.list_stores("/own", [each.store for each in missing]) == ["/own", str(tmp_path)]
+    assert {*left_exports.list_stores("/own", [each.store for each in missing])} == {"/own", str(tmp_path)}
     left_exports.forget(missing)
     assert [str(path) for path in folder.iterdir()] == [missing[0].archive]
 
