@@ -78,10 +78,10 @@ class _Pipe(io.FileIO):
 
 def forgive_closed_pipes() -> None:
     """Put such streams in the places of sys.stdout and sys.stderr; any that is not the process' own stays."""
-    if sys.stdout is not None and sys.stdout is sys.__stdout__:
-        sys.stdout = _wrap_stream(sys.stdout)
-    if sys.stderr is not None and sys.stderr is sys.__stderr__:
-        sys.stderr = _wrap_stream(sys.stderr)
+    if (own := sys.__stdout__) is not None and sys.stdout is own:
+        sys.stdout = _wrap_stream(own)
+    if (own := sys.__stderr__) is not None and sys.stderr is own:
+        sys.stderr = _wrap_stream(own)
 
 
 def _wrap_stream(stream: TextIO) -> TextIO:
