@@ -6,12 +6,11 @@ A restored container has one only if the runtime runs createRuntime hooks again,
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from datetime import UTC, datetime
 
 from gpusnap.hooks.documents import HookError, check_schema, encode, parse, read_file
 from gpusnap.hooks.record_directories import check_id, open_directory
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import asdict, dataclass
 from gpusnap.oci.base.files import replace
 from gpusnap.runtime_shim.errors import reason
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.labels import labels_in
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.digests import PREFIX

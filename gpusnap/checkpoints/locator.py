@@ -23,9 +23,8 @@ import os
 import re
 import shlex
 from contextlib import suppress
-from dataclasses import replace
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import LayoutError, NotThere, RegistryError, StoreError
 from gpusnap.oci.base.files import no_file
 from gpusnap.oci.base.patterns import compile_later

@@ -16,10 +16,9 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, fields
 from typing import Any
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import asdict, dataclass, list_fields
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
@@ -192,7 +191,7 @@ def _path(key: str) -> str:
 def _from_json(value: Any) -> OutgoingMigration:
     if value["version"] != _VERSION:
         raise ValueError(f"it has version {value['version']}, but this gpusnap supports only {_VERSION}")
-    known = {key.name: value[key.name] for key in fields(OutgoingMigration)}
+    known = {name: value[name] for name in list_fields(OutgoingMigration)}
     pid, start = known.pop("owner")
     return OutgoingMigration(
         **{**known, "route": tuple(map(str, known["route"])), "owner": (int(pid), int(start))}

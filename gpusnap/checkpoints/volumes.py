@@ -16,9 +16,8 @@ import json
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import ChunkError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from typing import Any
 
 import click
+
+from gpusnap.oci.base.dataclass import asdict
 
 
 def print_json(value: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -13,7 +12,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.engines import podman
 from gpusnap.migration.records import Record
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import asdict, dataclass
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.restoring.in_podman import StoppedContainer

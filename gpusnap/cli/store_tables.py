@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpusnap.checkpoints.damage import VerifyResult
@@ -23,6 +22,7 @@ from gpusnap.checkpoints.statistics import (
 from gpusnap.cli.json_output import document
 from gpusnap.cli.moved import blobs
 from gpusnap.cli.tables import make_plain, say, table
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.store.gc import Collected
 from gpusnap.operations import diff as records
 from gpusnap.operations.open import StoredCheckpoint

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpusnap.oci.base.dataclass import list_fields
 from gpusnap.runtime_shim.gpu.api.driver import Host
 from gpusnap.runtime_shim.gpu.assignment import Plan
 from gpusnap.runtime_shim.records.manifest import Manifest, NeutralisedProcess
@@ -204,13 +204,15 @@ def plan_document(chosen: Plan) -> dict[str, Any]:
 
 def print_settings(console: Console, values: Settings, prefix: str = "") -> None:
     """Every setting with its value, one a line, as dotted TOML keys."""
-    for item in fields(values):
-        value = getattr(values, item.name)
-        name = prefix + item.name.replace("_", "-")
+    from dataclasses import is_dataclass
+
+    for field in list_fields(values):
+        value = getattr(values, field)
+        name = prefix + field.replace("_", "-")
         if is_dataclass(value):
             print_settings(console, value, prefix=f"{name}.")  # type: ignore[arg-type]
         else:
-            if item.name == "gpu_map":
+            if field == "gpu_map":
                 value = ",".join(f"{old}={new}" for old, new in value)
             text = str(value).lower() if isinstance(value, bool) else value
             text = (

@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
 from typing import IO, Any
 
 from gpusnap.engines import podman_options
@@ -25,7 +24,7 @@ from gpusnap.engines.podman_command import (
     start,
 )
 from gpusnap.engines.podman_options import Option
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.deadlines import wait_for_end
 from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError, reason

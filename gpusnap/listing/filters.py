@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from typing import get_args
 
 from gpusnap.checkpoints.list import Kind, Row
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.store.tags import base, moment
 from gpusnap.runtime_shim.errors import UsageError

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from gpusnap.checkpoints.list import Row, describe
 from gpusnap.checkpoints.locator import InRegistry
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,

@@ -20,7 +20,6 @@ import platform
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -33,7 +32,7 @@ from gpusnap.migration.blobs import check_answer, serve
 from gpusnap.migration.frames import PATIENCE, VERSION, Channel
 from gpusnap.migration.link import Route, connect
 from gpusnap.migration.receiver import new_id
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import asdict, dataclass, field, replace
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space

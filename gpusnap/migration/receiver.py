@@ -13,7 +13,6 @@ import secrets
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, replace
 from typing import Any
 
 from gpusnap.checkpoints import artifact as kept
@@ -22,6 +21,7 @@ from gpusnap.engines import podman, podman_work
 from gpusnap.migration import records
 from gpusnap.migration.blobs import Remote
 from gpusnap.migration.frames import LONGEST_PATIENCE, VERSION, Channel, LinkLost, error_frame
+from gpusnap.oci.base.dataclass import list_fields, replace
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.layout.documents import Descriptor
@@ -274,7 +274,7 @@ def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
                 code="GPS-822",
             ) from error
         there = True
-    gpus = [GpuRecord(**{key.name: each[key.name] for key in fields(GpuRecord)}) for each in frame["gpus"]]
+    gpus = [GpuRecord(**{name: each[name] for name in list_fields(GpuRecord)}) for each in frame["gpus"]]
     found: dict[str, Any] = {"free": free, "image": there, "pairs": []}
     if gpus:
         found |= _make_plan_frame(_rough_plan(gpus, frame))

@@ -16,12 +16,11 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
 from typing import Any
 
 from gpusnap.checkpoints import locator, migrations
 from gpusnap.engines import podman
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import asdict, dataclass, replace
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,7 +18,7 @@ from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats import containerd_images as images
 from gpusnap.checkpoints.locator import InContainerd, InFile, InLayoutFile, InRegistry, InStore
 from gpusnap.checkpoints.names import dated_name, store_name
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import StoreError
 from gpusnap.oci.layout.archive_writer import write_archive as write_layout
 from gpusnap.oci.layout.digests import get_hex

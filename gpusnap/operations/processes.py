@@ -10,11 +10,11 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 
 from gpusnap.checkpoints import processes
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.processes import Place, Process
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.tar.compression import Readable
 from gpusnap.operations.open import Checkpoint

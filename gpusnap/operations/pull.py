@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator, volumes
 from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats.entries import entries
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.errors import BlobError, DiskFull, NotACheckpoint, OciError, StagingBusy
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.table import descriptors

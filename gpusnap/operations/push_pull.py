@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from gpusnap.checkpoints import artifact as kept
@@ -20,7 +19,7 @@ from gpusnap.checkpoints.formats.layout_archive import InLayout
 from gpusnap.checkpoints.formats.names import ARCHIVE, FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.names import store_name
 from gpusnap.checkpoints.offline import raise_named
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import BlobError, RegistryError
 from gpusnap.oci.layout import reference
 from gpusnap.oci.layout import single_layer_image as image

@@ -9,7 +9,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpusnap.checkpoints.artifact import hold
@@ -27,6 +26,7 @@ from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_con
 from gpusnap.checkpoints.list import NamedDigest, list_named
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
 from gpusnap.checkpoints.offline import stand_in
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.errors import (
     BlobError,
     DigestError,

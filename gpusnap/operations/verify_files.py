@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import replace
 from typing import IO, cast
 
 import zstandard
@@ -18,7 +17,7 @@ from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import default_store, open_store
 from gpusnap.checkpoints.statistics import parts
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import ArchiveError, LayoutError
 from gpusnap.oci.base.files import open_named
 from gpusnap.oci.base.json_text import parse_json

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from datetime import UTC, datetime
 
 from gpusnap.checkpoints import artifact as kept
@@ -19,6 +18,7 @@ from gpusnap.doctor.base.check import Check
 from gpusnap.doctor.base.sources import ask, text
 from gpusnap.doctor.versions import versions
 from gpusnap.engines import podman
+from gpusnap.oci.base.dataclass import list_fields
 from gpusnap.oci.registry.credentials import list_files
 from gpusnap.oci.store.tags import by_age
 from gpusnap.report.mask import known_secrets, mask
@@ -129,8 +129,8 @@ def _checkpoint(what: InStore) -> Iterator[str]:
 
 
 def _record(record: Manifest) -> Iterator[str]:
-    for item in fields(record.host):
-        yield f"host {item.name} = {getattr(record.host, item.name)}"
+    for name in list_fields(record.host):
+        yield f"host {name} = {getattr(record.host, name)}"
     for gpu in record.gpus:
         yield f"GPU {gpu.index}: {gpu.model}, {human(gpu.memory_used)} of {human(gpu.memory_total)} used"
     for process in record.processes:

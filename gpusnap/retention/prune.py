@@ -14,12 +14,11 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from gpusnap.checkpoints.list import Row, listing
 from gpusnap.checkpoints.names import container_name, is_time
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import moment
 from gpusnap.retention.rules import Candidate, Rules, decide

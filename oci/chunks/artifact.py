@@ -31,11 +31,9 @@ ones are ignored.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.oci.base.errors import EngineImage, LayoutError, NotACheckpoint
 from gpusnap.oci.chunks.table import MEDIA_TYPES, Table
 from gpusnap.oci.layout.documents import (
@@ -144,7 +142,7 @@ def write(layout: Layout, artifact: Artifact) -> Descriptor:
     if EMPTY in (artifact.config.media_type, whole.layers[0].media_type):
         layout.add_blob(EMPTY_BLOB)
     if _size(whole) <= LARGEST_DOCUMENT:
-        return dataclasses.replace(layout.add_manifest(whole), annotations=notes)
+        return replace(layout.add_manifest(whole), annotations=notes)
     layout.add_blob(EMPTY_BLOB)
     parts = _parts(artifact.config, first, chunks)
     documents = tuple(layout.add_manifest(each) for each in parts)
@@ -156,7 +154,7 @@ def write(layout: Layout, artifact: Artifact) -> Descriptor:
             f"{len(content)} bytes; {MOST_MANIFESTS} and {LARGEST_DOCUMENT} are allowed"
         )
     found = layout.add_blob(content, media_type=INDEX)
-    return dataclasses.replace(found, artifact_type=CHECKPOINT, annotations=notes)
+    return replace(found, artifact_type=CHECKPOINT, annotations=notes)
 
 
 def read(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifact:
@@ -299,7 +297,7 @@ def _check_types(artifact: Artifact) -> None:
 
 def _add_title(layer: Descriptor) -> Descriptor:
     notes = {**layer.annotations, TITLE: TITLES[layer.media_type]}
-    return dataclasses.replace(layer, annotations=dict(sorted(notes.items())))
+    return replace(layer, annotations=dict(sorted(notes.items())))
 
 
 def _add_count(notes: Mapping[str, str], parts: int) -> dict[str, str]:

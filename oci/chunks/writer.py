@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 import zstandard
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import CeilingError, ChunkError, LayoutError, binary_size
 from gpusnap.oci.base.threads import Crew, SharedIterator
 from gpusnap.oci.chunks import encoding, planes

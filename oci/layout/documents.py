@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import field
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.errors import DigestError, LayoutError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later

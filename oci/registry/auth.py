@@ -13,10 +13,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import field
 from urllib.parse import urlencode, urlsplit
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.errors import RegistryError, Unauthorized
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later

@@ -19,11 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import field
 from typing import TypeVar
 from urllib.parse import urljoin
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.errors import RegistryError, Unreachable
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.registry.auth import Tokens

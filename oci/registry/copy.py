@@ -10,10 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
 from typing import Protocol
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, list_fields, replace
 from gpusnap.oci.base.errors import BlobError, NotInRegistry
 from gpusnap.oci.base.threads import Crew, SharedIterator
 from gpusnap.oci.layout.documents import Descriptor
@@ -86,7 +85,7 @@ class TransferTotals:
 def add(one: TransferTotals, other: TransferTotals) -> TransferTotals:
     """Return the sum of both transfers."""
     return TransferTotals(
-        *(getattr(one, each.name) + getattr(other, each.name) for each in fields(TransferTotals))
+        *(getattr(one, name) + getattr(other, name) for name in list_fields(TransferTotals))
     )
 
 

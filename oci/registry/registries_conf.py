@@ -15,10 +15,9 @@ import glob
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import RegistryError, reason
 from gpusnap.oci.base.files import exists, open_named
 from gpusnap.oci.layout.reference import Reference, parse

@@ -23,11 +23,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
 from typing import TypeVar
 from urllib.parse import urlencode
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.errors import BlobError, NotInRegistry, RegistryError, Rejected, Unauthorized, reason
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.blobs import Blobs

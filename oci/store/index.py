@@ -12,12 +12,12 @@ gpusnap edits the parsed JSON: everything that a change does not concern keeps i
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from gpusnap.oci.base import dataclass
 from gpusnap.oci.base.errors import Ambiguous, LayoutError, NotThere, StoreError, disk_error, reason
 from gpusnap.oci.base.files import open_nested_folder, read_regular, replace
 from gpusnap.oci.base.json_text import parse_json
@@ -119,7 +119,7 @@ class Catalog:
     def add(self, root: Descriptor, names: Iterable[str]) -> None:
         """Add what is below `root`, under these names; without names, only under its digest."""
         notes = {key: value for key, value in root.annotations.items() if key != REF_NAME}
-        new = dataclasses.replace(root, annotations=notes).to_json()
+        new = dataclass.replace(root, annotations=notes).to_json()
         if not self._find_by_digest(root.digest):
             self._entries.append(new)
         for name in names:

@@ -19,10 +19,9 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
 from typing import Any
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.runtime_shim.errors import ContainerError, raise_as
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node

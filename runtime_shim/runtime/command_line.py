@@ -7,18 +7,17 @@ option is an error and is never passed on: if options of a restore were misread,
 without its GPU.
 
 `render` writes the line for one real runtime, with the tables of options.py. To change a call, change its
-fields with dataclasses.replace and render it.
+fields with `replace` and render it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.runtime_shim.errors import UsageError
 from gpusnap.runtime_shim.runtime import options
 from gpusnap.runtime_shim.runtime.command_line_words import FALSE, HELP

@@ -22,10 +22,10 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import deadlines, state_files

@@ -21,10 +21,10 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from gpusnap.oci.base.dataclass import asdict, replace
 from gpusnap.runtime_shim.errors import (
     GpusnapError,
     ImageError,

@@ -12,9 +12,9 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.errors import BlobError
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, ManifestError
 from gpusnap.runtime_shim.gpu.api.driver import Driver

@@ -28,9 +28,9 @@ import contextlib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.layout.blobs import FirstOf
 from gpusnap.oci.layout.layout import Layout

@@ -16,10 +16,10 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from gpusnap.oci.base.dataclass import asdict, replace
 from gpusnap.oci.base.files import replace_below
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, make_unforeseen
 from gpusnap.runtime_shim.gpu import find_driver

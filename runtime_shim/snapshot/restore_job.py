@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import ExitStack
-from dataclasses import field, replace
 from typing import Any
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records import manifest

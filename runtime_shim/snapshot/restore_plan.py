@@ -11,10 +11,10 @@ import os
 import stat
 import tempfile
 from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim.errors import ImageError, reason
 from gpusnap.runtime_shim.gpu.api.driver import Host
 from gpusnap.runtime_shim.gpu.cdi import folders as cdi

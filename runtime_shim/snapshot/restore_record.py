@@ -14,11 +14,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from enum import StrEnum
 from typing import Any
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import asdict, dataclass, replace
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.log import note

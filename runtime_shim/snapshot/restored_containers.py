@@ -15,8 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc

@@ -23,10 +23,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Protocol
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import BlobError, LayoutError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import chain
 
 from gpusnap.checkpoints.formats.annotations import CREATED, bounded, time_of
@@ -27,6 +26,7 @@ from gpusnap.checkpoints.formats.containerd import (
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import IMAGE_BLOBS, IMAGE_FOLDER, PIECE
 from gpusnap.checkpoints.formats.podman_reader import ArchiveReader, Crew
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.chunks import artifact
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.layout.blobs import CheckedBlob

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import replace
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.tar import archive
 from gpusnap.oci.tar.archive import Entry
 from gpusnap.oci.tar.compression import Readable

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from gpusnap.cli.options.registry import registry_options
 from gpusnap.cli.options.several import run_each
 from gpusnap.listing.ages import format_age
 from gpusnap.metrics.record import record_operation
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.environment import TLS_VERIFY
 from gpusnap.oci.store.tags import base, format_names
 from gpusnap.privileges import require_root

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 
 import click
 
@@ -13,6 +12,7 @@ from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint
 from gpusnap.cli.json_output import print_json
 from gpusnap.cli.options.registry import registry_options
+from gpusnap.oci.base.dataclass import asdict
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.open import get_manifest, open_checkpoint
 from gpusnap.progress import Progress

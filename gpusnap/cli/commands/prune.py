@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -17,6 +16,7 @@ from gpusnap.cli.completion import complete_store
 from gpusnap.cli.json_output import print_json
 from gpusnap.cli.keep_options import keep_options
 from gpusnap.cli.keep_options import rules as rules_of
+from gpusnap.oci.base.dataclass import asdict
 from gpusnap.progress import Progress
 from gpusnap.retention.prune import Verdict
 from gpusnap.retention.prune import prune as remove

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +17,7 @@ from gpusnap.cli.json_output import print_json
 from gpusnap.cli.keep_options import duration, keep_options, rules, words
 from gpusnap.doctor.base.sources import program
 from gpusnap.engines import podman
+from gpusnap.oci.base.dataclass import asdict
 from gpusnap.runtime_shim.errors import GpusnapError, UsageError
 from gpusnap.schedule import schedules
 from gpusnap.schedule.schedules import Schedule

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import click
 
 from gpusnap.cli import tables as show
 from gpusnap.cli.json_output import print_json
 from gpusnap.doctor.versions import Part, versions
+from gpusnap.oci.base.dataclass import asdict
 
 
 @click.command()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping
-from dataclasses import field, replace
 from typing import Any
 
 from gpusnap.engines import podman, podman_objects
 from gpusnap.engines.podman_options import Option
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.process import proc

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from gpusnap.doctor.base.check import Check, Verdict, make_refused, ok, plural
 from gpusnap.doctor.base.sources import free
 from gpusnap.doctor.base.subject import Subject
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
 from gpusnap.runtime_shim.process.proc import Process

@@ -14,14 +14,13 @@ import stat
 import sys
 import sysconfig
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from gpusnap import runtime_shim
 from gpusnap.engines.install.files import join_root
 from gpusnap.engines.install.installer import Item
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, list_fields
 from gpusnap.runtime_shim import setting_keys, settings
 from gpusnap.runtime_shim.errors import GpusnapError, reason
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
@@ -144,9 +143,8 @@ def settings_text() -> str:
 def _default(name: str) -> Any:
     value: Any = settings.Settings()
     for part in name.split("."):
-        names = {field.name for field in fields(value)}
         attribute = part.replace("-", "_")
-        assert attribute in names, name
+        assert attribute in list_fields(value), name
         value = getattr(value, attribute)
     return value if name != "gpu-map" else ""
 

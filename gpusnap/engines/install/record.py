@@ -12,11 +12,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from gpusnap.engines.install.files import check_inside, join_root, put_file
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.errors import GpusnapError, reason

@@ -15,7 +15,6 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from gpusnap.checkpoints.names import dated_name, store_name
 from gpusnap.checkpoints.statistics import measure_stopped
 from gpusnap.container_hooks.commands import run_around_checkpoint
 from gpusnap.engines import podman, podman_objects, podman_work
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import list_names
 from gpusnap.oci.layout.documents import empty_descriptor

@@ -11,11 +11,10 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import field
 from typing import Literal
 
 from gpusnap.engines import podman, podman_work
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import is_folder
 from gpusnap.oci.tar.archive import entries

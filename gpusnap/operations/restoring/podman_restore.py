@@ -13,7 +13,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from gpusnap.checkpoints.formats.names import ARCHIVE, PIECE
 from gpusnap.checkpoints.formats.podman import give_out
 from gpusnap.checkpoints.names import store_name
 from gpusnap.engines import podman, podman_objects, podman_work
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import (
     BlobError,
     DiskError,

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import field, replace
 
 from gpusnap.checkpoints import volumes as records
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.engines import podman_objects, podman_work
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.layout.blobs import Blobs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.operations.suspending import usage
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.gpu import estimate_used

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 
 from gpusnap.engines import podman_objects
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim.errors import GpusnapError

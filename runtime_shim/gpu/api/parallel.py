@@ -25,9 +25,7 @@ _STOPS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _LOOK = 0.05
 
 
-# No slots: a frozen and slotted generic dataclass cannot be created as Outcome[int](…), up to Python
-# 3.13.
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
     """The result for each process: every PID is in exactly one of the two, in the order of their ends."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim.errors import raise_as, reason
 from gpusnap.runtime_shim.gpu.cdi.spec import LARGEST, CdiError, Spec, parse
 
@@ -87,5 +87,5 @@ def _merge(ranks: Sequence[Sequence[Spec]], failed: Callable[[CdiError], None]) 
     for spec in (each for specs in ranks for each in specs):
         devices = tuple(device for device in spec.devices if owner[spec.kind, device.name] is spec)
         if devices:
-            kept.append(dataclasses.replace(spec, devices=devices))
+            kept.append(replace(spec, devices=devices))
     return tuple(kept)

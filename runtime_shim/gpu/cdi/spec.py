@@ -8,13 +8,11 @@ whoever opens one must check it.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Any
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import GpusnapError
@@ -188,7 +186,7 @@ class _Object:
             if name in _DROPPED and self.version == "1.1.0":
                 raise self.wrong("is no longer a field in CDI 1.1.0", name)
         fields = {name: each for name, each in value.items() if each is not None}
-        return dataclasses.replace(self, fields=fields)
+        return replace(self, fields=fields)
 
     def need(self, version: str, name: str, what: str = "") -> None:
         """Refuse a field that is newer than the file's version."""

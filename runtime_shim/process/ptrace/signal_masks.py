@@ -18,9 +18,8 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import field
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.runtime_shim.errors import GpusnapError, OtherNamespace
 
 # Process and thread (0: the slot is free), start time of the thread, its mask. In the first slot: 0, 0, the
@@ -56,7 +55,7 @@ class Mask:
             return False
 
 
-@dataclass
+@dataclass(slots=True)
 class _File:
     """A file of masks while it is kept open."""
 

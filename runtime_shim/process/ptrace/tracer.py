@@ -21,10 +21,9 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import field
 from typing import Protocol
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace.positions import Position, position
@@ -55,7 +54,7 @@ class CallWatch(Protocol):
         """The watching has ended early; the thread continues without stops."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Errand:
     """A request to run threads for a moment, or to examine a traced one (0 seconds)."""
 

@@ -22,10 +22,10 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim.errors import ImageError, SettingsError, raise_as
 from gpusnap.runtime_shim.records.manifest import DriverMount
 from gpusnap.runtime_shim.runtime import find as locate

@@ -18,9 +18,8 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import field, replace
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.runtime_shim.errors import ImageError, Refused, raise_as
 from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA, KNOWN, Plugin
 from gpusnap.runtime_shim.runtime import find as locate

@@ -6,11 +6,10 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from types import MappingProxyType
 from typing import IO
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim.errors import RuntimeFailed, raise_as, reason

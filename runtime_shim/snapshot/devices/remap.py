@@ -17,10 +17,9 @@ import io
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import question_process

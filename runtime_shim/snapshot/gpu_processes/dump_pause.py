@@ -16,8 +16,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import field, replace
 from functools import partial
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, make_unforeseen
 from gpusnap.runtime_shim.gpu import holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node

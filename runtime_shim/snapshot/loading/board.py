@@ -22,9 +22,8 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import asdict, dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks.table import Table
 from gpusnap.runtime_shim.records.manifest import FileRecord, Manifest, RegionRecord

@@ -29,9 +29,8 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.chunks.table import Table
 from gpusnap.runtime_shim import threads
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError

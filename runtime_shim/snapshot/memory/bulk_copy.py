@@ -32,11 +32,10 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import field
 from functools import partial
 from typing import Any
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, raise_as
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies

@@ -18,11 +18,10 @@ import mmap
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
 from functools import partial
 from typing import TypeVar
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.table import Chunk, Progress, Table, descriptors

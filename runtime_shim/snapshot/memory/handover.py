@@ -23,9 +23,8 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, fields
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import asdict, dataclass, list_fields
 from gpusnap.oci.base.errors import NotThere, OciError, StagingBusy
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks import artifact as artifacts
@@ -209,7 +208,7 @@ def _is_needed(note: bytes) -> bool:
             boot, pid, start = document
             return boot == state_files.boot() and proc.is_same(int(pid), int(start))
         pid, start = document["owner"]
-        wrote = Origin(*(str(document[each.name]) for each in fields(Origin)))
+        wrote = Origin(*(str(document[name]) for name in list_fields(Origin)))
         if not (wrote.is_own or wrote.is_own_renamed):
             return True
         return wrote.is_this_run and proc.is_same(int(pid), int(start))

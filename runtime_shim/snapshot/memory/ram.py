@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim.errors import Refused

@@ -35,11 +35,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import asdict, dataclass
 from gpusnap.oci.base.errors import ChunkError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.chunks.table import from_json, to_json

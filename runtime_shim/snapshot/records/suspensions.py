@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import asdict, field
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import asdict, dataclass, field
 from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import GpuRecord

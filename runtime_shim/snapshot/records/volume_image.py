@@ -14,10 +14,9 @@ import os
 import stat
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import IO, Any
 
-from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.oci.base.dataclass import asdict, dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, raise_as, reason
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim import question_process, state_files
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim import question_process, state_files
 from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import Driver

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records.manifest import GpuRecord
