@@ -26,6 +26,7 @@ GPUWORK = "/usr/local/bin/gpuwork"
 # It rests, so that it leaves the cores to what is tested: each tick checks every byte.
 GPUWORK_LINE = ("/gpuwork", "--tick", "30", "--rest", "24", "--mib", "4")
 STORAGE = Path("/var/lib/containers/storage/overlay-containers")
+RUN = Path("/run/containers/storage/overlay-containers")
 # JSON lists of containers with their names; those with --rm have one of their own (containers/storage).
 CONTAINERS = (STORAGE / "containers.json", STORAGE / "volatile-containers.json")
 STATE = Path("/run/softgpu")
@@ -259,7 +260,8 @@ class Container:
 
     @property
     def pid(self) -> int:
-        return int(self.inspect()["State"]["Pid"])
+        """Of one that has been started, as conmon writes it to a file: it is asked for often."""
+        return int((RUN / self.id / "userdata/pidfile").read_text())
 
     @property
     def image_path(self) -> Path:
