@@ -48,7 +48,8 @@ from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
-from gpusnap.runtime_shim.snapshot.records import journal, reservations
+from gpusnap.runtime_shim.snapshot.records import journal, origin, reservations
+from gpusnap.runtime_shim.snapshot.suspended_containers import spilled
 from gpusnap.runtime_shim.transaction import Step
 
 ROOT = Path(__file__).parents[3]
@@ -732,6 +733,61 @@ def test_memory_that_no_container_needs(
         first, second = err.splitlines()
         assert " of memory without a name is in the store, from a checkpoint that failed or " in first
         assert second == "no container needs recovery"
+
+
+def test_memory_that_two_stores_have(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    stopped: FakePodman,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The container is named once, with this host's store, and the other store is not forgotten."""
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    other, order = other_order
+    order.write_text(json.dumps({"owner": [1, 1], "store": f"{os.path.dirname(other.path)}/aa"}))
+    for store in (host_store, Store(os.path.dirname(other.path) + "/aa")):
+        keep_pages(store)
+    said = "its memory is in the store; to continue it: podman container restore w\n"
+    for words in (["--list"], [], ["w"]):
+        code, out, err = gpusnap("recover", *words)
+        assert (code, out, err.count("\n"), err.endswith(said)) == (0, "", 1, True)
+    assert order.exists()
+    assert gpusnap("recover", "--list", "--json") == (0, "[]\n", "")  # as after podman checkpoint
+
+
+@pytest.mark.parametrize("kind", ["spilled", "checkpoint"])
+def test_memory_of_another_host(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """recover leaves it in each store, and says so as gc does."""
+    stores = (host_store, other_order[0])
+    with monkeypatch.context() as there:
+        there.setattr(origin, "_identify_host", lambda: ("elsewhere", "0123"))
+        there.setattr(state_files, "boot", lambda: "another")
+        for store in stores:
+            if kind == "checkpoint":
+                hand_over_pages(store, "left")
+                continue
+            staging = store.create().stage("left")
+            staging.mark_precious(spilled.make_mark("c0ffee@b"))
+            staging.close()
+    lines = [
+        next(line for line in gpusnap("gc", f"oci:{each.path}")[1].splitlines() if line.startswith("left "))
+        for each in stores
+    ]
+    assert kind == "checkpoint" or "c0ffee of another host, elsewhere: gpusnap resume or" in lines[0]
+    for words in (["--list"], []):
+        code, out, err = gpusnap("recover", *words)
+        assert (code, out) == (0, "")
+        assert err.splitlines() == [*lines, "no container needs recovery"]
+    assert all(os.path.exists(each.locate_staging("left")) for each in stores)
 
 
 def test_a_store_that_fails_keeps_no_other_one(
