@@ -42,6 +42,7 @@ from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import recover_restore, restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, handover
+from gpusnap.runtime_shim.snapshot.memory.destination import is_of_another_host
 from gpusnap.runtime_shim.snapshot.records import journal, reservations, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import is_of_another
@@ -365,7 +366,7 @@ def _tell_others(stores: Sequence[str]) -> bool:
             store = Store(path)
             handed_over = handover.list_of_others(store)
             for layout, why in store.list_precious(PRECIOUS).items():
-                if os.path.basename(layout) in handed_over or is_of_another(why):
+                if os.path.basename(layout) in handed_over or is_of_another(why) or is_of_another_host(why):
                     found[layout] = why
     for layout, why in found.items():
         click.echo(store_tables.describe_spared(Spared(layout, why)), err=True)

@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import click
 import pytest
@@ -43,11 +43,13 @@ from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.manifest import ChunkTotals, GpuProcess, Manifest, NeutralisedProcess
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.setting_keys import TABLE
-from gpusnap.runtime_shim.settings import Settings, load
+from gpusnap.runtime_shim.settings import Memory, Settings, load
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
+from gpusnap.runtime_shim.snapshot.memory.handover import Recipient
 from gpusnap.runtime_shim.snapshot.records import journal, origin, reservations
 from gpusnap.runtime_shim.snapshot.suspended_containers import spilled
 from gpusnap.runtime_shim.transaction import Step
@@ -757,13 +759,14 @@ def test_memory_that_two_stores_have(
     assert gpusnap("recover", "--list", "--json") == (0, "[]\n", "")  # as after podman checkpoint
 
 
-@pytest.mark.parametrize("kind", ["spilled", "checkpoint"])
+@pytest.mark.parametrize("kind", ["spilled", "checkpoint", "killed checkpoint"])
 def test_memory_of_another_host(
     gpusnap: Run,
     nothing_noted: None,
     host_store: Store,
     other_order: tuple[Store, Path],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     kind: str,
 ) -> None:
     """recover leaves it in each store, and says so as gc does."""
@@ -771,18 +774,31 @@ def test_memory_of_another_host(
     with monkeypatch.context() as there:
         there.setattr(origin, "_identify_host", lambda: ("elsewhere", "0123"))
         there.setattr(state_files, "boot", lambda: "another")
+        there.setattr(os, "uname", lambda: SimpleNamespace(nodename="elsewhere"))
         for store in stores:
             if kind == "checkpoint":
                 hand_over_pages(store, "left")
-                continue
-            staging = store.create().stage("left")
-            staging.mark_precious(spilled.make_mark("c0ffee@b"))
-            staging.close()
+            elif kind == "spilled":
+                staging = store.create().stage("left")
+                staging.mark_precious(spilled.make_mark("c0ffee@b"))
+                staging.close()
+            else:
+                killed = StoreDestination(
+                    store.path, str(tmp_path), "c0ffee", Memory(), recipient=Recipient("left", (1, 1))
+                )
+                killed.begin()
+                killed.mark_needed()
+                killed._require_staging().close(leave=True)
     lines = [
         next(line for line in gpusnap("gc", f"oci:{each.path}")[1].splitlines() if line.startswith("left "))
         for each in stores
     ]
-    assert kind == "checkpoint" or "c0ffee of another host, elsewhere: gpusnap resume or" in lines[0]
+    said = {
+        "spilled": "c0ffee of another host, elsewhere: gpusnap resume or",
+        "checkpoint": "for a test",
+        "killed checkpoint": "the checkpoint of container c0ffee on elsewhere; gpusnap recover on that host",
+    }
+    assert said[kind] in lines[0]
     for words in (["--list"], []):
         code, out, err = gpusnap("recover", *words)
         assert (code, out) == (0, "")
