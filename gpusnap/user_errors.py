@@ -47,11 +47,7 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.Unauthorized, GpusnapError, "log in with podman login, or check the auth file"),
     (errors.NotARegistry, GpusnapError, "check host and port, and whether a proxy responds there"),
     (errors.RegistryError, GpusnapError, ""),
-    (
-        errors.ReadOnlyStore,
-        GpusnapError,
-        "remount it for writing, or name another store with --to oci:DIR",
-    ),
+    (errors.ReadOnlyStore, GpusnapError, "remount it for writing"),
     (errors.DiskError, GpusnapError, ""),
     (errors.BlobError, Damaged, "gpusnap verify lists all damage"),
     (errors.NotACheckpoint, GpusnapError, ""),
@@ -114,9 +110,15 @@ def failure(error: errors.OciError) -> GpusnapError:
 
 
 @contextmanager
-def convert_errors() -> Iterator[None]:
-    """Convert errors of the `oci` package into errors for users."""
+def convert_errors(*, option: str = "") -> Iterator[None]:
+    """Convert errors of the `oci` package into errors for users.
+
+    `option`: the command's option that names another store to write to.
+    """
     try:
         yield
     except errors.OciError as error:
-        raise failure(error) from error
+        converted = failure(error)
+        if option and isinstance(error, errors.ReadOnlyStore):
+            converted.hint += f", or name another store with {option}"
+        raise converted from error

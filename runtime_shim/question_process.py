@@ -274,7 +274,7 @@ class Companion:
 
         `what` it is about, for messages. Raises what the function raises; TimeoutError after `within`
         seconds, also if another thread is asking; GpusnapError if it ended two workers, and if there is none
-        and this process must not ask.
+        and this process must not ask, or can start no thread for it: it never asks without a deadline.
         """
         question = pickle.dumps((function, arguments))
         deadline = time.monotonic() + within
@@ -301,7 +301,7 @@ class Companion:
         if not self._here:
             raise GpusnapError(f"there is no child process for {function.__name__}", code="GPS-003")
         left = max(deadline - time.monotonic(), 0.0)
-        return deadlines.ask(partial(function, *arguments), what or "", within=left, always=True)
+        return deadlines.ask(partial(function, *arguments), what or "", within=left)
 
     def end(self, within: float = 0.0) -> None:
         """End the worker, if it does not answer just now, and wait so many seconds for that."""

@@ -23,7 +23,7 @@ from gpusnap.cli.json_output import document
 from gpusnap.cli.moved import blobs
 from gpusnap.cli.tables import make_plain, say, table
 from gpusnap.oci.base.dataclass import replace
-from gpusnap.oci.store.gc import Collected
+from gpusnap.oci.store.gc import Collected, Spared
 from gpusnap.operations import diff as records
 from gpusnap.operations.open import StoredCheckpoint
 from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest
@@ -306,13 +306,18 @@ def print_collected(console: Console, path: str, found: Collected, *, dry_run: b
             "1 killed command" if len(found.stagings) == 1 else f"{len(found.stagings)} killed commands"
         )
         say(console, f"{removed} what {commands} left unfinished")
-    if found.spared:  # rarely, and the import takes time
-        from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import explain_mark
-
-        for each in found.spared:
-            say(console, f"left {each.path}: {explain_mark(each.why, each.path)}")
+    for each in found.spared:
+        say(console, describe_spared(each))
     verb = "is" if found.live_blobs == 1 else "are"
     say(console, f"{blobs(found.live_blobs)}, {human(found.live_size)}, {verb} in use")
+
+
+def describe_spared(found: Spared) -> str:
+    """Whose a staging directory is that was left, and what can be done with it."""
+    # It takes time, and is rarely needed.
+    from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import explain_mark
+
+    return f"left {found.path}: {explain_mark(found.why, found.path)}"
 
 
 def explain_pages_only(found: Listing, *, needed: Collection[str] = ()) -> str:

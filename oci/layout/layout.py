@@ -78,6 +78,9 @@ class Layout:
     def __init__(self, path: str | os.PathLike[str], *, lasting: bool = True) -> None:
         """`lasting`: `sync` is likely to be called; otherwise no descriptor is kept open for it."""
         self.path = os.path.abspath(path)
+        self.moved: Callable[[], object] | None = None
+        """If set, called by who writes a blob from memory or checks one, after each MiB of it; what it raises
+        ends that."""
         self._lasting = lasting
         # Blobs to sync: also existing ones, whose writer may have been killed before it synced them.
         self._unsynced = Unsynced()
@@ -150,7 +153,10 @@ class Layout:
         with self._blobs() as folder, self._explain_write_errors(size):
             if anew or not has_file(name, size, folder):
                 with new_file(folder) as (descriptor, unfinished):
-                    write_all(descriptor, data)
+                    if self.moved is None:
+                        write_all(descriptor, data)
+                    else:
+                        _write_pieces(descriptor, data, self.moved)
                     self._keep(descriptor, unfinished, name, folder)
             else:
                 self._unsynced.note_existing(name)
@@ -243,6 +249,8 @@ class Layout:
         with self.open_blob(wanted.digest, wanted.size) as file:
             while piece := read_piece(file):
                 hashed.update(piece)
+                if self.moved is not None:
+                    self.moved()
         if f"sha256:{hashed.hexdigest()}" != wanted.digest:
             raise BlobError(f"the blob {wanted.digest} does not match its digest")
         self._unsynced.note_existing(get_hex(wanted.digest))
@@ -423,6 +431,14 @@ class Layout:
 # No link is possible: another file system, one without links, too many of them, or none permitted for this
 # file.
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EACCES}
+
+
+def _write_pieces(descriptor: int, data: bytes | bytearray | memoryview, wrote: Callable[[], object]) -> None:
+    with memoryview(data) as view, view.cast("B") as whole:
+        for begin in range(0, len(whole), _PIECE):
+            with whole[begin : begin + _PIECE] as piece:
+                write_all(descriptor, piece)
+            wrote()
 
 
 def _link_blob(name: str, origin: int, folder: int) -> bool:

@@ -24,11 +24,18 @@ class FileSystem:
     """Where it is mounted."""
     identity: str
     """What it is: the same if it is mounted again, on every boot; empty if unknown."""
+    by_uuid: str = ""
+    """The same with the UUID on its disk, if the kernel derives a number in `identity` from that.
+
+    Another kernel may derive another number. Empty if unknown.
+    """
 
     def is_same(self, recorded: FileSystem) -> bool:
         """Whether a recorded one is mounted here. A record without an identity names the place alone."""
         if recorded.mount != self.mount:
             return False
+        if recorded.by_uuid and self.by_uuid:
+            return recorded.by_uuid == self.by_uuid
         return not (recorded.identity and self.identity) or recorded.identity == self.identity
 
 
@@ -40,7 +47,12 @@ def find_file_system(path: str) -> FileSystem:
     mount has that of its source.
     """
     mount = proc.find_mount(os.path.realpath(path))
-    return FileSystem(mount.destination, _identify(mount)) if mount is not None else FileSystem("/", "")
+    if mount is None:
+        return FileSystem("/", "")
+    uuid = _find_uuid(mount.source) if mount.kind in _WITH_FSID else ""
+    return FileSystem(
+        mount.destination, _identify(mount, _name(mount)), _identify(mount, uuid) if uuid else ""
+    )
 
 
 def is_in_ram(identity: str) -> bool:
@@ -48,9 +60,9 @@ def is_in_ram(identity: str) -> bool:
     return identity.startswith(tuple(f"{kind} " for kind in _IN_RAM))
 
 
-def _identify(mount: proc.Mount) -> str:
+def _identify(mount: proc.Mount, name: str) -> str:
     """Return the kind, the name or UUID, and the directory of it that is mounted."""
-    return " ".join((mount.kind, _name(mount), mount.root))
+    return " ".join((mount.kind, name, mount.root))
 
 
 def _name(mount: proc.Mount) -> str:

@@ -171,7 +171,7 @@ def _inspect(job: CheckpointJob) -> None:
     job.host = job.driver.host()
     job.init = proc.process(job.container.pid)
     preflight.check_criu_library(job.real)
-    preflight.check_pycriu(job.container)
+    preflight.check_pycriu()
     preflight.refuse_options(job.call, job.container)
     preflight.refuse_adopted(job.container)
     preflight.refuse_neighbours(job.call, job.container)

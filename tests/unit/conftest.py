@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,15 +15,32 @@ import pytest
 from fakes import wait_for
 from hypothesis import settings as hypothesis_settings
 
-from gpusnap import privileges
+from gpusnap import hooks, privileges
+from gpusnap.checkpoints import migrations
 from gpusnap.cli import main as cli
 from gpusnap.oci.store.store import Store
+from gpusnap.operations.checkpointing import places
 from gpusnap.runtime_shim import question_process, transaction
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.process import mount_namespace, pidfd
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime.criu.images import image_process
 from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.shim import dispatch, entry, overrides
+from gpusnap.runtime_shim.snapshot.records import journal, reservations
+
+# The constants that name this host's directories of state; test_state_directories.py finds a missing one.
+_STATE_DIRECTORIES = (
+    (dispatch, "JOURNAL"),
+    (entry, "WATCH"),
+    (hooks, "RECORDS"),
+    (journal, "FOLDER"),
+    (migrations, "FOLDER"),
+    (overrides, "FOLDER"),
+    (places, "FOLDER"),
+    (reservations, "FOLDER"),
+    (tmpfs, "FOLDER"),
+)
 
 if importlib.util.find_spec("pycriu") is None:
     # CRIU's Python package is not on PyPI. Of programs that tests start, Python looks there as well.
@@ -38,6 +56,21 @@ hypothesis_settings.load_profile("gpusnap")
 def pytest_collection_finish() -> None:
     """What has been imported by now stays: no collection of garbage has to look through it."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def state_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each test has a directory for its state."""
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(autouse=True)
+def own_state(state_of_all_tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a test's state in its own directories, not in those of this host's gpusnap."""
+    own = tempfile.mkdtemp(dir=state_of_all_tests)
+    for module, name in _STATE_DIRECTORIES:
+        top, last = os.path.split(getattr(module, name))
+        monkeypatch.setattr(module, name, os.path.join(own, top.strip("/").replace("/", "-"), last))
 
 
 @pytest.fixture

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gpusnap.runtime_shim.runtime.criu.images.messages import encoded_head
 
 __all__ = [
     "CORE",
     "INVENTORY",
     "PAGE",
+    "encode_messages",
     "entry",
     "frozen_groups",
     "image",
@@ -56,6 +60,11 @@ def numbers(*fields: tuple[int, int]) -> bytes:
 def entry(message: bytes, follows: bytes = b"") -> bytes:
     """A message with its size, and what follows it."""
     return struct.pack("<I", len(message)) + message + follows
+
+
+def encode_messages(messages: Iterable[Any], kind: str) -> bytes:
+    """An image of these messages of pycriu's."""
+    return encoded_head(kind) + b"".join(entry(each.SerializePartialToString()) for each in messages)
 
 
 def image(kind: str, *entries: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,6 +22,8 @@ from gpusnap.migration.records import Record
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import exists
+from gpusnap.oci.store.gc import Spared
+from gpusnap.oci.store.paths import PRECIOUS
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.checkpointing import left_exports
@@ -39,8 +42,10 @@ from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import recover_restore, restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, handover
+from gpusnap.runtime_shim.snapshot.memory.destination import is_of_another_host
 from gpusnap.runtime_shim.snapshot.records import journal, reservations, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
+from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import is_of_another
 from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep as sweep_suspended
 from gpusnap.user_errors import convert_errors
 
@@ -95,13 +100,18 @@ class _StoppedContainers:
     """The stores of which this could not be determined, and why."""
 
     @property
+    def each_once(self) -> tuple[StoppedContainer, ...]:
+        """One for each container: if several stores have its memory, with the first of these stores."""
+        return tuple({each.container.id: each for each in reversed(self.found)}.values())[::-1]
+
+    @property
     def stores(self) -> set[str]:
         """The stores in which there is, or may be, memory of such a container."""
         return {each.store for each in self.found} | self.unknown.keys()
 
     @classmethod
     def find(cls, stores: Sequence[str]) -> _StoppedContainers:
-        """Find those with memory in these stores."""
+        """Find those with memory in these stores, of which the first is this host's."""
         found: list[StoppedContainer] = []
         unknown: dict[str, GpusnapError] = {}
         for path in stores:
@@ -114,7 +124,7 @@ class _StoppedContainers:
 
     def tell(self) -> None:
         """Say how each continues."""
-        for stopped in self.found:
+        for stopped in self.each_once:
             click.echo(recover_list.describe_stopped(stopped), err=True)
         self.tell_unknown()
 
@@ -149,10 +159,11 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
     gpusnap recover lists those whose memory is in this host's store or in the one of a killed `--to oci:DIR`,
     with the command that restores each. It shows how much memory of failed checkpoints is left in this host's
-    store (see `gpusnap gc`). Memory that a killed command was about to store with its
-    records is stored without them. What Podman exported for a killed command is named, with what can be done
-    with it: of a container with --rm, the export is all that is left beside the memory. This includes other
-    stores, and archives of --to FILE, also after a reboot; one whose file system is not mounted is named.
+    store (see `gpusnap gc`), and names what other hosts have left in the stores. Memory that a killed command
+    was about to store with its records is stored without them. What Podman exported for a killed command is
+    named, with what can be done with it: of a container with --rm, the export is all that is left beside the
+    memory. This includes other stores, and archives of --to FILE, also after a reboot; one whose file system
+    is not mounted is named.
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
@@ -251,7 +262,7 @@ def _say_nothing(container: str, *, known: bool, as_json: bool = False) -> None:
             tuple(each for each in every.found if each.container.id == there.id), every.unknown
         )
     if as_json:
-        print_json(recover_list.documents(recover_list.list_stopped(stopped.found), Names()))
+        print_json(recover_list.documents(recover_list.list_stopped(stopped.each_once), Names()))
         stopped.tell_unknown()
         return
     stopped.tell()
@@ -289,13 +300,15 @@ def _list(
     )
     names = Names({each.container: each.name for each in moving})
     stopped, left, memory = _StoppedContainers((), {}), tuple[LeftExport, ...](), False
+    stores = [path]
     missing = left_exports.list_missing() if asleep is not None else ()
     begun = left_exports.list_begun() if asleep is not None else ()
     if asleep is not None:
         elsewhere = [each.store for each in missing if each.store]
-        stopped = _StoppedContainers.find(left_exports.list_stores(path, elsewhere))
+        stores = left_exports.list_stores(path, elsewhere)
+        stopped = _StoppedContainers.find(stores)
     if as_json:
-        waits = (*waits, *recover_list.list_stopped(stopped.found))
+        waits = (*waits, *recover_list.list_stopped(stopped.each_once))
         print_json(recover_list.documents(waits, names))
         stopped.tell_unknown()
     else:
@@ -306,7 +319,7 @@ def _list(
         if asleep is not None:
             left = _tell_exports(path, begun, missing)
             stopped.tell()
-            memory = _tell_memory(Store(path), stopped.found)
+            memory = any([_tell_others(stores), _tell_memory(Store(path), stopped.found)])
     failures = _do_all(names, failed)
     if failures:
         raise failures[0]
@@ -343,6 +356,21 @@ def _tell_memory(store: Store, stopped: Sequence[StoppedContainer]) -> bool:
     if said:
         click.echo(said, err=True)
     return bool(said)
+
+
+def _tell_others(stores: Sequence[str]) -> bool:
+    """Say what other gpusnaps, such as those of other hosts, have in these stores; whether there is some."""
+    found: dict[str, str] = {}
+    for path in stores:
+        with suppress(OciError):
+            store = Store(path)
+            handed_over = handover.list_of_others(store)
+            for layout, why in store.list_precious(PRECIOUS).items():
+                if os.path.basename(layout) in handed_over or is_of_another(why) or is_of_another_host(why):
+                    found[layout] = why
+    for layout, why in found.items():
+        click.echo(store_tables.describe_spared(Spared(layout, why)), err=True)
+    return bool(found)
 
 
 def _recover_and_say(
@@ -390,7 +418,7 @@ def _recover_and_say(
         if not failures:
             left_exports.forget(left, stopped.stores)
         stopped.tell()
-        memory = _tell_memory(Store(settings.store.path), stopped.found)
+        memory = any([_tell_others(stores), _tell_memory(Store(settings.store.path), stopped.found)])
         if not (actions or stored or unknown or open_ones or left or stopped.stores or failures):
             click.echo(_NO_CONTAINER if memory else _NOTHING, err=True)
     if failures:

@@ -199,7 +199,7 @@ def _to_store(
     request: CheckpointRequest, found: podman.Container, progress: Progress, began: float
 ) -> CheckpointResult:
     store = request.to.store if isinstance(request.to, locator.InStore) else locator.default_store()
-    with convert_errors():
+    with convert_errors(option="--to oci:DIR"):
         names = _store_names(request, found)
         disk_space.check(
             found,

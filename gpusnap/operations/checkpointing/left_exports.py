@@ -64,9 +64,9 @@ def list_missing() -> tuple[LeftExport, ...]:
 
 
 def list_stores(store: str, missing: Collection[str]) -> list[str]:
-    """Return this host's store, and those to which killed commands wrote, but for the missing ones."""
+    """Return this host's store, then those to which killed commands wrote, but for the missing ones."""
     found = {each.path for each in places.list_ended() if not each.archive} | overrides.list_stores()
-    return sorted({store} | (found - set(missing)))
+    return [store, *sorted(found - {store, *missing})]
 
 
 def list_left_beside(missing: Collection[str] = ()) -> tuple[LeftExport, ...]:

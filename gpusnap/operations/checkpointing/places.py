@@ -2,7 +2,8 @@
 
     /var/lib/gpusnap/in-progress/    0700; on disk, since the orders in /run are gone after a reboot
         <random>.json                {"owner": [pid, start], "boot": …, "place": …, "mount": …,
-                                      "file-system": …, "archive": …, "target": …, "container": …}
+                                      "file-system": …, "by-uuid": …, "archive": …, "target": …,
+                                      "container": …}
 
 There is a file for each command that writes elsewhere than to this host's store. It is removed when the
 command ends, unless something is left there, and by `gpusnap recover` when nothing is left.
@@ -90,6 +91,7 @@ def remember(
             "place": path,
             "mount": found.mount,
             "file-system": found.identity,
+            "by-uuid": found.by_uuid,
             "archive": archive,
             "target": target,
             "container": container,
@@ -137,7 +139,8 @@ def _read_ended() -> Iterator[tuple[Place, bool]]:
                     pid, start = document["owner"]
                     rebooted = document["boot"] != state_files.boot()
                     if rebooted or not proc.is_same(int(pid), int(start)):
-                        where = FileSystem(str(document["mount"]), str(document["file-system"]))
+                        by_uuid = str(document.get("by-uuid", ""))
+                        where = FileSystem(str(document["mount"]), str(document["file-system"]), by_uuid)
                         archive, target = str(document["archive"]), str(document["target"])
                         path, container = str(document["place"]), str(document.get("container", ""))
                         place = Place(path, where, archive, target, container, noted)

@@ -191,7 +191,10 @@ def note_end(found: podman.Container, stores: Sequence[str] = ()) -> str:
 
 
 def _inspect_existing(ids: Set[str]) -> list[podman.Container]:
-    """Inspect those of these containers that exist, within one deadline. Raises GpusnapError."""
+    """Inspect those of these containers that exist, within one deadline. Raises GpusnapError.
+
+    Podman lists them anew: since `list_unnoticed`, what was recovered may have taken minutes.
+    """
     found: list[podman.Container] = []
     if not ids:
         return found

@@ -37,6 +37,8 @@ from gpusnap.runtime_shim.snapshot.memory.chunk_cache import ChunkCache
 from gpusnap.runtime_shim.snapshot.memory.handover import Recipient, hand_over, take_over
 
 _PAGES = compile_later(r"pages-[0-9]{1,10}\.img", re.ASCII)
+# The mark of a staging directory; its second sentence is for people.
+_MARK = compile_later(r"the checkpoint of container \S+ on (?P<host>\S+); .*", re.DOTALL)
 # Smaller ones may as well stay in the archive.
 _LEAST = 1 << 20
 # A process changes pages in many places; few larger chunks would be unchanged.
@@ -89,6 +91,12 @@ class Destination:
 
         `earlier`: the image's directory contains an earlier checkpoint, which may use the same files.
         """
+
+
+def is_of_another_host(why: str) -> bool:
+    """Return whether a staging directory has the mark of a checkpoint on a host of another name."""
+    mark = _MARK.fullmatch(why)
+    return mark is not None and mark["host"] != os.uname().nodename
 
 
 class ImageDestination(Destination):

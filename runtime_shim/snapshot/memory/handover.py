@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 from gpusnap.oci.base.dataclass import asdict, dataclass, list_fields
 from gpusnap.oci.base.errors import NotThere, OciError, StagingBusy
@@ -196,6 +197,14 @@ def list_left(store: Store) -> tuple[Manifest, ...]:
     return tuple(found)
 
 
+def list_of_others(store: Store) -> frozenset[str]:
+    """Return the names of staging directories whose memory only another gpusnap may commit.
+
+    Raises OciError.
+    """
+    return frozenset(name for name, note in store.list_handed_over().items() if _is_of_another(note))
+
+
 def _list_left(store: Store) -> dict[str, bytes]:
     return {name: note for name, note in store.list_handed_over().items() if not _is_needed(note)}
 
@@ -208,7 +217,7 @@ def _is_needed(note: bytes) -> bool:
             boot, pid, start = document
             return boot == state_files.boot() and proc.is_same(int(pid), int(start))
         pid, start = document["owner"]
-        wrote = Origin(*(str(document[name]) for name in list_fields(Origin)))
+        wrote = _get_origin(document)
         if not (wrote.is_own or wrote.is_own_renamed):
             return True
         return wrote.is_this_run and proc.is_same(int(pid), int(start))
@@ -216,6 +225,19 @@ def _is_needed(note: bytes) -> bool:
         return False
     except OSError:  # it cannot be known
         return True
+
+
+def _is_of_another(note: bytes) -> bool:
+    try:
+        wrote = _get_origin(parse_json(note.partition(b"\n")[0]))
+        return not (wrote.is_own or wrote.is_own_renamed)
+    except (ValueError, TypeError, KeyError, OSError):
+        return False
+
+
+def _get_origin(document: Mapping[str, Any]) -> Origin:
+    """Raises KeyError; TypeError for the list of an earlier version."""
+    return Origin(*(str(document[name]) for name in list_fields(Origin)))
 
 
 def _get_manifest(note: bytes) -> bytes:

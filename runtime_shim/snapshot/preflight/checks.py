@@ -122,11 +122,9 @@ def check_network_tool(real: RealRuntime, config: Mapping[str, Any]) -> None:
         )
 
 
-def check_pycriu(container: Container) -> None:
-    """Refuse if pycriu is missing. A dump needs it only for cgroup v1, but each restore needs it."""
-    if any("freezer" in name.split(",") for name in proc.cgroups(container.pid)):
-        pycriu_package.load()
-    elif not pycriu_package.is_there():
+def check_pycriu() -> None:
+    """Say so if pycriu is missing: a checkpoint does not need it, but each restore does."""
+    if not pycriu_package.is_there():
         said = pycriu_package.make_missing_error("this host cannot restore checkpoints without it")
         note(said.sentence())
 

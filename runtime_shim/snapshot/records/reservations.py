@@ -111,12 +111,13 @@ class GpuClaim:
 
 
 @contextmanager
-def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[GpuClaim]:
+def claim(folder: str | None = None, *, patience: float = PATIENCE) -> Iterator[GpuClaim]:
     """Keep other restores from choosing GPUs until `record`, and from choosing these until the block ends.
 
-    Raises GpusnapError if `folder` cannot be used, or if others hold its lock for more than `patience`
-    seconds.
+    Raises GpusnapError if `folder` (FOLDER by default) cannot be used, or if others hold its lock for more
+    than `patience` seconds.
     """
+    folder = folder or FOLDER
     path = os.path.join(folder, _LOCK)
     busy = GpusnapError(
         f"another gpusnap has kept {folder} locked for more than {patience:g} s",
@@ -142,11 +143,12 @@ def claim(folder: str = FOLDER, *, patience: float = PATIENCE) -> Iterator[GpuCl
             room._leave()
 
 
-def read_reserved(folder: str = FOLDER) -> Mapping[str, int]:
+def read_reserved(folder: str | None = None) -> Mapping[str, int]:
     """Return the bytes that restores have claimed, by GPU UUID; without the lock, and without changes.
 
     Empty if there is no such directory. Raises GpusnapError if it cannot be read.
     """
+    folder = folder or FOLDER
     try:
         return _read_others(folder, tidy=False)
     except FileNotFoundError:
@@ -160,8 +162,9 @@ def read_reserved(folder: str = FOLDER) -> Mapping[str, int]:
         ) from error
 
 
-def sweep(folder: str = FOLDER) -> None:
+def sweep(folder: str | None = None) -> None:
     """Remove the claims of killed restores, which no longer count. What cannot be removed stays."""
+    folder = folder or FOLDER
     if not os.path.isdir(folder):
         return
     with contextlib.suppress(GpusnapError, OSError), claim(folder):

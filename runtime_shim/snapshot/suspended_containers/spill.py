@@ -140,6 +140,7 @@ class _StoreWork:
         slowly()  # the next steps make a directory, mark it and sync it, behind what others write
         self.pages.prepare()
         self._destination = destination
+        destination.layout.moved = self._move  # a chunk may be large, and the store slow
         slowly()
         staged = sum(each.size for process in self._entry.processes for each in process.staged)
         space.check_disk(destination.place, staged, ())

@@ -45,6 +45,17 @@ def make_mark(key: str) -> str:
     )
 
 
+def is_of_another(why: str) -> bool:
+    """Return whether a mark is that of another gpusnap or version: `sweep` leaves its memory alone."""
+    mark = _MARK.fullmatch(why)
+    if mark is None:
+        return _EARLIER_MARK.fullmatch(why) is not None
+    try:
+        return not Origin(*mark.group(*_ORIGIN)).is_own
+    except OSError:  # it cannot be known
+        return True
+
+
 def explain_mark(why: str, layout: str) -> str:
     """Return whose spilled memory a mark names, and what a user can do with it; any other mark as it is.
 

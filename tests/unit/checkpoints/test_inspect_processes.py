@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from archives import record, written
 from checkpoints import keep
-from criu_images import CORE, INVENTORY, PAGE, entry, image, pagemap, varint
+from criu_images import CORE, INVENTORY, PAGE, encode_messages, entry, image, pagemap, varint
 
 from gpusnap.checkpoints import processes
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import processes as reading
 from gpusnap.runtime_shim.errors import ImageError
-from gpusnap.runtime_shim.runtime.criu.images import inet_sockets, messages, pycriu_package
+from gpusnap.runtime_shim.runtime.criu.images import inet_sockets, pycriu_package
 
 Run = Callable[..., tuple[int, str, str]]
 ARGUMENTS = 0x7FFC_0000_1F10
@@ -54,7 +54,7 @@ def open_files() -> bytes:
 
     unix = pb.unix_sk_entry(id=7, type=1, state=10, name=b"/run/x\x1b.sock\0")
     abstract = pb.unix_sk_entry(id=8, type=2, state=7, peer=99, name=b"\0abs\xff")
-    return messages.encode_messages(
+    return encode_messages(
         [
             pb.file_entry(type=1, id=1, reg=pb.reg_file_entry(id=1, name="/data/a\x1b[2Jb")),
             pb.file_entry(type=2, id=2, pipe=pb.pipe_entry(id=2, pipe_id=77)),
@@ -87,14 +87,14 @@ def images() -> dict[str, bytes]:
     return {
         "inventory.img": INVENTORY,
         "files.img": open_files(),
-        "fdinfo-2.img": messages.encode_messages(
+        "fdinfo-2.img": encode_messages(
             [pb.fdinfo_entry(id=n, fd=n + 2, type=17 if n == 9 else 1) for n in numbers], "fdinfo"
         ),
-        "ids-1.img": messages.encode_messages([pb.task_kobj_ids_entry(files_id=2)], "ids"),
-        "pstree.img": messages.encode_messages(tree, "pstree"),
-        "core-1.img": messages.encode_messages(core[:1], "core"),
-        "core-42.img": messages.encode_messages(core[1:], "core"),
-        "mm-1.img": messages.encode_messages([mm], "mm"),
+        "ids-1.img": encode_messages([pb.task_kobj_ids_entry(files_id=2)], "ids"),
+        "pstree.img": encode_messages(tree, "pstree"),
+        "core-1.img": encode_messages(core[:1], "core"),
+        "core-42.img": encode_messages(core[1:], "core"),
+        "mm-1.img": encode_messages([mm], "mm"),
         "pagemap-1.img": pagemap(1, runs),
         "pages-1.img": bytes(pages),
     }
@@ -223,11 +223,9 @@ def test_a_circle() -> None:
     """Processes that are each other's parents, and one that is there twice."""
     pb = pycriu_package.load().pb
     tree = [pb.pstree_entry(pid=1, ppid=2), pb.pstree_entry(pid=2, ppid=1), pb.pstree_entry(pid=3, ppid=0)]
-    found = {"pstree.img": messages.encode_messages(tree, "pstree")} | {
-        f"core-{pid}.img": CORE for pid in (1, 2, 3)
-    }
+    found = {"pstree.img": encode_messages(tree, "pstree")} | {f"core-{pid}.img": CORE for pid in (1, 2, 3)}
     assert [each.pid for each in processes.read(found, "x")] == [3, 1, 2]
-    twice = messages.encode_messages([tree[0], tree[0]], "pstree")
+    twice = encode_messages([tree[0], tree[0]], "pstree")
     with pytest.raises(ImageError, match=r"pstree\.img in x lists process 1 twice"):
         processes.read(found | {"pstree.img": twice}, "x")
 

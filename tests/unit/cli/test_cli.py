@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import click
 import pytest
@@ -43,12 +43,15 @@ from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.manifest import ChunkTotals, GpuProcess, Manifest, NeutralisedProcess
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.setting_keys import TABLE
-from gpusnap.runtime_shim.settings import Settings, load
+from gpusnap.runtime_shim.settings import Memory, Settings, load
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
 from gpusnap.runtime_shim.snapshot import restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
-from gpusnap.runtime_shim.snapshot.records import journal, reservations
+from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
+from gpusnap.runtime_shim.snapshot.memory.handover import Recipient
+from gpusnap.runtime_shim.snapshot.records import journal, origin, reservations
+from gpusnap.runtime_shim.snapshot.suspended_containers import spilled
 from gpusnap.runtime_shim.transaction import Step
 
 ROOT = Path(__file__).parents[3]
@@ -732,6 +735,75 @@ def test_memory_that_no_container_needs(
         first, second = err.splitlines()
         assert " of memory without a name is in the store, from a checkpoint that failed or " in first
         assert second == "no container needs recovery"
+
+
+def test_memory_that_two_stores_have(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    stopped: FakePodman,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The container is named once, with this host's store, and the other store is not forgotten."""
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    other, order = other_order
+    order.write_text(json.dumps({"owner": [1, 1], "store": f"{os.path.dirname(other.path)}/aa"}))
+    for store in (host_store, Store(os.path.dirname(other.path) + "/aa")):
+        keep_pages(store)
+    said = "its memory is in the store; to continue it: podman container restore w\n"
+    for words in (["--list"], [], ["w"]):
+        code, out, err = gpusnap("recover", *words)
+        assert (code, out, err.count("\n"), err.endswith(said)) == (0, "", 1, True)
+    assert order.exists()
+    assert gpusnap("recover", "--list", "--json") == (0, "[]\n", "")  # as after podman checkpoint
+
+
+@pytest.mark.parametrize("kind", ["spilled", "checkpoint", "killed checkpoint"])
+def test_memory_of_another_host(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    """recover leaves it in each store, and says so as gc does."""
+    stores = (host_store, other_order[0])
+    with monkeypatch.context() as there:
+        there.setattr(origin, "_identify_host", lambda: ("elsewhere", "0123"))
+        there.setattr(state_files, "boot", lambda: "another")
+        there.setattr(os, "uname", lambda: SimpleNamespace(nodename="elsewhere"))
+        for store in stores:
+            if kind == "checkpoint":
+                hand_over_pages(store, "left")
+            elif kind == "spilled":
+                staging = store.create().stage("left")
+                staging.mark_precious(spilled.make_mark("c0ffee@b"))
+                staging.close()
+            else:
+                killed = StoreDestination(
+                    store.path, str(tmp_path), "c0ffee", Memory(), recipient=Recipient("left", (1, 1))
+                )
+                killed.begin()
+                killed.mark_needed()
+                killed._require_staging().close(leave=True)
+    lines = [
+        next(line for line in gpusnap("gc", f"oci:{each.path}")[1].splitlines() if line.startswith("left "))
+        for each in stores
+    ]
+    said = {
+        "spilled": "c0ffee of another host, elsewhere: gpusnap resume or",
+        "checkpoint": "for a test",
+        "killed checkpoint": "the checkpoint of container c0ffee on elsewhere; gpusnap recover on that host",
+    }
+    assert said[kind] in lines[0]
+    for words in (["--list"], []):
+        code, out, err = gpusnap("recover", *words)
+        assert (code, out) == (0, "")
+        assert err.splitlines() == [*lines, "no container needs recovery"]
+    assert all(os.path.exists(each.locate_staging("left")) for each in stores)
 
 
 def test_a_store_that_fails_keeps_no_other_one(

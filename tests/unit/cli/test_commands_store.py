@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from checkpoints import ANNOTATIONS, CHUNK, START, blob_path, damage, keep, noise
 from criu_images import CORE, INVENTORY
+from fake_podman import ID
 from fake_registry import FakeRegistry, Say
 from fakes import POISON, a_manifest
 from kept_checkpoints import an_archive, keep_pages
@@ -770,6 +771,8 @@ def test_memory_that_a_stopped_container_needs(
     older, needed = keep_pages(store, salt=7), keep_pages(store)
     _, out, _ = gpusnap("gc")
     assert "w needs memory without a name; to continue w: podman container restore w\n" in out
+    command = "podman container restore w"
+    assert json_of(gpusnap, "gc")["neededBy"] == [{"container": ID, "name": "w", "command": command}]
     assert " of memory without a name is in the store" in out
     assert gpusnap("rm", older)[0] == 0
     _, out, _ = gpusnap("gc")
@@ -815,7 +818,10 @@ def test_rm_while_podman_does_not_answer(
     assert f"cannot determine whether a stopped container needs {pages}: Podman did not respond" in err
     code, out, _ = gpusnap("gc")
     assert code == 0
-    assert "cannot determine which memory without a name containers need: Podman did not respond" in out
+    said = "cannot determine which memory without a name containers need: Podman did not respond"
+    assert said in out
+    code, out, err = gpusnap("gc", "--json")
+    assert (code, json.loads(out)["neededBy"], said in err) == (0, None, True)
     assert len(store.entries()) == 1
 
 

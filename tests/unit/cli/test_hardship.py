@@ -215,6 +215,29 @@ def test_a_pull_without_room(gpusnap: Run, small_disk: Path, registry: FakeRegis
     check_whole(store, "before", "now")
 
 
+def test_a_store_that_is_mounted_read_only(
+    gpusnap: Run, small_disk: Path, registry: FakeRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a checkpoint is told of the option that names another store: other commands may not have it."""
+    store = Store(small_disk / "store")
+    a_checkpoint(store, "w")
+    assert gpusnap("push", f"oci:{store.path}:w", ref(registry))[0] == exit_codes.DONE
+    FakePodman(tmp_path / "podman", monkeypatch).has()
+    monkeypatch.setattr("gpusnap.operations.disk_space.check", lambda *_, **__: None)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    place, option = f"oci:{store.path}", ", or name another store with --to oci:DIR"
+    for words, more in (
+        (("gc", place), ""),
+        (("rm", f"{place}:w"), ""),
+        (("tag", f"{place}:w", "v"), ""),
+        (("copy", ref(registry), f"{place}:v"), ""),
+        (("pull", ref(registry), "--to", f"{place}:v"), ""),
+        (("checkpoint", "w", "--to", f"{place}:v"), option),
+    ):
+        said = f"gpusnap: the store {store.path} is read-only; remount it for writing{more} [GPS-704]\n"
+        assert gpusnap(*words) == (exit_codes.FAILED, said), words
+
+
 @pytest.mark.parametrize("where", ["the archive", "temporary files"])
 @pytest.mark.usefixtures("unchecked")
 def test_an_archive_without_room(

@@ -14,6 +14,7 @@ import pytest
 from gpusnap.operations.checkpointing import left_exports, places
 from gpusnap.runtime_shim import deadlines, state_files
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.file_system import FileSystem
 from gpusnap.runtime_shim.shim import overrides
 
 
@@ -123,6 +124,19 @@ def test_an_archive_after_a_reboot(folder: Path, leave: Callable[..., None], tmp
     assert left_exports.list_left_beside() == ()
     left_exports.forget(())
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(("by_uuid", "problem"), [("ext4 a /", ""), ("", "its file system is not mounted")])
+def test_after_a_kernel_update(
+    leave: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_uuid: str, problem: str
+) -> None:
+    """The new kernel has another number for the file system, whose UUID is the same."""
+    for number in (1, 2):
+        found = FileSystem(str(tmp_path), f"ext4 {number} /", by_uuid)
+        monkeypatch.setattr(places, "find_file_system", lambda _, found=found: found)
+        if number == 1:
+            leave(tmp_path)
+    assert [each.find_problem() for each in places.list_ended()] == [problem]
 
 
 def test_not_mounted(folder: Path, leave: Callable[..., None], tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def rm(what: tuple[str, ...], everything: bool, at_once: bool, force: bool, as_j
     records ("pages only"), is removed only with --force.
 
     As JSON: removed (what, store, digest, names, and left, the names that it still has), collected (null, or
-    a list of the output of `gpusnap gc`).
+    a list of the output of `gpusnap gc` without neededBy).
     """
     removed: list[_Removed] = []
     failures: list[GpusnapError] = []
@@ -137,20 +137,29 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
     container that Podman can restore from it, a line has the command; the last line says how much no such
     container needs.
 
-    As JSON: store, dryRun, blobs, size, stagings, spared (path, why), liveBlobs, liveSize.
+    As JSON: store, dryRun, blobs, size, stagings, spared (path, why), liveBlobs, liveSize, neededBy (the
+    stopped containers that need memory without a name: container, name, command; null if Podman does not
+    answer).
     """
     place = find_store(store)
     found = collect_store(place, dry_run=dry_run)
-    if as_json:
-        print_json(collected_document(place, found, dry_run=dry_run))
-        return
-    console = show.output()
-    store_tables.print_collected(console, place.path, found, dry_run=dry_run)
-    stopped: tuple[StoppedContainer, ...] = ()
+    stopped: tuple[StoppedContainer, ...] | None = None
+    unknown = ""
     try:
         stopped = list_restorable(place)
     except GpusnapError as error:
-        show.say(console, f"cannot determine which memory without a name containers need: {error.sentence()}")
+        unknown = f"cannot determine which memory without a name containers need: {error.sentence()}"
+    if as_json:
+        needed_by = None if stopped is None else [_describe_need(each) for each in stopped]
+        print_json({**collected_document(place, found, dry_run=dry_run), "neededBy": needed_by})
+        if unknown:
+            click.echo(unknown, err=True)
+        return
+    console = show.output()
+    store_tables.print_collected(console, place.path, found, dry_run=dry_run)
+    if unknown:
+        show.say(console, unknown)
+    stopped = stopped or ()
     for each in stopped:
         name = each.container.name
         show.say(console, f"{name} needs memory without a name; to continue {name}: {each.command}")
@@ -287,6 +296,10 @@ def collect_store(store: Store, *, dry_run: bool) -> Collected:
 
 def collected_document(store: Store, found: Collected, *, dry_run: bool) -> dict[str, object]:
     return {"store": store.path, "dryRun": dry_run, **document(found)}
+
+
+def _describe_need(found: StoppedContainer) -> dict[str, str]:
+    return {"container": found.container.id, "name": found.container.name, "command": found.command}
 
 
 def _tell(failures: Sequence[GpusnapError]) -> None:

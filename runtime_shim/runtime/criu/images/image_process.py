@@ -1,8 +1,9 @@
 """Has the images of a restore decoded in a child process, which imports pycriu on another core.
 
 That takes 0.05 to 0.1 s of computing, for which the restore would wait. If there is no child process, it is
-done in a thread of this one. A child that is killed is replaced, once. It only reads, so nothing is lost with
-it: the restore fails, and can be repeated.
+done in a thread of this one; without a thread there would be no deadline, so the restore fails. A child that
+is killed is replaced, once. It only reads, so nothing is lost with it: the restore fails, and can be
+repeated.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ messages, with limits. Messages of pagemaps are decoded in pagemap.py.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpusnap.runtime_shim.errors import printable
@@ -149,14 +149,8 @@ def decode_messages(content: Readable, size: int, kind: str) -> Iterator[Any]:
         yield found
 
 
-def encode_messages(messages: Iterable[Any], kind: str) -> bytes:
-    """Return an image of these messages, as CRIU writes one (criu/image.c, img_write_magic)."""
-    parts = [message.SerializePartialToString() for message in messages]
-    return encoded_head(kind) + b"".join(struct.pack("<I", len(part)) + part for part in parts)
-
-
 def encoded_head(kind: str) -> bytes:
-    """Return the magic numbers at the start of an image."""
+    """Return the magic numbers at the start of an image (criu/image.c, img_write_magic)."""
     return struct.pack("<II", _COMMON, MAGIC[kind])
 
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oci_regions import blobs
 
-from gpusnap.oci.base.errors import BlobError, DigestError, DiskError, DiskFull, LayoutError
+from gpusnap.oci.base.errors import BlobError, Cancelled, DigestError, DiskError, DiskFull, LayoutError
 from gpusnap.oci.layout import layout as layout_module
 from gpusnap.oci.layout.digests import digest_of, get_hex
 from gpusnap.oci.layout.documents import (
@@ -47,6 +47,27 @@ def layout(tmp_path: Path) -> Layout:
 
 def blob_path(layout: Layout, digest: str = DIGEST) -> Path:
     return Path(layout.path, "blobs/sha256", digest.removeprefix("sha256:"))
+
+
+def test_pieces_of_a_blob(layout: Layout) -> None:
+    """Who writes or checks a large blob says that it goes on, and can be ended within it."""
+    data, calls = bytes((2 << 20) + 1), list[None]()
+    layout.moved = lambda: calls.append(None)
+    made = layout.add_blob(data)
+    assert len(calls) == 3
+    layout.check_blob(made)
+    assert len(calls) == 6
+    assert blob_path(layout, made.digest).read_bytes() == data
+
+    def end() -> None:
+        raise Cancelled
+
+    layout.moved = end
+    with pytest.raises(Cancelled):
+        layout.check_blob(made)
+    with pytest.raises(Cancelled):
+        layout.add_blob(DATA)
+    assert os.listdir(blob_path(layout).parent) == [get_hex(made.digest)]
 
 
 def test_the_tree(layout: Layout) -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,6 +97,24 @@ def test_by_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not find("autofs", "a:/x").is_same(find("nfs4", "a:/x"))
     assert find("overlay", "overlay", "/u", device="0:8").is_same(find("overlay", "overlay", "/u"))
     assert not find("overlay", "overlay", "/v").is_same(find("overlay", "overlay", "/u"))
+
+
+def test_another_number_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The UUID on the disk decides, if it is known both times; else the number, as without udev(7)."""
+
+    def find(number: int, uuid: str, root: str = "/") -> FileSystem:
+        mount = proc.Mount("8:1", root, "/mnt", (), (), "ext4", "", "/dev/sda1")
+        monkeypatch.setattr(proc, "find_mount", lambda _: mount)
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_fsid=number))
+        monkeypatch.setattr(file_system, "_find_uuid", lambda _: uuid)
+        return find_file_system("/mnt/x")
+
+    before = find(1, "a")
+    assert find(2, "a").is_same(before)
+    assert not find(1, "b").is_same(before)
+    assert not find(2, "a", "/other").is_same(before)
+    assert find(1, "").is_same(before)
+    assert not find(2, "").is_same(before)
 
 
 def test_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

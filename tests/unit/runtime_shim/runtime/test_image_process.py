@@ -126,32 +126,39 @@ def test_it_hangs_while_it_is_prepared(made: str, asked: Asking, monkeypatch: py
     assert len(pids()) == 1
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM])
-@pytest.mark.parametrize("thread", [True, False])
-def test_no_process_can_be_started(
-    made: str,
-    asked: Asking,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
-    thread: bool,
-) -> None:
-    """Then gpusnap decodes them itself, if it can with a deadline."""
+@pytest.fixture(params=[errno.EAGAIN, errno.ENOMEM])
+def no_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel permits no child process."""
 
     def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(request.param, os.strerror(request.param))
 
-    def refuse_thread(_: threading.Thread) -> None:
+    monkeypatch.setattr(question_process._Forker, "worker", refuse)
+
+
+def test_no_process_and_no_thread(
+    made: str, asked: Asking, no_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing could end a read that does not end: it is not begun, and the error has a cure."""
+
+    def refuse(_: threading.Thread) -> None:
         raise no_thread(RuntimeError("can't start new thread"))
 
+    asked(lambda _: pytest.fail("it is read"))
+    monkeypatch.setattr("gpusnap.runtime_shim.deadlines._idle", [])
+    monkeypatch.setattr(threads, "start", refuse)
+    with pytest.raises(GpusnapError, match="a thread cannot be started: can't start new thread") as caught:
+        image_process.check(made, "x86_64", {})
+    assert "ulimit -u" in caught.value.hint
+
+
+def test_no_process_can_be_started(made: str, asked: Asking, no_process: None) -> None:
+    """Then gpusnap decodes them itself, with a deadline."""
     who: list[str] = []
     pids = asked(lambda _: who.append(threading.current_thread().name))
-    monkeypatch.setattr(question_process._Forker, "worker", refuse)
-    if not thread:
-        monkeypatch.setattr("gpusnap.runtime_shim.deadlines._idle", [])
-        monkeypatch.setattr(threads, "start", refuse_thread)
     image_process.check(made, "x86_64", {})
     assert pids() == [ME]
-    assert who == ["gpusnap-question" if thread else threading.current_thread().name]
+    assert who == ["gpusnap-question"]
     Path(made, "inventory.img").write_bytes(b"damaged")
     with pytest.raises(ImageError, match=r"inventory\.img"):
         image_process.check(made, "x86_64", {})

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from criu_images import INVENTORY
+from criu_images import INVENTORY, encode_messages
 from fakes import Scene, a_manifest
 
 from gpusnap.runtime_shim.errors import Refused
 from gpusnap.runtime_shim.records.manifest_file import Draft
-from gpusnap.runtime_shim.runtime.criu.images import messages, pycriu_package
+from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 from gpusnap.runtime_shim.runtime.criu.images.inet_sockets import InetSocket
 from gpusnap.runtime_shim.snapshot import restore
 from gpusnap.runtime_shim.snapshot.preflight import addresses
@@ -66,7 +66,7 @@ def dumped(folder: Path, *local: str, state: int = 1) -> str:
         inet.dst_addr.extend(numbers)
         files.append(pb.file_entry(type=4, id=at, isk=inet))
     folder.mkdir(exist_ok=True)
-    (folder / "files.img").write_bytes(messages.encode_messages(files, "files"))
+    (folder / "files.img").write_bytes(encode_messages(files, "files"))
     return str(folder)
 
 
@@ -149,9 +149,7 @@ def test_a_restore(
         draft.prepare(record)
         draft.finish(record)
         pb = pycriu_package.load().pb
-        inventory = messages.encode_messages(
-            [pb.inventory_entry(img_version=2, tcp_close=closed)], "inventory"
-        )
+        inventory = encode_messages([pb.inventory_entry(img_version=2, tcp_close=closed)], "inventory")
         (scene.image / "inventory.img").write_bytes(inventory if closed else INVENTORY)
         monkeypatch.setattr(restore, "find_driver", lambda: None)
         done = scene.restore("--detach", *options)

@@ -17,6 +17,7 @@ from fakes import DEADLINE, wait_for
 from gpusnap.oci.base import threads
 from gpusnap.oci.base.errors import Cancelled
 from gpusnap.oci.base.threads import Crew
+from gpusnap.oci.layout.layout import Layout
 from gpusnap.runtime_shim import deadlines
 from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted
 from gpusnap.runtime_shim.process import proc
@@ -145,8 +146,10 @@ SILENT = ["begin", "mark", "write", "sync", "commit", "check"]
 """The steps that wait for the store."""
 
 
-def be_silent(pages: Pages, monkeypatch: pytest.MonkeyPatch, step: str, wait: Callable[[], object]) -> None:
-    """Have a step wait for the store."""
+def be_silent(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch, step: str, wait: Callable[[], object]
+) -> SimpleNamespace:
+    """Have a step wait for the store; return what stands for that."""
     layout = SimpleNamespace(path=LAYOUT, close=lambda: None, sync_blobs=lambda **_: None)
     home = SimpleNamespace(layout=layout, place="", mark_needed=lambda: None, commit=lambda *_, **__: None)
     monkeypatch.setattr(spill, "StoreDestination", lambda *_, **__: home)
@@ -159,6 +162,7 @@ def be_silent(pages: Pages, monkeypatch: pytest.MonkeyPatch, step: str, wait: Ca
         "check": (spill, "_check_linked"),
     }[step]
     monkeypatch.setattr(where, name, lambda *_, **__: wait(), raising=False)
+    return home
 
 
 @pytest.mark.parametrize("step", SILENT)
@@ -195,16 +199,23 @@ def test_an_interrupt_while_the_store_does_not_answer(
     assert journal.read(KEY) == before
 
 
-def test_a_slow_store(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk begins the deadline anew, and what is synced may take longer, also before the first one."""
+def test_a_slow_store(pages: Pages, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each chunk begins the deadline anew, and each piece of one; what is synced may take longer."""
     moves: list[float] = []
     monkeypatch.setattr(Crew, "note_progress", lambda _, *, more=0.0: moves.append(more))
     given: dict[str, Callable[[], object]] = {}
     monkeypatch.setattr(spill, "SuspendedChunks", lambda *_, **named: given.update(named) or pages)
-    be_silent(pages, monkeypatch, "write", lambda: given["moved"]())
+    store = Layout(tmp_path / "store").create()
+
+    def write() -> None:
+        store.add_blob(bytes(2 << 20))
+        given["moved"]()
+
+    home = be_silent(pages, monkeypatch, "write", write)
+    home.layout = store
     spill.spill(KEY, Settings())
     slow = spill._SYNCING - transfer.STALL
-    assert moves == [slow, slow, 0.0, 0.0, slow]
+    assert moves == [slow, slow, 0.0, 0.0, 0.0, 0.0, slow, slow]
 
 
 def test_threads_that_are_left_behind_end(
