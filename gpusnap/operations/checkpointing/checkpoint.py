@@ -83,6 +83,8 @@ class CheckpointRequest:
     labels: Mapping[str, str] = field(default_factory=dict)
     asleep: bool = False
     """The container is suspended, and remains suspended."""
+    bring_back: bool = False
+    """If it fails after it has ended the container, and Podman has it in its storage, Podman restores it."""
 
     def options(self) -> list[str]:
         """Return the options for Podman."""
@@ -292,7 +294,13 @@ def _open_staging(
             staging.mark_precious(why)
         return archive
 
-    export = Export(found=found, archive=archive, keep=keep, environment=environment)
+    export = Export(
+        found=found,
+        archive=archive,
+        keep=keep,
+        environment=environment,
+        bring_back=request.bring_back,
+    )
     if isinstance(request.to, locator.InRegistry):
         export.more = f"gpusnap push {{archive}} {request.to.reference} pushes it"
     try:

@@ -45,6 +45,8 @@ class Export:
     """Keeps the archive permanently, and returns its path."""
     environment: str = ""
     """The prefix that a command for restoring it needs, such as "GPUSNAP_STORE=/mnt/store "."""
+    bring_back: bool = False
+    """Podman restores the container if it has the checkpoint in its storage."""
     more: str = ""
     """What else can be done with the archive: a command and its effect; {archive} is replaced by the path."""
     whole: bool = False
@@ -100,7 +102,10 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
                 if podmans and state not in said.sentence():
                     said.add_hint(f"{export.found.name} {state}")
                 raise said from error
-            raise _make_error_after(export, said, left) from error
+            after = _make_error_after(export, said, left)
+        if export.bring_back and left == "in Podman":
+            after = _bring_back(export, said, after)
+        raise after from error
     export.kept = False
 
 
@@ -126,6 +131,18 @@ def _make_told_error(error: BaseException) -> GpusnapError:
     if isinstance(error, Exception):
         return make_unforeseen(error)
     return Interrupted("interrupted before the checkpoint was stored")
+
+
+def _bring_back(export: Export, error: GpusnapError, after: GpusnapError) -> GpusnapError:
+    """Have Podman restore the container; return the error to raise, `after` with the reason if that fails."""
+    environment = dict(word.split("=", 1) for word in shlex.split(export.environment))
+    try:
+        podman_work.restore([export.found.id], environment)
+    except (GpusnapError, KeyboardInterrupt) as failed:
+        said = f"{after}; an attempt to restore it failed: {_make_told_error(failed)}"
+        return type(error)(said, hint=after.hint, code=after.code)
+    said = f"{error}; Podman has restored {export.found.name} from the checkpoint"
+    return type(error)(said, hint=error.hint, code=error.code)
 
 
 def _find_left(export: Export) -> _Left:
