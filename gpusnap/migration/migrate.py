@@ -325,7 +325,7 @@ class _Move:
             except (Exception, KeyboardInterrupt) as failed:
                 last = failed
         raise GpusnapError(
-            f"the connection to {self._to} broke while it restored {self._found.name}, and it is unknown "
+            f"{self._to} does not say what became of its restore of {self._found.name}, and it is unknown "
             f"whether the container runs there: {_make_told_error(last)}; on this host it stays stopped",
             hint=f"run gpusnap recover, which asks {self._to} again; if podman ps there shows that "
             f"{self._note.there} does not run, gpusnap restore --not-migrated {made.name} "

@@ -136,7 +136,7 @@ def settle(migration: str) -> str:
                 # The receiver, if it lives, removes the checkpoints that came ahead itself.
                 if found is not None and not alive:
                     remove_ahead(_record(migration, found).ahead)
-                Record(migration, "undone", "").write()
+                _abort(migration)
                 return "undone"
         if not alive and not _podman_of(migration):
             break
@@ -146,8 +146,21 @@ def settle(migration: str) -> str:
     record = _record(migration, found)
     remove_restored(record)
     remove_ahead(record.ahead)
-    replace(record, state="undone").write()
+    with suppress(GpusnapError):  # such as on a full disk: whoever asks next gets the same answer
+        replace(record, state="undone").write()
     return "undone"
+
+
+def _abort(migration: str) -> None:
+    """Have a request that is still on its way restore nothing. Raises GpusnapError."""
+    try:
+        Record(migration, "undone", "").write()
+    except GpusnapError as error:
+        # Such as on a full disk. Without a record nothing is restored either; see `advance`.
+        try:
+            state_files.remove(_path(migration))
+        except OSError:
+            raise error from None
 
 
 def remove_ahead(digests: tuple[str, ...]) -> None:
