@@ -44,12 +44,12 @@ from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, make_unforeseen
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, make_unforeseen
 from gpusnap.runtime_shim.gpu import estimate_used, find_driver
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
-from gpusnap.user_errors import failure
+from gpusnap.user_errors import NotFound, failure
 
 # Number of attempts to ask the other host about a container.
 _TRIES = 3
@@ -210,6 +210,11 @@ class _Move:
             self._progress.stage(f"restore on {self._to}")
             self._note.write()
             self._ahead.remove()
+            # From here on its checkpoint is not restored here.
+            if self._runs_here():
+                raise ContainerError(
+                    f"{self._found.name} was started here while its memory was sent", hint="migrate it again"
+                )
             asked = True
             answer = self._ask(
                 "restore",
@@ -291,6 +296,12 @@ class _Move:
         self._hang_up()
         try:
             self._note.remove()  # it certainly does not run there
+            if self._runs_here():
+                return GpusnapError(
+                    f"{name} was not migrated, and runs on this host: {why}",
+                    hint=f"{why.hint}; its checkpoint {made.name} is kept",
+                    code="GPS-824",
+                )
             place = locator.InStore(Store(made.store), made.digest)
             restoring.restore(RestoreRequest(what=place), self._progress)
         except (Exception, KeyboardInterrupt) as failed:
@@ -313,6 +324,13 @@ class _Move:
             hint=why.hint or "run the same command again; what was sent stays on the other host",
             code=why.code or "GPS-824",
         )
+
+    def _runs_here(self) -> bool:
+        """Return whether somebody has started or restored the stopped container. Raises GpusnapError."""
+        try:
+            return podman.inspect_container(self._found.id).status in ("running", "paused")
+        except NotFound:
+            return False
 
     def _settle(self, made: CheckpointResult, error: BaseException) -> str:
         """Ask again about the container over there: confirmed or undone."""

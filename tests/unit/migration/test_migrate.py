@@ -125,6 +125,25 @@ def test_it_cannot_be_restored_here(
     assert error.hint.startswith("gpusnap restore w:")
 
 
+def test_it_was_started_here_meanwhile(fake: FakePodman, other: OtherSide, host_store: Store) -> None:
+    """Then it does not run on the other host, too, and its checkpoint stays."""
+
+    def fetch() -> dict[str, Any]:
+        fake.has()
+        return {"ok": {"bytes": 0}}
+
+    other.instead["fetch"] = fetch
+    error = move()
+    assert str(error) == (
+        "w was not migrated, and runs on this host: w was started here while its memory was sent"
+    )
+    assert "restore" not in other.asked
+    assert [line.split()[1] for line in fake.calls()] == ["checkpoint"]
+    (kept,) = host_store.entries()
+    assert error.hint == f"migrate it again; its checkpoint {kept.name} is kept"
+    assert migrations.list_outgoing() == ()
+
+
 def test_its_last_checkpoint_fails_after_the_end(fake: FakePodman, other: OtherSide) -> None:
     """Podman has it in its storage, and restores it from there."""
     ends = f"{fake.ends('inventory.img')} cp $F/error.txt $F/error"
