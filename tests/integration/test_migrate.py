@@ -39,6 +39,14 @@ def other(request: pytest.FixtureRequest) -> Iterator[OtherHost]:
         yield found
 
 
+@pytest.fixture
+def volumes() -> Iterator[None]:
+    """Volumes of the test's container are removed after it."""
+    yield
+    run("podman", "rm", "--all", "--force", "--time", "0")
+    good(run("podman", "volume", "rm", "--all", "--force"))
+
+
 def migrate(*words: str) -> Done:
     return gpusnap("migrate", "w", TO, "--quiet", "--ssh", str(SSH), *words)
 
@@ -311,10 +319,16 @@ def test_interrupted(one_runtime: Store, other: OtherHost, plan: str) -> None:
     assert names(one_runtime) == []
 
 
-@pytest.mark.parametrize("real", ["crun", "runc"], indirect=True)
-def test_interrupted_once_it_has_ended(store: Store, other: OtherHost) -> None:
-    """Ctrl-C while Podman exports the last checkpoint: Podman restores it from its storage."""
-    container = Container.start("w", *WORK, gpus=["0"])
+@pytest.mark.parametrize(
+    ("real", "options"),
+    [("crun", ()), ("runc", ()), ("crun", ("--rm", "-v", "data:/data"))],
+    indirect=["real"],
+)
+def test_interrupted_once_it_has_ended(
+    store: Store, other: OtherHost, volumes: None, options: tuple[str, ...]
+) -> None:
+    """Ctrl-C while Podman exports the last checkpoint: Podman restores it from its storage, or its export."""
+    container = Container.start("w", *WORK, gpus=["0"], options=options)
     first = os.pidfd_open(container.inspect()["State"]["Pid"])
     words = (COMMAND, "migrate", "w", TO, "--quiet", "--ssh", SSH)
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as child:

@@ -84,7 +84,7 @@ class CheckpointRequest:
     asleep: bool = False
     """The container is suspended, and remains suspended."""
     bring_back: bool = False
-    """If it fails after it has ended the container, and Podman has it in its storage, Podman restores it."""
+    """If it fails after it has ended the container, Podman restores that; only for a store."""
 
     def options(self) -> list[str]:
         """Return the options for Podman."""
@@ -280,9 +280,10 @@ def _open_staging(
     environment = (
         f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(request.to, locator.InStore) else ""
     )
+    volumes = ", with --ignore-volumes if its named volumes still exist" if found.volumes else ""
     why = (
         f"what Podman exported of the container {found.name}: {environment}podman container restore "
-        f"--import {archive} restores it; when it is no longer needed, remove {staging.path}"
+        f"--import {archive} restores it{volumes}; when it is no longer needed, remove {staging.path}"
     )
 
     def keep() -> str:

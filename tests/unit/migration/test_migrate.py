@@ -158,6 +158,24 @@ def test_its_last_checkpoint_fails_after_the_end(fake: FakePodman, other: OtherS
     assert "fetch" not in other.asked
 
 
+@pytest.mark.parametrize("volumes", [(), ("data",), ("data", "removed")])
+def test_its_last_checkpoint_fails_after_its_removal(
+    fake: FakePodman, other: OtherSide, host_store: Store, volumes: tuple[str, ...]
+) -> None:
+    """With --rm, Podman restores it from its export, of which nothing is left then; its volumes stay."""
+    fake.has(auto_remove=True, volumes=dict.fromkeys(volumes, ""))
+    fake.has_volumes("data")
+    made = 'cp $F/archive "$4"; rm $F/inspect.json; cp $F/error.txt $F/error'
+    fake.first(f'case "$2" in checkpoint) {made};; *) rm $F/error;; esac')
+    (fake.folder / "error.txt").write_text("Error: no such device")
+    error = move()
+    assert str(error) == "Podman failed: no such device; Podman has restored w from the checkpoint"
+    assert fake.calls()[-1].startswith("container restore --import ")
+    assert fake.calls()[-1].endswith(" --ignore-volumes") == (volumes == ("data",))
+    assert (fake.folder / "imported").read_bytes() == (fake.folder / "archive").read_bytes()
+    assert list(Path(host_store.path, "staging").iterdir()) == []
+
+
 def test_podman_does_not_restore_it(fake: FakePodman, other: OtherSide) -> None:
     """Then the sentence says what does."""
     fake.first(fake.ends("inventory.img"))
