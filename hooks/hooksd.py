@@ -22,7 +22,7 @@ from typing import Any
 from gpusnap.hooks.documents import HookError, parse, read_file
 from gpusnap.hooks.main import STAGES
 from gpusnap.oci.base.files import replace_below
-from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.errors import advise, reason
 
 PROGRAM = "gpusnap-hook"
 SHARED_DIRECTORIES = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d")
@@ -101,7 +101,7 @@ def install(directory: str, made: Mapping[str, bytes], *, force: bool = False) -
     except OSError as error:
         raise HookError(
             f"the hooks cannot be written into {directory}: {reason(error)}",
-            hint="run it as root",
+            hint=advise(error) or "run it as root",
             code="GPS-005",
         ) from error
 
@@ -125,7 +125,9 @@ def remove(directory: str, *, dry_run: bool = False) -> tuple[list[Change], list
                 os.unlink(path)
         except OSError as error:
             raise HookError(
-                f"{path} cannot be removed: {reason(error)}", hint="run it as root", code="GPS-005"
+                f"{path} cannot be removed: {reason(error)}",
+                hint=advise(error) or "run it as root",
+                code="GPS-005",
             ) from error
         done.append(("removed", path))
     return done, left

@@ -17,6 +17,7 @@ unless --keep is given. (https://kubernetes.io/docs/reference/node/kubelet-check
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import ssl
@@ -58,7 +59,8 @@ def trusted() -> ssl.SSLContext:
 def checkpoint(args: argparse.Namespace) -> str:
     """The path of the archive that kubelet had made.
 
-    Raises OSError; ValueError, KeyError, TypeError for an answer without a path.
+    Raises OSError; ValueError, KeyError, TypeError for an answer without a path; HTTPException for one that
+    is not HTTP.
     """
     try:
         with urllib.request.urlopen(
@@ -82,18 +84,29 @@ def main() -> int:
     args = parser.parse_args()
     try:
         path = checkpoint(args)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException) as error:
+        said = " ".join(str(error).split())
         print(
-            f"checkpoint.py: there is no checkpoint of {args.namespace}/{args.pod}: {error}", file=sys.stderr
+            f"checkpoint.py: there is no checkpoint of {args.namespace}/{args.pod}: {said}", file=sys.stderr
         )
         return 1
     print(f"checkpoint.py: kubelet wrote {path}", file=sys.stderr)
-    pushed = subprocess.run(["gpusnap", "push", path, args.to, "--format", "cri"], check=False)
-    if pushed.returncode:
-        print(f"checkpoint.py: {path} was not pushed, and stays on this node", file=sys.stderr)
+    why = ""
+    try:
+        failed = subprocess.run(["gpusnap", "push", path, args.to, "--format", "cri"], check=False).returncode
+    except OSError as error:
+        failed, why = 1, f": gpusnap cannot be run: {error.strerror}"
+    if failed:
+        print(f"checkpoint.py: {path} was not pushed, and stays on this node{why}", file=sys.stderr)
         return 1
-    if not args.keep:
-        os.unlink(path)
+    try:
+        if not args.keep:
+            os.unlink(path)
+    except OSError as error:
+        print(
+            f"checkpoint.py: {path} was pushed, but cannot be removed from this node: {error.strerror}",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -23,6 +23,7 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.records import journal
 
 FOLDER = "/var/lib/gpusnap/migrations"
 _ENDING = ".leaving"
@@ -114,10 +115,10 @@ def host_of(digest: str) -> str:
     return found.host if found is not None else ""
 
 
-def list_outgoing() -> tuple[OutgoingMigration, ...]:
-    """Return all migrations from this host, the oldest first. Raises GpusnapError if one is unreadable."""
-    found = (find(name.removesuffix(_ENDING)) for name in names(_NAME))
-    return tuple(sorted((each for each in found if each is not None), key=lambda each: each.since))
+def list_outgoing(unreadable: dict[str, GpusnapError] | None = None) -> tuple[OutgoingMigration, ...]:
+    """Return all migrations from this host, the oldest first. `unreadable` and errors: as in `read_each`."""
+    keys = [name.removesuffix(_ENDING) for name in names(_NAME)]
+    return tuple(sorted(journal.read_each(keys, find, unreadable), key=lambda each: each.since))
 
 
 def check(digest: str) -> None:

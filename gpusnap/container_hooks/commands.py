@@ -14,6 +14,7 @@ files, its network.
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 import signal
@@ -197,13 +198,21 @@ def _words(found: podman.Container, event: str) -> list[str]:
         words = parse_json(text)
     except ValueError:
         words = None
-    if not isinstance(words, list) or not words or not all(isinstance(each, str) for each in words):
+    if not isinstance(words, list) or not words or not all(map(_is_argument, words)):
         raise SettingsError(
             f"{name} of the container {found.name} is {text[:80]!r}; it must be a shell command line, or "
             "a JSON list of strings",
             hint='write it as curl -X POST localhost:8000/sleep, or as ["/app/sleep", "now"]',
         )
     return words
+
+
+def _is_argument(word: object) -> bool:
+    """Return whether execve(2) takes it: JSON also has strings with NUL, and with half a character."""
+    try:
+        return isinstance(word, str) and b"\0" not in os.fsencode(word)
+    except UnicodeEncodeError:
+        return False
 
 
 def _timeout(found: podman.Container) -> float:

@@ -299,9 +299,12 @@ def _inspect_field(wanted: str, what: str, *, command: Sequence[str], seconds: f
     raise GpusnapError(f"Podman cannot inspect the container {wanted}: {sentence(done)}")
 
 
-def run_query(*words: str, wanted: str) -> str:
-    """Return the output of a query of Podman's, or of a short command. Raises GpusnapError."""
-    done = ask(*words)
+def run_query(*words: str, wanted: str, seconds: float | None = None) -> str:
+    """Return the output of a query of Podman's, or of a short command. Raises GpusnapError.
+
+    `seconds`: how long to wait for the answer, instead of PATIENCE.
+    """
+    done = ask(*words, seconds=seconds)
     if done.code:
         raise GpusnapError(f"Podman does not report {wanted}: {sentence(done)}")
     return done.out

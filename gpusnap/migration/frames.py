@@ -60,12 +60,22 @@ class Channel:
         os.set_blocking(writing, False)
 
     def send(self, frame: Mapping[str, Any], payload: Iterable[bytes] = (), size: int = 0) -> None:
-        """Send a frame, followed by `size` bytes. Raises LinkLost, and the errors of `payload`."""
+        """Send a frame, followed by `size` bytes. Raises LinkLost, and the errors of `payload`.
+
+        After a payload of another size nothing can be sent any more: it would be taken for the rest of it.
+        """
         data = json.dumps({**frame, **({"payload": size} if size else {})}).encode()
         with self._sending:
             self._write(len(data).to_bytes(4, "big") + data)
             for piece in payload:
-                self._write(piece)
+                self._write(piece[: max(0, size)])
+                size -= len(piece)
+            if size:
+                raise LinkLost(
+                    f"a file changed while it was sent to {self.who}: it is {abs(size)} bytes "
+                    f"{'shorter' if size > 0 else 'longer'} than before",
+                    hint="gpusnap verify lists all damage; then run the same command again",
+                )
 
     def greet(self) -> None:
         """Send the greeting of the side that was started. Raises LinkLost."""

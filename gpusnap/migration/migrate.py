@@ -43,11 +43,12 @@ from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.progress import Progress
 from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
+from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, make_unforeseen
 from gpusnap.runtime_shim.gpu import estimate_used, find_driver
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.user_errors import NotFound, failure
 
 # Number of attempts to ask the other host about a container.
 _TRIES = 3
@@ -181,8 +182,8 @@ class _Move:
 
     def go(self) -> None:
         try:
+            self._ahead.write()
             if self._parameters.ahead:
-                self._ahead.write()
                 self._send_ahead()
             # The last moment at which a lost connection costs nothing.
             self._greet()
@@ -200,14 +201,19 @@ class _Move:
 
     def _hand_over(self) -> None:
         stopped = time.monotonic()
-        made = self._checkpoint(ahead=False)
-        self._note = replace(self._note, store=made.store, checkpoint=made.name, digest=made.digest)
         asked = False
+        made = self._checkpoint(ahead=False)
         try:
+            self._note = replace(self._note, store=made.store, checkpoint=made.name, digest=made.digest)
             self.done.after = self._send(made, ahead=False)
             self._progress.stage(f"restore on {self._to}")
             self._note.write()
             self._ahead.remove()
+            # From here on its checkpoint is not restored here.
+            if self._runs_here():
+                raise ContainerError(
+                    f"{self._found.name} was started here while its memory was sent", hint="migrate it again"
+                )
             asked = True
             answer = self._ask(
                 "restore",
@@ -218,12 +224,12 @@ class _Move:
                 ignoreVolumes=self._parameters.ignore_volumes,
             )
             self.done.pause = time.monotonic() - stopped
+            self.done.name, self.done.id = str(answer["container"]), str(answer["containerId"])
             self._ask("confirm")
-        except (GpusnapError, OciError, OSError, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt) as error:  # of any kind: the container is stopped
             if not asked or self._settle(made, error) != "confirmed":
                 raise self._bring_back(made, error) from error
-            answer = {"container": self._note.there, "containerId": ""}
-        self.done.name, self.done.id = str(answer["container"]), str(answer["containerId"])
+            self.done.name = self.done.name or self._note.there
         self.done.digest = made.digest
         self._clear()
 
@@ -253,6 +259,7 @@ class _Move:
             leave_running=ahead,
             ignore_volumes=self._parameters.ignore_volumes,
             force=self._parameters.force,
+            bring_back=not ahead,
         )
         return checkpointing.checkpoint(parameters, self._progress)
 
@@ -282,26 +289,30 @@ class _Move:
         return found
 
     def _restore_here(self, made: CheckpointResult, error: BaseException) -> GpusnapError:
-        why = str(stop_signals.make_interrupted() if isinstance(error, KeyboardInterrupt) else error)
-        hint, code = (error.hint, error.code) if isinstance(error, GpusnapError) else ("", "")
+        why = _make_told_error(error)
         name = self._found.name
         self._progress.stage(f"restore of {name} on this host")
         self._hang_up()
         try:
             self._note.remove()  # it certainly does not run there
+            if self._runs_here():
+                return GpusnapError(
+                    f"{name} was not migrated, and runs on this host: {why}",
+                    hint=f"{why.hint}; its checkpoint {made.name} is kept",
+                    code="GPS-824",
+                )
             place = locator.InStore(Store(made.store), made.digest)
             restoring.restore(RestoreRequest(what=place), self._progress)
-        except (GpusnapError, KeyboardInterrupt) as failed:
-            if (
-                isinstance(failed, GpusnapError) and failed.code == "GPS-240"
-            ):  # it runs; its own command failed
+        except (Exception, KeyboardInterrupt) as failed:
+            said = _make_told_error(failed)
+            if said.code == "GPS-240":  # it runs; its own command failed
                 return GpusnapError(
-                    f"{name} was not migrated, and runs on this host again: {why}; {failed}",
-                    hint=failed.hint,
-                    code=failed.code,
+                    f"{name} was not migrated, and runs on this host again: {why}; {said}",
+                    hint=said.hint,
+                    code=said.code,
                 )
             return GpusnapError(
-                f"{name} was not migrated to {self._to} ({why}), and cannot be restored here: {failed}",
+                f"{name} was not migrated to {self._to} ({why}), and cannot be restored here: {said}",
                 hint=f"gpusnap restore {made.name} continues it here; its checkpoint is complete",
                 code="GPS-824",
             )
@@ -309,9 +320,16 @@ class _Move:
             Store(made.store).remove(made.digest)
         return GpusnapError(
             f"{name} was not migrated, and runs on this host again: {why}",
-            hint=hint or "run the same command again; what was sent stays on the other host",
-            code=code or "GPS-824",
+            hint=why.hint or "run the same command again; what was sent stays on the other host",
+            code=why.code or "GPS-824",
         )
+
+    def _runs_here(self) -> bool:
+        """Return whether somebody has started or restored the stopped container. Raises GpusnapError."""
+        try:
+            return podman.inspect_container(self._found.id).status in ("running", "paused")
+        except NotFound:
+            return False
 
     def _settle(self, made: CheckpointResult, error: BaseException) -> str:
         """Ask again about the container over there: confirmed or undone."""
@@ -321,11 +339,11 @@ class _Move:
         for _ in range(_TRIES):
             try:
                 return unfinished.ask(self._note)
-            except (GpusnapError, KeyboardInterrupt) as failed:
+            except (Exception, KeyboardInterrupt) as failed:
                 last = failed
         raise GpusnapError(
-            f"the connection to {self._to} broke while it restored {self._found.name}, and it is unknown "
-            f"whether the container runs there: {last}; on this host it stays stopped",
+            f"{self._to} does not say what became of its restore of {self._found.name}, and it is unknown "
+            f"whether the container runs there: {_make_told_error(last)}; on this host it stays stopped",
             hint=f"run gpusnap recover, which asks {self._to} again; if podman ps there shows that "
             f"{self._note.there} does not run, gpusnap restore --not-migrated {made.name} "
             "continues it here",
@@ -369,6 +387,15 @@ def _gpus(found: podman.Container, driver: Driver | None) -> list[GpuRecord]:
         for g in host.gpus
         if g.uuid in used
     ]
+
+
+def _make_told_error(error: BaseException) -> GpusnapError:
+    """Return an error of any kind, or an interruption, as one for the user."""
+    if isinstance(error, GpusnapError):
+        return error
+    if isinstance(error, OciError):
+        return failure(error)
+    return make_unforeseen(error) if isinstance(error, Exception) else stop_signals.make_interrupted()
 
 
 def _pairs(answer: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -94,7 +94,7 @@ class _Receiver:
             case "hello":
                 return self._hello(frame)
             case "check":
-                return _check(frame)
+                return _check(frame, self._channel.patience)
             case "fetch":
                 return self._fetch(frame)
             case "plan":
@@ -245,8 +245,11 @@ def _patience(value: object) -> float:
     return seconds
 
 
-def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
-    """Check whether a container can come: its name, the room, its image, the GPUs. Changes nothing."""
+def _check(frame: Mapping[str, Any], patience: float) -> dict[str, Any]:
+    """Check whether a container can come: its name, the room, its image, the GPUs. Changes nothing.
+
+    `patience`: seconds for Podman to pull the image.
+    """
     name, image, needs = str(frame["name"]), str(frame["image"]), int(frame["needs"])
     if podman.full_id(name, seconds=60):
         raise Refused(
@@ -266,11 +269,11 @@ def _check(frame: Mapping[str, Any]) -> dict[str, Any]:
     there = podman.exists("image", image)
     if not there and frame["pull"]:
         try:
-            podman.run_query("pull", "--quiet", image, wanted=f"the image {image}")
+            podman.run_query("pull", "--quiet", image, wanted=f"the image {image}", seconds=patience)
         except GpusnapError as error:
             raise Refused(
                 f"Podman there does not have the image {image}, and cannot pull it: {error}",
-                hint=f"run podman save {image} | ssh HOST podman load",
+                hint=f"run podman save {image} | ssh HOST podman load; --patience gives it more time",
                 code="GPS-822",
             ) from error
         there = True

@@ -26,6 +26,7 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.user_errors import NotFound
 
 MARK = "GPUSNAP_MIGRATION"
@@ -102,16 +103,10 @@ def forget(migration: str) -> None:
             _remove(migration)
 
 
-def list_records() -> tuple[Record, ...]:
-    """Return the migrations to this host that have not ended. Raises GpusnapError."""
-    read = (
-        (name.removesuffix(_ENDING), _read(name.removesuffix(_ENDING))) for name in migrations.names(_NAME)
-    )
-    return tuple(
-        _record(key, found)
-        for key, found in read
-        if found is not None and found.get("state") not in ("confirmed", "undone")
-    )
+def list_records(unreadable: dict[str, GpusnapError] | None = None) -> tuple[Record, ...]:
+    """Return the migrations to this host that have not ended. `unreadable` and errors: as in `read_each`."""
+    keys = [name.removesuffix(_ENDING) for name in migrations.names(_NAME)]
+    return tuple(journal.read_each(keys, _read_unended, unreadable))
 
 
 def check_id(value: object) -> str:
@@ -140,7 +135,7 @@ def settle(migration: str) -> str:
                 # The receiver, if it lives, removes the checkpoints that came ahead itself.
                 if found is not None and not alive:
                     remove_ahead(_record(migration, found).ahead)
-                Record(migration, "undone", "").write()
+                _abort(migration)
                 return "undone"
         if not alive and not _podman_of(migration):
             break
@@ -150,8 +145,21 @@ def settle(migration: str) -> str:
     record = _record(migration, found)
     remove_restored(record)
     remove_ahead(record.ahead)
-    replace(record, state="undone").write()
+    with suppress(GpusnapError):  # such as on a full disk: whoever asks next gets the same answer
+        replace(record, state="undone").write()
     return "undone"
+
+
+def _abort(migration: str) -> None:
+    """Have a request that is still on its way restore nothing. Raises GpusnapError."""
+    try:
+        Record(migration, "undone", "").write()
+    except GpusnapError as error:
+        # Such as on a full disk. Without a record nothing is restored either; see `advance`.
+        try:
+            state_files.remove(_path(migration))
+        except OSError:
+            raise error from None
 
 
 def remove_ahead(digests: tuple[str, ...]) -> None:
@@ -214,8 +222,20 @@ def _read(migration: str) -> Mapping[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise GpusnapError(f"{_path(migration)} cannot be read: {error}", code="GPS-005") from error
+        raise GpusnapError(
+            f"{_path(migration)} cannot be read, so gpusnap cannot determine which container came from "
+            f"another host: {reason(error)}",
+            hint="if podman ps --all shows no container that belongs on another host, remove that file",
+            code="GPS-005",
+        ) from error
     return found if isinstance(found, dict) else {}
+
+
+def _read_unended(migration: str) -> Record | None:
+    found = _read(migration)
+    if found is None or found.get("state") in ("confirmed", "undone"):
+        return None
+    return _record(migration, found)
 
 
 def _record(migration: str, found: Mapping[str, Any]) -> Record:

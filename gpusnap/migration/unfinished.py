@@ -18,6 +18,7 @@ from gpusnap.migration.blobs import check_answer
 from gpusnap.migration.link import Destination, Route, connect
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.store import Store
+from gpusnap.oci.store.tags import Entry, by_age, is_later
 from gpusnap.runtime_shim.errors import GpusnapError
 from gpusnap.user_errors import NotFound, convert_errors
 
@@ -84,10 +85,7 @@ def recover_leaving(leaving: OutgoingMigration) -> str:
     remove_name(store, ahead_name(leaving.name, leaving.container))
     if not leaving.digest:
         leaving.remove()
-        return (
-            f"{leaving.name} was not migrated to {leaving.host}; if it does not run here, "
-            f"gpusnap restore {leaving.name} continues it"
-        )
+        return f"{leaving.name} was not migrated to {leaving.host}{_explain_here(leaving, store)}"
     if not _is_kept(store, leaving.digest):
         leaving.remove()
         return f"the checkpoint {leaving.checkpoint}, of the migration to {leaving.host}, no longer exists"
@@ -100,6 +98,27 @@ def recover_leaving(leaving: OutgoingMigration) -> str:
     leaving.remove()
     continues = f"gpusnap restore {leaving.checkpoint} continues it here"
     return f"{leaving.name} does not run on {leaving.host}; {continues}"
+
+
+def _explain_here(leaving: OutgoingMigration, store: Store) -> str:
+    """Say what became here of a container that the other host was not asked to restore.
+
+    Its last checkpoint may have been killed, too: then an earlier one in the store is not what continues it.
+    """
+    with suppress(GpusnapError):
+        found = podman.inspect_container(leaving.container)
+        if found.status in ("running", "paused"):
+            return f", and is {found.status} here"
+        if found.checkpointed:
+            return f"; {podman.to_restore(found)} continues it"
+    made: tuple[Entry, ...] = ()
+    with suppress(OciError):
+        made = store.list_tagged(container_name(leaving.name, leaving.container))
+    since = [each for each in made if is_later(each.created, leaving.since)]
+    if since:
+        newest = max(since, key=lambda each: by_age(each.created)).name
+        return f"; if it does not run here, gpusnap restore {newest} continues it"
+    return "; if it does not run here, podman ps --all and gpusnap ls show what is left of it"
 
 
 def recover_coming(record: records.Record) -> str:

@@ -17,7 +17,7 @@ from gpusnap.doctor.base.sources import Answer, ask
 from gpusnap.engines.install.files import put_file, unlink
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, UsageError, advise, reason
 from gpusnap.schedule import unit_files
 from gpusnap.user_errors import NotFound
 
@@ -188,7 +188,9 @@ def _put(path: str, data: bytes) -> None:
         put_file(path, data, 0o644)
     except OSError as error:
         raise GpusnapError(
-            f"{path} cannot be written: {reason(error)}", hint="run it as root", code="GPS-103"
+            f"{path} cannot be written: {reason(error)}",
+            hint=advise(error) or "run it as root",
+            code="GPS-103",
         ) from error
 
 

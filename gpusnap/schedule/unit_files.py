@@ -50,3 +50,5 @@ def _word(text: str) -> str:
 def _check(text: str) -> None:
     if any(ord(each) < 0x20 or ord(each) == 0x7F for each in text):
         raise ValueError(f"{text[:80]!r} has control characters, which unit files do not allow")
+    if any(0xD800 <= ord(each) < 0xE000 for each in text):  # bytes that os.fsdecode could not decode
+        raise ValueError(f"{text[:80]!r} is not UTF-8, which unit files must be")

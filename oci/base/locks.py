@@ -27,25 +27,36 @@ def lock_exclusively(path: str, *, patience: float, what: str) -> Iterator[None]
     """
     lock = os.open(path, _FILE, 0o600)
     try:
-        deadline, pause = time.monotonic() + patience, _FIRST_PAUSE
-        while not try_exclusive(lock):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise StoreBusy(
-                    f"{what} waited {patience:g} s for {path}, which another process has locked; try "
-                    "again later"
-                )
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        wait_for_lock(lock, path, fcntl.LOCK_EX, patience=patience, what=what)
         yield
     finally:
         unlock(lock)
 
 
+def wait_for_lock(descriptor: int, path: str, kind: int, *, patience: float, what: str) -> None:
+    """Lock the open file `path` for `what`; `kind` is LOCK_EX or LOCK_SH of `fcntl`.
+
+    Raises StoreBusy if it is not available within `patience` seconds.
+    """
+    deadline, pause = time.monotonic() + patience, _FIRST_PAUSE
+    while not _try_lock(descriptor, kind):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise StoreBusy(
+                f"{what} waited {patience:g} s for {path}, which another process has locked; try again later"
+            )
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
 def try_exclusive(descriptor: int) -> bool:
     """Lock an open file or directory exclusively; False if another process has the lock."""
+    return _try_lock(descriptor, fcntl.LOCK_EX)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

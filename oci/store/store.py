@@ -46,7 +46,7 @@ from contextlib import contextmanager
 
 from gpusnap.oci.base.errors import DigestError, DiskError, LayoutError, NotThere, StoreError, reason
 from gpusnap.oci.base.files import UNFINISHED, exists, open_nested_folder
-from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock
+from gpusnap.oci.base.locks import is_still_there, try_exclusive, unlock, wait_for_lock
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.layout.digests import get_hex
@@ -199,12 +199,12 @@ class Store:
     def hold(self, digest: str) -> Iterator[Descriptor]:
         """Keep a manifest and everything that it names from gc, until the end of the `with`.
 
-        Raises NotThere if the index does not have it, DigestError, LayoutError, DiskError.
+        Raises NotThere if the index does not have it, DigestError, LayoutError, StoreBusy, DiskError.
         """
         path = os.path.join(self._tree.holds, get_hex(digest))
         self._find_named(digest)
         with self._tree.explain_write_errors("a hold"):
-            lock = _lock_shared(path)
+            lock = _lock_shared(path, self._tree.patience)
         try:
             # Again: a gc that did not see the hold has ended.
             yield self._find_named(digest)
@@ -326,13 +326,13 @@ def _lock_alone(path: str) -> int | None:
         unlock(lock)
 
 
-def _lock_shared(path: str) -> int:
-    """Lock a hold's file together with other readers."""
+def _lock_shared(path: str, patience: float) -> int:
+    """Lock a hold's file together with other readers. Raises StoreBusy."""
     while True:
         lock = os.open(path, _HOLD, 0o600)
         try:
             # Waits for gc, which tries the lock for a moment, or for another reader that removes the file.
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            wait_for_lock(lock, path, fcntl.LOCK_SH, patience=patience, what="a reader")
             if is_still_there(lock, path):
                 return lock
         except BaseException:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import select
+import signal
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +37,14 @@ def one_runtime(crun: None) -> Iterator[Store]:
 def other(request: pytest.FixtureRequest) -> Iterator[OtherHost]:
     with other_host() as found:
         yield found
+
+
+@pytest.fixture
+def volumes() -> Iterator[None]:
+    """Volumes of the test's container are removed after it."""
+    yield
+    run("podman", "rm", "--all", "--force", "--time", "0")
+    good(run("podman", "volume", "rm", "--all", "--force"))
 
 
 def migrate(*words: str) -> Done:
@@ -305,3 +317,25 @@ def test_interrupted(one_runtime: Store, other: OtherHost, plan: str) -> None:
     runs_here(container)
     until(lambda: nothing_there(other), "the other host has undone it")
     assert names(one_runtime) == []
+
+
+@pytest.mark.parametrize(
+    ("real", "options"),
+    [("crun", ()), ("runc", ()), ("crun", ("--rm", "-v", "data:/data"))],
+    indirect=["real"],
+)
+def test_interrupted_once_it_has_ended(
+    store: Store, other: OtherHost, volumes: None, options: tuple[str, ...]
+) -> None:
+    """Ctrl-C while Podman exports the last checkpoint: Podman restores it from its storage, or its export."""
+    container = Container.start("w", *WORK, gpus=["0"], options=options)
+    first = os.pidfd_open(container.inspect()["State"]["Pid"])
+    words = (COMMAND, "migrate", "w", TO, "--quiet", "--ssh", SSH)
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as child:
+        assert select.select([first], [], [], 90)[0]
+        child.send_signal(signal.SIGINT)
+        said = child.communicate(timeout=90)[1]
+    os.close(first)
+    assert child.returncode == 130, said
+    runs_here(container)
+    until(lambda: nothing_there(other), "the other host has undone it")

@@ -36,6 +36,7 @@ case "$1 $2" in
     exit;;
 "volume ls") cat $F/volumes; exit;;
 "volume inspect") cat "$F/volume-$4.json"; exit;;
+"volume exists") grep -qx "$3" $F/volumes; exit;;
 "volume rm") sed -i "/^$3$/d" $F/volumes; exit;;
 "rm "*) rm $F/inspect.json; exit;;
 esac
@@ -129,7 +130,15 @@ class FakePodman:
         """The command lines, but for those that only ask."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
-        asked = ("container inspect ", "ps ", "--runtime ", "volume ls ", "volume inspect ", "pod ")
+        asked = (
+            "container inspect ",
+            "ps ",
+            "--runtime ",
+            "volume ls ",
+            "volume inspect ",
+            "volume exists ",
+            "pod ",
+        )
         return [line for line in lines if not line.startswith(asked)]
 
     def environment(self) -> dict[str, str]:

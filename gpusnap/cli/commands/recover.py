@@ -189,9 +189,14 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     found = tuple(entry for entry in journal.entries(unreadable) if entry.key not in apart)
     cut_off, up = restore_record.entries(unreadable), restored_containers.list_living()
     moving = tuple(each for each in suspended if suspending.needs_recovery(each))
-    moves = _Migrations(migrations.list_outgoing(), records.list_records())
-    moved = set(moves.ids())  # such a container may run on another host
-    unnoticed = tuple(each for each in in_podman.list_unnoticed() if each.id not in moved)
+    lost: dict[str, GpusnapError] = {}
+    leaving = migrations.list_outgoing(lost)
+    # A container that is being migrated may run on another host, and nobody knows which one that is if a
+    # record cannot be read.
+    unnoticed = in_podman.list_unnoticed() if not lost else ()
+    moves = _Migrations(leaving, records.list_records(lost))
+    moved = set(moves.ids())
+    unnoticed = tuple(each for each in unnoticed if each.id not in moved)
     if container is None and not only_list:
         _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])
     if container is not None:
@@ -206,11 +211,15 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
         moving = tuple(each for each in moving if each.container == wanted)
         unreadable = {key: error for key, error in unreadable.items() if container_key.id_of(key) == wanted}
         unnoticed = tuple(each for each in unnoticed if each.id == wanted)
+        for error in lost.values():  # it may be of this container
+            click.echo(error.sentence(), err=True)
+        lost = {}
         if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed):
             _say_nothing(container, known=wanted in ids, as_json=as_json)
             return
     # One that cannot be read keeps no other container from its recovery.
     failed = [(container_key.id_of(key), partial(_fail, error)) for key, error in unreadable.items()]
+    failed += [(migration, partial(_fail, error)) for migration, error in lost.items()]
     if only_list:
         asleep = [each for each in suspended if each.stage is Stage.SUSPENDED]
         asked = asleep if container is None else None

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpusnap.engines.install.files import join_root
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
 
 HEAD = "# Written by `gpusnap install`, which overwrites it; `gpusnap uninstall` removes it."
 
@@ -23,7 +23,7 @@ def read(path: str, whose: str) -> Mapping[str, Any] | None:
         return None
     except OSError as error:
         raise GpusnapError(
-            f"{path} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"{path} cannot be read: {reason(error)}", hint=advise(error) or "run it as root", code="GPS-005"
         ) from error
     except (ValueError, RecursionError) as error:
         raise GpusnapError(
@@ -40,7 +40,7 @@ def drop_ins(root: str, folder: str, suffix: str = "") -> list[str]:
     except OSError as error:
         where = join_root(root, folder)
         raise GpusnapError(
-            f"{where} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"{where} cannot be read: {reason(error)}", hint=advise(error) or "run it as root", code="GPS-005"
         ) from error
     return [f"{folder}/{name}" for name in names if name.endswith(suffix)]
 

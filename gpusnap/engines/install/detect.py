@@ -22,6 +22,8 @@ NAMES = {"podman": "Podman", "containerd": "containerd", "crio": "CRI-O"}
 
 _PROGRAM = "gpusnap-runtime"
 _PROC = "/proc"
+# Seconds for an engine's answer. Podman waits for the lock of each container that it describes.
+_PATIENCE = 60.0
 # If it does not exist, Podman has never had a container, and a query would make the folder.
 _STORAGE = "/var/lib/containers/storage"
 # containerd writes the options of a task into its bundle (runtime/v2, WriteOptions in 1.7 and since).
@@ -57,7 +59,8 @@ def containerd_version(path: str, root: str = "/") -> int:
     not run here: then the user has to do everything."""
     if path and root in ("", "/"):
         with suppress(GpusnapError):
-            match = re.search(r"\sv?(\d+)\.\d+\S*", child_process.run([path, "--version"]).out)
+            said = child_process.run([path, "--version"], seconds=_PATIENCE).out
+            match = re.search(r"\sv?(\d+)\.\d+\S*", said)
             return int(match[1]) if match else 1
     return 1
 
@@ -76,25 +79,37 @@ def _podman() -> Iterator[ShimContainer]:
     path = find().get("podman")
     if not path or not os.path.isdir(_STORAGE):
         return
-    ids = _ask(path, "container", "ls", "--all", "--quiet", "--no-trunc").split()
+    ids = _list_podmans(path)
     if not ids:
         return
     # If one is removed between the two calls, the second fails, but still reports the others.
     form = "{{.OCIRuntime}}\t{{.Id}}\t{{.Name}}"
-    done = child_process.run([path, "container", "inspect", "--format", form, *ids])
+    done = child_process.run([path, "container", "inspect", "--format", form, *ids], seconds=_PATIENCE)
     for line in done.out.splitlines():
         runtime, _, rest = line.partition("\t")
         identity, _, name = rest.partition("\t")
+        ids.discard(identity)
         if os.path.basename(runtime) == _PROGRAM:
             yield ShimContainer("podman", identity, name)
+    if ids and (left := sorted(ids & _list_podmans(path))):
+        raise GpusnapError(
+            f"Podman does not report the runtime of the container {left[0][:12]}: {_last_line(done.err)}",
+            hint=f"run podman container inspect {left[0][:12]}",
+        )
 
 
-def _ask(*argv: str) -> str:
-    done = child_process.run(argv)
+def _list_podmans(path: str) -> set[str]:
+    """Return the IDs of Podman's containers."""
+    done = child_process.run([path, "container", "ls", "--all", "--quiet", "--no-trunc"], seconds=_PATIENCE)
     if done.code:
-        said = (done.err.strip().splitlines() or ["nothing"])[-1]
-        raise GpusnapError(f"Podman cannot list its containers: {said}", hint="run podman ps --all")
-    return done.out
+        raise GpusnapError(
+            f"Podman cannot list its containers: {_last_line(done.err)}", hint="run podman ps --all"
+        )
+    return set(done.out.split())
+
+
+def _last_line(said: str) -> str:
+    return (said.strip().splitlines() or ["nothing"])[-1]
 
 
 def _containerd() -> Iterator[ShimContainer]:

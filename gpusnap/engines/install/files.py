@@ -7,7 +7,7 @@ import os
 import stat
 from contextlib import suppress
 
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
 
 # Our files are smaller; a larger one is somebody else's, whatever its digest.
 _LARGEST = 16 << 20
@@ -39,7 +39,9 @@ def state(path: str) -> str | None:
         return None
     except OSError as error:
         raise GpusnapError(
-            f"{path} cannot be inspected: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"{path} cannot be inspected: {reason(error)}",
+            hint=advise(error) or "run it as root",
+            code="GPS-005",
         ) from error
     if stat.S_ISLNK(found.st_mode):
         return f"link:{os.readlink(path)}"
@@ -50,7 +52,7 @@ def state(path: str) -> str | None:
             return file_state(file.read(), stat.S_IMODE(found.st_mode))
     except OSError as error:
         raise GpusnapError(
-            f"{path} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"{path} cannot be read: {reason(error)}", hint=advise(error) or "run it as root", code="GPS-005"
         ) from error
 
 
@@ -109,7 +111,9 @@ def unlink(path: str) -> None:
         return
     except OSError as error:
         raise GpusnapError(
-            f"{path} cannot be removed: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"{path} cannot be removed: {reason(error)}",
+            hint=advise(error) or "run it as root",
+            code="GPS-005",
         ) from error
 
 

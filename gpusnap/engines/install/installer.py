@@ -22,7 +22,7 @@ from gpusnap.engines.install.files import check_inside, file_state, join_root, s
 from gpusnap.engines.install.record import RECORD, Entry, Record, load, save
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.locks import try_exclusive
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
 
 _OWN = os.path.dirname(RECORD)
 _OWN_MODE = 0o755
@@ -219,7 +219,9 @@ def _put(item: Item, root: str) -> None:
             files.put_file(path, item.data, item.mode)
     except OSError as error:
         raise GpusnapError(
-            f"{path} cannot be written: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"{path} cannot be written: {reason(error)}",
+            hint=advise(error) or "run it as root",
+            code="GPS-005",
         ) from error
 
 
@@ -251,7 +253,7 @@ def _hold_lock(root: str) -> Iterator[None]:
     except OSError as error:
         raise GpusnapError(
             f"the directory {folder} cannot be created: {reason(error)}",
-            hint="run it as root",
+            hint=advise(error) or "run it as root",
             code="GPS-005",
         ) from error
     try:

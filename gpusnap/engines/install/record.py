@@ -18,7 +18,7 @@ from gpusnap.engines.install.files import check_inside, join_root, put_file
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
 
 RECORD = "/etc/gpusnap/installed.json"
 
@@ -62,7 +62,9 @@ def load(root: str = "/") -> Record:
         return Record()
     except OSError as error:
         raise GpusnapError(
-            f"the record {path} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"the record {path} cannot be read: {reason(error)}",
+            hint=advise(error) or "run it as root",
+            code="GPS-005",
         ) from error
     try:
         return _decode(parse_json(data))
@@ -106,5 +108,7 @@ def save(record: Record, root: str, before: Record) -> None:
         put_file(path, json.dumps(document, indent=1).encode() + b"\n", 0o644)
     except OSError as error:
         raise GpusnapError(
-            f"the record {path} cannot be written: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"the record {path} cannot be written: {reason(error)}",
+            hint=advise(error) or "run it as root",
+            code="GPS-005",
         ) from error

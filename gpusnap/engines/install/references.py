@@ -14,7 +14,7 @@ from gpusnap.engines.install import podman as install_podman
 from gpusnap.engines.install.files import join_root
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
 
 # The handler as the default of containerd or CRI-O, and Podman's.
 _DEFAULT = compile_later(
@@ -59,7 +59,9 @@ def _in_file(root: str, path: str) -> Iterator[Line]:
         return
     except OSError as error:
         raise GpusnapError(
-            f"{join_root(root, path)} cannot be read: {reason(error)}", hint="run it as root", code="GPS-005"
+            f"{join_root(root, path)} cannot be read: {reason(error)}",
+            hint=advise(error) or "run it as root",
+            code="GPS-005",
         ) from error
     for number, line in enumerate(text.splitlines(), 1):
         if not line.lstrip().startswith("#"):

@@ -82,6 +82,8 @@ class CheckpointRequest:
     labels: Mapping[str, str] = field(default_factory=dict)
     asleep: bool = False
     """The container is suspended, and remains suspended."""
+    bring_back: bool = False
+    """If it fails after it has ended the container, Podman restores that; only for a store."""
 
     def options(self) -> list[str]:
         """Return the options for Podman."""
@@ -277,9 +279,10 @@ def _open_staging(
     environment = (
         f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(request.to, locator.InStore) else ""
     )
+    volumes = ", with --ignore-volumes if its named volumes still exist" if found.volumes else ""
     why = (
         f"what Podman exported of the container {found.name}: {environment}podman container restore "
-        f"--import {archive} restores it; when it is no longer needed, remove {staging.path}"
+        f"--import {archive} restores it{volumes}; when it is no longer needed, remove {staging.path}"
     )
 
     def keep() -> str:
@@ -291,7 +294,13 @@ def _open_staging(
             staging.mark_precious(why)
         return archive
 
-    export = Export(found=found, archive=archive, keep=keep, environment=environment)
+    export = Export(
+        found=found,
+        archive=archive,
+        keep=keep,
+        environment=environment,
+        bring_back=request.bring_back,
+    )
     if isinstance(request.to, locator.InRegistry):
         export.more = f"gpusnap push {{archive}} {request.to.reference} pushes it"
     try:

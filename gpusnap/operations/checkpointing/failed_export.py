@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Literal
@@ -29,6 +30,9 @@ from gpusnap.user_errors import NotFound, failure
 # Podman refuses an archive without these (libpod, prepareCheckpointImport).
 _NEEDED = frozenset({"config.dump", "spec.dump", f"checkpoint/{INVENTORY}"})
 
+# Seconds for Podman to remove a container that has ended, and between two looks.
+_REMOVAL, _EVERY = 20.0, 0.1
+
 _Images = Mapping[str, tuple[int, ...]]
 _Left = Literal["running", "in Podman", "cut off", "nothing", "removed", "unknown"]
 
@@ -44,6 +48,8 @@ class Export:
     """Keeps the archive permanently, and returns its path."""
     environment: str = ""
     """The prefix that a command for restoring it needs, such as "GPUSNAP_STORE=/mnt/store "."""
+    bring_back: bool = False
+    """Podman restores the container if it has the checkpoint in its storage, or has exported all of it."""
     more: str = ""
     """What else can be done with the archive: a command and its effect; {archive} is replaced by the path."""
     whole: bool = False
@@ -99,7 +105,10 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
                 if podmans and state not in said.sentence():
                     said.add_hint(f"{export.found.name} {state}")
                 raise said from error
-            raise _make_error_after(export, said, left) from error
+            after = _make_error_after(export, said, left)
+        if export.bring_back and (left == "in Podman" or (left == "removed" and export.kept)):
+            after = _bring_back(export, said, after)
+        raise after from error
     export.kept = False
 
 
@@ -125,6 +134,41 @@ def _make_told_error(error: BaseException) -> GpusnapError:
     if isinstance(error, Exception):
         return make_unforeseen(error)
     return Interrupted("interrupted before the checkpoint was stored")
+
+
+def _bring_back(export: Export, error: GpusnapError, after: GpusnapError) -> GpusnapError:
+    """Have Podman restore the container; return the error to raise, `after` with the reason if that fails."""
+    environment = dict(word.split("=", 1) for word in shlex.split(export.environment))
+    try:
+        if export.kept:
+            _wait_for_removal(export.found.id)
+            words = ["--import", export.archive, *_list_import_options(export.found)]
+        else:
+            words = [export.found.id]
+        podman_work.restore(words, environment)
+        export.kept = False
+    except (GpusnapError, KeyboardInterrupt) as failed:
+        said = f"{after}; an attempt to restore it failed: {_make_told_error(failed)}"
+        return type(error)(said, hint=after.hint, code=after.code)
+    said = f"{error}; Podman has restored {export.found.name} from the checkpoint"
+    return type(error)(said, hint=error.hint, code=error.code)
+
+
+def _wait_for_removal(container_id: str) -> None:
+    """Wait for a moment until Podman has removed a container: an import makes it again."""
+    end = time.monotonic() + _REMOVAL
+    with suppress(NotFound):
+        while time.monotonic() < end:
+            podman.inspect_container(container_id)
+            time.sleep(_EVERY)
+
+
+def _list_import_options(found: podman.Container) -> list[str]:
+    """Return options for an import: Podman refuses volumes that exist, and these have their content."""
+    with suppress(GpusnapError):
+        if found.volumes and all(podman.exists("volume", each) for each in found.volumes):
+            return ["--ignore-volumes"]
+    return []
 
 
 def _find_left(export: Export) -> _Left:
@@ -172,10 +216,12 @@ def _make_error_after(export: Export, error: GpusnapError, left: _Left) -> Gpusn
         return kind(f"{there}, but it is incomplete", hint=first + again, code=error.code)
     if export.whole or is_whole(export.archive):
         archive = shlex.quote(export.keep())
+        command = f"{export.environment}podman container restore --import {archive}"
+        command = " ".join((command, *_list_import_options(export.found)))
         more = f", and {export.more.format(archive=archive)}" if export.more else ""
         return kind(
             f"{error}; nothing is lost: Podman's export of {name} is kept as {archive}",
-            hint=f"{export.environment}podman container restore --import {archive} restores it{more}",
+            hint=f"{command} restores it{more}",
             code=error.code,
         )
     export.kept = False

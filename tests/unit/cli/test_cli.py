@@ -24,6 +24,8 @@ from kept_checkpoints import hand_over_pages, keep_pages
 from rich.console import Console
 from stopped_container import make_stopped
 
+from gpusnap.checkpoints import migrations
+from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
 from gpusnap.cli import tables as show
@@ -684,6 +686,43 @@ def test_another_store_while_podman_does_not_answer(
     assert order.exists()
     code, out, err = gpusnap("recover", "--list", "--json")
     assert (code, out, said in err) == (0, "[]\n", True)
+
+
+@pytest.mark.parametrize("ending", ["leaving", "coming"])
+def test_a_record_of_a_migration_that_cannot_be_read(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    ending: str,
+) -> None:
+    """recover does the rest, and says what to do about that one; its list has the others."""
+    monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "state" / "migrations"))
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    (tmp_path / "state").mkdir()
+    w = OutgoingMigration(
+        id="0" * 32,
+        container="w",
+        name="w",
+        there="w",
+        host="gpu2",
+        route=("gpu2", "", "0", "ssh", "gpusnap"),
+        store=host_store.path,
+        checkpoint="w:migrating",
+    )
+    w.write()
+    path = Path(migrations.FOLDER, f"{'1' * 32}.{ending}")
+    path.write_text("{")
+    made = hand_over_pages(host_store, "handed")
+    for words in (["--list"], ["--list", "w"], []):
+        code, out, err = gpusnap("recover", *words)
+        assert code == ("w" not in words)
+        assert f"{path} cannot be read, so gpusnap cannot determine wh" in err
+        assert "w was not migrated to gpu2" in out or "w is being migrated to gpu2" in out
+    assert f"{made.container[:12]}  the memory of its checkpoint is in the store {host_store.path}\n" in out
+    assert [each.name for each in Path(migrations.FOLDER).iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("words", [[], ["--list"]])

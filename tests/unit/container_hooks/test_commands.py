@@ -216,6 +216,8 @@ def test_interrupted(fake: FakePodman) -> None:
     [
         ({"io.gpusnap.pre-checkpoint": "[1]"}, "must be a shell command line"),
         ({**BOTH, "io.gpusnap.post-restore": "[a"}, "must be a shell command line"),
+        ({**BOTH, "io.gpusnap.post-restore": r'["a\u0000b"]'}, "must be a shell command line"),
+        ({**BOTH, "io.gpusnap.post-restore": r'["\ud800"]'}, "must be a shell command line"),
         ({**BOTH, "io.gpusnap.hook-timeout": "soon"}, "must be a number of seconds"),
         ({**BOTH, "io.gpusnap.hook-timeout": "nan"}, "must be a number of seconds"),
     ],

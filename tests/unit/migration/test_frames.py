@@ -111,6 +111,15 @@ def test_nobody_reads(ends: Ends) -> None:
     assert time.monotonic() - began < 20 * SILENCE
 
 
+@pytest.mark.parametrize(
+    ("pieces", "said"), [([b"ab"], "1 bytes shorter"), ([b"ab", b"cd"], "1 bytes longer")]
+)
+def test_a_payload_of_another_size(ends: Ends, pieces: list[bytes], said: str) -> None:
+    """Nobody waits for the rest, which signs of life would otherwise be taken for."""
+    with pytest.raises(LinkLost, match=f"a file changed while it was sent to .*: it is {said} than before"):
+        ends.here.send({"blob": "x"}, pieces, 3)
+
+
 @pytest.mark.parametrize("text", [b"Welcome to gpu2!\n", b"gpusnap-migrate 2\n", b"gpusnap: \x1b[31mno\n"])
 def test_another_greeting(ends: Ends, text: bytes) -> None:
     """A shell's, or another version's: it is shown, and obeyed in nothing."""

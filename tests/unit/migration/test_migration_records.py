@@ -13,7 +13,7 @@ from gpusnap.engines import podman
 from gpusnap.migration import records
 from gpusnap.migration.records import Record
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.process import proc
 
 ID = "0" * 32
@@ -94,6 +94,38 @@ def test_a_killed_receiver(dead: list[str], removed: list[str], state: str) -> N
     assert dead == ["sha256:a"]
     assert removed == (["new"] if state == "running" else [])
     assert records.list_records() == ()
+
+
+@pytest.mark.parametrize("state", ["", "coming", "restoring", "running"])
+def test_a_full_disk(
+    dead: list[str], removed: list[str], monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """The other host is told that nothing runs here, and continues the container; a late request does not."""
+    record = Record(ID, state, "w", (), "new" if state == "running" else "", ("sha256:a",))
+    if state:
+        by_a_dead_one(record)
+    with monkeypatch.context() as full:
+        full.setattr(migrations, "write", lambda *_: fail(GpusnapError("no space left")))
+        assert records.settle(ID) == records.settle(ID) == "undone"
+    assert removed == (["new", "new"] if state == "running" else [])
+    assert records.settle(ID) == "undone"
+    with pytest.raises(Refused, match="has aborted this migration"):
+        records.advance(record)
+
+
+def test_a_record_that_can_be_neither_written_nor_removed(
+    dead: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is said to be undone: a late request would still restore."""
+    by_a_dead_one(Record(ID, "coming", "w"))
+    monkeypatch.setattr(migrations, "write", lambda *_: fail(GpusnapError("no space left")))
+    monkeypatch.setattr(state_files, "remove", lambda *_: fail(OSError(5, "EIO")))
+    with pytest.raises(GpusnapError, match="no space left"):
+        records.settle(ID)
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 def test_a_living_receiver(dead: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

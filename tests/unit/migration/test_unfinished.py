@@ -25,12 +25,20 @@ class Cut(BaseException):
 
 
 @pytest.fixture
-def leaving(host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OutgoingMigration:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
+    """Podman with the container w, which has ended."""
+    found = FakePodman(tmp_path / "podman", monkeypatch)
+    found.has(status="exited")
+    return found
+
+
+@pytest.fixture
+def leaving(
+    host_store: Store, fake: FakePodman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> OutgoingMigration:
     """One whose container has ended here, with its checkpoint in the store, and its note."""
     (tmp_path / "state").mkdir()
     monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "state" / "migrations"))
-    fake = FakePodman(tmp_path / "podman", monkeypatch)
-    fake.has(status="exited")
     digest = keep(host_store, an_archive(tmp_path), ["w:20261122-100000"])
     found = OutgoingMigration(
         id="0" * 32,
@@ -179,3 +187,37 @@ def test_one_that_was_sent_ahead(leaving: OutgoingMigration, host_store: Store) 
     assert "w was not migrated to gpu2" in unfinished.recover_leaving(*migrations.list_outgoing())
     assert host_store.entries() == ()
     assert migrations.list_outgoing() == ()
+
+
+@pytest.mark.parametrize(
+    ("status", "checkpointed", "since", "said"),
+    [
+        ("running", False, "2026-11-22", ", and is running here"),
+        ("exited", True, "2026-11-22", "; podman container restore w continues it"),
+        (
+            "exited",
+            False,
+            "2000-01-01",
+            "; if it does not run here, gpusnap restore w:20261122-100000 continues it",
+        ),
+        (
+            "exited",
+            False,
+            "2100-01-01",
+            "; if it does not run here, podman ps --all and gpusnap ls show what is left of it",
+        ),
+    ],
+)
+def test_what_continues_it(
+    leaving: OutgoingMigration,
+    fake: FakePodman,
+    status: str,
+    checkpointed: bool,
+    since: str,
+    said: str,
+) -> None:
+    """Of a killed migration that had asked nobody to restore it: no checkpoint of the time before."""
+    leaving.remove()
+    fake.has(status=status, checkpointed=checkpointed)
+    ahead = replace(leaving, digest="", since=f"{since}T10:00:00+00:00")
+    assert unfinished.recover_leaving(ahead) == f"w was not migrated to gpu2{said}"

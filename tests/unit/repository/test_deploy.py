@@ -156,13 +156,15 @@ class Node:
     def archive(self) -> Path:
         return self.folder / ARCHIVE
 
-    def run(self, kubelet: Kubelet, *words: str, push: int = 0) -> subprocess.CompletedProcess[str]:
-        """checkpoint.py with the arguments of checkpoint.yaml."""
+    def run(
+        self, kubelet: Kubelet, *words: str, push: int = 0, program: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """checkpoint.py with the arguments of checkpoint.yaml; `program`: what gpusnap is instead."""
         self.archive.write_text("archive")
         (self.folder / "token").write_text("secret\n")
-        program = self.folder / "gpusnap"
-        program.write_text(f'#!/bin/sh\necho "$@" > {self.folder}/pushed\nexit {push}\n')
-        program.chmod(0o755)
+        path = self.folder / "gpusnap"
+        path.write_text(program or f'#!/bin/sh\necho "$@" > {self.folder}/pushed\nexit {push}\n')
+        path.chmod(0o755)
         job = documents("checkpoint.yaml")[-1]["spec"]["template"]["spec"]["containers"][0]
         with listening(kubelet):
             return subprocess.run(
@@ -215,8 +217,23 @@ def test_the_archive_stays(node: Node, words: list[str], push: int, code: int, s
 
 
 @pytest.mark.parametrize(
+    ("program", "code", "says"),
+    [
+        ("#!/bin/sh\nrm $2\nmkdir $2\n", 0, f"{ARCHIVE} was pushed, but cannot be removed from this node: "),
+        ("#!/no/such/program\n", 1, "stays on this node: gpusnap cannot be run: No such file or directory"),
+    ],
+)
+def test_the_rest_fails(node: Node, program: str, code: int, says: str) -> None:
+    """One sentence says what is left; the exit code, whether the registry has it."""
+    done = node.run(Kubelet(body=json.dumps({"items": [str(node.archive)]})), program=program)
+    assert done.returncode == code
+    assert says in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
     ("code", "body", "says"),
     [
+        (1, "", "there is no checkpoint of default/server"),
         (404, "", "kubelet answers 404"),
         (
             500,

@@ -191,8 +191,9 @@ def test_a_full_disk(units: Path, systemctl: Systemctl, monkeypatch: pytest.Monk
         put_file(path, data, mode)
 
     monkeypatch.setattr(schedules, "put_file", put)
-    with pytest.raises(GpusnapError, match="cannot be written"):
+    with pytest.raises(GpusnapError, match="cannot be written") as raised:
         write(Schedule("w", timedelta(hours=1), ("--tcp-established",)), run=systemctl)
+    assert raised.value.hint == "free some space there"
     assert {each: each.read_text() for each in units.iterdir()} == before
 
 

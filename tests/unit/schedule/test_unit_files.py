@@ -41,11 +41,20 @@ def test_command_lines(words: tuple[str, ...], line: str) -> None:
     assert command_line(words) == line
 
 
-@pytest.mark.parametrize("text", ["a\nExecStart=/bin/evil", "a\rb", "a\0b", "\x7f"])
-def test_what_no_file_takes(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a\nExecStart=/bin/evil", "control characters"),
+        ("a\rb", "control characters"),
+        ("a\0b", "control characters"),
+        ("\x7f", "control characters"),
+        ("a\udcffb", "not UTF-8"),
+    ],
+)
+def test_what_no_file_takes(text: str, said: str) -> None:
     """A line break would be another setting."""
     for function in (value, lambda each: command_line([each])):
-        with pytest.raises(ValueError, match="control characters"):
+        with pytest.raises(ValueError, match=said):
             function(text)
 
 

@@ -73,7 +73,10 @@ def test_podmans_containers(nothing: Path) -> None:
 
 def test_each_once(nothing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that Podman tells of and conmon watches, and one that only conmon does."""
-    program(nothing / "podman", 'printf "gpusnap-runtime\\tbbb\\ttwo\\n"')
+    program(
+        nothing / "podman",
+        'case "$2" in ls) echo bbb;; *) printf "gpusnap-runtime\\tbbb\\ttwo\\n";; esac',
+    )
     monkeypatch.setattr(
         install_engines,
         "_list_monitored",
@@ -128,3 +131,35 @@ def test_monitors(tmp_path: Path) -> None:
         finally:
             assert process.stdin is not None
             process.stdin.close()
+
+
+@pytest.mark.parametrize(
+    ("inspect", "patience", "said"),
+    [
+        (
+            "echo broken >&2; exit 125",
+            60.0,
+            r"Podman does not report the runtime of the container aaa: broken",
+        ),
+        ("exec sleep 20", 0.5, r"podman did not finish within 0\.5 s"),
+    ],
+)
+def test_podman_that_does_not_describe(
+    nothing: Path, monkeypatch: pytest.MonkeyPatch, inspect: str, patience: float, said: str
+) -> None:
+    """One that it does not report may need the runtime; and nobody waits for ever."""
+    monkeypatch.setattr(install_engines, "_PATIENCE", patience)
+    monkeypatch.setenv("PATH", f"{nothing}:/usr/bin:/bin")
+    program(nothing / "podman", f'case "$2" in ls) echo aaa;; inspect) {inspect};; esac')
+    with pytest.raises(GpusnapError, match=said):
+        list_used()
+
+
+def test_one_that_is_removed_meanwhile(nothing: Path) -> None:
+    """It needs no runtime any more."""
+    gone = nothing / "gone"
+    program(
+        nothing / "podman",
+        f'case "$2" in ls) [ -e {gone} ] || echo aaa;; inspect) : >{gone}; exit 125;; esac',
+    )
+    assert list_used() == []

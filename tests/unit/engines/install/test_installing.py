@@ -313,8 +313,9 @@ def test_a_disk_that_fails(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(install_files, "put_link", full)
-        with pytest.raises(GpusnapError, match="gpusnap-runtime cannot be written"):
+        with pytest.raises(GpusnapError, match="gpusnap-runtime cannot be written") as raised:
             install(ITEMS, root=root)
+        assert raised.value.hint == "free some space there"
     assert said(install(ITEMS, root=root)) == ["written"] * 4
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from oci_checkpoints import blob_path, commit, index, names, put, stagings, whole
 
-from gpusnap.oci.base.errors import BlobError, NotThere, StoreError
+from gpusnap.oci.base.errors import BlobError, NotThere, StoreBusy, StoreError
 from gpusnap.oci.chunks.index import Place
 from gpusnap.oci.chunks.verify import verify
 from gpusnap.oci.layout.digests import digest_of
@@ -115,7 +116,7 @@ def test_a_hold_that_comes_too_late(store: Store, monkeypatch: pytest.MonkeyPatc
     flock = fcntl.flock
 
     def late(lock: int, how: int) -> None:
-        if how == fcntl.LOCK_SH:
+        if how & fcntl.LOCK_SH:
             monkeypatch.setattr(fcntl, "flock", flock)
             store.remove("a")
             assert store.collect().blobs == 3
@@ -133,7 +134,7 @@ def test_a_hold_whose_file_goes(store: Store, monkeypatch: pytest.MonkeyPatch) -
     flock = fcntl.flock
 
     def late(lock: int, how: int) -> None:
-        if how == fcntl.LOCK_SH:
+        if how & fcntl.LOCK_SH:
             monkeypatch.setattr(fcntl, "flock", flock)
             store.collect()
             assert os.listdir(Path(store.path, "holds")) == []
@@ -143,6 +144,24 @@ def test_a_hold_whose_file_goes(store: Store, monkeypatch: pytest.MonkeyPatch) -
     with store.hold(root.digest):
         store.remove("a")
         assert store.collect().blobs == 0
+
+
+def test_a_hold_whose_file_stays_locked(store: Store) -> None:
+    """By a process that was stopped while it removed something: a reader does not wait for ever."""
+    root = commit(store, b"x", names=("a",))
+    file = os.open(Path(store.path, "holds", root.digest.removeprefix("sha256:")), os.O_RDWR | os.O_CREAT)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    later = threading.Timer(20, fcntl.flock, (file, fcntl.LOCK_UN))
+    later.start()
+    try:
+        with (
+            pytest.raises(StoreBusy, match=r"a reader waited 0 s for .*, which another process has locked"),
+            Store(store.path, patience=0).hold(root.digest),
+        ):
+            pass
+    finally:
+        later.cancel()
+        os.close(file)
 
 
 def test_a_dead_hold(store: Store) -> None:

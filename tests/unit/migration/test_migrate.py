@@ -1,0 +1,204 @@
+"""A migration whose last steps fail: the container runs on this host again, whatever the error is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_podman import ID, FakePodman
+from kept_checkpoints import an_archive
+
+from gpusnap.checkpoints import migrations
+from gpusnap.migration import migrate, unfinished
+from gpusnap.migration.link import Destination, Route
+from gpusnap.migration.migrate import MigrationRequest
+from gpusnap.oci.store.store import Store
+from gpusnap.operations.restoring import restore as restoring
+from gpusnap.progress import Progress
+from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
+from gpusnap.runtime_shim.shim import overrides
+
+Answer = Callable[[], dict[str, Any]]
+
+
+class OtherSide:
+    """The channel to a gpusnap that answers each request; `instead` has other answers, by the request."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.instead: dict[str, Answer] = {}
+        self.patience = 0.0
+
+    def send(self, frame: Mapping[str, Any], payload: Iterable[bytes] = (), size: int = 0) -> None:
+        self.asked.append(str(frame["ask"]))
+
+    def receive(self) -> dict[str, Any]:
+        what = self.asked[-1]
+        if what in self.instead:
+            return self.instead[what]()
+        return {"ok": {"free": 1 << 40, "image": True, "pairs": [], "bytes": 0}}
+
+    def keep_alive(self, *_: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.fixture
+def fake(tmp_path: Path, host_store: Store, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
+    """Podman with the container w, which runs."""
+    (tmp_path / "state").mkdir()
+    monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "state" / "migrations"))
+    monkeypatch.setattr(overrides, "FOLDER", str(tmp_path / "orders"))
+    monkeypatch.setattr(migrate, "find_driver", lambda: None)
+    found = FakePodman(tmp_path / "podman", monkeypatch)
+    found.has()
+    found.exports(an_archive(tmp_path))
+    return found
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> OtherSide:
+    """The other host, which says of an earlier migration that nothing of it is left."""
+    found = OtherSide()
+
+    @contextmanager
+    def connect(route: Route) -> Iterator[OtherSide]:
+        yield found
+
+    monkeypatch.setattr(migrate, "connect", connect)
+    monkeypatch.setattr(unfinished, "ask", lambda leaving: "undone")
+    return found
+
+
+def move(ahead: int = 0) -> GpusnapError:
+    """Migrate it; the error."""
+    request = MigrationRequest(container="w", route=Route(to=Destination("gpu2")), ahead=ahead)
+    with pytest.raises(GpusnapError) as raised:
+        migrate.migrate(request, Progress(shown=False))
+    return raised.value
+
+
+def fail(error: BaseException) -> Answer:
+    """Fail while the other side's answer is waited for."""
+
+    def answer() -> dict[str, Any]:
+        raise error
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("what", "instead", "said"),
+    [
+        ("restore", lambda: {"error": "no GPU"}, "gpu2: no GPU"),
+        ("fetch", lambda: {"ok": {}}, "KeyError: 'bytes'"),
+        ("restore", lambda: {"ok": {}}, "KeyError: 'container'"),
+        ("restore", fail(RuntimeError("can't start new thread")), "a thread cannot be started"),
+        ("fetch", fail(KeyboardInterrupt()), "interrupted"),
+    ],
+)
+def test_an_error_of_any_kind(
+    fake: FakePodman, other: OtherSide, what: str, instead: Answer, said: str
+) -> None:
+    """Also if the other side's answer lacks something, or this host is short of something."""
+    other.instead[what] = instead
+    error = move()
+    assert str(error).startswith(f"w was not migrated, and runs on this host again: {said}")
+    assert isinstance(error, Interrupted) == (said == "interrupted")
+    assert "confirm" not in other.asked
+    assert fake.status() == "running"
+    assert migrations.list_outgoing() == ()
+
+
+def test_it_cannot_be_restored_here(
+    fake: FakePodman, other: OtherSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever that error is, the sentence says what continues the container."""
+    other.instead["fetch"] = lambda: {"error": "no room"}
+    monkeypatch.setattr(restoring, "restore", lambda *_: fail(OSError(5, "EIO", "f"))())
+    error = move()
+    assert str(error).startswith(
+        "w was not migrated to gpu2 (gpu2: no room), and cannot be restored here: f: "
+    )
+    assert error.hint.startswith("gpusnap restore w:")
+
+
+def test_it_was_started_here_meanwhile(fake: FakePodman, other: OtherSide, host_store: Store) -> None:
+    """Then it does not run on the other host, too, and its checkpoint stays."""
+
+    def fetch() -> dict[str, Any]:
+        fake.has()
+        return {"ok": {"bytes": 0}}
+
+    other.instead["fetch"] = fetch
+    error = move()
+    assert str(error) == (
+        "w was not migrated, and runs on this host: w was started here while its memory was sent"
+    )
+    assert "restore" not in other.asked
+    assert [line.split()[1] for line in fake.calls()] == ["checkpoint"]
+    (kept,) = host_store.entries()
+    assert error.hint == f"migrate it again; its checkpoint {kept.name} is kept"
+    assert migrations.list_outgoing() == ()
+
+
+def test_its_last_checkpoint_fails_after_the_end(fake: FakePodman, other: OtherSide) -> None:
+    """Podman has it in its storage, and restores it from there."""
+    ends = f"{fake.ends('inventory.img')} cp $F/error.txt $F/error"
+    fake.first(f'case "$2" in checkpoint) {ends};; *) rm $F/error;; esac')
+    (fake.folder / "error.txt").write_text("Error: writing the archive: no such device")
+    error = move()
+    assert str(error) == (
+        "Podman failed: writing the archive: no such device; Podman has restored w from the checkpoint"
+    )
+    assert fake.calls()[-1] == f"container restore {ID}"
+    assert fake.status() == "running"
+    assert "fetch" not in other.asked
+
+
+@pytest.mark.parametrize("volumes", [(), ("data",), ("data", "removed")])
+def test_its_last_checkpoint_fails_after_its_removal(
+    fake: FakePodman, other: OtherSide, host_store: Store, volumes: tuple[str, ...]
+) -> None:
+    """With --rm, Podman restores it from its export, of which nothing is left then; its volumes stay."""
+    fake.has(auto_remove=True, volumes=dict.fromkeys(volumes, ""))
+    fake.has_volumes("data")
+    made = 'cp $F/archive "$4"; rm $F/inspect.json; cp $F/error.txt $F/error'
+    fake.first(f'case "$2" in checkpoint) {made};; *) rm $F/error;; esac')
+    (fake.folder / "error.txt").write_text("Error: no such device")
+    error = move()
+    assert str(error) == "Podman failed: no such device; Podman has restored w from the checkpoint"
+    assert fake.calls()[-1].startswith("container restore --import ")
+    assert fake.calls()[-1].endswith(" --ignore-volumes") == (volumes == ("data",))
+    assert (fake.folder / "imported").read_bytes() == (fake.folder / "archive").read_bytes()
+    assert list(Path(host_store.path, "staging").iterdir()) == []
+
+
+def test_podman_does_not_restore_it(fake: FakePodman, other: OtherSide) -> None:
+    """Then the sentence says what does."""
+    fake.first(fake.ends("inventory.img"))
+    fake.fails("Error: no such device")
+    error = move()
+    assert str(error) == (
+        "Podman failed: no such device; nothing is lost: Podman has the checkpoint of w in its storage; "
+        "an attempt to restore it failed: Podman failed: no such device"
+    )
+    assert error.hint == "podman container restore w restores it"
+    assert fake.calls()[-1] == f"container restore {ID}"
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_its_note_while_the_memory_is_sent(fake: FakePodman, other: OtherSide, ahead: int) -> None:
+    """By it, `gpusnap recover` names the container of a command that is killed meanwhile."""
+    noted: list[str] = []
+
+    def fetch() -> dict[str, Any]:
+        noted.extend(each.name for each in migrations.list_outgoing())
+        return {"error": "no room"}
+
+    other.instead["fetch"] = fetch
+    move(ahead)
+    assert noted == ["w"]
+    assert migrations.list_outgoing() == ()
