@@ -42,7 +42,7 @@ from realhost import missing  # noqa: E402
 from rows import ROWS, Bench, LeftOut, Plan, check_settings, steady  # noqa: E402
 from support import podman  # noqa: E402
 
-from gpusnap.runtime_shim.errors import GpusnapError, SettingsError  # noqa: E402
+from gpusnap.runtime_shim.base.errors import GpusnapError, SettingsError  # noqa: E402
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 
 KINDS = ["random", "zero", "bf16"]

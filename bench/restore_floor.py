@@ -56,7 +56,7 @@ from rows import check_settings  # noqa: E402
 from support import podman  # noqa: E402
 
 from gpusnap.oci.base.threads import run_for_each  # noqa: E402
-from gpusnap.runtime_shim.errors import GpusnapError  # noqa: E402
+from gpusnap.runtime_shim.base.errors import GpusnapError  # noqa: E402
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 from gpusnap.runtime_shim.snapshot.restore import TIMING  # noqa: E402
 

@@ -21,7 +21,7 @@ from figures import PLAIN, Case, Line, Run, Steady, scaled_stock
 from hosts import NAME, BenchError, Place, Work, command
 from support import STORAGE, podman
 
-from gpusnap.runtime_shim.errors import SettingsError
+from gpusnap.runtime_shim.base.errors import SettingsError
 from gpusnap.runtime_shim.gpu import estimate_used
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.process import proc

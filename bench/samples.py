@@ -39,7 +39,7 @@ from rows import check_settings  # noqa: E402
 from server import of_kind, remove  # noqa: E402
 from servers import runtimes  # noqa: E402
 
-from gpusnap.runtime_shim.errors import GpusnapError  # noqa: E402
+from gpusnap.runtime_shim.base.errors import GpusnapError  # noqa: E402
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 
 # Put into the scripts that start gpusnap and gpusnap-runtime, behind their first line. A function is written

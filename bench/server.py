@@ -60,7 +60,7 @@ from rows import check_settings  # noqa: E402
 from servers import PORT, runtimes  # noqa: E402
 from support import podman  # noqa: E402
 
-from gpusnap.runtime_shim.errors import GpusnapError  # noqa: E402
+from gpusnap.runtime_shim.base.errors import GpusnapError  # noqa: E402
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 
 _PATIENCE = 600.0  # seconds to wait for the first answer

@@ -52,7 +52,7 @@ from gpusnap.oci.chunks.table import Table  # noqa: E402
 from gpusnap.oci.chunks.writer import write  # noqa: E402
 from gpusnap.oci.layout.digests import digest_of  # noqa: E402
 from gpusnap.oci.layout.layout import Layout  # noqa: E402
-from gpusnap.runtime_shim.errors import GpusnapError  # noqa: E402
+from gpusnap.runtime_shim.base.errors import GpusnapError  # noqa: E402
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 from gpusnap.runtime_shim.runtime import container as containers  # noqa: E402
 

@@ -41,7 +41,7 @@ from podman_gpu import circumstances  # noqa: E402
 from realhost import missing  # noqa: E402
 from support import Container, podman  # noqa: E402
 
-from gpusnap.runtime_shim.errors import GpusnapError  # noqa: E402
+from gpusnap.runtime_shim.base.errors import GpusnapError  # noqa: E402
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 from gpusnap.runtime_shim.process import proc  # noqa: E402
 

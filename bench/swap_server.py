@@ -38,7 +38,7 @@ from server import Server, of_kind, remove  # noqa: E402
 from servers import PORT  # noqa: E402
 from suspend import FIRST, GIB, SECOND, gpusnap  # noqa: E402
 
-from gpusnap.runtime_shim.errors import GpusnapError  # noqa: E402
+from gpusnap.runtime_shim.base.errors import GpusnapError  # noqa: E402
 from gpusnap.runtime_shim.gpu.nvidia.driver import Nvidia  # noqa: E402
 
 

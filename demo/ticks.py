@@ -62,6 +62,6 @@ def gpu_memory(uuids: tuple[str, ...]) -> int:
 
 
 def size(count: int) -> str:
-    from gpusnap.runtime_shim.units import human
+    from gpusnap.runtime_shim.base.units import human
 
     return human(count)

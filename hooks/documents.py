@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, reason
 
 # Of `json` and of `typing`, too: a container without a GPU does not wait for what it does not need.
 TYPE_CHECKING = False

@@ -22,7 +22,7 @@ from typing import Any
 from gpusnap.hooks.documents import HookError, parse, read_file
 from gpusnap.hooks.main import STAGES
 from gpusnap.oci.base.files import replace_below
-from gpusnap.runtime_shim.errors import advise, reason
+from gpusnap.runtime_shim.base.errors import advise, reason
 
 PROGRAM = "gpusnap-hook"
 SHARED_DIRECTORIES = ("/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d")

@@ -6,7 +6,7 @@ import os
 
 from gpusnap import hooks
 from gpusnap.hooks.documents import HookError, parse
-from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.base.errors import reason
 
 
 def remove_record(data: bytes) -> None:

@@ -12,7 +12,7 @@ from gpusnap.hooks.documents import HookError, check_schema, encode, parse, read
 from gpusnap.hooks.record_directories import check_id, open_directory
 from gpusnap.oci.base.dataclass import asdict, dataclass
 from gpusnap.oci.base.files import replace
-from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.base.errors import reason
 
 NAME = "gpus.json"
 _VERSION = 1

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpusnap.oci.base.dataclass import dataclass, field, replace
-from gpusnap.runtime_shim.errors import SettingsError
+from gpusnap.runtime_shim.base.errors import SettingsError
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE

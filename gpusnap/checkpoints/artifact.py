@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from gpusnap.base.user_errors import Damaged
 from gpusnap.checkpoints import locator
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DiskError, OciError, StoreError
@@ -16,10 +17,9 @@ from gpusnap.oci.chunks.table import Table, descriptors
 from gpusnap.oci.layout.documents import EMPTY, Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.artifact import write_artifact
-from gpusnap.user_errors import Damaged
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from gpusnap.oci.chunks.verify import Fault
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.graph import is_document
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.base.errors import ManifestError
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.manifest import Manifest
-from gpusnap.runtime_shim.units import human
 
 Progress = Callable[[int, int], object]
 """Called with the number of bytes that were checked, and the total."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.base.errors import UsageError
 
 _PREFIX = "io.gpusnap.label."
 _KEY = compile_later(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?", re.ASCII)

@@ -24,6 +24,8 @@ import re
 import shlex
 from contextlib import suppress
 
+from gpusnap.base.privileges import check_access
+from gpusnap.base.user_errors import NotFound, convert_errors
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.errors import LayoutError, NotThere, RegistryError, StoreError
 from gpusnap.oci.base.files import no_file
@@ -35,10 +37,8 @@ from gpusnap.oci.store.index import check_name
 from gpusnap.oci.store.referrers import subject_of
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import Entry, is_later
-from gpusnap.privileges import check_access
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
-from gpusnap.user_errors import NotFound, convert_errors
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 
 _STORE = "oci:"
 _CONTAINERD = "containerd:"

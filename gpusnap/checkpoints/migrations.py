@@ -21,7 +21,7 @@ from typing import Any
 from gpusnap.oci.base.dataclass import asdict, dataclass, list_fields
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records import journal
 

@@ -11,11 +11,11 @@ import os
 import sys
 from contextlib import suppress
 
+from gpusnap.base.user_errors import failure, is_tls
 from gpusnap.checkpoints.locator import InRegistry, InStore, default_store
 from gpusnap.checkpoints.names import store_name
 from gpusnap.oci.base.errors import OciError, RegistryError, Unreachable
-from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.user_errors import failure, is_tls
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 
 def stand_in(place: InRegistry, error: RegistryError) -> InStore | None:

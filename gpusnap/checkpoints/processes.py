@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass, replace
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.runtime.criu.images import inet_sockets, pagemap
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source, decode_messages
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.chunks.table import Chunk, Table
+from gpusnap.runtime_shim.base.transaction import Step
 from gpusnap.runtime_shim.records.manifest import GpuProcess, GpuRecord, Manifest
-from gpusnap.runtime_shim.transaction import Step
 
 # Steps of a checkpoint's timeline, see gpusnap.runtime_shim.snapshot: the first of these stops the processes,
 # and after the last they run again, or have ended.

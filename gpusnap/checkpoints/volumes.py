@@ -31,7 +31,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import Entry
 from gpusnap.oci.tar.compression import Readable
 from gpusnap.oci.tar.headers import BLOCK
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 
 # Bytes of JSON: a row of a chunk takes about 160, and its BLAKE3 70.
 LARGEST_TABLE = 256 << 20

@@ -23,7 +23,7 @@ from click.shell_completion import (
 )
 
 from gpusnap.oci.base.errors import OciError
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 if TYPE_CHECKING:
     from gpusnap.oci.store.store import Store

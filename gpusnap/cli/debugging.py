@@ -15,7 +15,7 @@ _on = threading.Event()
 
 def begin() -> None:
     """Show the command line of every program that this process starts from now on (sys.addaudithook)."""
-    from gpusnap.runtime_shim.transaction import announce
+    from gpusnap.runtime_shim.base.transaction import announce
 
     if not _on.is_set():
         sys.addaudithook(_hear)

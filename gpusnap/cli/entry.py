@@ -21,7 +21,7 @@ def main() -> int:
     if before != _signal.SIG_IGN:  # as under nohup
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     atexit.register(_end)  # the first is the last to be called
-    from gpusnap.runtime_shim import garbage
+    from gpusnap.runtime_shim.base import garbage
 
     garbage.look_seldom()
     from gpusnap.cli.main import main as run

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gpusnap.runtime_shim import stop_signals
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, ManifestVersion, UsageError
-from gpusnap.user_errors import Damaged, NoManifest, NotFound
+from gpusnap.base.user_errors import Damaged, NoManifest, NotFound
+from gpusnap.runtime_shim.base import stop_signals
+from gpusnap.runtime_shim.base.errors import (
+    GpusnapError,
+    Interrupted,
+    ManifestError,
+    ManifestVersion,
+    UsageError,
+)
 
 DONE = 0
 FAILED = 1

@@ -7,21 +7,21 @@ import sys
 
 import click
 
-from gpusnap import privileges
+from gpusnap.base import privileges
+from gpusnap.base.user_errors import failure
 from gpusnap.cli import debugging, exit_codes
 from gpusnap.cli.group import Group
 from gpusnap.cli.streams import forgive_closed_pipes
 from gpusnap.oci.base.errors import OciError
-from gpusnap.runtime_shim import stop_signals, threads
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import (
+from gpusnap.runtime_shim.base import stop_signals, threads
+from gpusnap.runtime_shim.base.errors import (
     GpusnapError,
     is_of_no_module,
     is_of_no_thread,
     make_unforeseen,
     reason,
 )
-from gpusnap.user_errors import failure
 
 MODULES = {
     "checkpoint": "gpusnap.cli.commands.checkpoint",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpusnap.cli.json_output import document
-from gpusnap.runtime_shim.units import human
+from gpusnap.runtime_shim.base.units import human
 
 if TYPE_CHECKING:
     from gpusnap.checkpoints.formats.containerd_images import ImportedImage

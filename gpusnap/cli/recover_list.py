@@ -17,11 +17,11 @@ from gpusnap.oci.base.patterns import compile_later
 from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.restoring.in_podman import StoppedContainer
 from gpusnap.operations.unknown_containers import UnknownContainer
-from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.snapshot import restore_record
-from gpusnap.runtime_shim.snapshot.bring_back import list_alive
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.records.suspensions import THERE, Stage, Suspension
+from gpusnap.runtime_shim.snapshot.recovery.bring_back import list_alive
+from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
 
 _ID = compile_later(r"[0-9a-f]{64}", re.ASCII)
 # Seconds for Podman to tell names. It may wait for a lock that somebody has who was cut off.

@@ -26,8 +26,8 @@ from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.store.gc import Collected, Spared
 from gpusnap.operations import diff as records
 from gpusnap.operations.open import StoredCheckpoint
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest
-from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
     from rich.console import Console

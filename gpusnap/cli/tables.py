@@ -8,12 +8,12 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from gpusnap.oci.base.dataclass import list_fields
+from gpusnap.runtime_shim.base.transaction import Step
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.gpu.api.driver import Host
 from gpusnap.runtime_shim.gpu.assignment import Plan
 from gpusnap.runtime_shim.records.manifest import Manifest, NeutralisedProcess
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.transaction import Step
-from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
     # Imported where it is used: it takes 35 ms, and what prints JSON or names does without.

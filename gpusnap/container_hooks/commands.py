@@ -21,19 +21,19 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from gpusnap.base.progress import Progress
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings
-from gpusnap.runtime_shim.errors import (
+from gpusnap.runtime_shim.base.errors import (
     ContainerError,
     GpusnapError,
     Interrupted,
     SettingsError,
     printable,
 )
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime import container as containers
 

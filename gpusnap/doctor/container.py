@@ -22,7 +22,8 @@ from gpusnap.doctor.container_checks.files import OpenFile
 from gpusnap.doctor.container_checks.gpu_use import Use
 from gpusnap.doctor.host_checks import cdi
 from gpusnap.operations.disk_space import volume_sizes
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.gpu.api.device_files import nvidia_majors
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file
@@ -32,7 +33,6 @@ from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
 from gpusnap.runtime_shim.snapshot.gpu_processes.choose_driver import choose_driver
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import suspensions
-from gpusnap.runtime_shim.units import human
 
 
 def checks(of: Subject, driver: Driver | None) -> tuple[Check, ...]:

@@ -11,7 +11,7 @@ from gpusnap.doctor.base.check import Ask, Check, run_checks
 from gpusnap.doctor.base.sources import program
 from gpusnap.doctor.host_checks import cdi, criu, engines, gpus, kernel, site
 from gpusnap.oci.registry.credentials import list_files
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_drivers
 from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA
 from gpusnap.runtime_shim.gpu.api.driver import Gpu

@@ -13,7 +13,7 @@ from gpusnap.doctor.base.sources import Answer, ask, program
 from gpusnap.doctor.base.sources import version as numbers_in
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_drivers
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package

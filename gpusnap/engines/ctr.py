@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.oci.base.errors import reason
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, INDEX, Descriptor
-from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError, advise
+from gpusnap.runtime_shim.base.errors import AlreadyPaused, GpusnapError, advise
 from gpusnap.runtime_shim.runtime.child_process import Child, output
-from gpusnap.user_errors import NotFound
 
 if TYPE_CHECKING:
     from gpusnap.oci.tar.compression import Readable

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman_options
 from gpusnap.engines.podman_command import (
     DYING,
@@ -26,11 +27,10 @@ from gpusnap.engines.podman_command import (
 from gpusnap.engines.podman_options import Option
 from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.deadlines import wait_for_end
-from gpusnap.runtime_shim.errors import AlreadyPaused, ContainerError, GpusnapError, reason
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.base.deadlines import wait_for_end
+from gpusnap.runtime_shim.base.errors import AlreadyPaused, ContainerError, GpusnapError, reason
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.process import proc
-from gpusnap.user_errors import NotFound
 
 # Seconds for which a list of containers counts as new.
 _FRESH = 1.0

@@ -14,8 +14,8 @@ from typing import IO
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
-from gpusnap.runtime_shim.log import NOTE
+from gpusnap.runtime_shim.base.errors import GpusnapError, advise, reason
+from gpusnap.runtime_shim.base.log import NOTE
 from gpusnap.runtime_shim.runtime.child_process import Child, output
 
 RUNTIME = "gpusnap-runtime"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from datetime import datetime
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman
 from gpusnap.engines.podman import Container
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
-from gpusnap.user_errors import NotFound
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
 
 
 def volumes() -> set[str]:

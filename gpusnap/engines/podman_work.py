@@ -15,15 +15,15 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
+from gpusnap.base.user_errors import Killed
 from gpusnap.engines.podman import Container
 from gpusnap.engines.podman_command import RUNTIME, find_runtime_error, finish, sentence, start
 from gpusnap.oci.base.errors import DiskFull
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Interrupted, split_code
-from gpusnap.runtime_shim.log import NOTE, note
+from gpusnap.runtime_shim.base.errors import MAKE_ROOM, GpusnapError, Interrupted, split_code
+from gpusnap.runtime_shim.base.log import NOTE, note
+from gpusnap.runtime_shim.base.stop_signals import handle_signals, note_signal
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.stop_signals import handle_signals, note_signal
-from gpusnap.user_errors import Killed
 
 # In the environment of Podman; the runtime of a restore inherits it from conmon.
 _MARK = "GPUSNAP_CALLER"

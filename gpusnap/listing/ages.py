@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from gpusnap.oci.store.tags import moment
-from gpusnap.runtime_shim.errors import printable
+from gpusnap.runtime_shim.base.errors import printable
 
 # The number of seconds from which on each unit is used.
 _UNITS = (

@@ -22,7 +22,7 @@ from gpusnap.checkpoints.list import Kind, Row
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.store.tags import base, moment
-from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.base.errors import UsageError
 
 KEYS = ("name", "container", "before", "since", "dangling", "kind")
 _AGO = compile_later(r"([0-9]{1,6})([smhdw])", re.ASCII)

@@ -15,8 +15,8 @@ from typing import TypeVar
 from gpusnap.listing.ages import format_age
 from gpusnap.listing.filters import Line
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import UsageError, printable
-from gpusnap.runtime_shim.units import human
+from gpusnap.runtime_shim.base.errors import UsageError, printable
+from gpusnap.runtime_shim.base.units import human
 
 _Row = TypeVar("_Row")
 

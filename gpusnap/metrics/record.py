@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError, printable
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError, printable
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.runtime.find import SYSTEM_LOG
 from gpusnap.runtime_shim.settings import Metrics
-from gpusnap.user_errors import NotFound
 
 _INFO = b"<30>"  # syslog(3): LOG_DAEMON | LOG_INFO
 # Limit on a name from a checkpoint, which anybody may have written.

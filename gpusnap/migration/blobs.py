@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gpusnap.base.user_errors import failure
 from gpusnap.migration.frames import Channel, decode_error
 from gpusnap.oci.base.errors import BlobError, OciError
 from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor
 from gpusnap.oci.layout.layout import Layout, read_piece
-from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.user_errors import failure
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 
 class Remote:

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import GpusnapError, printable, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, printable, reason
 
 VERSION = 1
 MAGIC = b"gpusnap-migrate 1\n"

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from gpusnap.migration.frames import Channel, LinkLost
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError, advise, printable, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError, advise, printable, reason
 
 # Seconds for ssh to ask for a password, and to connect; its own deadline is ConnectTimeout.
 _CONNECTING = 120.0

@@ -23,6 +23,8 @@ from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import NotFound, failure
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.list import blobs_of
 from gpusnap.checkpoints.migrations import OutgoingMigration
@@ -40,15 +42,13 @@ from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing.checkpoint import CheckpointResult
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim import stop_signals
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, make_unforeseen
+from gpusnap.runtime_shim.base import stop_signals
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, Interrupted, make_unforeseen
 from gpusnap.runtime_shim.gpu import estimate_used, find_driver
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
-from gpusnap.user_errors import NotFound, failure
 
 # Number of attempts to ask the other host about a container.
 _TRIES = 3

@@ -15,6 +15,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from gpusnap.base.privileges import require_root
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import convert_errors, failure
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.engines import podman, podman_work
@@ -30,19 +33,16 @@ from gpusnap.operations.disk_space import check_copy, free_bytes
 from gpusnap.operations.pull import have, open_staging
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
-from gpusnap.privileges import require_root
-from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, make_unforeseen, suggest_room
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, make_unforeseen, suggest_room
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.gpu import find_drivers
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.assignment import Plan, plan_assignment
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.snapshot.devices.choose import choose, gpu_request
 from gpusnap.runtime_shim.snapshot.records.reservations import read_reserved
-from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import convert_errors, failure
 
 
 def receive(reading: int, writing: int) -> None:

@@ -18,16 +18,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.checkpoints import locator, migrations
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import asdict, dataclass, replace
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.user_errors import NotFound
 
 MARK = "GPUSNAP_MIGRATION"
 """In the environment of Podman while it restores, with the migration's ID."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from gpusnap.base.user_errors import NotFound, convert_errors
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.checkpoints.names import container_name
 from gpusnap.engines import podman
@@ -19,8 +20,7 @@ from gpusnap.migration.link import Destination, Route, connect
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import Entry, by_age, is_later
-from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.user_errors import NotFound, convert_errors
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 AHEAD = "migrating"
 """The tag of checkpoints that are sent ahead, until the migration ends."""

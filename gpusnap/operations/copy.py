@@ -12,6 +12,8 @@ from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, TypeAlias
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import convert_errors
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import ArtifactParts
@@ -30,9 +32,7 @@ from gpusnap.operations.disk_space import check_archive, check_copy
 from gpusnap.operations.open import open_repository
 from gpusnap.operations.pull import Referrers, fetch, have, open_staging
 from gpusnap.operations.sources import Local, open_local
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import UsageError
-from gpusnap.user_errors import convert_errors
+from gpusnap.runtime_shim.base.errors import UsageError
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.copy import TransferTotals

@@ -19,7 +19,7 @@ from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.tar.archive import Content, Entry
 from gpusnap.oci.tar.compression import Readable
 from gpusnap.operations.open import Checkpoint
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, reason
 from gpusnap.runtime_shim.records.manifest import FOLDER
 
 Kind: TypeAlias = Literal["file", "folder", "link", "hard link"]

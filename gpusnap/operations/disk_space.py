@@ -13,12 +13,12 @@ from contextlib import suppress
 from gpusnap.engines import podman
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, reason, suggest_room
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, reason, suggest_room
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.gpu.nvidia import nvml
 from gpusnap.runtime_shim.gpu.nvidia.driver import ask_nvml
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container
-from gpusnap.runtime_shim.units import human
 
 # CRIU's images that contain no memory, and Podman's records.
 _RECORDS = 4 << 20

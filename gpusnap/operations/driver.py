@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver, find_drivers
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 

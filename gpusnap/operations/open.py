@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
+from gpusnap.base.user_errors import NoManifest, convert_errors
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.artifact import hold
 from gpusnap.checkpoints.formats.engine_images import archive_of, blob_path
@@ -31,9 +32,8 @@ from gpusnap.oci.layout.documents import EMPTY, Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.base.errors import ManifestError
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
-from gpusnap.user_errors import NoManifest, convert_errors
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.repository import Repository

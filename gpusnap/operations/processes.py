@@ -18,7 +18,7 @@ from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.tar.compression import Readable
 from gpusnap.operations.open import Checkpoint
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.base.errors import ImageError, reason
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime.criu.images.messages import kind_of
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator, volumes
 from gpusnap.checkpoints.artifact import ArtifactParts
@@ -22,7 +23,6 @@ from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.disk_space import check_copy
 from gpusnap.operations.open import open_repository
-from gpusnap.progress import Progress
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.copy import TransferTotals

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Literal
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import convert_errors
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import ArtifactParts
@@ -33,9 +35,7 @@ from gpusnap.operations.disk_space import check_archive
 from gpusnap.operations.open import load_manifest, open_repository
 from gpusnap.operations.pull import Referrers, fetch
 from gpusnap.operations.sources import Local, layout_of, open_local
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import ManifestError, Refused, UsageError
-from gpusnap.user_errors import convert_errors
+from gpusnap.runtime_shim.base.errors import ManifestError, Refused, UsageError
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.copy import TransferTotals

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 
+from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats import containerd_reader
@@ -29,7 +30,6 @@ from gpusnap.oci.store.index import REF_NAME
 from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
-from gpusnap.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)

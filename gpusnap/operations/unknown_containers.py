@@ -1,8 +1,8 @@
 """Finds restored containers that run although Podman says otherwise, and ends them on request.
 
-runtime_shim/snapshot/restored_containers.py explains how this happens. For each container, gpusnap asks the
-Podman that restored it. It never names a container that Podman lists as running or paused, and ends one only
-by its ID or its name.
+runtime_shim/snapshot/recovery/restored_containers.py explains how this happens. For each container, gpusnap
+asks the Podman that restored it. It never names a container that Podman lists as running or paused, and ends
+one only by its ID or its name.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from functools import partial
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import exists
-from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.snapshot import restored_containers
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.restore_record import Restore
+from gpusnap.runtime_shim.snapshot.recovery import restored_containers
+from gpusnap.runtime_shim.snapshot.restoring.record import Restore
 
 _PATIENCE = 15.0
 """Seconds for Podman's answer."""

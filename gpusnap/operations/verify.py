@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING
 
+from gpusnap.base.user_errors import convert_errors
 from gpusnap.checkpoints.artifact import hold
 from gpusnap.checkpoints.damage import (
     Progress,
@@ -54,7 +55,6 @@ from gpusnap.runtime_shim.process.memory.copy import cores
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime.criu import scratch_files
-from gpusnap.user_errors import convert_errors
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.repository import Repository

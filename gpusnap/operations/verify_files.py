@@ -30,7 +30,7 @@ from gpusnap.oci.layout.digests import PREFIX
 from gpusnap.oci.layout.documents import OCTETS, Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import Content, Entry
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.process.memory.copy import cores
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.records.manifest import Manifest

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
+from gpusnap.base.user_errors import convert_errors
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.list import Row
 from gpusnap.checkpoints.locator import InStore, default_store, open_store
@@ -22,12 +23,11 @@ from gpusnap.oci.base.dataclass import list_fields
 from gpusnap.oci.registry.credentials import list_files
 from gpusnap.oci.store.tags import by_age
 from gpusnap.report.mask import known_secrets, mask
-from gpusnap.runtime_shim.errors import GpusnapError, printable, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, printable, reason
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
-from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import convert_errors
 
 _LINES = 200
 _WIDEST = 2000

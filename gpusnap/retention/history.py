@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
+from gpusnap.base.user_errors import Damaged
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.list import Row, blobs_of, listing
 from gpusnap.checkpoints.statistics import measure_stopped
@@ -12,8 +13,7 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.retention.prune import container_of
-from gpusnap.runtime_shim.errors import ManifestError
-from gpusnap.user_errors import Damaged
+from gpusnap.runtime_shim.base.errors import ManifestError
 
 
 @dataclass(frozen=True, slots=True)

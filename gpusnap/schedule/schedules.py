@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.doctor.base.sources import Answer, ask
 from gpusnap.engines.install.files import put_file, unlink
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError, advise, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError, advise, reason
 from gpusnap.schedule import unit_files
-from gpusnap.user_errors import NotFound
 
 FOLDER = "/etc/systemd/system"
 _PREFIX = "gpusnap-checkpoint-"

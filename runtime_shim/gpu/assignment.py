@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap, is_meant
 

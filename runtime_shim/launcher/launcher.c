@@ -4,7 +4,7 @@
  * They run it for every state, kill and delete, where crun itself takes 2 ms and Python's start alone more than 10.
  * So this program becomes the real runtime by exec for every command but checkpoint and restore. For those it
  * becomes the Python entry (runtime_shim/shim/entry.py), which decides by the same rules;
- * tests/unit/runtime_shim/runtime/test_launcher.py runs both on the same command lines.
+ * tests/unit/runtime_shim/launcher/test_launcher.py runs both on the same command lines.
  *
  * While a container is suspended, its delete, pause and resume go to Python too (shim/suspended.py); watch.h says when.
  *
@@ -135,7 +135,7 @@ static int tell_version(const struct line *line, int argc, char **argv, struct l
     return code == EXIT_NOT_FOUND ? -1 : code;
 }
 
-/* Not in the words of strerror(ENOENT) and strerror(EACCES), which Podman replaces; see runtime_shim/errors.py. */
+/* Not in the words of strerror(ENOENT) and strerror(EACCES), which Podman replaces; see runtime_shim/base/errors.py. */
 static int python_is_missing(long error, enum whose whose)
 {
     if (whose != OURS)

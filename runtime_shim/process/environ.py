@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import struct
 
-from gpusnap.runtime_shim import question_process
+from gpusnap.runtime_shim.base import question_process
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process.ptrace.arch import this_machine
 
 FILE, VM, FILES = 0, 1, 2

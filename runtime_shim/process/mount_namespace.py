@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.base import threads
 from gpusnap.runtime_shim.process import proc
 
 # asm-generic/unistd.h; the numbers from 424 on are those of every architecture.

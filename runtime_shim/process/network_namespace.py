@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable
 
-from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.base import threads
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 

@@ -14,7 +14,7 @@ from signal import SIGKILL, SIGSTOP
 from typing import TypeVar
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, reason
 
 _T = TypeVar("_T")
 
@@ -49,7 +49,7 @@ def _read(path: str) -> str | None:
 
 def _read_memory(path: str) -> str | None:
     """Like `_read`, for a file that needs the process's memory: the kernel may wait there."""
-    from gpusnap.runtime_shim import deadlines  # starts threads, which not every caller needs
+    from gpusnap.runtime_shim.base import deadlines  # starts threads, which not every caller needs
 
     try:
         return _answer(path, lambda path: deadlines.ask(lambda: _content(path), path))

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import ImageError, raise_as
+from gpusnap.runtime_shim.base.errors import ImageError, raise_as
 from gpusnap.runtime_shim.records.manifest import FOLDER, NAME
 
 _SLASH = "%2F"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.transaction import Step
+from gpusnap.runtime_shim.base.transaction import Step
 
 if TYPE_CHECKING:
     from gpusnap.oci.chunks.table import Table

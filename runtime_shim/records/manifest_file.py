@@ -23,7 +23,7 @@ from gpusnap.oci.base.files import (
 )
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.layout.digests import digest_of
-from gpusnap.runtime_shim.errors import ImageError, ManifestError, raise_as, reason
+from gpusnap.runtime_shim.base.errors import ImageError, ManifestError, raise_as, reason
 from gpusnap.runtime_shim.records.manifest import (
     DIGEST,
     FOLDER,

@@ -19,8 +19,9 @@ from typing import Any
 
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError, ManifestError, ManifestVersion, own_file_unreadable
-from gpusnap.runtime_shim.question_process import Companion
+from gpusnap.runtime_shim.base.errors import GpusnapError, ManifestError, ManifestVersion, own_file_unreadable
+from gpusnap.runtime_shim.base.question_process import Companion
+from gpusnap.runtime_shim.base.transaction import Step
 from gpusnap.runtime_shim.records.manifest import (
     LARGEST,
     VERSION,
@@ -35,7 +36,6 @@ from gpusnap.runtime_shim.records.manifest import (
     NeutralisedProcess,
     RegionRecord,
 )
-from gpusnap.runtime_shim.transaction import Step
 
 _COMPANION = Companion()
 # Seconds for its import there, and for an answer; after that it is done here.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass, field
-from gpusnap.runtime_shim.errors import ContainerError, raise_as
+from gpusnap.runtime_shim.base.errors import ContainerError, raise_as
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.runtime import loopback

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from gpusnap.oci.base.files import is_folder
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, reason
 
 # The cgroup was removed: all its processes have ended. ENODEV: while its file was open (fs/kernfs/file.c).
 _GONE = (errno.ENOENT, errno.ENODEV)

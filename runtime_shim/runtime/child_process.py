@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import IO, Any
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.deadlines import wait_for_end
-from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed, raise_as, reason
+from gpusnap.runtime_shim.base.deadlines import wait_for_end
+from gpusnap.runtime_shim.base.errors import GpusnapError, NotStarted, RuntimeFailed, raise_as, reason
 from gpusnap.runtime_shim.runtime import find as locate
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass, field
-from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.base.errors import UsageError
 from gpusnap.runtime_shim.runtime import options
 from gpusnap.runtime_shim.runtime.command_line_words import FALSE, HELP
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE

@@ -13,8 +13,8 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError, raise_as, reason
-from gpusnap.runtime_shim.log import runtime_message
+from gpusnap.runtime_shim.base.errors import ContainerError, RuntimeFailed, SettingsError, raise_as, reason
+from gpusnap.runtime_shim.base.log import runtime_message
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer, container_key, neighbours
 from gpusnap.runtime_shim.runtime.child_process import run

@@ -15,7 +15,7 @@ import os
 import stat
 import sys
 
-from gpusnap.runtime_shim.errors import NotStarted, RuntimeFailed, SettingsError, raise_as, reason
+from gpusnap.runtime_shim.base.errors import NotStarted, RuntimeFailed, SettingsError, raise_as, reason
 
 TYPE_CHECKING = False  # not from typing, whose import takes longer than all of this module
 if TYPE_CHECKING:

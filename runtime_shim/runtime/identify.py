@@ -8,7 +8,7 @@ from typing import Literal
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import RuntimeFailed
+from gpusnap.runtime_shim.base.errors import RuntimeFailed
 from gpusnap.runtime_shim.runtime import child_process
 from gpusnap.runtime_shim.runtime import find as locate
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from gpusnap.oci.base.files import exists
-from gpusnap.runtime_shim import log, question_process, threads
-from gpusnap.runtime_shim.errors import (
+from gpusnap.runtime_shim.base import log, question_process, threads
+from gpusnap.runtime_shim.base.errors import (
     ContainerError,
     GpusnapError,
     RuntimeFailed,
@@ -20,10 +20,10 @@ from gpusnap.runtime_shim.errors import (
     make_unforeseen,
     raise_as,
 )
+from gpusnap.runtime_shim.base.progress import VARIABLE, reporter
 from gpusnap.runtime_shim.gpu import find_driver, find_drivers, holders, open_driver
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
-from gpusnap.runtime_shim.progress import VARIABLE, reporter
 from gpusnap.runtime_shim.records import cri_layout, manifest_file, manifest_json
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import container_key
@@ -120,10 +120,10 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
         # Imported late: a container without a GPU must not wait for it.
         from gpusnap.runtime_shim.runtime.criu import scratch_files
         from gpusnap.runtime_shim.shim import overrides
-        from gpusnap.runtime_shim.snapshot import restored_containers
         from gpusnap.runtime_shim.snapshot.checkpoint import checkpoint
         from gpusnap.runtime_shim.snapshot.gpu_processes.choose_driver import choose_driver
         from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+        from gpusnap.runtime_shim.snapshot.recovery import restored_containers
 
         _announce(call)
         settings = overrides.apply_orders(
@@ -165,7 +165,7 @@ def _recover(driver: Driver, container: containers.Container, settings: Settings
     found = [entry for key in (container.key, container.id) if (entry := journal.read(key)) is not None]
     if not found:
         return False
-    from gpusnap.runtime_shim.snapshot.recover_checkpoint import recover
+    from gpusnap.runtime_shim.snapshot.recovery.checkpoint import recover
 
     for entry in found:
         log.note(
@@ -191,7 +191,7 @@ def _take_away(call: CheckpointCall | RestoreCall, real: RealRuntime, driver: Dr
     key = container_key.key(container_key.root(call.globals.root, real.kind), call.container_id)
     for each in (key, call.container_id):  # an earlier version's has only the ID, and the command to ask
         if _is_there(f"{JOURNAL}/{each}.restore"):
-            from gpusnap.runtime_shim.snapshot import recover_restore
+            from gpusnap.runtime_shim.snapshot.recovery import restore as recover_restore
 
             said = recover_restore.recover(each, driver, remove=isinstance(call, RestoreCall))
             log.note(f"an earlier restore was interrupted; {said}", code="GPS-022")
@@ -202,7 +202,7 @@ def _announce(call: CheckpointCall | RestoreCall) -> None:
 
     Not in --log, because Podman reads one line of that.
     """
-    from gpusnap.runtime_shim.transaction import announce
+    from gpusnap.runtime_shim.base.transaction import announce
 
     def tell(name: str) -> None:
         reporter.step(name)
@@ -223,7 +223,7 @@ def _restore(call: RestoreCall, real: RealRuntime, settings: Settings | Settings
     checks = threads.run_meanwhile(manifest_json.prepare, image_process.prepare, name="gpusnap-checks")
     with open_driver(find_driver()), checks:
         from gpusnap.runtime_shim.runtime.criu import scratch_files
-        from gpusnap.runtime_shim.snapshot import restored_containers
+        from gpusnap.runtime_shim.snapshot.recovery import restored_containers
         from gpusnap.runtime_shim.snapshot.restore import restore
 
         _announce(call)

@@ -13,7 +13,7 @@ import os
 import sys
 
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import (
+from gpusnap.runtime_shim.base.errors import (
     ContainerError,
     GpusnapError,
     NotStarted,
@@ -176,7 +176,7 @@ def _answer(args: list[str]) -> int:
 
         line = probe(args, at)
         if line is None:
-            from gpusnap.runtime_shim import garbage
+            from gpusnap.runtime_shim.base import garbage
 
             garbage.look_seldom()
             from gpusnap.runtime_shim.shim.dispatch import main as checkpoint_or_restore
@@ -241,13 +241,13 @@ def main() -> int:
     try:
         return _answer(args)
     except GpusnapError as error:
-        from gpusnap.runtime_shim.log import report
+        from gpusnap.runtime_shim.base.log import report
 
         report(error, **_log_options(args))
         return getattr(error, "exit_code", 1)
     except Exception as error:
         # For example a missing package: engines show the content of --log, and no traceback.
-        from gpusnap.runtime_shim.log import report
+        from gpusnap.runtime_shim.base.log import report
 
         report(make_unforeseen(error), **_log_options(args))
         return 1

@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any
 from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim import deadlines, state_files
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, advise, reason
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.base import deadlines
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, advise, reason
+from gpusnap.runtime_shim.base.progress import reporter
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.setting_keys import TABLE
 from gpusnap.runtime_shim.settings import Settings
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from gpusnap.runtime_shim.errors import ContainerError
+from gpusnap.runtime_shim.base.errors import ContainerError
 from gpusnap.runtime_shim.runtime import cgroup_freezer, container_key
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime import find as locate

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from gpusnap.oci.base.dataclass import asdict, replace
-from gpusnap.runtime_shim.errors import (
+from gpusnap.runtime_shim.base.errors import (
     GpusnapError,
     ImageError,
     Interrupted,
@@ -33,10 +33,11 @@ from gpusnap.runtime_shim.errors import (
     RuntimeFailed,
     make_unforeseen,
 )
+from gpusnap.runtime_shim.base.log import note
+from gpusnap.runtime_shim.base.progress import reporter
+from gpusnap.runtime_shim.base.transaction import Transaction, hold_signals, make_interruptible, stop_if_asked
 from gpusnap.runtime_shim.gpu.api.driver import Driver
-from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container as containers
@@ -72,7 +73,6 @@ from gpusnap.runtime_shim.snapshot.memory.ram import SuspendedChunks
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-from gpusnap.runtime_shim.transaction import Transaction, hold_signals, make_interruptible, stop_if_asked
 
 
 def checkpoint(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from gpusnap.oci.base.files import open_regular
+from gpusnap.runtime_shim.base.transaction import Step
 from gpusnap.runtime_shim.gpu.api.device_files import mapped_files
 from gpusnap.runtime_shim.gpu.api.driver import Host, Node
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import MappedFile, describe_mapped, is_driver_file
@@ -20,7 +21,6 @@ from gpusnap.runtime_shim.runtime.criu.images import dev
 from gpusnap.runtime_shim.runtime.criu.version import criu_version
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record
-from gpusnap.runtime_shim.transaction import Step
 
 # The limit of the manifest's schema; a longer list is no reason to refuse.
 _ARGUMENTS = 4096

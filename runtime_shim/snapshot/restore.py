@@ -21,9 +21,22 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import asdict, replace
 from gpusnap.oci.base.files import replace_below
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Refused, RuntimeFailed, make_unforeseen
+from gpusnap.runtime_shim.base.errors import (
+    ContainerError,
+    GpusnapError,
+    Refused,
+    RuntimeFailed,
+    make_unforeseen,
+)
+from gpusnap.runtime_shim.base.log import note
+from gpusnap.runtime_shim.base.transaction import (
+    Transaction,
+    hold_signals,
+    make_interruptible,
+    name_recover,
+    stop_if_asked,
+)
 from gpusnap.runtime_shim.gpu import find_driver
-from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.runtime import bundle
@@ -35,26 +48,17 @@ from gpusnap.runtime_shim.runtime.criu.plugins import inject
 from gpusnap.runtime_shim.runtime.criu.run import Invocation, invoke, make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.snapshot import (
-    recover_restore,
-    restore_record,
-    restored_containers,
-)
 from gpusnap.runtime_shim.snapshot.devices.choose import choose_driver, driver_for
-from gpusnap.runtime_shim.snapshot.foreground import RuntimeThread, pid_file
 from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
 from gpusnap.runtime_shim.snapshot.records import journal, volumes
-from gpusnap.runtime_shim.snapshot.restore_gpus import check_none_suspended, restore_gpus, settle
-from gpusnap.runtime_shim.snapshot.restore_job import RestoreJob
-from gpusnap.runtime_shim.snapshot.restore_plan import plan
-from gpusnap.runtime_shim.snapshot.restore_record import Stage
-from gpusnap.runtime_shim.transaction import (
-    Transaction,
-    hold_signals,
-    make_interruptible,
-    name_recover,
-    stop_if_asked,
-)
+from gpusnap.runtime_shim.snapshot.recovery import restore as recover_restore
+from gpusnap.runtime_shim.snapshot.recovery import restored_containers
+from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
+from gpusnap.runtime_shim.snapshot.restoring.foreground import RuntimeThread, pid_file
+from gpusnap.runtime_shim.snapshot.restoring.gpus import check_none_suspended, restore_gpus, settle
+from gpusnap.runtime_shim.snapshot.restoring.job import RestoreJob
+from gpusnap.runtime_shim.snapshot.restoring.plan import plan
+from gpusnap.runtime_shim.snapshot.restoring.record import Stage
 
 TIMING = "gpusnap-restore.json"
 """The name of the file in the work directory with the times of the steps, like the manifest's timing."""

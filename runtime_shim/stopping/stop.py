@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from gpusnap.runtime_shim import threads
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.base import threads
+from gpusnap.runtime_shim.base.errors import GpusnapError, reason
 from gpusnap.runtime_shim.gpu.api.errors import PermissionRefused
 from gpusnap.runtime_shim.process import pidfd, proc
 

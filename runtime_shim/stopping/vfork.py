@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.kcmp import EQUAL, VM, compare
 from gpusnap.runtime_shim.process.ptrace.tracee import hold

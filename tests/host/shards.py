@@ -31,8 +31,8 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 INTEGRATION, UNIT = Path("tests/integration"), Path("tests/unit")
 # Unit tests with control groups of version 2, which a machine with version 1 beside it does not let us make.
 IN_HOST = (
-    UNIT / "runtime_shim/snapshot/test_paused_container.py",
-    UNIT / "runtime_shim/snapshot/test_dump_pause.py",
+    UNIT / "runtime_shim/snapshot/gpu_processes/test_paused_container.py",
+    UNIT / "runtime_shim/snapshot/gpu_processes/test_dump_pause.py",
 )
 HOST = "tests/host/host"
 # Bytecode of gpusnap, its tests and their Python: each job, and each test host, would compile it anew.

@@ -101,7 +101,7 @@ def test_a_mapping_that_is_not_answered_for(
 def test_a_store_that_is_not_answered_for(crun: None, server: tuple[Path, subprocess.Popen[str]]) -> None:
     """A spill that waits for it ends at a signal, with its memory in RAM; the next one succeeds.
 
-    Its deadline ends it in the same way: tests/unit/runtime_shim/snapshot/test_spill.py.
+    Its deadline ends it in the same way: tests/unit/runtime_shim/snapshot/suspended_containers/test_spill.py.
     """
     place, running = server
     with empty_store(PLAIN) as store, ExitStack() as stack:

@@ -41,7 +41,7 @@ from suspendhost import (
 )
 
 from gpusnap.engines import podman as engine
-from gpusnap.runtime_shim.errors import AlreadyPaused
+from gpusnap.runtime_shim.base.errors import AlreadyPaused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 

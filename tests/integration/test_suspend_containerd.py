@@ -13,7 +13,7 @@ from support import GPUS_CONF, Done, faults, good, run, sentence
 from suspendhost import ends_without_a_trace, nothing_left, usage
 
 from gpusnap.engines import ctr
-from gpusnap.runtime_shim.errors import AlreadyPaused
+from gpusnap.runtime_shim.base.errors import AlreadyPaused
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,14 @@ import pytest
 from fakes import wait_for
 from hypothesis import settings as hypothesis_settings
 
-from gpusnap import hooks, privileges
+from gpusnap import hooks
+from gpusnap.base import privileges
 from gpusnap.checkpoints import migrations
 from gpusnap.cli import main as cli
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import places
-from gpusnap.runtime_shim import question_process, transaction
 from gpusnap.runtime_shim import settings as settings_file
+from gpusnap.runtime_shim.base import question_process, transaction
 from gpusnap.runtime_shim.process import mount_namespace, pidfd
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime.criu.images import image_process

@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 
 from gpusnap.oci.base.threads import Crew
+from gpusnap.runtime_shim.base.transaction import Step
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, HeldFiles, Host, Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import GpuError, IllegalState, ProcessGone
@@ -50,7 +51,6 @@ from gpusnap.runtime_shim.shim import dispatch
 from gpusnap.runtime_shim.snapshot.devices import remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import choose_driver, gpu_state
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
-from gpusnap.runtime_shim.transaction import Step
 
 __all__ = [
     "DEADLINE",
@@ -507,8 +507,9 @@ class Scene:
         monkeypatch.setattr(locate, "setting", lambda: self.settings.runtime)
         monkeypatch.setattr(locate, "become", _never_become)
         monkeypatch.setattr(gpu_state, "_PAUSE", 0.0)
-        from gpusnap.runtime_shim.snapshot import restore, restore_plan
+        from gpusnap.runtime_shim.snapshot import restore
         from gpusnap.runtime_shim.snapshot.gpu_processes import job
+        from gpusnap.runtime_shim.snapshot.restoring import plan as restore_plan
 
         monkeypatch.setattr(restore, "find_driver", lambda: self.driver)
         monkeypatch.setattr(remap, "_has_hosts_dev", lambda init: False)  # though these processes share it

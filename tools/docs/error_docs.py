@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gpusnap.base.user_errors import failure
 from gpusnap.error_codes import CODES, GROUPS
 from gpusnap.error_codes.entry import ErrorCode
 from gpusnap.oci.base import errors
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
 from gpusnap.runtime_shim.gpu.nvidia.result_codes import CUDA_RESULTS, NVML_RESULTS
-from gpusnap.user_errors import failure
 from tools.docs import error_messages
 from tools.docs.error_messages import INHERITED, Message, Messages
 from tools.docs.error_templates import bare
@@ -76,7 +76,7 @@ def unused(found: Messages | None = None) -> tuple[str, ...]:
 
 
 def _hints(message: Message) -> tuple[str, ...]:
-    """What follows the message after a semicolon: given where it is made, or by gpusnap.user_errors."""
+    """What follows the message after a semicolon: given where it is made, or by gpusnap.base.user_errors."""
     kind = getattr(errors, message.kind, None)
     general = failure(kind("")).hint if isinstance(kind, type) and issubclass(kind, errors.OciError) else ""
     return message.hints or ((general,) if general else ())

@@ -365,7 +365,7 @@ class _Reading:
 
 
 def _is_said(call: ast.Call) -> bool:
-    """Whether it is the function of gpusnap.runtime_shim.log, and no note of a manifest."""
+    """Whether it is the function of gpusnap.runtime_shim.base.log, and no note of a manifest."""
     match call.func:
         case ast.Name() | ast.Attribute(value=ast.Name(id="log")):
             return True

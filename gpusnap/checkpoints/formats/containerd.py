@@ -41,7 +41,7 @@ from gpusnap.oci.layout.documents import (
 )
 from gpusnap.oci.layout.graph import INDEXES, children, is_document
 from gpusnap.oci.tar.compression import Readable
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 
 _TYPES = "application/vnd.containerd.container."
 CRIU = f"{_TYPES}criu.checkpoint.criu.tar"

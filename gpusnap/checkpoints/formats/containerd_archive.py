@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from gpusnap.base.user_errors import Damaged
 from gpusnap.checkpoints.formats.containerd import IMAGE_NAME
 from gpusnap.checkpoints.formats.layout_archive import opened_layout
 from gpusnap.oci.base.errors import ArchiveError, BlobError, LayoutError
 from gpusnap.oci.layout.archive import LayoutArchive
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.tar.compression import Readable
-from gpusnap.runtime_shim.errors import ImageError
-from gpusnap.user_errors import Damaged
+from gpusnap.runtime_shim.base.errors import ImageError
 
 
 class Archive:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import NotFound
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.artifact import ArtifactParts
 from gpusnap.checkpoints.formats import containerd_writer
@@ -17,9 +19,7 @@ from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, parse_documen
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.archive import Writer
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
-from gpusnap.user_errors import NotFound
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, UsageError
 
 # Snapshotters of containerd (plugins/snapshots); "" is ctr's default.
 _SNAPSHOTTER = compile_later(r"[a-z0-9][a-z0-9._-]{0,63}", re.ASCII)

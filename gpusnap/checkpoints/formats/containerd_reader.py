@@ -36,7 +36,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.archive import Entry
 from gpusnap.oci.tar.compression import Readable, kind_of
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records.artifact import make_annotations
 from gpusnap.runtime_shim.records.manifest import Manifest

@@ -32,7 +32,7 @@ from gpusnap.oci.layout.documents import DOCUMENT_LIMIT, Descriptor, Index, enco
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.archive import entries
 from gpusnap.oci.tar.compression import Readable
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records.artifact import label_tables
 

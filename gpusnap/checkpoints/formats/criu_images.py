@@ -8,7 +8,7 @@ from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import Entry
 from gpusnap.oci.tar.compression import Observed
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.records.manifest import ImageRecord, Manifest
 from gpusnap.runtime_shim.runtime.criu.images.check import LINK, PARENT, Checker, check_parent
 from gpusnap.runtime_shim.runtime.criu.images.digests import Digester, first_other, make_differs_error

@@ -13,7 +13,7 @@ from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.documents import Descriptor, Manifest, parse_document
 from gpusnap.oci.layout.image_marks import engine_of, layer_of
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
 
 
 def archive_of(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Descriptor:

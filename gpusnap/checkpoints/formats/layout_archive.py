@@ -16,7 +16,7 @@ from gpusnap.oci.base.errors import DigestError, EngineImage, LayoutError, NotAC
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.archive import LayoutArchive
 from gpusnap.oci.layout.documents import INDEX, Descriptor, Index, parse_document
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, UsageError
 
 Kind: TypeAlias = Literal["checkpoint", "image", "containerd"]
 

@@ -32,7 +32,7 @@ from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar.archive import Compression, Writer
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.artifact import label_tables

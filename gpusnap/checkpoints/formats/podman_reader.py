@@ -37,7 +37,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.archive import Content, Entry
 from gpusnap.oci.tar.compression import Observed, Readable, as_file, compress
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.artifact import label_tables
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination

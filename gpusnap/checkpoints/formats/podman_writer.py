@@ -40,7 +40,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.archive import Entry, entries, unpack
 from gpusnap.oci.tar.compression import Readable, as_file
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.records import manifest, manifest_file
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpusnap.base.privileges import require_root
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import NotFound
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.labels import parse_labels
 from gpusnap.cli.completion import complete_checkpoint, complete_container
@@ -23,11 +26,8 @@ from gpusnap.metrics.record import record_operation
 from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.environment import TLS_VERIFY
 from gpusnap.oci.store.tags import base, format_names
-from gpusnap.privileges import require_root
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
-from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import NotFound
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.base.units import human
 
 # What a command does is imported when it is run: of a restore that waits for it, each 0.1 s is felt.
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from gpusnap.base.privileges import require_root
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_container
 from gpusnap.cli.json_output import print_json
@@ -15,8 +16,7 @@ from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
 from gpusnap.doctor.base.check import Check, Verdict, document, plural
-from gpusnap.privileges import require_root
-from gpusnap.runtime_shim.errors import GpusnapError, with_code
+from gpusnap.runtime_shim.base.errors import GpusnapError, with_code
 from gpusnap.runtime_shim.gpu import find_driver
 
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILURE: "bold red"}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from gpusnap.user_errors import NotFound
+from gpusnap.base.user_errors import NotFound
 
 if TYPE_CHECKING:
     from gpusnap.error_codes.entry import ErrorCode

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 
 import click
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import NotFound, convert_errors
 from gpusnap.checkpoints.labels import written_labels
 from gpusnap.checkpoints.locator import default_store, in_store, open_store
 from gpusnap.cli import name_rows, store_tables
@@ -15,11 +17,9 @@ from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_stored
 from gpusnap.cli.json_output import document, print_json
 from gpusnap.listing.ages import format_age
-from gpusnap.progress import Progress
 from gpusnap.retention.history import Moment
 from gpusnap.retention.history import history as moments
-from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import NotFound, convert_errors
+from gpusnap.runtime_shim.base.units import human
 
 # What is left out where there is no room, and the spaces between columns.
 _LAYOUTS = (

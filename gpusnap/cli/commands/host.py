@@ -8,6 +8,8 @@ from contextlib import suppress
 
 import click
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import NotFound
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint
 from gpusnap.cli.json_output import print_json
@@ -15,14 +17,12 @@ from gpusnap.cli.options.registry import registry_options
 from gpusnap.oci.base.dataclass import asdict
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.open import get_manifest, open_checkpoint
-from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import identify as real
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 from gpusnap.runtime_shim.snapshot.devices import choose as choosing
 from gpusnap.runtime_shim.snapshot.records.reservations import read_reserved
-from gpusnap.user_errors import NotFound
 
 
 @click.command()

@@ -22,7 +22,7 @@ from gpusnap.engines.install.files import join_root, state
 from gpusnap.engines.install.installer import Change, Item
 from gpusnap.hooks import hooksd
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 
 _DONE = {"written": "to be written", "replaced": "to be replaced", "removed": "to be removed"}

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import NotFound, convert_errors
 from gpusnap.checkpoints import list as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InRegistry, InStore
@@ -22,12 +24,10 @@ from gpusnap.listing.filters import Line, filter_lines, rows_of
 from gpusnap.listing.templates import DIGITS, template
 from gpusnap.oci.base.errors import NotARegistry, NotThere, OciError, Rejected
 from gpusnap.oci.store.store import Store
-from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError, SettingsError, UsageError
-from gpusnap.runtime_shim.log import NOTE
-from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import NotFound, convert_errors
+from gpusnap.runtime_shim.base.errors import GpusnapError, SettingsError, UsageError
+from gpusnap.runtime_shim.base.log import NOTE
+from gpusnap.runtime_shim.base.units import human
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpusnap.base.privileges import require_root
+from gpusnap.base.progress import Progress
 from gpusnap.cli.completion import complete_container
 from gpusnap.cli.json_output import print_json
 from gpusnap.cli.options.quiet import quiet
-from gpusnap.privileges import require_root
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.units import human
+from gpusnap.runtime_shim.base.units import human
 
 if TYPE_CHECKING:
     from gpusnap.migration.migrate import MigrationResult

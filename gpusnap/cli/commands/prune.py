@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import convert_errors
 from gpusnap.checkpoints.locator import is_default, open_store
 from gpusnap.cli import name_rows, store_tables
 from gpusnap.cli import tables as show
@@ -17,13 +19,11 @@ from gpusnap.cli.json_output import print_json
 from gpusnap.cli.keep_options import keep_options
 from gpusnap.cli.keep_options import rules as rules_of
 from gpusnap.oci.base.dataclass import asdict
-from gpusnap.progress import Progress
 from gpusnap.retention.prune import Verdict
 from gpusnap.retention.prune import prune as remove
-from gpusnap.runtime_shim.errors import UsageError
-from gpusnap.runtime_shim.log import note
-from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import convert_errors
+from gpusnap.runtime_shim.base.errors import UsageError
+from gpusnap.runtime_shim.base.log import note
+from gpusnap.runtime_shim.base.units import human
 
 # What is left out where there is no room, and the spaces between columns.
 _LAYOUTS = (((), 2), (("created",), 2), (("created", "container"), 2))

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import locator
 from gpusnap.cli.completion import complete_checkpoint, complete_store
 from gpusnap.cli.json_output import document, print_json
 from gpusnap.cli.moved import figures, format_written, make_pushed_document, print_image_notes
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.registry import registry_options
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.base.errors import UsageError
 
 if TYPE_CHECKING:
     from gpusnap.checkpoints.formats.containerd_images import ImportedImage

@@ -10,6 +10,8 @@ from typing import TypeAlias
 
 import click
 
+from gpusnap.base.privileges import require_root
+from gpusnap.base.user_errors import convert_errors
 from gpusnap.checkpoints import migrations
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.migrations import OutgoingMigration
@@ -33,21 +35,21 @@ from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.restoring.in_podman import StoppedContainer
 from gpusnap.operations.suspending import recover as suspending
 from gpusnap.operations.suspending import targets
-from gpusnap.privileges import require_root
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
-from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
-from gpusnap.runtime_shim.snapshot import recover_restore, restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, handover
 from gpusnap.runtime_shim.snapshot.memory.destination import is_of_another_host
 from gpusnap.runtime_shim.snapshot.records import journal, reservations, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
+from gpusnap.runtime_shim.snapshot.recovery import checkpoint as recovery
+from gpusnap.runtime_shim.snapshot.recovery import restore as recover_restore
+from gpusnap.runtime_shim.snapshot.recovery import restored_containers
+from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
 from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import is_of_another
 from gpusnap.runtime_shim.snapshot.suspended_containers.sweep import sweep as sweep_suspended
-from gpusnap.user_errors import convert_errors
 
 # Seconds for Podman to describe a container. A checkpoint or restore of it may be in progress.
 _PATIENCE = 15.0

@@ -7,16 +7,16 @@ from datetime import UTC, datetime
 
 import click
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import NotFound, convert_errors
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import InStore, check_free, default_store, in_store, open_store
 from gpusnap.cli.completion import complete_stored
 from gpusnap.engines import podman
 from gpusnap.oci.base.files import create_unnamed_file, open_nested_folder, write_all
-from gpusnap.progress import Progress
 from gpusnap.report.report import newest
 from gpusnap.report.report import report as written
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError, reason
-from gpusnap.user_errors import NotFound, convert_errors
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError, reason
 
 
 @click.command()

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.labels import parse_labels
 from gpusnap.cli import tables as show
@@ -18,10 +19,9 @@ from gpusnap.cli.keep_options import duration, keep_options, rules, words
 from gpusnap.doctor.base.sources import program
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import asdict
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 from gpusnap.schedule import schedules
 from gpusnap.schedule.schedules import Schedule
-from gpusnap.user_errors import NotFound
 
 
 @click.command()

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.base.errors import UsageError
 
 # podman-container-checkpoint(1): what gpusnap has no use for, and what does the same.
 CHECKPOINT: Mapping[tuple[str, ...], tuple[bool, str, str]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gpusnap.progress import Progress
+from gpusnap.base.progress import Progress
 
 
 def _set(_context: click.Context, _option: click.Parameter, value: bool) -> None:

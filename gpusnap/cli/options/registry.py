@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import click
 
 from gpusnap.oci.base.environment import TLS_VERIFY
-from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.base.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 

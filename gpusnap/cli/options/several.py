@@ -7,12 +7,12 @@ from typing import TypeVar
 
 import click
 
+from gpusnap.base.user_errors import failure
 from gpusnap.cli import debugging, exit_codes
 from gpusnap.cli.json_output import print_json
 from gpusnap.oci.base.errors import OciError
-from gpusnap.runtime_shim import stop_signals
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
-from gpusnap.user_errors import failure
+from gpusnap.runtime_shim.base import stop_signals
+from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted
 
 T = TypeVar("T")
 

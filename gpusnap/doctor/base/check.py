@@ -8,7 +8,7 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.errors import OciError
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, reason
 
 
 class Verdict(enum.StrEnum):

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from gpusnap.doctor.base.check import Check, ok, warning
 from gpusnap.doctor.base.sources import free, join_root, text, toml
 from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.gpu.api.driver import Gpu
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.units import human
 
 PODMANS_LIMIT = 240.0
 """Seconds that Podman waits for a restore (libpod/define/runtime.go, ContainerCreateTimeout)."""

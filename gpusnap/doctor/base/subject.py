@@ -7,18 +7,18 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman, podman_objects
 from gpusnap.engines.podman_options import Option
 from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.proc import Process
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.container import Container
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.records import suspensions
-from gpusnap.user_errors import NotFound
 
 CONTAINERD = "/run/containerd"
 """containerd's state (its config.toml, `state`)."""

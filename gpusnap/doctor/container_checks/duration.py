@@ -13,9 +13,9 @@ from gpusnap.doctor.base.free_space import Speed
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.records.manifest import Manifest
-from gpusnap.runtime_shim.units import human
 
 # docs/benchmarks.md, 12.7 GiB on an H200: the driver's checkpoint took 2.1 s with a prepared mapping, and 4.6
 # s without; lock, CRIU's dump of the small rest, sync and other steps 0.5 to 1 s.

@@ -12,9 +12,9 @@ from gpusnap.doctor.base.check import Check, failure, ok, plural, warning
 from gpusnap.doctor.base.sources import join_root, text
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim import question_process
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.process.proc import Process
-from gpusnap.runtime_shim.units import human
 
 # The anonymous inodes that CRIU dumps (criu/files.c, dump_one_file; pidfd from 4.1 on, bpf-map with libbpf).
 _DUMPED = ("eventfd", "eventpoll", "inotify", "fanotify", "signalfd", "timerfd", "pidfd", "bpf-map")

@@ -10,7 +10,8 @@ from gpusnap.doctor.base.check import Check, Verdict, make_refused, ok, plural
 from gpusnap.doctor.base.sources import free
 from gpusnap.doctor.base.subject import Subject
 from gpusnap.oci.base.dataclass import dataclass, replace
-from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
 from gpusnap.runtime_shim.process.proc import Process
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
@@ -22,7 +23,6 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import Record, find_u
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
-from gpusnap.runtime_shim.units import human
 
 Use = Mapping[Process, Record]
 """The GPUs of each process that has GPU state, with its bytes there."""

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from gpusnap.doctor.base.check import Check, make_refused, ok, plural, warning
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.process.proc import Process
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
 from gpusnap.runtime_shim.snapshot.records import volumes
-from gpusnap.runtime_shim.units import human
 
 # Defaults of a probe (kubernetes, pkg/apis/core/v1/defaults.go, SetDefaults_Probe).
 _PERIOD, _THRESHOLD = 10, 3

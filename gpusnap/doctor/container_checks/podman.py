@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gpusnap.doctor.base.check import Check, failure, ok, warning
 from gpusnap.engines.podman_options import Option
-from gpusnap.runtime_shim.units import human
+from gpusnap.runtime_shim.base.units import human
 
 
 def check_options(found: Sequence[Option]) -> Iterator[Check]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from gpusnap.doctor.base.check import Check, failure, ok, warning
 from gpusnap.doctor.base.sources import Answer, ask, program, text, version
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 from gpusnap.runtime_shim.snapshot.preflight.sockets import NEWER_CRIU
 

@@ -13,7 +13,7 @@ from gpusnap.engines.install.containerd import CONFIG, FRAGMENT
 from gpusnap.engines.install.containerd import files as containerd_files
 from gpusnap.engines.install.hooks import takes_annotation
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.runtime.find import RUNC_ROOTS
 from gpusnap.runtime_shim.runtime.identify import RealRuntime, identify
 from gpusnap.runtime_shim.runtime.identify import find as find_runtime

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gpusnap.doctor.base.check import Check, failure, make_refused, ok, warning
 from gpusnap.doctor.base.sources import join_root, text
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
@@ -16,7 +17,6 @@ from gpusnap.runtime_shim.gpu.nvidia import nvml
 from gpusnap.runtime_shim.gpu.nvidia.driver import ask_nvml
 from gpusnap.runtime_shim.runtime.criu.plugins import find as find_plugin
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.units import human
 
 # cuda.h: the checkpoint functions came with CUDA 12.8 (driver 570), and the pairs of GPUs for a restore
 # (CUcheckpointRestoreArgs.gpuPairs) with CUDA 13.0 (driver 580).

@@ -9,7 +9,7 @@ from gpusnap.doctor.base.check import Check, make_refused, ok, warning
 from gpusnap.doctor.base.sources import text
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import SettingsError
+from gpusnap.runtime_shim.base.errors import SettingsError
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 from gpusnap.runtime_shim.settings import Settings
 

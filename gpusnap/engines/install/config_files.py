@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpusnap.engines.install.files import join_root
-from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, advise, reason
 
 HEAD = "# Written by `gpusnap install`, which overwrites it; `gpusnap uninstall` removes it."
 

@@ -31,7 +31,7 @@ from gpusnap.engines.install.config_files import HEAD, read
 from gpusnap.engines.install.files import join_root
 from gpusnap.engines.install.installer import Item
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 CONFIG = "/etc/containerd/config.toml"
 DROP_IN = "/etc/containerd/conf.d/gpusnap.toml"

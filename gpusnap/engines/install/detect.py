@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from gpusnap.engines.install.files import join_root
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import child_process
 from gpusnap.runtime_shim.runtime import find as locate
 

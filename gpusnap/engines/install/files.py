@@ -7,7 +7,7 @@ import os
 import stat
 from contextlib import suppress
 
-from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, advise, reason
 
 # Our files are smaller; a larger one is somebody else's, whatever its digest.
 _LARGEST = 16 << 20

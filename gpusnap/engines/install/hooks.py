@@ -8,7 +8,7 @@ import click
 
 from gpusnap.hooks import hooksd
 from gpusnap.hooks.main import STAGES
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime import identify as real
 from gpusnap.runtime_shim.runtime.criu.version import criu_version

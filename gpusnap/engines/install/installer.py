@@ -22,7 +22,7 @@ from gpusnap.engines.install.files import check_inside, file_state, join_root, s
 from gpusnap.engines.install.record import RECORD, Entry, Record, load, save
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.locks import try_exclusive
-from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, advise, reason
 
 _OWN = os.path.dirname(RECORD)
 _OWN_MODE = 0o755

@@ -22,7 +22,7 @@ from gpusnap.engines.install.files import join_root
 from gpusnap.engines.install.installer import Item
 from gpusnap.oci.base.dataclass import dataclass, list_fields
 from gpusnap.runtime_shim import setting_keys, settings
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, reason
 from gpusnap.runtime_shim.runtime.find import SETTINGS_FILE
 
 PROGRAM = "gpusnap-runtime"

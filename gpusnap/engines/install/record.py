@@ -18,7 +18,7 @@ from gpusnap.engines.install.files import check_inside, join_root, put_file
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, advise, reason
 
 RECORD = "/etc/gpusnap/installed.json"
 

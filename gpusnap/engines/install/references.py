@@ -14,7 +14,7 @@ from gpusnap.engines.install import podman as install_podman
 from gpusnap.engines.install.files import join_root
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, advise, reason
 
 # The handler as the default of containerd or CRI-O, and Podman's.
 _DEFAULT = compile_later(

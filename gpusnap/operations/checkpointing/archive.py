@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from gpusnap.checkpoints.locator import check_free
 from gpusnap.engines import podman
 from gpusnap.oci.base.files import name_new
-from gpusnap.runtime_shim.errors import (
+from gpusnap.runtime_shim.base.errors import (
     GpusnapError,
     ImageError,
     reason,

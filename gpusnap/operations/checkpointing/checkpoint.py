@@ -18,6 +18,8 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from gpusnap.base.progress import Progress, Tick, board, watch_growth
+from gpusnap.base.user_errors import convert_errors
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.entries import read_member
@@ -39,23 +41,21 @@ from gpusnap.operations.checkpointing import archive as archives
 from gpusnap.operations.checkpointing import places
 from gpusnap.operations.checkpointing.failed_export import Export, explain_export_errors
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
-from gpusnap.progress import Progress, Tick, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim import stop_signals
-from gpusnap.runtime_shim.errors import (
+from gpusnap.runtime_shim.base import stop_signals
+from gpusnap.runtime_shim.base.errors import (
     ContainerError,
     GpusnapError,
     ImageError,
     Interrupted,
     UsageError,
 )
-from gpusnap.runtime_shim.import_ahead import import_meanwhile
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.base.import_ahead import import_meanwhile
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.records import suspensions
-from gpusnap.user_errors import convert_errors
 
 if TYPE_CHECKING:
     from gpusnap.operations.push_pull import PushResult

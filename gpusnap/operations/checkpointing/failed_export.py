@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Literal
 
+from gpusnap.base.user_errors import NotFound, failure
 from gpusnap.engines import podman, podman_work
 from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import is_folder
 from gpusnap.oci.tar.archive import entries
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, make_unforeseen, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Interrupted, make_unforeseen, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import INVENTORY
 from gpusnap.runtime_shim.runtime.criu.images.directory import list_versions
-from gpusnap.user_errors import NotFound, failure
 
 # Podman refuses an archive without these (libpod, prepareCheckpointImport).
 _NEEDED = frozenset({"config.dump", "spec.dump", f"checkpoint/{INVENTORY}"})

@@ -12,14 +12,14 @@ import shlex
 from collections.abc import Collection, Iterable
 from functools import partial
 
+from gpusnap.base.user_errors import convert_errors
 from gpusnap.checkpoints.formats.names import ARCHIVE
 from gpusnap.engines.podman import is_exporting, list_exporting
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import places
-from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim.base import deadlines
 from gpusnap.runtime_shim.shim import overrides
-from gpusnap.user_errors import convert_errors
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.snapshot.memory import handover
 from gpusnap.runtime_shim.snapshot.memory.handover import HandedOverMemory
 

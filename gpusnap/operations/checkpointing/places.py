@@ -20,9 +20,10 @@ from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import exists
-from gpusnap.runtime_shim import deadlines, state_files
-from gpusnap.runtime_shim.errors import reason
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.base import deadlines
+from gpusnap.runtime_shim.base.errors import reason
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.file_system import FileSystem, find_file_system, is_in_ram
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gpusnap.engines import podman
-from gpusnap.runtime_shim import question_process, threads
+from gpusnap.runtime_shim.base import question_process, threads
 from gpusnap.runtime_shim.records import manifest_json
 from gpusnap.runtime_shim.snapshot.loading import start as load_process
 

@@ -20,15 +20,15 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 
+from gpusnap.base.user_errors import Killed
 from gpusnap.checkpoints.formats.entries import entries, read_member
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.records.manifest import INVENTORY
-from gpusnap.user_errors import Killed
 
 # Options of `podman container restore` without --import (cmd/podman/containers/restore.go).
 _TAKEN = frozenset(

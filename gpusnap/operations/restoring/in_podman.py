@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence, Set
 from contextlib import suppress
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.checkpoints import locator
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
@@ -20,8 +21,7 @@ from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.user_errors import NotFound
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 UNNOTICED = "it has ended, and Podman was killed before it cleaned up"
 """What `list_unnoticed` finds, in words."""
@@ -157,7 +157,7 @@ def list_unnoticed() -> tuple[podman.Container, ...]:
     checkpoint may be an earlier one of a container that ended later.) Those that run without Podman's
     knowledge are left out. Returns nothing if Podman does not answer.
     """
-    from gpusnap.runtime_shim.snapshot import restored_containers
+    from gpusnap.runtime_shim.snapshot.recovery import restored_containers
 
     found: list[podman.Container] = []
     with suppress(GpusnapError):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
-from gpusnap.user_errors import NotFound
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 
 # Name of a container (libpod, define.NameRegex).
 _NAME = compile_later(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")

@@ -16,6 +16,8 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gpusnap.base.progress import Progress, board, watch_growth
+from gpusnap.base.user_errors import Damaged, Killed
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator, migrations
 from gpusnap.checkpoints.artifact import ArtifactParts
@@ -42,15 +44,13 @@ from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Entry
 from gpusnap.operations.restoring import in_place, in_use, volumes
 from gpusnap.operations.restoring.volumes import PodmanObjects, VolumeChoice, find_objects
-from gpusnap.progress import Progress, board, watch_growth
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, Refused, UsageError
+from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, Refused, UsageError
+from gpusnap.runtime_shim.base.progress import VARIABLE
 from gpusnap.runtime_shim.gpu.api.gpu_map import GPU_MAP
-from gpusnap.runtime_shim.progress import VARIABLE
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.snapshot.loading import source
 from gpusnap.runtime_shim.snapshot.loading.start import LoadProcess
-from gpusnap.user_errors import Damaged, Killed
 
 if TYPE_CHECKING:
     from gpusnap.checkpoints.formats.layout_archive import InLayout

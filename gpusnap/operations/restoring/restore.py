@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import convert_errors
 from gpusnap.checkpoints import locator, migrations
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
@@ -19,11 +21,9 @@ from gpusnap.oci.layout.image_marks import CRIU
 from gpusnap.oci.store.tags import base
 from gpusnap.operations.restoring import in_podman, in_use
 from gpusnap.operations.restoring.podman_restore import PodmanRestore, RestoredContainer, RestoreRequest
-from gpusnap.progress import Progress
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, make_unforeseen
-from gpusnap.runtime_shim.log import note
-from gpusnap.user_errors import convert_errors
+from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, make_unforeseen
+from gpusnap.runtime_shim.base.log import note
 
 
 @dataclass(frozen=True, slots=True)

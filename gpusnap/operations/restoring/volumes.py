@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+from gpusnap.base.user_errors import Killed
 from gpusnap.checkpoints import volumes as records
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
@@ -19,10 +20,9 @@ from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks.artifact import Artifact
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.tar.archive import Entry
-from gpusnap.runtime_shim.errors import GpusnapError, Refused
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.settings import ANNOTATION_PREFIX
-from gpusnap.user_errors import Killed
 
 CODE = "GPS-518"
 

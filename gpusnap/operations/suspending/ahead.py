@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.operations.driver import needed_driver
-from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import open_driver
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 

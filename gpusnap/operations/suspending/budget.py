@@ -7,14 +7,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from gpusnap.operations.suspending.usage import measure_kept
-from gpusnap.runtime_shim.errors import Refused
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.base.errors import Refused
+from gpusnap.runtime_shim.base.log import note
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.reservations import AHEAD, RAM, SUSPENDED, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.units import human
 
 _SPILL = "spill"
 

@@ -7,7 +7,8 @@ from contextlib import suppress
 
 from gpusnap.oci.base.dataclass import replace
 from gpusnap.operations.suspending import usage
-from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.gpu import estimate_used
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
@@ -15,7 +16,6 @@ from gpusnap.runtime_shim.gpu.assignment import FREE
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resuming
-from gpusnap.runtime_shim.units import human
 
 _MOST_NAMED = 3
 

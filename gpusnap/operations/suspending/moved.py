@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from gpusnap.oci.base.dataclass import dataclass
 
 if TYPE_CHECKING:
+    from gpusnap.runtime_shim.base.transaction import Step
     from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
-    from gpusnap.runtime_shim.transaction import Step
 
 _OF_THE_DRIVER = ("driver checkpoint", "driver restore")
 

@@ -8,7 +8,7 @@ from gpusnap.engines import podman
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.shim import overrides
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.records import journal

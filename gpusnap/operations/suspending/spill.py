@@ -10,7 +10,7 @@ import sys
 from gpusnap.engines import podman
 from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, reason
 from gpusnap.runtime_shim.snapshot.suspended_containers import spill as spilling
 
 

@@ -10,7 +10,7 @@ from gpusnap.operations.suspending import budget, targets
 from gpusnap.operations.suspending.ahead import Ahead
 from gpusnap.operations.suspending.moved import MovedContainer
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.snapshot.gpu_processes.choose_driver import choose_driver
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.snapshot.suspended_containers import suspend as suspending
@@ -37,7 +37,7 @@ def suspend_this(target: targets.Running, early: Ahead, *, leaving: str = "") ->
     sweep(settings.store.path)
     driver = choose_driver(early.driver(), container, settings)
     if container.key in journal.list_noted("restore"):  # later, it could be taken for an incomplete one
-        from gpusnap.runtime_shim.snapshot import recover_restore
+        from gpusnap.runtime_shim.snapshot.recovery import restore as recover_restore
 
         said = recover_restore.recover(container.key, driver, remove=False)
         note(f"an earlier restore was interrupted; {said}", code="GPS-022")

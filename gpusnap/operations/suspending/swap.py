@@ -27,7 +27,8 @@ from gpusnap.operations.suspending.resume import resume_this
 from gpusnap.operations.suspending.suspend import suspend_this
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, UsageError, make_unforeseen
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, UsageError, make_unforeseen
+from gpusnap.runtime_shim.base.transaction import make_interruptible
 from gpusnap.runtime_shim.gpu import estimate_used
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
@@ -38,7 +39,6 @@ from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import load
 from gpusnap.runtime_shim.snapshot.suspended_containers import resume as resuming
 from gpusnap.runtime_shim.snapshot.suspended_containers.load import MemoryLoad
-from gpusnap.runtime_shim.transaction import make_interruptible
 
 _Used = Mapping[int, Mapping[str, int]]
 """Bytes of GPU memory by PID and GPU UUID."""

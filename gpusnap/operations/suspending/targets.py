@@ -14,9 +14,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import ctr, podman
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
@@ -27,7 +28,6 @@ from gpusnap.runtime_shim.snapshot.devices import device_access
 from gpusnap.runtime_shim.snapshot.records import suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
-from gpusnap.user_errors import NotFound
 
 _CONTAINERD = "containerd"
 _PODMAN = "podman"

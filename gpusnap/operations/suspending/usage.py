@@ -11,7 +11,7 @@ from gpusnap.engines import podman_objects
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.suspending import targets
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.process import proc

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Collection, Iterator
 
-from gpusnap.runtime_shim import question_process
+from gpusnap.runtime_shim.base import question_process
 from gpusnap.runtime_shim.gpu.api import device_files
 from gpusnap.runtime_shim.gpu.api.driver import HeldFiles
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from gpusnap.oci.base.files import exists, is_folder
-from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.base.errors import reason
 from gpusnap.runtime_shim.gpu.amd import device_files, topology
 from gpusnap.runtime_shim.gpu.amd.device_files import DRM_MAJOR
 from gpusnap.runtime_shim.gpu.api import device_files as handles

@@ -16,8 +16,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 
-from gpusnap.runtime_shim import deadlines, question_process
-from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.base import deadlines, question_process
+from gpusnap.runtime_shim.base.errors import reason
 from gpusnap.runtime_shim.gpu.api.driver import HeldFiles, Node
 from gpusnap.runtime_shim.gpu.api.errors import GpuError, PermissionRefused
 from gpusnap.runtime_shim.process import proc

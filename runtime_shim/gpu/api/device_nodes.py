@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import Refused, advise, reason
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import Refused, advise, reason
 from gpusnap.runtime_shim.gpu.api.device_files import LAST_GPU_MINOR, character_drivers
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Node
 from gpusnap.runtime_shim.gpu.api.errors import GpuError

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 
 class GpuError(GpusnapError):

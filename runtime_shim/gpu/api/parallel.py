@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, GpuError
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 
 from gpusnap.oci.base.dataclass import replace
-from gpusnap.runtime_shim.errors import raise_as, reason
+from gpusnap.runtime_shim.base.errors import raise_as, reason
 from gpusnap.runtime_shim.gpu.cdi.spec import LARGEST, CdiError, Spec, parse
 
 FOLDERS = ("/etc/cdi", "/run/cdi")

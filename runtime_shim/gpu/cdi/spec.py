@@ -15,7 +15,7 @@ from typing import Any
 from gpusnap.oci.base.dataclass import dataclass, field, replace
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.cdi.strict_yaml import Unquoted, from_yaml, make_printable
 
 _VERSIONS = ("0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0")

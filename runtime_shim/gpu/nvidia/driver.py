@@ -15,8 +15,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from gpusnap.oci.base.files import exists
-from gpusnap.runtime_shim import deadlines
-from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.base import deadlines
+from gpusnap.runtime_shim.base.errors import reason
+from gpusnap.runtime_shim.base.question_process import Companion
 from gpusnap.runtime_shim.gpu.api import device_files as handles
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.device_nodes import in_container, on_host
@@ -39,7 +40,6 @@ from gpusnap.runtime_shim.gpu.api.errors import (
 from gpusnap.runtime_shim.gpu.nvidia import nvml
 from gpusnap.runtime_shim.gpu.nvidia.result_codes import CUDA_SUCCESS, cuda_error
 from gpusnap.runtime_shim.process import proc
-from gpusnap.runtime_shim.question_process import Companion
 
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.gpu.nvidia.cuda import Library

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import reason
+from gpusnap.runtime_shim.base.errors import reason
 
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.gpu.cdi.spec import Spec

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim import deadlines
+from gpusnap.runtime_shim.base import deadlines
 
 SMALLEST = 2 << 20
 """Bytes; GPU memory is allocated in units of 2 MiB."""

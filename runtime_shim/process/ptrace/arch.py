@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 _WORD = (1 << 64) - 1
 _ERRORS = 4095  # include/linux/err.h, MAX_ERRNO: results from -4095 to -1 are errors

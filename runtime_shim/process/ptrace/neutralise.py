@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import Refused, reason
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import Refused, reason
 from gpusnap.runtime_shim.process.memory.maps import Mapping, mappings
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, Saved, enter_thread
 

@@ -24,8 +24,8 @@ from contextlib import contextmanager, suppress
 from signal import SIGSYS
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.maps import mappings

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from gpusnap.oci.base.dataclass import dataclass, field
-from gpusnap.runtime_shim.errors import GpusnapError, OtherNamespace
+from gpusnap.runtime_shim.base.errors import GpusnapError, OtherNamespace
 
 # Process and thread (0: the slot is free), start time of the thread, its mask. In the first slot: 0, 0, the
 # inode of the PID namespace.

@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from gpusnap.oci.base.dataclass import dataclass, field
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process.ptrace import calls as ptrace
 from gpusnap.runtime_shim.process.ptrace.positions import Position, position
 from gpusnap.runtime_shim.process.ptrace.tracee import FAULTS, Tracee, state

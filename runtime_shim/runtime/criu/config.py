@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gpusnap.oci.base.dataclass import replace
-from gpusnap.runtime_shim.errors import ImageError, SettingsError, raise_as
+from gpusnap.runtime_shim.base.errors import ImageError, SettingsError, raise_as
 from gpusnap.runtime_shim.records.manifest import DriverMount
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime import options

@@ -23,8 +23,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.process.stopped_processes import StoppedProcesses
 from gpusnap.runtime_shim.runtime.criu import scratch_files

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import is_driver_file
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import DriverMount

@@ -25,8 +25,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim import threads
-from gpusnap.runtime_shim.errors import GpusnapError, RuntimeFailed, make_unforeseen
+from gpusnap.runtime_shim.base import threads
+from gpusnap.runtime_shim.base.errors import GpusnapError, RuntimeFailed, make_unforeseen
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.process.stopped_processes import StoppedProcesses
 from gpusnap.runtime_shim.runtime.child_process import Child

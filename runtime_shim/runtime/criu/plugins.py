@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 from gpusnap.oci.base.dataclass import dataclass, field, replace
-from gpusnap.runtime_shim.errors import ImageError, Refused, raise_as
+from gpusnap.runtime_shim.base.errors import ImageError, Refused, raise_as
 from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU, CUDA, KNOWN, Plugin
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.criu import scratch_files

@@ -12,8 +12,8 @@ from typing import IO
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import RuntimeFailed, raise_as, reason
-from gpusnap.runtime_shim.log import note, runtime_message, runtime_warnings
+from gpusnap.runtime_shim.base.errors import RuntimeFailed, raise_as, reason
+from gpusnap.runtime_shim.base.log import note, runtime_message, runtime_warnings
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.child_process import Finished, run
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall, render, render_globals

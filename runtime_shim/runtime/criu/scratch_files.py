@@ -23,7 +23,7 @@ from collections.abc import Callable
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 
 # Seconds for the real runtime to finish: CRIU writes or reads the images at the disk's speed.

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import RuntimeFailed
+from gpusnap.runtime_shim.base.errors import RuntimeFailed
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.child_process import Child, run
 from gpusnap.runtime_shim.runtime.criu import scratch_files

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
-from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import ContainerError, reason
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import ContainerError, reason
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.process import mount_namespace, proc

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from gpusnap.runtime_shim.errors import Refused, UsageError
+from gpusnap.runtime_shim.base.errors import Refused, UsageError
 from gpusnap.runtime_shim.gpu import driver_of
 from gpusnap.runtime_shim.gpu.api.criu_plugin import KNOWN, Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host

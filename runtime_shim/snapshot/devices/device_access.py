@@ -17,10 +17,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.files import exists
-from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, RuntimeFailed, reason
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, RuntimeFailed, reason
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.gpu.api.driver import Node
-from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers

@@ -27,8 +27,8 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import reason
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.base.errors import reason
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.process.mount_namespace import show_mounts
 from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.runtime_shim.runtime.container import Container

@@ -22,8 +22,8 @@ from typing import Any
 from gpusnap.oci.base.dataclass import dataclass, replace
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, raise_as
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Refused, raise_as
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change, plan_changes
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Gpu, Host, Node
 from gpusnap.runtime_shim.gpu.nvidia.driver_files import DriverFiles, explain_difference, find_counterpart

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.gpu import driver_of, find_drivers
 from gpusnap.runtime_shim.gpu.api.criu_plugin import CUDA
 from gpusnap.runtime_shim.gpu.api.driver import Driver

@@ -27,8 +27,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from gpusnap.runtime_shim.deadlines import Answer
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.deadlines import Answer
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu.api.device_files import has_ended
 from gpusnap.runtime_shim.gpu.api.driver import Driver, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import (

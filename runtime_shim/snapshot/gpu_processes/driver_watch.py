@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim import question_process
+from gpusnap.runtime_shim.base import question_process
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
 

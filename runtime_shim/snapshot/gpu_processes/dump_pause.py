@@ -19,13 +19,13 @@ from collections.abc import Sequence
 
 from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.base.transaction import stop_if_asked
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.criu.run import control
 from gpusnap.runtime_shim.snapshot.records import journal
 from gpusnap.runtime_shim.stopping import vfork
-from gpusnap.runtime_shim.transaction import stop_if_asked
 
 # Seconds that the container continues if a process waits. They increase each time, and are random, because a
 # program that starts others may do so at regular intervals.

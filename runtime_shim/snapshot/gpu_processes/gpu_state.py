@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Interrupted, Refused
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Interrupted, Refused
 from gpusnap.runtime_shim.gpu import estimate_used, holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, NotInitialized, PermissionRefused

@@ -26,10 +26,10 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import GpusnapError, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, reason
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.gpu.api.driver import Driver, HeldFiles
 from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
-from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.kcmp import EQUAL, FILE, FILES, VM, compare
 from gpusnap.runtime_shim.process.ptrace.neutralise import NeutraliseResult, neutralise

@@ -8,10 +8,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 from gpusnap.oci.base.dataclass import dataclass, field, replace
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, make_unforeseen
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, make_unforeseen
+from gpusnap.runtime_shim.base.log import say
+from gpusnap.runtime_shim.base.transaction import Transaction, name_recover
 from gpusnap.runtime_shim.gpu import holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node
-from gpusnap.runtime_shim.log import say
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.runtime import container as containers
@@ -32,7 +33,6 @@ from gpusnap.runtime_shim.snapshot.records.reservations import RAM, STEP, GpuCla
 from gpusnap.runtime_shim.snapshot.records.suspensions import Suspension
 from gpusnap.runtime_shim.snapshot.records.volumes import Volume
 from gpusnap.runtime_shim.stopping.stop import Guard, drop_stops, stop
-from gpusnap.runtime_shim.transaction import Transaction, name_recover
 
 
 @dataclass(slots=True)

@@ -33,13 +33,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
+from gpusnap.runtime_shim.base.transaction import is_asked_to_stop, stop_if_asked
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import LockTimeout
 from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls
 from gpusnap.runtime_shim.stopping.stop import go_on, stop
-from gpusnap.runtime_shim.transaction import is_asked_to_stop, stop_if_asked
 
 # Seconds that locked processes wait for the others after the last change: usually; one time in _OFTEN at
 # least _PATIENTLY, and this share of the time since the start.

@@ -32,7 +32,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.gpu import holders
 from gpusnap.runtime_shim.gpu.api.criu_plugin import Plugin
 from gpusnap.runtime_shim.gpu.api.driver import Driver

@@ -32,8 +32,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.chunks.table import Table
-from gpusnap.runtime_shim import threads
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError
+from gpusnap.runtime_shim.base import threads
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.process import pidfd, proc
 from gpusnap.runtime_shim.process.memory import maps
 from gpusnap.runtime_shim.process.memory.tmpfs import Area

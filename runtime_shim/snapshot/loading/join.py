@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from gpusnap.oci.base.errors import Cancelled
 from gpusnap.oci.chunks.reader import Reader
 from gpusnap.oci.chunks.table import Chunk, Table
-from gpusnap.runtime_shim import threads
-from gpusnap.runtime_shim.deadlines import wait_for_end
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
+from gpusnap.runtime_shim.base import threads
+from gpusnap.runtime_shim.base.deadlines import wait_for_end
+from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import tmpfs

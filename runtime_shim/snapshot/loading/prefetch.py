@@ -29,15 +29,16 @@ from gpusnap.oci.chunks.reader import EarlierReader, Reader
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim import threads
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError
+from gpusnap.runtime_shim.base import threads
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError
+from gpusnap.runtime_shim.base.progress import reporter
+from gpusnap.runtime_shim.base.transaction import is_asked_to_stop
 from gpusnap.runtime_shim.process import mount_namespace
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import userfault
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.process.memory.userfault import Userfault
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote
-from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.records.manifest import FOLDER, Manifest, RegionRecord
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.loading.board import list_regions
@@ -46,7 +47,6 @@ from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_ope
 from gpusnap.runtime_shim.snapshot.loading.join import JoinedMemory, JoinedProcess
 from gpusnap.runtime_shim.snapshot.memory import transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
-from gpusnap.runtime_shim.transaction import is_asked_to_stop
 
 _SWITCH = 0.0005  # seconds
 # Blobs that are read at once while CRIU works. CRIU opens hundreds of files. If these come from the same

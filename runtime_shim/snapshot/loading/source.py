@@ -34,7 +34,8 @@ from gpusnap.oci.store import read_rate
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Refused, reason
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.records.artifact import write_artifact
@@ -42,7 +43,6 @@ from gpusnap.runtime_shim.records.manifest import FOLDER, FileRecord, Manifest
 from gpusnap.runtime_shim.snapshot.loading.descriptors import OF_A_FILE, may_open
 from gpusnap.runtime_shim.snapshot.memory import handover, transfer
 from gpusnap.runtime_shim.snapshot.preflight import space
-from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
     from gpusnap.oci.registry.repository import Repository

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from gpusnap.oci.base.errors import OciError
-from gpusnap.runtime_shim.errors import GpusnapError
-from gpusnap.runtime_shim.question_process import Companion
+from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.base.question_process import Companion
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.loading.board import VARIABLE

@@ -36,7 +36,7 @@ from functools import partial
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass, field
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, raise_as
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, raise_as
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps

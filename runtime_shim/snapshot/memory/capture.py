@@ -26,7 +26,8 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.chunks import writer as writing
 from gpusnap.oci.chunks.table import Chunk, Progress, Table, descriptors
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.base.progress import reporter
 from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
 from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.process.memory import copy as copies
@@ -35,7 +36,6 @@ from gpusnap.runtime_shim.process.memory.maps import Region
 from gpusnap.runtime_shim.process.memory.tmpfs import Area, Stage
 from gpusnap.runtime_shim.process.ptrace.populate import Backing, PopulateResult
 from gpusnap.runtime_shim.process.ptrace.remote_syscall import Remote, enter_thread
-from gpusnap.runtime_shim.progress import reporter
 from gpusnap.runtime_shim.records.manifest import ChunkTotals, FileRecord, Manifest, RegionRecord
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.settings import Memory

@@ -54,10 +54,10 @@ from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import Table
 from gpusnap.oci.layout.digests import get_hex
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import reason
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.base.errors import reason
+from gpusnap.runtime_shim.base.log import note
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.settings import Memory
-from gpusnap.runtime_shim.units import human
 
 _RECORD = "kept.json"
 _INDEX = "known.json"

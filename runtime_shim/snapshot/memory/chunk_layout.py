@@ -14,7 +14,7 @@ from gpusnap.oci.layout.blobs import Blobs
 from gpusnap.oci.layout.documents import Index
 from gpusnap.oci.layout.graph import walk
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.base.errors import ImageError, reason
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records.manifest import FOLDER
 from gpusnap.runtime_shim.snapshot.memory.transfer import as_image_error

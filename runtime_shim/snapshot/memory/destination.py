@@ -26,7 +26,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.read_rate import recall
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import ManifestError, Refused, suggest_room
+from gpusnap.runtime_shim.base.errors import ManifestError, Refused, suggest_room
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.records import manifest_file
 from gpusnap.runtime_shim.records.artifact import write_artifact

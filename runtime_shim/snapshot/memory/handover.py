@@ -34,7 +34,7 @@ from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.base.errors import ManifestError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.artifact import write_artifact
 from gpusnap.runtime_shim.records.manifest import Manifest

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.memory.capture import Chunks

@@ -7,8 +7,8 @@ from contextlib import suppress
 from functools import partial
 
 from gpusnap.oci.base.files import exists
-from gpusnap.runtime_shim import deadlines
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, reason
+from gpusnap.runtime_shim.base import deadlines
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, reason
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.snapshot.records import journal
 

@@ -13,9 +13,9 @@ from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import DiskFull, OciError, Stalled
 from gpusnap.oci.chunks.table import Chunk, Table
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, raise_as, reason, suggest_room
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, raise_as, reason, suggest_room
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.gpu.api.parallel import run_at_once
-from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import maps as regions

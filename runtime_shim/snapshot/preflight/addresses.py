@@ -15,8 +15,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpusnap.runtime_shim.errors import Refused
-from gpusnap.runtime_shim.log import note
+from gpusnap.runtime_shim.base.errors import Refused
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.process import network_namespace
 from gpusnap.runtime_shim.runtime import loopback
 from gpusnap.runtime_shim.runtime.criu.images.inet_sockets import InetSocket, list_established

@@ -49,7 +49,7 @@ from collections.abc import Mapping, Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim import question_process
+from gpusnap.runtime_shim.base import question_process
 from gpusnap.runtime_shim.gpu.api.driver import Gpu, Host
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.environ import live_environment

@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from gpusnap.oci.chunks.table import Table, descriptors
-from gpusnap.runtime_shim.errors import Refused, raise_as, suggest_room
+from gpusnap.runtime_shim.base.errors import Refused, raise_as, suggest_room
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.settings import Memory
-from gpusnap.runtime_shim.units import human
 
 # A process's heap grows by about 150 MiB at its first checkpoint (seen with driver 580).
 _HEAP_GROWTH = 150 << 20

@@ -4,7 +4,7 @@
         <key>.json               written before the first process is locked, and again before a region is
                                  freed; removed when all processes run again, or the checkpoint is complete
         <key>.lock               locked (flock) while an operation changes the container
-        <key>.restore            a restore in progress, see snapshot/restore_record.py
+        <key>.restore            a restore in progress, see snapshot/restoring/record.py
         <key>.<pid>.thread       a thread's own registers, while gpusnap makes system calls with it
         <key>.masks              the signal masks of threads that are held, see process/ptrace/signal_masks.py
         <key>.<pid>.idle         a process without GPU state that gpusnap stopped (`refuse_leftover`)
@@ -23,7 +23,7 @@
 A container is named by its key (runtime/container_key.py), because several engines may each have one with the
 same ID. An entry names processes by PID (and the PID namespace) and start time, regions by address, and where
 their memory is. By then all of it is in files: the image's layout, or files of memory.stage.
-`snapshot/recover_checkpoint.py` reads it.
+`snapshot/recovery/checkpoint.py` reads it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from gpusnap.oci.base.errors import ChunkError
 from gpusnap.oci.base.files import exists
 from gpusnap.oci.chunks.table import from_json, to_json
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, OtherNamespace, advise, raise_as, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, OtherNamespace, advise, raise_as, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.file_system import FileSystem, find_file_system
 from gpusnap.runtime_shim.process.ptrace import signal_masks

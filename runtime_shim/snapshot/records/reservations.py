@@ -33,7 +33,7 @@ from typing import Any, TypeGuard
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, advise, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, advise, reason
 from gpusnap.runtime_shim.process import proc
 
 FOLDER = "/run/gpusnap/room"

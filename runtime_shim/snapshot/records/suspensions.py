@@ -26,7 +26,7 @@ import enum
 from collections.abc import Iterator
 
 from gpusnap.oci.base.dataclass import asdict, dataclass, field
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container_key

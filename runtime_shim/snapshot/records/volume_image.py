@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from gpusnap.oci.base.dataclass import asdict, dataclass
 from gpusnap.oci.base.json_text import parse_json
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, raise_as, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Refused, raise_as, reason
 
 IMAGE = "gpusnap-volumes.img"
 BLOCK = 8 << 20

@@ -21,15 +21,15 @@ from typing import Any
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import write_all
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim import question_process
-from gpusnap.runtime_shim.errors import ImageError, Refused, raise_as
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import ImageError, Refused, raise_as
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI
 from gpusnap.runtime_shim.runtime.bundle import binds
 from gpusnap.runtime_shim.runtime.container_files import directory
 from gpusnap.runtime_shim.snapshot.records import volume_image
 from gpusnap.runtime_shim.snapshot.records.volume_image import FILE, IMAGE, KINDS, Entry, header
-from gpusnap.runtime_shim.units import human
 
 _OF_CRIO = "io.kubernetes.cri-o.ContainerType"
 """An annotation of every container of CRI-O's (cri-o, pkg/annotations)."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import Refused, advise, reason
+from gpusnap.runtime_shim.base.errors import Refused, advise, reason
+from gpusnap.runtime_shim.base.log import note
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.gpu import estimate_used, holders
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, Node
-from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import mount_namespace, proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-from gpusnap.runtime_shim.units import human
 
 
 @dataclass(frozen=True, slots=True)

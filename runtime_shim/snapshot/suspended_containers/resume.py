@@ -16,18 +16,26 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import replace
-from gpusnap.runtime_shim import question_process, state_files
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, reason
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Refused, reason
+from gpusnap.runtime_shim.base.log import note
+from gpusnap.runtime_shim.base.transaction import (
+    Step,
+    Transaction,
+    hold_signals,
+    make_interruptible,
+    name_recover,
+    stop_if_asked,
+)
 from gpusnap.runtime_shim.gpu.api.driver import Driver, Host, ProcessState
 from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
 from gpusnap.runtime_shim.gpu.assignment import ELSEWHERE, FREE, MORE, plan_assignment
-from gpusnap.runtime_shim.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory.tmpfs import Area
 from gpusnap.runtime_shim.runtime import cgroup_freezer
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.settings import Settings
-from gpusnap.runtime_shim.snapshot import bring_back, held_threads
 from gpusnap.runtime_shim.snapshot.devices import device_access
 from gpusnap.runtime_shim.snapshot.devices.device_access import Update
 from gpusnap.runtime_shim.snapshot.gpu_processes import driver_calls, driver_watch, paused_container
@@ -37,16 +45,9 @@ from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.reservations import RAM, GpuClaim, claim
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
+from gpusnap.runtime_shim.snapshot.recovery import bring_back, held_threads
 from gpusnap.runtime_shim.snapshot.suspended_containers import sweep
 from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
-from gpusnap.runtime_shim.transaction import (
-    Step,
-    Transaction,
-    hold_signals,
-    make_interruptible,
-    name_recover,
-    stop_if_asked,
-)
 
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.snapshot.suspended_containers.load import MemoryLoad

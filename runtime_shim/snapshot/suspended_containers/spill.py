@@ -27,8 +27,9 @@ from gpusnap.oci.base.threads import Crew, run_for_each
 from gpusnap.oci.chunks.table import Table, descriptors
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
-from gpusnap.runtime_shim import deadlines
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, no_thread, reason
+from gpusnap.runtime_shim.base import deadlines
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Refused, no_thread, reason
+from gpusnap.runtime_shim.base.transaction import Transaction, hold_signals, make_interruptible
 from gpusnap.runtime_shim.process.memory import copy as copies
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.records.manifest import RegionRecord
@@ -41,7 +42,6 @@ from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import make_mark
-from gpusnap.runtime_shim.transaction import Transaction, hold_signals, make_interruptible
 
 _SYNCING = 300.0
 """Seconds for the disk to sync one file: it may first write what other programs have given it."""

@@ -13,8 +13,9 @@ from functools import partial
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.patterns import compile_later
 from gpusnap.oci.store.paths import PRECIOUS
-from gpusnap.runtime_shim import deadlines, state_files
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.base import deadlines
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs
 from gpusnap.runtime_shim.runtime import container_key

@@ -18,10 +18,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpusnap.oci.base.dataclass import replace
-from gpusnap.runtime_shim import question_process, state_files
-from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError
+from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import AlreadyPaused, GpusnapError
+from gpusnap.runtime_shim.base.import_ahead import import_meanwhile
+from gpusnap.runtime_shim.base.transaction import Step, Transaction, make_interruptible, name_recover
 from gpusnap.runtime_shim.gpu.api.driver import Driver
-from gpusnap.runtime_shim.import_ahead import import_meanwhile
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
@@ -31,7 +33,6 @@ from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers import preflight
 from gpusnap.runtime_shim.snapshot.suspended_containers.engine import Engine
-from gpusnap.runtime_shim.transaction import Step, Transaction, make_interruptible, name_recover
 
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.snapshot.gpu_processes.job import CheckpointJob

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gpusnap.oci.base.dataclass import replace
-from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.base.transaction import Transaction, hold_signals
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records.manifest import GpuRecord
 from gpusnap.runtime_shim.runtime import container as containers
@@ -19,7 +20,6 @@ from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, SuspendedProcess, Suspension
 from gpusnap.runtime_shim.snapshot.suspended_containers.preflight import InitialState
-from gpusnap.runtime_shim.transaction import Transaction, hold_signals
 
 
 def job_of(

@@ -16,7 +16,7 @@ from criu_images import CORE, INVENTORY, PAGE, encode_messages, entry, image, pa
 from gpusnap.checkpoints import processes
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import processes as reading
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 from gpusnap.runtime_shim.runtime.criu.images import inet_sockets, pycriu_package
 
 Run = Callable[..., tuple[int, str, str]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpusnap.checkpoints.labels import as_annotations, labels_in, parse_labels, written_labels
-from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.base.errors import UsageError
 
 
 def test_there_and_back() -> None:

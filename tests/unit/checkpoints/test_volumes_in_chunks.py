@@ -21,7 +21,7 @@ from gpusnap.oci.chunks.index import Known
 from gpusnap.oci.chunks.table import CHUNK_SIZE
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.operations.restoring.volumes import list_volumes
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 
 MIB = 1 << 20
 

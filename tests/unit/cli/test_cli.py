@@ -39,7 +39,8 @@ from gpusnap.operations.restoring import in_podman
 from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
+from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, ManifestError, Refused, UsageError
+from gpusnap.runtime_shim.base.transaction import Step
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest, manifest_json
 from gpusnap.runtime_shim.records.manifest import ChunkTotals, GpuProcess, Manifest, NeutralisedProcess
@@ -47,14 +48,14 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.setting_keys import TABLE
 from gpusnap.runtime_shim.settings import Memory, Settings, load
 from gpusnap.runtime_shim.shim import overrides
-from gpusnap.runtime_shim.snapshot import recover_checkpoint as recovery
-from gpusnap.runtime_shim.snapshot import restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.memory.handover import Recipient
 from gpusnap.runtime_shim.snapshot.records import journal, origin, reservations
+from gpusnap.runtime_shim.snapshot.recovery import checkpoint as recovery
+from gpusnap.runtime_shim.snapshot.recovery import restored_containers
+from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
 from gpusnap.runtime_shim.snapshot.suspended_containers import spilled
-from gpusnap.runtime_shim.transaction import Step
 
 ROOT = Path(__file__).parents[3]
 Run = Callable[..., tuple[int, str, str]]
@@ -278,7 +279,7 @@ def test_signals(number: signal.Signals, code: int, said: str) -> None:
     program = (
         "import os, signal, sys, click\n"
         "from gpusnap.cli import main as cli\n"
-        "from gpusnap.runtime_shim.transaction import make_interruptible\n"
+        "from gpusnap.runtime_shim.base.transaction import make_interruptible\n"
         "@click.command()\n"
         "@click.option('--inner', is_flag=True)\n"
         "def command(inner):\n"

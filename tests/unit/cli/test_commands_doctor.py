@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.cli import exit_codes
 from gpusnap.cli.commands import doctor as commands_doctor
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
 from gpusnap.doctor.base.check import Check, failure, make_refused, ok, warning
 from gpusnap.doctor.host_checks import criu
-from gpusnap.runtime_shim.errors import Refused
-from gpusnap.user_errors import NotFound
+from gpusnap.runtime_shim.base.errors import Refused
 
 Run = Callable[..., tuple[int, str, str]]
 FINE, WELL, BAD = (

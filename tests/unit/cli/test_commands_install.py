@@ -19,7 +19,7 @@ from gpusnap.engines.install import launcher as install_runtime
 from gpusnap.engines.install import permissions as install_trust
 from gpusnap.engines.install import references as install_mentions
 from gpusnap.engines.install.detect import ShimContainer
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 PODMAN = "/etc/containers/containers.conf.d/90-gpusnap.conf"
 CONTAINERD = "/etc/containerd/config.toml"

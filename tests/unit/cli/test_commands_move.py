@@ -19,7 +19,7 @@ from gpusnap.cli import main as cli
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import places
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 from gpusnap.runtime_shim.settings import Settings
 from gpusnap.runtime_shim.shim import overrides
 

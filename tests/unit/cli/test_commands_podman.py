@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.cli import exit_codes
 from gpusnap.cli.main import command
 from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE
@@ -21,8 +22,7 @@ from gpusnap.engines import podman
 from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted, UsageError
-from gpusnap.user_errors import NotFound
+from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, UsageError
 
 
 def run(*words: str) -> Result:

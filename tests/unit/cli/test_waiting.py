@@ -13,11 +13,11 @@ from fakes import Family
 
 from gpusnap.cli.recover_list import Kind, Names, PendingOperation, documents, line, list_waiting
 from gpusnap.engines import podman
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
 from gpusnap.runtime_shim.snapshot.records.suspensions import Stage, Suspension
-from gpusnap.runtime_shim.snapshot.restore_record import Restore
+from gpusnap.runtime_shim.snapshot.restoring.record import Restore
 
 
 def restore(container: str, owner: tuple[int, int]) -> Restore:

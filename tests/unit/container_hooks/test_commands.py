@@ -14,6 +14,7 @@ import pytest
 from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive, keep
 
+from gpusnap.base.progress import Progress
 from gpusnap.checkpoints.locator import InFile, InStore
 from gpusnap.container_hooks import commands
 from gpusnap.oci.store.store import Store
@@ -21,8 +22,7 @@ from gpusnap.operations.checkpointing import checkpoint as checkpointing
 from gpusnap.operations.checkpointing import places
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, Interrupted, SettingsError
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, Interrupted, SettingsError
 from gpusnap.runtime_shim.settings import OF_THE_COMMAND, Settings, apply_annotations
 from gpusnap.runtime_shim.shim import overrides
 
@@ -130,7 +130,7 @@ def test_the_one_before_fails(fake: FakePodman) -> None:
 _COMMAND = """
 import sys
 from pathlib import Path
-from gpusnap import privileges
+from gpusnap.base import privileges
 from gpusnap.runtime_shim import settings
 from gpusnap.runtime_shim.shim import overrides
 

@@ -16,7 +16,7 @@ from gpusnap.doctor.base.check import Check
 from gpusnap.doctor.base.subject import Subject
 from gpusnap.doctor.container_checks import gpu_use
 from gpusnap.engines import podman_options
-from gpusnap.runtime_shim.errors import ContainerError, Refused
+from gpusnap.runtime_shim.base.errors import ContainerError, Refused
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverTooOld, GpuBusy
 from gpusnap.runtime_shim.records.cri_layout import OF_CRI

@@ -13,7 +13,7 @@ from fakes import FakeDriver
 from gpusnap.doctor import versions as module
 from gpusnap.doctor.versions import Versions, versions
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.gpu.api.errors import DriverMissing
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package

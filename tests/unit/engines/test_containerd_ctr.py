@@ -10,14 +10,14 @@ import pytest
 from containerd_layouts import BASE, IMAGE, FakeCtr, Made, a_checkpoint
 from fakes import wait_for
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.checkpoints.formats.containerd import blob_of
 from gpusnap.engines import ctr as ctr_module
 from gpusnap.engines.ctr import InContainerd, Target, find_digest, pause, unpack
 from gpusnap.oci.base.errors import BlobError
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Descriptor
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError
-from gpusnap.user_errors import NotFound
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import pytest
 from fake_podman import ID, FakePodman
 from fakes import wait_for
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman, podman_command, podman_objects
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
-from gpusnap.user_errors import NotFound
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import pytest
 from fake_podman import ID, FakePodman
 from fakes import wait_for
 
+from gpusnap.base.user_errors import Killed
 from gpusnap.engines import podman, podman_work
-from gpusnap.runtime_shim.errors import MAKE_ROOM, GpusnapError, Interrupted
+from gpusnap.runtime_shim.base.errors import MAKE_ROOM, GpusnapError, Interrupted
 from gpusnap.runtime_shim.process import proc
-from gpusnap.user_errors import Killed
 
 FOUND = podman.Container(ID, "w", "gpusnap-runtime", "running")
 # It notes each signal, and ends with the second.

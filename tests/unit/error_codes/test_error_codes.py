@@ -10,10 +10,10 @@ from collections.abc import Mapping
 import pytest
 from click.testing import CliRunner, Result
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.cli.main import command
 from gpusnap.error_codes import CODES, GROUPS, find
 from gpusnap.error_codes.entry import ErrorCode
-from gpusnap.user_errors import NotFound
 
 # Add new ones. A line that is here is published: people search for it, and scripts compare it.
 PUBLISHED: Mapping[str, str] = {

@@ -8,7 +8,7 @@ import pytest
 
 from gpusnap.checkpoints.list import Kind, Row, describe
 from gpusnap.listing.filters import filter_lines, rows_of
-from gpusnap.runtime_shim.errors import UsageError
+from gpusnap.runtime_shim.base.errors import UsageError
 
 NOW = datetime(2026, 3, 10, tzinfo=UTC)
 

@@ -13,15 +13,15 @@ import pytest
 from fake_podman import FakePodman
 from kept_checkpoints import an_archive
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.metrics import record as module
 from gpusnap.metrics.textfile import NAME
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.checkpointing import places
 from gpusnap.runtime_shim import settings as settings_file
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.settings import Metrics, Settings
 from gpusnap.runtime_shim.shim import overrides
-from gpusnap.user_errors import NotFound
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -19,7 +19,7 @@ from gpusnap.oci.base.errors import BlobError
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.registry import copy as transfer
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 SILENCE = 0.3
 

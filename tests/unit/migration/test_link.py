@@ -12,7 +12,7 @@ import pytest
 
 from gpusnap.migration import link
 from gpusnap.migration.link import Destination, Route, connect, destination
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 
 
 @pytest.mark.parametrize(

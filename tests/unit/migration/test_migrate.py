@@ -11,14 +11,14 @@ import pytest
 from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive
 
+from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import migrations
 from gpusnap.migration import migrate, unfinished
 from gpusnap.migration.link import Destination, Route
 from gpusnap.migration.migrate import MigrationRequest
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
+from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted
 from gpusnap.runtime_shim.shim import overrides
 
 Answer = Callable[[], dict[str, Any]]

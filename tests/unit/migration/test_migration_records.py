@@ -13,7 +13,7 @@ from gpusnap.engines import podman
 from gpusnap.migration import records
 from gpusnap.migration.records import Record
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.process import proc
 
 ID = "0" * 32

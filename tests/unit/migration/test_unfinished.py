@@ -17,7 +17,7 @@ from gpusnap.engines import podman
 from gpusnap.migration import unfinished
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim import state_files
-from gpusnap.runtime_shim.errors import GpusnapError, Refused
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
 
 
 class Cut(BaseException):

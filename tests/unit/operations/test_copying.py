@@ -14,6 +14,8 @@ from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive, keep
 from oci_checkpoints import begin, blob_path, end, names, stagings, whole
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import Damaged, NotFound
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.locator import InFile, InLayoutFile, InRegistry, InStore
@@ -26,10 +28,8 @@ from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import disk_space
 from gpusnap.operations.copy import CopyResult, Destination, Source, copy
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
-from gpusnap.runtime_shim.units import human
-from gpusnap.user_errors import Damaged, NotFound
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, UsageError
+from gpusnap.runtime_shim.base.units import human
 
 QUIET = Progress(shown=False)
 Run = Callable[..., tuple[int, str, str]]

@@ -21,7 +21,7 @@ from gpusnap.engines import podman_command
 from gpusnap.operations import unknown_containers
 from gpusnap.operations.checkpointing import places
 from gpusnap.operations.unknown_containers import choose_id, list_unknown
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.process.memory import tmpfs as stage
@@ -30,10 +30,11 @@ from gpusnap.runtime_shim.runtime import command_line, conmon
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 from gpusnap.runtime_shim.runtime.identify import identify
 from gpusnap.runtime_shim.shim import overrides
-from gpusnap.runtime_shim.snapshot import restore_record, restored_containers
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
-from gpusnap.runtime_shim.snapshot.restore_record import Restore, Stage
+from gpusnap.runtime_shim.snapshot.recovery import restored_containers
+from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
+from gpusnap.runtime_shim.snapshot.restoring.record import Restore, Stage
 
 ARGUMENTS = ("--root", "/s", "--network-config-dir", "", "--transient-store=false", "container", "cleanup")
 CONMON = [

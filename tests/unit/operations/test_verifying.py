@@ -21,7 +21,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.operations import verify as verifying
 from gpusnap.operations.verify import verify_one
 from gpusnap.operations.verify_files import describe_unchecked
-from gpusnap.runtime_shim.errors import ManifestError
+from gpusnap.runtime_shim.base.errors import ManifestError
 from gpusnap.runtime_shim.records import manifest_file, manifest_json
 from gpusnap.runtime_shim.records.manifest import ImageRecord
 from gpusnap.runtime_shim.settings import Settings

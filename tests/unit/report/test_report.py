@@ -15,6 +15,7 @@ import pytest
 from checkpoints import ANNOTATIONS, keep, noise
 from fakes import a_manifest
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
@@ -24,9 +25,8 @@ from gpusnap.engines import podman
 from gpusnap.engines.podman import Container
 from gpusnap.oci.store.store import Store
 from gpusnap.report import report as module
-from gpusnap.runtime_shim.errors import Refused
-from gpusnap.runtime_shim.transaction import Step
-from gpusnap.user_errors import NotFound
+from gpusnap.runtime_shim.base.errors import Refused
+from gpusnap.runtime_shim.base.transaction import Step
 
 Run = Callable[..., tuple[int, str, str]]
 SECRETS = {

@@ -83,7 +83,7 @@ def test_a_message_without_a_cure() -> None:
     ],
 )
 def test_messages_with_a_cure(message: Message) -> None:
-    """A hint, also of gpusnap.user_errors, a code, a reason, a command line, a part of a message."""
+    """A hint, also of gpusnap.base.user_errors, a code, a reason, a command line, a part of a message."""
     assert not error_docs.uncured(Messages((message,), {}))
 
 

@@ -94,7 +94,7 @@ def test_what_callers_give(tmp_path: Path) -> None:
     found = messages(
         tmp_path,
         maker="""
-        from gpusnap.runtime_shim.errors import GpusnapError
+        from gpusnap.runtime_shim.base.errors import GpusnapError
         class Reader:
             def wrong(self, what, *, hint=""):
                 return GpusnapError(f"{self.path}: {what}", hint=hint)
@@ -124,7 +124,7 @@ def test_constants_and_kinds(tmp_path: Path) -> None:
         tmp_path,
         names='FOLDER = "/run/x"\n__version__ = "1.0"\n',
         one="""
-        from gpusnap.runtime_shim.errors import GpuError
+        from gpusnap.runtime_shim.base.errors import GpuError
         from gpusnap.runtime_shim.names import FOLDER, __version__
         def f():
             raise GpuError(f"{FOLDER} is not of {__version__}", hint=GpuError.advice)
@@ -140,7 +140,7 @@ def test_one_form_of_another_is_left_out(tmp_path: Path) -> None:
     found = messages(
         tmp_path,
         one="""
-        from gpusnap.runtime_shim.errors import GpusnapError
+        from gpusnap.runtime_shim.base.errors import GpusnapError
         def wrong(what, why):
             return GpusnapError(f"{what} is broken: {why}")
         def f(path, error):

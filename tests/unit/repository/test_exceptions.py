@@ -13,7 +13,7 @@ import pytest
 
 import gpusnap
 from gpusnap.oci.base.errors import OciError
-from gpusnap.runtime_shim.errors import AlreadyPaused, GpusnapError, OtherNamespace
+from gpusnap.runtime_shim.base.errors import AlreadyPaused, GpusnapError, OtherNamespace
 
 
 def _list_classes(base: type[Exception]) -> Iterator[type[Exception]]:

@@ -16,7 +16,7 @@ from gpusnap.checkpoints.labels import as_annotations
 from gpusnap.checkpoints.statistics import measure_stopped
 from gpusnap.oci.store.store import Store
 from gpusnap.retention.history import history
-from gpusnap.runtime_shim.transaction import Step
+from gpusnap.runtime_shim.base.transaction import Step
 
 Run = Callable[..., tuple[int, str, str]]
 NOW = datetime.now(UTC).replace(microsecond=0)

@@ -12,7 +12,7 @@ from fakes import POISON
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpusnap.runtime_shim.errors import SettingsError
+from gpusnap.runtime_shim.base.errors import SettingsError
 from gpusnap.runtime_shim.setting_keys import TABLE
 from gpusnap.runtime_shim.settings import (
     ANNOTATION_PREFIX,

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from fake_podman import ID, FakePodman
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.doctor.base.sources import Answer
 from gpusnap.engines.install.files import put_file
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 from gpusnap.schedule import schedules
 from gpusnap.schedule.schedules import Schedule, list_schedules, remove, write
-from gpusnap.user_errors import NotFound
 
 Run = Callable[..., tuple[int, str, str]]
 HALF_HOUR = timedelta(minutes=30)

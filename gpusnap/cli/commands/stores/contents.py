@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import statistics
 from gpusnap.checkpoints.list import blobs_of, list_named
 from gpusnap.checkpoints.processes import Process
@@ -22,10 +23,9 @@ from gpusnap.oci.store.store import Store
 from gpusnap.operations import diff as records
 from gpusnap.operations import processes as process_images
 from gpusnap.operations.open import Checkpoint, StoredCheckpoint, get_manifest, open_checkpoint
-from gpusnap.progress import Progress
+from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.records.manifest_json import encode
-from gpusnap.runtime_shim.units import human
 
 if TYPE_CHECKING:
     from rich.console import Console

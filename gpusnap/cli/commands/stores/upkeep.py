@@ -7,6 +7,8 @@ from contextlib import suppress
 
 import click
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import Damaged, convert_errors
 from gpusnap.checkpoints.damage import VerifyResult
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_store, parse_name
@@ -28,9 +30,7 @@ from gpusnap.operations.restoring.in_podman import (
     list_restorable,
 )
 from gpusnap.operations.verify import verify_all, verify_one
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
-from gpusnap.user_errors import Damaged, convert_errors
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 

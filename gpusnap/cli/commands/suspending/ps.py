@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gpusnap.base.privileges import require_root
 from gpusnap.cli import name_rows
 from gpusnap.cli import tables as show
 from gpusnap.cli.json_output import document, print_json
 from gpusnap.listing.ages import format_age
 from gpusnap.listing.templates import DIGITS, template_of
-from gpusnap.privileges import require_root
-from gpusnap.runtime_shim.units import human
+from gpusnap.runtime_shim.base.units import human
 
 if TYPE_CHECKING:
     from gpusnap.operations.suspending.usage import Usage

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gpusnap.base.privileges import require_root
 from gpusnap.cli.completion import complete_container, complete_suspended
 from gpusnap.cli.json_output import print_json
 from gpusnap.cli.options.several import run_each
 from gpusnap.operations.suspending.moved import MovedContainer, SpilledContainer
-from gpusnap.privileges import require_root
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
-from gpusnap.runtime_shim.units import human
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.base.units import human
 
 if TYPE_CHECKING:
     from gpusnap.runtime_shim.gpu.api.gpu_map import GpuMap
@@ -239,10 +239,10 @@ def _resume_processes(pids: Sequence[int]) -> None:
     """Resume single processes whose GPU memory is in themselves. Raises GpusnapError."""
     from gpusnap.operations.driver import needed_driver
     from gpusnap.runtime_shim.gpu import holders
-    from gpusnap.runtime_shim.snapshot.bring_back import list_alive
     from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
     from gpusnap.runtime_shim.snapshot.memory.pages import Pages
     from gpusnap.runtime_shim.snapshot.records import journal, suspensions
+    from gpusnap.runtime_shim.snapshot.recovery.bring_back import list_alive
 
     driver = needed_driver()
     missing = [pid for pid in pids if pid not in holders(driver, pids)]

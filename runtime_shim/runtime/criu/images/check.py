@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpusnap.oci.base.files import open_below
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import ImageError, raise_as
+from gpusnap.runtime_shim.base.errors import ImageError, raise_as
 from gpusnap.runtime_shim.runtime.criu.images import pagemap
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, Source, decode, kind_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from gpusnap.oci.base.files import read_below, replace_below
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.base.errors import ImageError, reason
 
 _IMAGE = "cgroup.img"
 _STATE, _FROZEN, _THAWED = b"freezer.state", b"FROZEN", b"THAWED"

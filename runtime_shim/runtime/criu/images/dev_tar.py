@@ -13,7 +13,7 @@ from typing import IO, NoReturn
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import ImageError, raise_as
+from gpusnap.runtime_shim.base.errors import ImageError, raise_as
 
 LIMIT = 256 << 20
 """Bytes of the tar, and of its compressed form; Podman's /dev is a tmpfs of 64 MiB."""

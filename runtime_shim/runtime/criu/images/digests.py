@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from os import scandir
 
 from gpusnap.oci.base.files import open_below
-from gpusnap.runtime_shim.errors import ImageError, raise_as
+from gpusnap.runtime_shim.base.errors import ImageError, raise_as
 from gpusnap.runtime_shim.records.manifest import ImageRecord
 
 _THREADS = 8

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import open_below, sync_folder
-from gpusnap.runtime_shim.errors import ImageError, raise_as, reason
+from gpusnap.runtime_shim.base.errors import ImageError, raise_as, reason
 from gpusnap.runtime_shim.process.file_system import find_file_system
 from gpusnap.runtime_shim.runtime.criu.images.check import is_image
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from gpusnap.runtime_shim.errors import ImageError
-from gpusnap.runtime_shim.question_process import Companion
+from gpusnap.runtime_shim.base.errors import ImageError
+from gpusnap.runtime_shim.base.question_process import Companion
 from gpusnap.runtime_shim.records.manifest import DriverMount
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.files import read_below
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.base.errors import ImageError, reason
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decode_messages
 
 # include/net/tcp_states.h

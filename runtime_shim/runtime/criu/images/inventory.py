@@ -6,7 +6,7 @@ import io
 import os
 
 from gpusnap.oci.base.files import read_below
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.base.errors import ImageError, reason
 from gpusnap.runtime_shim.records.manifest import INVENTORY
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decode_messages
 

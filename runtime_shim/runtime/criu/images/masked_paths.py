@@ -21,7 +21,7 @@ from pathlib import Path
 
 from gpusnap.oci.base.files import read_below
 from gpusnap.oci.base.patterns import compile_later
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.base.errors import ImageError, reason
 from gpusnap.runtime_shim.records.manifest import DriverMount
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu.images.messages import Damage, decode_messages

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gpusnap.runtime_shim.errors import printable
+from gpusnap.runtime_shim.base.errors import printable
 from gpusnap.runtime_shim.runtime.criu.images import pycriu_package
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
-from gpusnap.runtime_shim.errors import ImageError, reason
+from gpusnap.runtime_shim.base.errors import ImageError, reason
 from gpusnap.runtime_shim.runtime.criu import scratch_files
 
 _MOST = 65536

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.runtime_shim.errors import Interrupted, Refused, printable
+from gpusnap.runtime_shim.base.errors import Interrupted, Refused, printable
 
 _NAMES = ("pycriu", "google.protobuf")
 _HINT = "install the package python3-pycriu (Debian, Ubuntu) or python3-criu (Fedora)"

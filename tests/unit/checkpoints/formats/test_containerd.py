@@ -22,7 +22,7 @@ from gpusnap.checkpoints.formats.containerd import (
 from gpusnap.oci.base.errors import BlobError, DigestError, LayoutError
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import INDEX, Descriptor
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 
 
 def loaded(made: Made) -> Image:

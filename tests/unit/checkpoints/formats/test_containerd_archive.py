@@ -10,6 +10,7 @@ import pytest
 from archives import written
 from containerd_layouts import IMAGE, Made, a_checkpoint, packed
 
+from gpusnap.base.user_errors import Damaged
 from gpusnap.checkpoints.formats.containerd import blob_of
 from gpusnap.checkpoints.formats.containerd_archive import Archive
 from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
@@ -18,8 +19,7 @@ from gpusnap.oci.layout import archive as layout_archive
 from gpusnap.oci.layout.archive import is_layout
 from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Descriptor
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, UsageError
-from gpusnap.user_errors import Damaged
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Refused, UsageError
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from containerd_layouts import BASE, IMAGE, FakeCtr, Made, a_checkpoint, files_o
 from fake_registry import FakeRegistry
 from kept_checkpoints import an_archive
 
+from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.containerd import REF_NAME
 from gpusnap.checkpoints.formats.containerd_images import ImportedImage
@@ -24,8 +25,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import GpusnapError, Refused, UsageError
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused, UsageError
 
 QUIET = Progress(shown=False)
 THERE = InContainerd("team", IMAGE)

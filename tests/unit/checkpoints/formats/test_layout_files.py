@@ -15,6 +15,8 @@ from fake_registry import FakeRegistry
 from kept_checkpoints import an_archive, keep
 from layout_tars import oci_archive
 
+from gpusnap.base.progress import Progress
+from gpusnap.base.user_errors import Damaged
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.formats.layout_archive import opened_layout
@@ -31,9 +33,7 @@ from gpusnap.operations import push_pull, sources
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.operations.verify import verify_one
-from gpusnap.progress import Progress
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError, Refused, UsageError
-from gpusnap.user_errors import Damaged
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Refused, UsageError
 
 QUIET = Progress(shown=False)
 

@@ -10,7 +10,7 @@ from criu_images import INVENTORY
 
 from gpusnap.checkpoints.formats.criu_images import Images, Links
 from gpusnap.oci.tar.archive import Entry, entries
-from gpusnap.runtime_shim.errors import ImageError
+from gpusnap.runtime_shim.base.errors import ImageError
 
 
 def one(name: str, kind: bytes, target: str = "") -> Entry:

@@ -17,7 +17,7 @@ from kept_checkpoints import an_archive
 from gpusnap.cli import main as cli
 from gpusnap.oci.base.environment import TLS_VERIFY
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import GpusnapError, UsageError
+from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 
 
 @pytest.fixture(autouse=True)

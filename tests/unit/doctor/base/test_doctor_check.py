@@ -11,7 +11,7 @@ from fakes import POISON
 
 from gpusnap.doctor.base.check import Check, document, failure, make_refused, ok, plural, run_checks, warning
 from gpusnap.oci.base.errors import StoreError
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
 
 CHECKS = (ok("a", "fine", size=1), warning("b", "well", "do it"), failure("c", "no", "do that"))
 

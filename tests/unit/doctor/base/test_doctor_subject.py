@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from fakes import ID, Family
 
+from gpusnap.base.user_errors import NotFound
 from gpusnap.doctor.base import subject
 from gpusnap.engines import podman
-from gpusnap.runtime_shim.errors import ContainerError, GpusnapError, SettingsError
-from gpusnap.user_errors import NotFound
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, SettingsError
 
 TASKS = "io.containerd.runtime.v2.task"
 

@@ -14,7 +14,7 @@ from gpusnap.doctor.base.free_space import Speed
 from gpusnap.doctor.container_checks import duration
 from gpusnap.doctor.container_checks.duration import EarlierCheckpoint
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.transaction import Step
+from gpusnap.runtime_shim.base.transaction import Step
 
 GIB = 1 << 30
 

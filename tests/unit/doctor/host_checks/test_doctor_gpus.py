@@ -10,7 +10,7 @@ from doctor_trees import only, tree
 from fakes import FakeDriver, gpu
 
 from gpusnap.doctor.host_checks import gpus
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.gpu.api.criu_plugin import AMDGPU
 from gpusnap.runtime_shim.gpu.api.errors import DriverMissing, DriverTooOld
 from gpusnap.runtime_shim.settings import Settings

@@ -18,7 +18,7 @@ from gpusnap.engines.install import hooks as hooks_command
 from gpusnap.engines.install.hooks import install_hooks, takes_annotation
 from gpusnap.hooks import hooksd
 from gpusnap.hooks.main import SECONDS
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import identify as real
 from gpusnap.runtime_shim.runtime.identify import parse_version
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpusnap.engines.install.containerd import CONFIG, DROP_IN, FRAGMENT, HandlerPlan, files, plan_handler
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 PROGRAM = "/usr/local/bin/gpusnap-runtime"
 V2, V3 = "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpusnap.engines.install.crio import DROP_IN, items
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 PROGRAM = "/usr/local/bin/gpusnap-runtime"
 # As CRI-O's packages have it.

@@ -11,7 +11,7 @@ import pytest
 
 from gpusnap.engines.install import detect as install_engines
 from gpusnap.engines.install.detect import ShimContainer, containerd_version, find, list_used
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.runtime import find as locate
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from gpusnap.engines.install.podman import DROP_IN, items, notes
 from gpusnap.hooks import hooksd
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 PROGRAM = "/usr/local/bin/gpusnap-runtime"
 BUILT_IN = ["crun", "runc", "kata", "runsc", "youki", "krun"]

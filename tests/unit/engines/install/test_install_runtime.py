@@ -20,7 +20,7 @@ from gpusnap.engines.install.launcher import (
     settings_text,
 )
 from gpusnap.runtime_shim import setting_keys, settings
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 SETUP = Path(__file__).parents[4] / "setup.py"
 

@@ -14,7 +14,7 @@ import pytest
 from gpusnap.engines.install import files as install_files
 from gpusnap.engines.install.installer import Change, Item, install, uninstall
 from gpusnap.engines.install.record import RECORD, load
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 
 CONF = "/etc/engine/conf.d/90-gpusnap.conf"
 PROGRAM = "/usr/local/bin/gpusnap-runtime"

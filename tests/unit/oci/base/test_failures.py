@@ -6,9 +6,9 @@ import errno
 
 import pytest
 
+from gpusnap.base.user_errors import Damaged, NotFound, convert_errors, failure
 from gpusnap.oci.base import errors
-from gpusnap.runtime_shim.errors import GpusnapError, Interrupted
-from gpusnap.user_errors import Damaged, NotFound, convert_errors, failure
+from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted
 
 CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type)]
 KINDS = [kind for kind in CLASSES if issubclass(kind, errors.OciError)]

@@ -27,9 +27,9 @@ TOUCHING = (
     "runtime_shim/snapshot/loading/source.py",
     "runtime_shim/snapshot/loading/prefetch.py",
     "runtime_shim/records/cri_layout.py",
-    "runtime_shim/snapshot/foreground.py",
+    "runtime_shim/snapshot/restoring/foreground.py",
     "runtime_shim/runtime/criu/images/directory.py",
-    "runtime_shim/log.py",
+    "runtime_shim/base/log.py",
     "runtime_shim/records/manifest_json.py",
     "runtime_shim/snapshot/devices/remap.py",
     "runtime_shim/snapshot/restore.py",
@@ -68,7 +68,10 @@ OTHERS = {
     ): "a new file (O_EXCL) in a directory of tempfile.mkdtemp",
     ("runtime_shim/records/cri_layout.py", "unfold"): "the image directory itself",
     ("runtime_shim/records/cri_layout.py", "_move"): "directories, without following a link",
-    ("runtime_shim/log.py", "report"): "the caller's log, without following a link or waiting for a FIFO",
+    (
+        "runtime_shim/base/log.py",
+        "report",
+    ): "the caller's log; follows no link and waits for no FIFO",
     ("runtime_shim/records/manifest_json.py", "_validator"): "the schema, in this package",
     ("oci/layout/archive.py", "_new_file"): "memory, which is nobody else's",
     (

@@ -16,7 +16,7 @@ from gpusnap.oci.base import files
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.layout.documents import Index
 from gpusnap.oci.store.store import Store
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.gpu.amd import driver as amd
 from gpusnap.runtime_shim.gpu.api import device_files
 from gpusnap.runtime_shim.gpu.api.errors import GpuError
@@ -24,7 +24,7 @@ from gpusnap.runtime_shim.gpu.nvidia import driver as nvidia
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import cri_layout, manifest, manifest_file
 from gpusnap.runtime_shim.runtime import cgroup_freezer
-from gpusnap.runtime_shim.snapshot.restore_gpus import _check_all_there
+from gpusnap.runtime_shim.snapshot.restoring.gpus import _check_all_there
 
 ROOT = Path(__file__).resolve().parents[4]
 # Where a wrong no costs a better message, room on the disk, or a refusal.
@@ -32,7 +32,7 @@ HARMLESS = {
     "hooks/hooksd.py": 1,
     "oci/registry/certificates.py": 1,
     "oci/store/store.py": 1,
-    "runtime_shim/errors.py": 1,
+    "runtime_shim/base/errors.py": 1,
     "runtime_shim/gpu/amd/topology.py": 2,
     "runtime_shim/process/proc.py": 1,
     "runtime_shim/records/manifest_file.py": 3,
@@ -46,7 +46,7 @@ HARMLESS = {
     "runtime_shim/snapshot/records/reservations.py": 1,
     "runtime_shim/snapshot/memory/chunk_cache.py": 1,
     "runtime_shim/snapshot/records/volumes.py": 1,
-    "runtime_shim/snapshot/recover_restore.py": 1,
+    "runtime_shim/snapshot/recovery/restore.py": 1,
 }
 
 Fail = Callable[[str, str, int], None]

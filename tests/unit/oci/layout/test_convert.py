@@ -30,7 +30,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.tar import archive
 from gpusnap.oci.tar.archive import Compression, Writer, entries
 from gpusnap.runtime_shim._version import __version__
-from gpusnap.runtime_shim.errors import ImageError, ManifestError
+from gpusnap.runtime_shim.base.errors import ImageError, ManifestError
 from gpusnap.runtime_shim.records import manifest, manifest_json
 
 BLOB = "checkpoint/gpusnap/blobs/sha256/"

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from fake_registry import FakeRegistry, Say
 from kept_checkpoints import an_archive, keep
 
+from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.locator import InFile, InStore
@@ -31,7 +32,6 @@ from gpusnap.oci.registry import referrers
 from gpusnap.oci.store.referrers import list_referring
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import push_pull
-from gpusnap.progress import Progress
 
 QUIET = Progress(shown=False)
 

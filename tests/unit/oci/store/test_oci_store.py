@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oci_checkpoints import begin, commit, end, names, put, stagings, whole
 
+from gpusnap.base.user_errors import failure
 from gpusnap.oci.base.errors import (
     Ambiguous,
     DiskFull,
@@ -33,7 +34,6 @@ from gpusnap.oci.layout.digests import digest_of
 from gpusnap.oci.layout.documents import Index
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
-from gpusnap.user_errors import failure
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from gpusnap.runtime_shim import threads
+from gpusnap.runtime_shim.base import threads
 from gpusnap.runtime_shim.gpu import open_driver
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.gpu.api.errors import DriverMissing

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fakes import Family, wait_for
 
-from gpusnap.runtime_shim.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 
 # A PID that no process has: the largest there can be (include/linux/threads.h, PID_MAX_LIMIT).

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpusnap.runtime_shim.errors import ContainerError
+from gpusnap.runtime_shim.base.errors import ContainerError
 from gpusnap.runtime_shim.gpu.api.device_nodes import Change
 from gpusnap.runtime_shim.gpu.api.driver import Node
 from gpusnap.runtime_shim.runtime import loopback

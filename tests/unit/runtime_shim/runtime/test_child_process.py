@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap.runtime_shim.errors import GpusnapError, NotStarted, RuntimeFailed
+from gpusnap.runtime_shim.base.errors import GpusnapError, NotStarted, RuntimeFailed
 from gpusnap.runtime_shim.runtime import child_process
 
 

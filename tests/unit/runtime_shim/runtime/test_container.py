@@ -10,7 +10,7 @@ import pytest
 from cells import cgroup_top
 from fakes import ID, POISON, FakeRuntime, Family, unshare_works
 
-from gpusnap.runtime_shim.errors import ContainerError, RuntimeFailed, SettingsError
+from gpusnap.runtime_shim.base.errors import ContainerError, RuntimeFailed, SettingsError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container
 from gpusnap.runtime_shim.runtime.container import (

@@ -12,7 +12,7 @@ import pytest
 from cells import cgroup_top
 from fakes import Family, unshare_works, wait_for
 
-from gpusnap.runtime_shim.errors import Refused
+from gpusnap.runtime_shim.base.errors import Refused
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall
 from gpusnap.runtime_shim.runtime.container import (

@@ -132,7 +132,8 @@ os.execve = show
 """
     done = host.run("state", "x", before=watch)
     assert done.stdout.split() == [
-        *("gpusnap", "gpusnap.runtime_shim", "gpusnap.runtime_shim._version", "gpusnap.runtime_shim.errors"),
+        *("gpusnap", "gpusnap.runtime_shim", "gpusnap.runtime_shim._version"),
+        *("gpusnap.runtime_shim.base", "gpusnap.runtime_shim.base.errors"),
         *(
             "gpusnap.runtime_shim.runtime",
             "gpusnap.runtime_shim.runtime.command_line_words",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpusnap.runtime_shim.errors import GpusnapError, make_unforeseen
+from gpusnap.runtime_shim.base.errors import GpusnapError, make_unforeseen
 from gpusnap.runtime_shim.runtime import find as locate
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, RestoreCall
 from gpusnap.runtime_shim.runtime.identify import RealRuntime

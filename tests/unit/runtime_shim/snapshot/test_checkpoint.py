@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from fakes import DEADLINE, Family, HandedOverMemory, Scene, a_manifest, unshare_works, uuid, wait_for
 
-from gpusnap.runtime_shim import progress
-from gpusnap.runtime_shim.errors import ImageError, split_code
+from gpusnap.runtime_shim.base import progress
+from gpusnap.runtime_shim.base.errors import ImageError, split_code
+from gpusnap.runtime_shim.base.transaction import Transaction
 from gpusnap.runtime_shim.gpu.api.driver import ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed, DriverTooOld, LockTimeout, NotSupported
 from gpusnap.runtime_shim.process import proc
@@ -33,7 +34,6 @@ from gpusnap.runtime_shim.snapshot.preflight import checks as preflight
 from gpusnap.runtime_shim.snapshot.preflight import space
 from gpusnap.runtime_shim.snapshot.preflight.nccl import Sharing
 from gpusnap.runtime_shim.snapshot.records import reservations
-from gpusnap.runtime_shim.transaction import Transaction
 
 MANAGED = "the GPU driver could not checkpoint process 7: it uses managed memory"
 

@@ -19,7 +19,7 @@ from criu_images import CORE, INVENTORY, PAGE, pagemap
 from fakes import ID, KEY, HandedOverMemory, Scene, a_manifest, gpu, uuid, wait_for
 
 from gpusnap.oci.chunks.table import Chunk, Table
-from gpusnap.runtime_shim.errors import GpusnapError, ImageError
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError
 from gpusnap.runtime_shim.gpu.api.driver import Node, ProcessState
 from gpusnap.runtime_shim.gpu.api.errors import DriverFailed
 from gpusnap.runtime_shim.gpu.api.gpu_map import GPU_MAP
@@ -29,14 +29,17 @@ from gpusnap.runtime_shim.records.manifest import DriverMount, Manifest, RegionR
 from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.shim import dispatch
-from gpusnap.runtime_shim.snapshot import restore, restore_gpus, restore_plan, restore_record
+from gpusnap.runtime_shim.snapshot import restore
 from gpusnap.runtime_shim.snapshot.gpu_processes import gpu_state
 from gpusnap.runtime_shim.snapshot.loading.demand_paging import WaitTotals
 from gpusnap.runtime_shim.snapshot.loading.source import BlobSource
 from gpusnap.runtime_shim.snapshot.memory import bulk_copy
 from gpusnap.runtime_shim.snapshot.memory.bulk_copy import CopyTotals
 from gpusnap.runtime_shim.snapshot.records import journal, reservations
-from gpusnap.runtime_shim.snapshot.restore_job import RestoreJob
+from gpusnap.runtime_shim.snapshot.restoring import gpus as restore_gpus
+from gpusnap.runtime_shim.snapshot.restoring import plan as restore_plan
+from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
+from gpusnap.runtime_shim.snapshot.restoring.job import RestoreJob
 
 CHECKPOINTED = ProcessState.CHECKPOINTED
 

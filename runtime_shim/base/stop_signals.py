@@ -1,0 +1,91 @@
+"""The signals that ask gpusnap to stop: SIGINT (Ctrl-C), SIGTERM and SIGHUP.
+
+`gpusnap` lets the last two raise what Python raises for the first, a KeyboardInterrupt: code that undoes
+something after Ctrl-C does so for all three. While Podman or a transaction is at work, they have handlers of
+their own (gpusnap.engines.podman_work, gpusnap.runtime_shim.base.transaction). The first signal determines
+the exit status: 128 plus its number, as in a shell.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from gpusnap.runtime_shim.base.errors import Interrupted
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Seconds within which a second signal belongs to the first. When a terminal is closed, the kernel and the
+# shell each send SIGHUP (setsid(2), bash(1)): the second must not interrupt the cleanup after the first.
+_SAME = 1.0
+
+
+class _First:
+    """The first signal while `raise_interrupts` handles them: 0 before it comes, None outside of that."""
+
+    number: int | None = None
+
+
+def note_signal(number: int) -> None:
+    """Note a signal."""
+    if _First.number == 0:
+        _First.number = number
+
+
+def find_first() -> int:
+    """Return the first signal; SIGINT if none was noted."""
+    return _First.number or signal.SIGINT
+
+
+def make_interrupted(*, hint: str = "") -> Interrupted:
+    """Return the error for the KeyboardInterrupt of such a signal."""
+    number = find_first()
+    said = "interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}"
+    return Interrupted(said, hint=hint)
+
+
+@contextmanager
+def handle_signals(
+    handler: Callable[[int, FrameType | None], object], numbers: Sequence[signal.Signals] = STOPPING
+) -> Iterator[None]:
+    """Handle these signals by `handler` while the block runs, except those that are ignored (nohup)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # other threads get no signals
+        return
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def raise_interrupts() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt while the block runs, unless they are ignored (nohup).
+
+    Only the main thread gets signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _First.number = 0
+    last = -_SAME
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal last
+        note_signal(number)
+        now = time.monotonic()
+        before, last = last, now
+        if now - before >= _SAME:
+            raise KeyboardInterrupt
+
+    try:
+        with handle_signals(stop, (signal.SIGTERM, signal.SIGHUP)):
+            yield
+    finally:
+        _First.number = None

@@ -1,0 +1,1 @@
+"""Brings back what a killed checkpoint or restore left."""

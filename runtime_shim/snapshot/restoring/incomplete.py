@@ -1,0 +1,250 @@
+"""Finds what an incomplete restore left of a container that its runtime does not know.
+
+crun and runc record a container when CRIU is done with it. If they or CRIU are killed before, the processes
+restored so far stay stopped, and `delete` says that there is no such container. gpusnap finds them by what
+was known before the restore began:
+
+    marked      CRIU, and processes that do not have their own environment yet (runtime/criu/scratch_files.py)
+    own         a process that began after the restore, whose root is the container's root file system, and
+                whose cgroup is the container's own or the one in which gpusnap was called, where CRIU leaves
+                processes if it is told to ignore cgroups; and the descendants of such a process
+
+Only a process that is both is killed, by pidfd: another container may have the same root file system, and a
+cgroup with the same name may belong to another engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gpusnap.oci.base.dataclass import dataclass
+from gpusnap.runtime_shim.base import question_process
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, reason
+from gpusnap.runtime_shim.process import pidfd, proc
+from gpusnap.runtime_shim.runtime.criu import scratch_files
+
+_PATIENCE = 30.0  # seconds that killed processes may take to end
+_INTERVAL = 0.01
+_ROOT = "criu-root"
+"""Where crun (in the bundle) and runc (in its state) mount the root file system for CRIU.
+
+src/libcrun/criu.c, libcrun_container_restore_linux_criu; libcontainer/criu_linux.go, Restore.
+"""
+_YARD = ".criu.cgyard."
+"""The prefix of the directory in which CRIU mounts control groups, where it works (criu/cgroup.c)."""
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8  # linux/fs.h
+_MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18  # linux/mount.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How the processes of a container are recognized before the container exists."""
+
+    group: str
+    """Its cgroup: a path, or one component of paths."""
+    beside: tuple[str, ...]
+    """The cgroup of the gpusnap that restores it: hierarchy:path, of version 2 if there is one, else all."""
+    device: str
+    """major:minor of its root file system; empty if that is not known, and then no process is found.
+
+    If a file system has no device of its own (overlay, tmpfs), the kernel gives its number to the next one at
+    once.
+    """
+    root: str
+    """The directory of that file system that is the root."""
+    upper: str = ""
+    """The upper directory of an overlay; otherwise, and in an earlier version's journal, empty."""
+    fsid: int = 0
+    """The ID of the file system in statfs(2), which is random for a tmpfs. 0 if it is not known.
+
+    A mount's own number (statx(2), STATX_MNT_ID_UNIQUE) is useless: a container has a copy of the mount.
+    """
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], bundle: str, container: str) -> Place:
+        """Make one for a container from its config.json."""
+        linux, root = config.get("linux"), config.get("root")
+        path = linux.get("cgroupsPath") if isinstance(linux, dict) else None
+        rootfs = root.get("path") if isinstance(root, dict) else None
+        device, within, upper, fsid = "", "", "", 0
+        if isinstance(rootfs, str) and rootfs:
+            path_here = os.path.realpath(os.path.join(bundle, rootfs))
+            device, within, upper = _find_file_system(path_here)
+            fsid = _read_fsid(path_here) if device else 0
+        ours = proc.cgroups("self")
+        beside = tuple(f"{name}:{ours[name]}" for name in ([""] if "" in ours else sorted(ours)))
+        group = _parse_cgroups_path(path if isinstance(path, str) else "", container)
+        return cls(group, beside, device, within, upper, fsid)
+
+    @classmethod
+    def from_json(cls, document: Any) -> Place:
+        """Parse one. Raises KeyError, TypeError, ValueError."""
+        beside = tuple(str(each) for each in document["beside"])
+        device, root = str(document["device"]), str(document["root"])
+        upper, fsid = str(document.get("upper", "")), int(document.get("fsid", 0))
+        return cls(str(document["group"]), beside, device, root, upper, fsid)
+
+    def contains(self, pid: int) -> bool:
+        """Whether a process is in one of these cgroups."""
+        groups = proc.cgroups(pid)
+        if any(map(self._is_own, groups.values())):
+            return True
+        return bool(self.beside) and {*self.beside} <= {f"{name}:{path}" for name, path in groups.items()}
+
+    def is_root_of(self, pid: int) -> bool:
+        """Whether a process has this root."""
+        if not self.device or proc.namespace(pid, "mnt") in ("", proc.namespace(os.getpid(), "mnt")):
+            return False
+        found = [mount for mount in proc.mounts(pid) if mount.destination == "/"]
+        if not found or (found[-1].device, found[-1].root) != (self.device, self.root):
+            return False
+        if self.upper and found[-1].upper != self.upper:
+            return False
+        fsid = question_process.ask(pid, "its root", _read_fsid, f"/proc/{pid}/root") if self.fsid else 0
+        return not fsid or fsid == self.fsid
+
+    def _is_own(self, path: str) -> bool:
+        if self.group.startswith("/"):
+            return path == self.group or path.startswith(self.group + "/")
+        return self.group in path.split("/")
+
+
+def find(place: Place, since: int) -> tuple[proc.Process, ...]:
+    """Return the container's processes that began at or after `since` (clock ticks after boot), by PID."""
+    fresh = {each.pid: each for each in map(proc.process, proc.pids()) if each and each.start >= since}
+    fresh = {pid: each for pid, each in fresh.items() if pid != os.getpid() and place.contains(pid)}
+    roots = [pid for pid in fresh if place.is_root_of(pid)]
+    found = proc.add_descendants(roots, proc.parents(), fresh.__contains__)
+    return tuple(fresh[pid] for pid in sorted(found))
+
+
+def let_runtime_end(
+    owner: tuple[int, int], container: str, *, enough: Callable[[], bool] = lambda: False
+) -> None:
+    """Wait for the runtime that a killed gpusnap called for a container, as `scratch_files.let_end`.
+
+    Do not wait for CRIU alone: nobody takes over what it restores.
+    """
+    scratch_files.let_end(owner, container, enough=lambda: enough() or not _list_runtimes(owner, container))
+
+
+def kill_restored(place: Place | None, owner: tuple[int, int], container: str) -> tuple[int, ...]:
+    """Kill CRIU and the restored processes, and wait until they have ended; return their PIDs.
+
+    `owner`: PID and start time of the gpusnap that restored. While a runtime that it called exists, that
+    runtime handles its CRIU. Raises GpusnapError if some do not end.
+    """
+    killed: set[int] = set()
+    deadline = time.monotonic() + _PATIENCE
+    while left := _list_left(place, owner, container):
+        pidfd.remember((each.pid, each.start) for each in left)
+        for each in left:
+            pidfd.send(each.pid, signal.SIGKILL)
+        killed.update(each.pid for each in left)
+        if time.monotonic() > deadline:
+            raise GpusnapError(
+                f"processes that were restored for container {container} were killed but do not exit: "
+                f"{' '.join(str(each.pid) for each in left)}",
+                hint="check /proc/PID/stack for what they wait for; then run gpusnap recover",
+                code="GPS-025",
+            )
+        time.sleep(_INTERVAL)
+    return tuple(sorted(killed))
+
+
+def unmount_root(folders: Sequence[str]) -> None:
+    """Unmount its root file system, which a killed runtime leaves mounted in one of these directories.
+
+    Call it before `delete`: runc removes its directory with everything in it, which would be the container's
+    files. Raises ContainerError.
+    """
+    for folder in folders:
+        _unmount(os.path.join(os.path.realpath(folder), _ROOT))
+
+
+def unmount_yards(folder: str) -> None:
+    """Unmount the control groups that a killed CRIU leaves mounted where it worked, unless one works there.
+
+    Raises ContainerError.
+    """
+    folder = os.path.realpath(folder)
+    if any(_is_working_in(pid, folder) for pid in proc.pids()):
+        return
+    for path in {mount.destination for mount in proc.mounts("self")}:
+        if os.path.dirname(path) == folder and os.path.basename(path).startswith(_YARD):
+            _unmount(path)
+
+
+def _is_working_in(pid: int, folder: str) -> bool:
+    try:
+        return proc.comm(pid) == "criu" and os.readlink(f"/proc/{pid}/cwd") == folder
+    except OSError:
+        return False
+
+
+def _unmount(path: str) -> None:
+    """Unmount everything at a path, with the mounts below it, and remove the directory."""
+    name = os.fsencode(path)
+    while any(mount.destination == path for mount in proc.mounts("self")):
+        # Make it private first, so that mounts below it are not unmounted elsewhere as well.
+        done = _libc.mount(None, name, None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None)
+        if done < 0 or _libc.umount2(name, _MNT_DETACH | _UMOUNT_NOFOLLOW) < 0:
+            error = OSError(ctypes.get_errno(), "umount2")
+            raise ContainerError(
+                f"{path}, which a killed runtime left mounted, cannot be unmounted: {reason(error)}",
+                hint=f"run umount -l {path}, then gpusnap recover",
+            ) from error
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+
+
+def _list_left(place: Place | None, owner: tuple[int, int], container: str) -> list[proc.Process]:
+    marked: list[proc.Process] = []
+    if not _list_runtimes(owner, container):
+        marked = [each for each in map(proc.process, scratch_files.children(owner)) if each is not None]
+    own = find(place, owner[1]) if place is not None else ()
+    return list({each.pid: each for each in (*marked, *own)}.values())
+
+
+def _list_runtimes(owner: tuple[int, int], container: str) -> list[int]:
+    """Return the PIDs of the real runtime that a gpusnap called for a container and that still run."""
+    return [pid for pid in scratch_files.children(owner) if container in proc.command(pid)]
+
+
+def _parse_cgroups_path(path: str, container: str) -> str:
+    """Interpret linux.cgroupsPath (runtime-spec, config-linux.md); for systemd slice:prefix:name."""
+    if path.startswith("/"):
+        return os.path.normpath(path)
+    parts = path.split(":")
+    if len(parts) == 3 and parts[2]:
+        return f"{parts[1]}-{parts[2]}.scope" if parts[1] else f"{parts[2]}.scope"
+    return os.path.basename(os.path.normpath(path)) if path else container
+
+
+def _read_fsid(path: str) -> int:
+    """Return the ID of the file system of a path from statfs(2); 0 if it cannot be read."""
+    try:
+        return os.statvfs(path).f_fsid
+    except OSError:
+        return 0
+
+
+def _find_file_system(path: str) -> tuple[str, str, str]:
+    """Return (device, path within it, upper directory) of a directory.
+
+    All are empty if they cannot be determined, or if it is the host's root.
+    """
+    found = proc.find_mount(path)
+    if found is None or path == "/":
+        return "", "", ""
+    below = os.path.relpath(path, found.destination)
+    within = found.root if below == "." else f"{found.root.rstrip('/')}/{below}"
+    return found.device, within, found.upper

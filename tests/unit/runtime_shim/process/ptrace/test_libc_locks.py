@@ -1,0 +1,172 @@
+"""Threads that are stopped while they hold a lock of the C library which the driver's thread needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from softgpu_box import GPUWORK, Box, open_boxes, wait_until
+
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.ptrace import positions
+from gpusnap.runtime_shim.process.ptrace.arch import X86_64
+from gpusnap.runtime_shim.process.ptrace.tracee import Tracee
+from gpusnap.runtime_shim.stopping.stop import go_on
+
+CALLER = Path(__file__).parents[3] / "gpu_caller.py"
+# By kind of lock, the system calls in which a thread has it.
+CALLS = {"fork": ("clone",), "malloc": ("brk", "mprotect", "munmap", "mmap"), "dlopen": ("mmap", "munmap")}
+
+pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="of x86-64 alone")
+
+
+class Caller:
+    """gpu_caller.py in a box."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def __call__(self, method: str, *arguments: Any) -> Any:
+        assert self.process.stdin
+        assert self.process.stdout
+        print(json.dumps([method, *arguments]), file=self.process.stdin, flush=True)
+        kind, value = json.loads(self.process.stdout.readline())
+        assert not kind, f"{kind}: {value}"
+        return value
+
+
+class Work:
+    """gpuwork in a box, whose ticks are read."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.pid = process, process.pid
+        self.ticks(2)
+
+    def ticks(self, number: int) -> None:
+        """Wait for so many more ticks, each with every word right."""
+        assert self.process.stdout
+        for _ in range(number):
+            assert " ok " in self.process.stdout.readline()
+
+    def thread(self, name: str) -> int:
+        """The first of its threads of a name."""
+        return next(tid for tid in sorted(proc.threads(self.pid)) if proc.thread_name(self.pid, tid) == name)
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    with open_boxes(tmp_path / "state") as make:
+        yield make(1)
+
+
+@pytest.fixture
+def caller(box: Box) -> Iterator[Caller]:
+    with box.popen([sys.executable, str(CALLER)], PYTHONPATH=str(CALLER.parents[2])) as process:
+        found = Caller(process)
+        found("open")
+        yield found
+        process.kill()
+
+
+@pytest.fixture
+def works(box: Box) -> Iterator[Callable[..., Work]]:
+    started: list[Work] = []
+
+    def start(*words: str) -> Work:
+        process = box.popen([str(GPUWORK), "--mib", "4", "--tick", "5", *words])
+        started.append(Work(process))
+        return started[-1]
+
+    yield start
+    for work in started:
+        work.process.kill()
+        work.process.communicate()
+
+
+def stop_at_call(pid: int, tid: int, names: tuple[str, ...]) -> None:
+    """Stop a process while one thread of it is in one of these system calls, and all others anywhere."""
+    wanted = {X86_64.calls[name] for name in names}
+    tracee = Tracee(pid, tid)
+    try:
+        while X86_64.get_call(tracee.registers())[0] not in wanted:
+            tracee.to_call()
+        os.kill(pid, signal.SIGSTOP)
+    finally:
+        tracee.let_go()
+    wait_until(lambda: proc.is_still(pid), "the process stands")
+
+
+def there_and_back(caller: Caller, work: Work) -> None:
+    """Its GPU state is taken and given back, by the watched calls, and it goes on."""
+    caller("safe_checkpoint", work.pid)
+    assert caller("safe_state", work.pid) == 2
+    assert proc.is_still(work.pid)
+    caller("safe_restore", work.pid)
+    assert proc.is_still(work.pid)
+    go_on([work.pid])
+    caller("safe_unlock", work.pid)
+    work.ticks(5)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_lock_that_a_stopped_thread_holds(caller: Caller, works: Callable[..., Work], kind: str) -> None:
+    """The driver's thread waits for it; the thread that holds it is let run until it gets on."""
+    work = works("--locks", kind)
+    caller("safe_lock", work.pid)
+    tid = work.thread(kind)
+    stop_at_call(work.pid, tid, CALLS[kind])
+    assert tid in positions.list_unsafe(work.pid)
+    there_and_back(caller, work)
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_safe_instant(caller: Caller, works: Callable[..., Work], kind: str) -> None:
+    """Such a thread is let run until it stands elsewhere, before the driver begins."""
+    work = works("--locks", kind)
+    caller("safe_lock", work.pid)
+    tid = work.thread(kind)
+    stop_at_call(work.pid, tid, CALLS[kind])
+    assert tid in positions.list_unsafe(work.pid)
+    assert caller("settled_at_last", work.pid) == []
+    assert proc.is_still(work.pid)
+    there_and_back(caller, work)
+
+
+@pytest.mark.parametrize("kind", [*CALLS, "stdio", "all"])
+def test_a_storm(caller: Caller, works: Callable[..., Work], kind: str) -> None:
+    """Stopped at ten instants as they come, with two threads that hold such locks most of the time."""
+    work = works("--locks", kind, "--lock-threads", "2")
+    for _ in range(10):
+        caller("safe_lock", work.pid)
+        caller("settled", work.pid)
+        there_and_back(caller, work)
+
+
+def test_a_lock_taken_in_the_programs_own_code(caller: Caller, works: Callable[..., Work]) -> None:
+    """Nobody sees from outside that the thread holds stderr's lock; the driver gets on all the same."""
+    work = works("--locks", "stdio")
+    caller("safe_lock", work.pid)
+    os.kill(work.pid, signal.SIGSTOP)
+    wait_until(lambda: proc.is_still(work.pid), "the process stands")
+    there_and_back(caller, work)
+
+
+@pytest.mark.parametrize("operation", ["checkpoint", "restore"])
+@pytest.mark.parametrize("thread", ["handler", "others"])
+def test_a_driver_that_yields(
+    box: Box, caller: Caller, works: Callable[..., Work], operation: str, thread: str
+) -> None:
+    """It waits for what another thread does, and spins meanwhile: the driver's second one, or any other."""
+    (box.state / "faults").write_text(f"{operation} spin={thread}\n")
+    work = works()
+    caller("safe_lock", work.pid)
+    os.kill(work.pid, signal.SIGSTOP)
+    wait_until(lambda: proc.is_still(work.pid), "the process stands")
+    there_and_back(caller, work)

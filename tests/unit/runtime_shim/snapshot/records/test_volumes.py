@@ -1,0 +1,383 @@
+"""volumes.py and volume_image.py: open files of a pod's volumes, out of one and into the next."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from socket import AF_UNIX, socket
+from typing import Any
+
+import pytest
+
+from gpusnap.runtime_shim.base.errors import ImageError, Refused
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.proc import Mount
+from gpusnap.runtime_shim.records.cri_layout import OF_CRI
+from gpusnap.runtime_shim.snapshot.records import volume_image, volumes
+from gpusnap.runtime_shim.snapshot.records.volumes import Volume
+
+ANNOTATIONS = {OF_CRI: "container"}
+UID = "5f0e1a2b"
+PODS = f"/var/lib/kubelet/pods/{UID}"
+SHM = "/run/containerd/io.containerd.grpc.v1.cri/sandboxes/0a1b/shm"
+
+
+def bind(destination: str, source: str) -> dict[str, Any]:
+    return {"destination": destination, "source": source, "type": "bind", "options": ["rbind", "rw"]}
+
+
+@pytest.mark.parametrize(
+    ("mount", "ours"),
+    [
+        (bind("/cache", f"{PODS}/volumes/kubernetes.io~empty-dir/cache"), True),
+        (bind("/dev/shm", f"{PODS}/volumes/kubernetes.io~empty-dir/shm"), True),
+        (bind("/dev/shm", SHM), True),
+        (bind("/dev/shm", "/var/run/containers/storage/overlay-containers/0a/userdata/shm"), True),
+        (bind("/dev/shm", "/dev/shm"), False),
+        (bind("/data", SHM), False),
+        (bind("/data", f"{PODS}/volumes/kubernetes.io~csi/data/mount"), False),
+        (bind("/data", "/srv/data"), False),
+        ({"destination": "/cache", "source": "tmpfs", "type": "tmpfs"}, False),
+        ({"destination": 7, "options": ["bind"]}, False),
+    ],
+)
+def test_which_mounts_end_with_the_pod(mount: dict[str, Any], ours: bool) -> None:
+    config = {"annotations": ANNOTATIONS, "mounts": [mount]}
+    assert bool(volumes.find(config)) is ours
+    assert volumes.find(config | {"annotations": {}}) == ()
+    crio = {"io.kubernetes.cri-o.ContainerType": "container"}
+    assert bool(volumes.find(config | {"annotations": crio})) is ours
+
+
+def test_a_folder_of_a_volume(tmp_path: Path) -> None:
+    """kubelet mounts a subPath elsewhere, by the volume's name, whatever kind of volume that is."""
+    for kind, name in (("empty-dir", "cache"), ("csi", "data")):
+        (tmp_path / f"pod/volumes/kubernetes.io~{kind}/{name}").mkdir(parents=True)
+    mounts = [
+        bind(f"/{name}", f"{tmp_path}/pod/volume-subpaths/{name}/work/0") for name in ("cache", "data", "x")
+    ]
+    found = volumes.find({"annotations": ANNOTATIONS, "mounts": mounts})
+    assert [each.destination for each in found] == ["/cache"]
+
+
+@pytest.fixture
+def old() -> Iterator[Path]:
+    """Where a socket's whole name is no longer than unix(7) takes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as pod:
+        yield made(Path(pod))
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    return made(tmp_path / "new")
+
+
+def made(pod: Path) -> Path:
+    path = pod / "volumes/kubernetes.io~empty-dir/cache"
+    path.mkdir(parents=True)
+    return path
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """An image directory."""
+    path = tmp_path / "image"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def seen(old: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    """What is opened is closed after the test. This process sees the volume by its path on the host."""
+    mounts = [Mount("0:1", "/", path, (), (), "ext4") for path in ("/", str(old), str(old / "mounted"))]
+    monkeypatch.setattr(proc, "mounts", lambda pid: tuple(mounts))
+    with ExitStack() as stack:
+        yield stack
+
+
+def found(old: Path) -> tuple[volumes.OpenVolumeFile, ...]:
+    """What this process has open in the volume."""
+    process = proc.process(os.getpid())
+    assert process is not None
+    return volumes.list_open([process], [Volume(str(old), str(old))])
+
+
+def restore(image: Path, old: Path, new: Path, *mounts: dict[str, Any]) -> None:
+    volumes.put_back(str(image), {"annotations": ANNOTATIONS, "mounts": [bind(str(old), str(new)), *mounts]})
+
+
+def test_open_and_mapped(old: Path, new: Path, image: Path, seen: ExitStack) -> None:
+    """Content, holes, modes and directories come back; what nobody has open, or CRIU carries, does not."""
+    folder = old / "a/b c"
+    folder.mkdir(parents=True, mode=0o750)
+    log, shared, gone, hole = (folder / name for name in ("log", "shared\nname", "gone", "hole"))
+    log.write_text("one\n")
+    log.chmod(0o4640)
+    seen.enter_context(log.open("a"))
+    shared.write_bytes(b"x" * mmap.PAGESIZE)
+    with shared.open("r+b") as file:
+        memory = seen.enter_context(mmap.mmap(file.fileno(), 0))
+    memory[:5] = b"words"
+    gone.write_text("gone")
+    seen.enter_context(gone.open())
+    gone.unlink()
+    with hole.open("wb") as file:
+        file.seek(64 << 20)
+        file.write(b"end")
+        seen.callback(os.close, os.dup(file.fileno()))
+    os.mkfifo(old / "fifo", 0o600)
+    seen.callback(os.close, os.open(old / "fifo", os.O_RDWR))
+    (old / "closed").touch()
+    (old / "mounted").mkdir()
+    (old / "mounted/file").touch()
+    seen.enter_context((old / "mounted/file").open())
+
+    opened = found(old)
+    volumes.check(opened, 1 << 20)
+    volumes.take(str(image), opened)
+    assert (image / volume_image.IMAGE).stat().st_size < 1 << 20
+    log.unlink()
+    restore(image, old, new)
+    inside = new / "a/b c"
+    assert sorted(path.name for path in new.iterdir()) == ["a", "fifo"]
+    assert sorted(path.name for path in inside.iterdir()) == ["hole", "log", "shared\nname"]
+    assert (inside / "log").read_text() == "one\n"
+    assert stat.S_IMODE((inside / "log").stat().st_mode) == 0o640
+    assert stat.S_IMODE(inside.stat().st_mode) == 0o750
+    assert (inside / "shared\nname").read_bytes()[:6] == b"wordsx"
+    assert (inside / "hole").read_bytes() == bytes(64 << 20) + b"end"
+    assert (inside / "hole").stat().st_blocks * 512 < 1 << 20
+    assert (new / "fifo").is_fifo()
+
+
+def test_link_in_the_place_of_a_socket(tmp_path: Path, old: Path, seen: ExitStack) -> None:
+    """A name that leads out of the volume by now is not followed: what lies there is this host's."""
+    host = tmp_path / "host"
+    (host / "inner").mkdir(parents=True)
+    (host / "secret").write_text("of this host")
+    (host / "inner/secret").write_text("of this host")
+    for path in (old / "a/secret", old / "b/inner/secret", old / "c/secret"):
+        path.parent.mkdir(parents=True)
+        seen.enter_context(socket(AF_UNIX)).bind(str(path))
+    (old / "a").rename(old / "moved")
+    (old / "a").symlink_to(host)
+    (old / "b").rename(old / "moved too")
+    (old / "b").symlink_to(host)
+    (old / "c/secret").unlink()
+    (old / "c/secret").symlink_to(host / "secret")
+    assert [(each.path, stat.S_IFMT(each.info.st_mode)) for each in found(old)] == [("c", stat.S_IFDIR)]
+
+
+def test_socket_by_a_roundabout_name(new: Path, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is bound by any name; the image has none that a restore refuses, nor one out of the volume."""
+    process = proc.process(os.getpid())
+    assert process is not None
+    with ExitStack() as stack:
+        # A socket's name is short.
+        pod = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+        old = pod / "volume"
+        mounts = [Mount("0:1", "/", path, (), (), "ext4") for path in ("/", str(old))]
+        monkeypatch.setattr(proc, "mounts", lambda pid: tuple(mounts))
+        (pod / "beside/inner").mkdir(parents=True)
+        (old / "a/b").mkdir(parents=True)
+        for name in (f"{old}/a/../a/./b/one", f"{old}/../beside/inner/two"):
+            stack.enter_context(socket(AF_UNIX)).bind(name)
+        volumes.take(str(image), volumes.list_open([process], [Volume(str(old), str(old))]))
+    restore(image, old, new)
+    assert sorted(each.relative_to(new) for each in new.rglob("*")) == [Path("a"), Path("a/b")]
+
+
+def test_another_file_meanwhile(old: Path, image: Path, seen: ExitStack) -> None:
+    """Neither copied nor waited for, should it be a FIFO."""
+    (old / "log").touch()
+    os.mkfifo(old / "fifo")
+    descriptor = seen.enter_context((old / "log").open()).fileno()
+    opened = found(old)
+    fifo = os.open(old / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    os.dup2(fifo, descriptor)
+    os.close(fifo)
+    with pytest.raises(ImageError, match="open files of the pod's volumes cannot be copied"):
+        volumes.take(str(image), opened)
+
+
+def test_nothing_open(old: Path, image: Path, seen: ExitStack) -> None:
+    """Then there is no image, nor one of an earlier checkpoint, and a restore has nothing to do."""
+    (image / volume_image.IMAGE).write_text("of an earlier one")
+    volumes.take(str(image), found(old))
+    assert list(image.iterdir()) == []
+    volumes.put_back(str(image), {})
+
+
+def test_too_large(old: Path, seen: ExitStack) -> None:
+    """By what it takes, not by how long it is; the sentence has process, file and cure."""
+    path = old / "weights"
+    path.write_bytes(bytes(range(256)) * 8192)
+    seen.enter_context(path.open())
+    with pytest.raises(Refused) as caught:
+        volumes.check(found(old), 1 << 20)
+    said = caught.value.sentence()
+    assert f"process {os.getpid()} (" in said
+    assert f"has {path} of 2.0 MiB open" in said
+    assert "raise criu.ghost-limit above 2.0 MiB" in said
+    volumes.check(found(old), 2 << 20)
+
+
+def test_removed_with_another_name(old: Path, seen: ExitStack) -> None:
+    """CRIU would look in the new volume for a link that it makes in the old one."""
+    path = old / "sem.a"
+    path.touch()
+    os.link(path, old / "sem.b")
+    seen.enter_context(path.open())
+    path.unlink()
+    with pytest.raises(
+        Refused, match=r"sem\.a open, .* this name was removed while the file has another one"
+    ):
+        found(old)
+
+
+def test_a_name_that_looks_deleted(old: Path, new: Path, image: Path, seen: ExitStack) -> None:
+    path = old / "odd (deleted)"
+    path.write_text("odd")
+    seen.enter_context(path.open())
+    volumes.take(str(image), found(old))
+    restore(image, old, new)
+    assert (new / path.name).read_text() == "odd"
+
+
+def test_what_is_there_is_replaced(old: Path, new: Path, image: Path, seen: ExitStack) -> None:
+    """By a new file: whoever has the old one open keeps it as it is."""
+    (old / "log").write_text("then")
+    seen.enter_context((old / "log").open())
+    volumes.take(str(image), found(old))
+    (new / "log").write_text("later")
+    with (new / "log").open() as another:
+        restore(image, old, new)
+        assert another.read() == "later"
+    assert [path.read_text() for path in new.iterdir()] == ["then"]
+
+
+def test_the_new_pod_lacks_the_volume(old: Path, new: Path, image: Path, seen: ExitStack) -> None:
+    """Refused; but what is mounted there otherwise is not ours to fill."""
+    (old / "log").write_text("then")
+    seen.enter_context((old / "log").open())
+    volumes.take(str(image), found(old))
+    with pytest.raises(Refused, match="has nothing mounted at"):
+        volumes.put_back(str(image), {"annotations": ANNOTATIONS, "mounts": []})
+    with pytest.raises(Refused, match="has nothing mounted at"):
+        restore(image, Path("/elsewhere"), new)
+    other = new.parents[2] / "srv"
+    other.mkdir()
+    volumes.put_back(str(image), {"annotations": ANNOTATIONS, "mounts": [bind(str(old), str(other))]})
+    assert list(other.iterdir()) == []
+
+
+ENTRY = {
+    "volume": "/cache",
+    "path": "a",
+    "kind": "file",
+    "mode": 0o644,
+    "uid": os.getuid(),
+    "gid": os.getgid(),
+    "size": 4,
+    "extents": [[0, 4]],
+}
+
+
+def write(image: Path, *entries: dict[str, Any], data: bytes = b"evil") -> None:
+    document = {"version": 1, "entries": entries}
+    (image / volume_image.IMAGE).write_bytes(json.dumps(document).encode() + b"\n" + data)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"path": "../a"},
+        {"path": "/a"},
+        {"path": ""},
+        {"path": "a//b"},
+        {"path": "a/./b"},
+        {"path": "a\0b"},
+        {"path": 7},
+        {"kind": "link"},
+        {"kind": "directory"},
+        {"kind": ["file"]},
+        {"mode": -1},
+        {"mode": True},
+        {"mode": 1.5},
+        {"uid": (1 << 32) - 1},
+        {"size": 3},
+        {"size": 1 << 62},
+        {"extents": [[0, 5]]},
+        {"extents": [[-1, 2]]},
+        {"extents": [[0]]},
+        {"extents": None},
+        {"volume": None},
+    ],
+)
+def test_an_image_that_is_none(new: Path, image: Path, changed: dict[str, Any]) -> None:
+    write(image, ENTRY | changed)
+    with pytest.raises(ImageError, match="is damaged, or was not written by gpusnap"):
+        restore(image, Path("/cache"), new)
+    assert list(new.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]\n", b"{}\n", b'{"version": 2, "entries": []}\n', b"[" * 9999]
+)
+def test_no_image(new: Path, image: Path, text: bytes) -> None:
+    (image / volume_image.IMAGE).write_bytes(text)
+    with pytest.raises(ImageError, match="is damaged"):
+        restore(image, Path("/cache"), new)
+
+
+def test_an_image_that_is_cut_short(new: Path, image: Path) -> None:
+    write(image, ENTRY, data=b"evi")
+    with pytest.raises(ImageError, match="ends within /cache/a"):
+        restore(image, Path("/cache"), new)
+    assert list(new.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "fifo"])
+def test_links_lead_nowhere(new: Path, image: Path, tmp_path: Path, kind: str) -> None:
+    """Neither one in the volume, by whoever shares it, nor one in place of the image."""
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o700)
+    (outside / "a").write_text("mine")
+    (new / "out").symlink_to(outside)
+    (new / "a").symlink_to(outside / "a")
+    entry = ENTRY | {"kind": kind} | ({"extents": []} if kind != "file" else {})
+    write(image, entry | {"path": "out/b"})
+    with pytest.raises(ImageError, match="cannot be copied to the new pod's volume"):
+        restore(image, Path("/cache"), new)
+    write(image, entry)
+    if kind == "file":
+        restore(image, Path("/cache"), new)
+        assert (new / "a").read_text() == "evil"
+        assert not (new / "a").is_symlink()
+    else:
+        with pytest.raises(ImageError, match="cannot be copied to the new pod's volume"):
+            restore(image, Path("/cache"), new)
+    assert [path.name for path in outside.iterdir()] == ["a"]
+    assert (outside / "a").read_text() == "mine"
+    assert stat.S_IMODE(outside.stat().st_mode) == 0o700
+    (image / volume_image.IMAGE).rename(tmp_path / "elsewhere")
+    (image / volume_image.IMAGE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ImageError, match="cannot be read"):
+        restore(image, Path("/cache"), new)
+
+
+def test_no_setuid(new: Path, image: Path) -> None:
+    write(
+        image,
+        ENTRY | {"mode": 0o6755},
+        ENTRY | {"path": "d", "kind": "directory", "mode": 0o7777, "extents": []},
+    )
+    restore(image, Path("/cache"), new)
+    assert stat.S_IMODE((new / "a").stat().st_mode) == 0o755
+    assert stat.S_IMODE((new / "d").stat().st_mode) == 0o1777

@@ -1,0 +1,58 @@
+"""bring_back: in which order processes get what a killed gpusnap had taken from them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from fakes import FakeDriver
+
+from gpusnap.runtime_shim.base.errors import Refused
+from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.settings import Memory
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
+from gpusnap.runtime_shim.snapshot.recovery import bring_back, held_threads
+from gpusnap.runtime_shim.stopping.stop import stop
+
+
+@pytest.fixture
+def entry() -> Iterator[Entry]:
+    """Of a process that a killed gpusnap has stopped."""
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        try:
+            stop([child.pid], timeout=60)
+            found = proc.process(child.pid)
+            assert found is not None
+            yield Entry("0" * 64, "", (1, 1), (JournalProcess(child.pid, found.start, ()),))
+        finally:
+            child.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done to it, in order."""
+    did: list[str] = []
+    monkeypatch.setattr(held_threads, "unblock_signals", lambda key: None)
+    monkeypatch.setattr(bring_back, "let_finish", lambda driver, pid: did.append("let finish"))
+    monkeypatch.setattr(bring_back, "is_suspended", lambda driver, pid: False)
+    monkeypatch.setattr(bring_back, "resume", lambda *_, **__: did.append("resume"))
+    return did
+
+
+def test_the_driver_is_let_finish_before_the_check(entry: Entry, done: list[str]) -> None:
+    """What the check asks may wait for the driver's thread of a process that stands."""
+    bring_back.bring_back(entry, FakeDriver(), Memory(), None, check=lambda: done.append("check"))
+    assert done == ["let finish", "check", "resume"]
+
+
+def test_a_check_that_refuses(entry: Entry, done: list[str]) -> None:
+    """Nothing is resumed."""
+
+    def refuse() -> None:
+        raise Refused("no access")
+
+    with pytest.raises(Refused, match="no access"):
+        bring_back.bring_back(entry, FakeDriver(), Memory(), None, check=refuse, cut_off=False)
+    assert done == []
