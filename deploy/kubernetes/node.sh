@@ -88,6 +88,8 @@ copy() {
         cp "$image/version" "$target.new"
         cp -R "$image/." "$target.new"
         chmod -R u=rwX,go=rX "$target.new"
+        # After a loss of power, what has its name is complete: another run would not copy it again.
+        sync -f "$target.new"
         mv "$target.new" "$target"
     fi
     rm -f "$host/opt/gpusnap.new"

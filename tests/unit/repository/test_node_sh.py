@@ -191,3 +191,14 @@ def test_cut_off(node: Node) -> None:
     subprocess.run(["rm", "-r", str(node.opt / "gpusnap-one")], check=True)
     node.well("uninstall")
     assert node.names() == []
+
+
+def test_a_disk_that_cannot_be_synced(node: Node) -> None:
+    """A version gets its name when all of it is on disk; the next run copies it anew."""
+    (node.folder / "sync").write_text('#!/bin/sh\ntest -e "$2/bin/gpusnap" && exit 1\n')
+    (node.folder / "sync").chmod(0o755)
+    assert node.sh("install").returncode != 0
+    assert node.names() == ["gpusnap-one.new"]
+    (node.folder / "sync").unlink()
+    node.well("install")
+    assert node.names()[:2] == ["gpusnap", "gpusnap-one"]
