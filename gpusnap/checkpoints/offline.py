@@ -18,7 +18,7 @@ from gpusnap.oci.base.errors import OciError, RegistryError, Unreachable
 from gpusnap.runtime_shim.base.errors import GpusnapError
 
 
-def stand_in(place: InRegistry, error: RegistryError) -> InStore | None:
+def find_offline_copy(place: InRegistry, error: RegistryError) -> InStore | None:
     """Return the store's copy, to be used instead of the registry's; None if it has none.
 
     Prints a note on stderr that it is used. If it should not be used, raises a user error made of `error`,

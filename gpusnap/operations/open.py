@@ -21,7 +21,7 @@ from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
 from gpusnap.checkpoints.formats.names import CONFIG, PIECE
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
-from gpusnap.checkpoints.offline import stand_in
+from gpusnap.checkpoints.offline import find_offline_copy
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import ArchiveError, EngineImage, RegistryError
 from gpusnap.oci.chunks import artifact as artifacts
@@ -84,7 +84,7 @@ def open_checkpoint(word: str, *, plain_http: bool = False) -> Iterator[Checkpoi
                 try:
                     found = _in_registry(word, place, stack, plain_http=plain_http)
                 except RegistryError as error:
-                    copy = stand_in(place, error)
+                    copy = find_offline_copy(place, error)
                     if copy is None:
                         raise
                     found = _in_store(word, copy, stack)

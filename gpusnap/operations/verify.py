@@ -26,7 +26,7 @@ from gpusnap.checkpoints.formats.criu_images import records_fault
 from gpusnap.checkpoints.formats.layout_archive import opened_layout, refuse_containerd
 from gpusnap.checkpoints.list import NamedDigest, list_named
 from gpusnap.checkpoints.locator import InFile, InRegistry, InStore, find, open_store
-from gpusnap.checkpoints.offline import stand_in
+from gpusnap.checkpoints.offline import find_offline_copy
 from gpusnap.oci.base.dataclass import replace
 from gpusnap.oci.base.errors import (
     BlobError,
@@ -79,7 +79,7 @@ def verify_one(
                     with open_repository(place, plain_http=plain_http) as repository:
                         return _in_registry(word, repository, place, deep, progress)
                 except RegistryError as error:
-                    copy = stand_in(place, error)
+                    copy = find_offline_copy(place, error)
                     if copy is None:
                         raise
                     return _verify_kept(f"oci:{copy.store.path}:{copy.wanted}", copy, progress)

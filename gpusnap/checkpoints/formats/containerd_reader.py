@@ -78,17 +78,17 @@ def take_in(
     with (
         Crew(threads or copies.cores()) as crew,
         source.open(image.criu) as file,
-        ArchiveReader(source.word, layout, crew, known, lambda: None) as taking,
+        ArchiveReader(source.word, layout, crew, known, lambda: None) as reader,
     ):
         content = CheckedBlob(file, image.criu, seen)
         written: list[float] = []
-        images = taking.place_entries(_images(content, source.word, written))
+        images = reader.place_entries(_images(content, source.word, written))
         pieces = chain(_make_records_head(image, source.name, beside), images)
-        records = layout.add_blob(taking.pack(pieces), media_type=artifact.IMAGE)
+        records = layout.add_blob(reader.pack(pieces), media_type=artifact.IMAGE)
         content.check_end()
         crew.join()
         config = beside.get(image.config.digest, b"") if image.config is not None else b""
-        taken = taking.finish_images(records, lambda record: _notes(image, config, record, written))
+        taken = reader.finish_images(records, lambda record: _notes(image, config, record, written))
     carried = tuple(Descriptor(artifact.BLOB, each.digest, each.size) for each in large)
     return Artifact(taken.config, records, None, taken.chunks, taken.annotations, carried=carried)
 

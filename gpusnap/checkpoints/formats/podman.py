@@ -68,11 +68,11 @@ def take_in(
         def report() -> None:
             progress(min(file.tell(), size), size)
 
-        with ArchiveReader(archive_path, staging_layout, crew, known, report, written) as taking:
-            tar_of_records = taking.pack(taking.records(file))
+        with ArchiveReader(archive_path, staging_layout, crew, known, report, written) as reader:
+            tar_of_records = reader.pack(reader.records(file))
             records = staging_layout.add_blob(tar_of_records, media_type=artifact.RECORDS)
             crew.join()
-            return taking.finish(records)
+            return reader.finish(records)
 
 
 def give_out(

@@ -10,7 +10,7 @@ from gpusnap.base.user_errors import convert_errors
 from gpusnap.checkpoints import locator, migrations
 from gpusnap.checkpoints.formats.entries import read_member
 from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
-from gpusnap.checkpoints.offline import stand_in
+from gpusnap.checkpoints.offline import find_offline_copy
 from gpusnap.container_hooks.commands import CHECKPOINT, run_after
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
@@ -69,7 +69,7 @@ def restore(
                         found, kept_as = job.restore_from_registry(request.what)
                     except RegistryError as error:
                         # Only if Podman was not called: what its runtime does may have no such errors.
-                        copy = stand_in(request.what, error) if job.container is None else None
+                        copy = find_offline_copy(request.what, error) if job.container is None else None
                         if copy is None:
                             raise
                         source = copy.resolve()
