@@ -298,7 +298,7 @@ class _Move:
             if self._runs_here():
                 return GpusnapError(
                     f"{name} was not migrated, and runs on this host: {why}",
-                    hint=f"{why.hint}; its checkpoint {made.name} is kept",
+                    hint="; ".join(filter(None, (why.hint, f"its checkpoint {made.name} is kept"))),
                     code="GPS-824",
                 )
             place = locator.InStore(Store(made.store), made.digest)
