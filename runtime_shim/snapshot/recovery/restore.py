@@ -49,9 +49,8 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import resume
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-from gpusnap.runtime_shim.snapshot.recovery import held_threads
+from gpusnap.runtime_shim.snapshot.recovery import held_threads, incomplete_restore
 from gpusnap.runtime_shim.snapshot.recovery.bring_back import list_alive
-from gpusnap.runtime_shim.snapshot.restoring import incomplete as incomplete_restore
 from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
 from gpusnap.runtime_shim.snapshot.restoring.record import Restore, Stage
 
