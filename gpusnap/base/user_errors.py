@@ -53,6 +53,8 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.NotACheckpoint, GpusnapError, ""),
     (errors.LayoutError, Damaged, ""),
     (errors.ChunkError, Damaged, ""),
+    (errors.BrokenArchive, Damaged, "use another copy of the checkpoint"),
+    (errors.NotAnArchive, GpusnapError, "check the path"),
     (errors.ArchiveError, Damaged, ""),
     (errors.CeilingError, GpusnapError, "raise memory.ceiling in the settings"),
     (errors.Cancelled, Interrupted, ""),

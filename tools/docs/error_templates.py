@@ -19,6 +19,7 @@ _PLAIN = (
     "basename",
     "fromkeys",
     "make_printable",
+    "quote",
 )
 _CALLS = {
     "reason": "reason",

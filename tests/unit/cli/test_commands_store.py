@@ -312,7 +312,7 @@ def test_ls_of_nothing(gpusnap: Run, tmp_path: Path) -> None:
     assert (code, out) == (exit_codes.NOT_FOUND, "")
     assert err == (
         f"gpusnap: there is no store {tmp_path}/none: there is no such directory; gpusnap checkpoint --to "
-        f"oci:{tmp_path}/none makes one\n"
+        f"oci:{tmp_path}/none CONTAINER makes one\n"
     )
     code, _, err = gpusnap("ls", f"oci:{tmp_path}")
     assert code == exit_codes.NOT_FOUND

@@ -588,7 +588,7 @@ def test_what_cannot_be_looked_through(fake: FakePodman, tmp_path: Path, data: b
     """Podman, which reads on and knows more compressions, is not given it."""
     path = tmp_path / "in.tar"
     path.write_bytes(data)
-    with pytest.raises(Damaged, match="is not a checkpoint archive"):
+    with pytest.raises(GpusnapError, match="is not a checkpoint archive"):
         restored(InFile(str(path)))
     assert not (fake.folder / "calls").exists()
 
