@@ -82,7 +82,7 @@ _CAUSES = (
     ("nothing listens there", "check that the registry is running, and that host and port are right"),
     ("it did not respond in", "check that the registry is running, and that no firewall is in between"),
 )
-_AGAIN = "run the same command again later; a transfer continues where it stopped"
+_AGAIN = "run the same command again later"
 
 
 def is_tls(error: errors.OciError) -> bool:

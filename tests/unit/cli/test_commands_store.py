@@ -271,11 +271,11 @@ def test_ls_of_a_registry(gpusnap: Run, kept: Kept, tmp_path: Path) -> None:
         assert len(registry.asked("GET", "/tags/list")) == 4
         code, _, err = gpusnap("ls", f"http://{registry.host}/none")
         assert code == exit_codes.NOT_FOUND
-        assert f"{registry.host}/none cannot list its tags: not found" in err
+        assert f"the tags of {registry.host}/none cannot be listed: not found" in err
         registry.rule("GET", "/tags/list", Say(405))
         code, _, err = gpusnap("ls", where)
         assert code == exit_codes.FAILED
-        assert f"{name} cannot list its tags: status 405" in err
+        assert f"the tags of {name} cannot be listed: status 405" in err
         assert "gpusnap inspect" in err
 
 
