@@ -53,7 +53,7 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.NotACheckpoint, GpusnapError, ""),
     (errors.LayoutError, Damaged, ""),
     (errors.ChunkError, Damaged, ""),
-    (errors.BrokenArchive, Damaged, "use another copy of the checkpoint"),
+    (errors.BrokenArchive, Damaged, "use another copy of it; gpusnap verify lists all damage"),
     (errors.NotAnArchive, GpusnapError, "check the path"),
     (errors.ArchiveError, Damaged, ""),
     (errors.CeilingError, GpusnapError, "raise memory.ceiling in the settings"),

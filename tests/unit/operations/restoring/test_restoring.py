@@ -555,6 +555,7 @@ def test_an_archive_that_is_damaged(fake: FakePodman, tmp_path: Path, how: str) 
     with pytest.raises(Damaged, match=f"{path} is ") as raised:
         restored(InFile(str(path)))
     assert exit_code(raised.value) == 4
+    assert raised.value.hint == "use another copy of it; gpusnap verify lists all damage"
 
 
 def _tar(*found: tuple[str, bytes, str]) -> bytes:
