@@ -53,6 +53,8 @@ _KINDS: tuple[tuple[type[errors.OciError], type[GpusnapError], str], ...] = (
     (errors.NotACheckpoint, GpusnapError, ""),
     (errors.LayoutError, Damaged, ""),
     (errors.ChunkError, Damaged, ""),
+    (errors.BrokenArchive, Damaged, "use another copy of it; gpusnap verify lists all damage"),
+    (errors.NotAnArchive, GpusnapError, "check the path"),
     (errors.ArchiveError, Damaged, ""),
     (errors.CeilingError, GpusnapError, "raise memory.ceiling in the settings"),
     (errors.Cancelled, Interrupted, ""),
@@ -80,7 +82,7 @@ _CAUSES = (
     ("nothing listens there", "check that the registry is running, and that host and port are right"),
     ("it did not respond in", "check that the registry is running, and that no firewall is in between"),
 )
-_AGAIN = "run the same command again later; a transfer continues where it stopped"
+_AGAIN = "run the same command again later"
 
 
 def is_tls(error: errors.OciError) -> bool:

@@ -50,6 +50,7 @@ _IMAGE = compile_later(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,254}", re.ASCII)
 _KUBERNETES = "k8s.io"
 _ENDINGS = (".tar", ".tar.zst", ".tar.gz", ".tgz")
 _BEGINNINGS = ("/", "./", "../")
+_DIGESTS = "sha256:"
 _DIGEST = compile_later(r"(?:sha256:)?[0-9a-f]{6,64}", re.ASCII)
 # Files of a folder of CRIU images, and of its parent.
 _IMAGES = ("inventory.img", "gpusnap", "checkpoint")
@@ -233,12 +234,24 @@ def in_store(word: str) -> InStore:
     """Do the same as `find`, for a command that only reads stores. Raises like that."""
     if word.startswith(_STORE):
         return _in_folder(word)
+    if word.startswith(_BEGINNINGS) and os.path.lexists(word):
+        raise UsageError(
+            f"{word[:120]!r} is a file, and this command only takes checkpoints in a store",
+            hint="gpusnap ls lists those; use rm or mv on the file itself",
+            code="GPS-102",
+        )
     return InStore(default_store(), parse_name_or_digest(word))
 
 
 def parse_name_or_digest(word: str) -> str:
     """Parse a name in a store, a digest, or a prefix of one. Raises UsageError."""
     if not _DIGEST.fullmatch(word):
+        if word.startswith(_DIGESTS):
+            raise UsageError(
+                f"{word[:120]!r} is not a digest: write sha256: and 6 to 64 digits of it, 0-9 and a-f",
+                hint=_HINT,
+                code="GPS-102",
+            )
         try:
             check_name(word)
         except StoreError as error:
@@ -367,7 +380,7 @@ def _in_folder(word: str, *, new: bool = False) -> InStore:
     if not new and not os.path.isdir(path):
         raise NotFound(
             f"there is no store {path}: there is no such directory",
-            hint=f"gpusnap checkpoint --to oci:{path} makes one",
+            hint=f"gpusnap checkpoint --to oci:{shlex.quote(path)} CONTAINER makes one",
         )
     return InStore(Store(path), wanted)
 

@@ -95,9 +95,7 @@ def list_waiting(
         PendingOperation(e.container, "leaving", e.at_work, (), "", _describe_leaving(e)) for e in leaving
     ]
     found += [
-        PendingOperation(
-            e.container or e.name, "coming", e.at_work, (), "", f"{e.name} comes from another host"
-        )
+        PendingOperation(e.container or e.name, "coming", e.at_work, (), "", _describe_coming(e))
         for e in coming
     ]
     found += [PendingOperation(e.container, "suspended", False, (), "", _AWAKE, e.name) for e in awake]
@@ -142,11 +140,8 @@ class Names:
 def line(each: PendingOperation, names: Names) -> str:
     """One for people."""
     shown = names.format_name(each.container)
-    if each.kind in ("unknown", "suspended", "ended", "stopped"):
+    if each.kind in ("unknown", "suspended", "ended", "stopped", "leaving", "coming"):
         return f"{shown}  {each.why}"
-    if each.kind in ("leaving", "coming"):
-        how = "gpusnap is working on it" if each.at_work else "that was interrupted"
-        return f"{shown}  {each.why}: {how}"
     if each.at_work:
         state = "gpusnap is working on it"
     elif each.kind in ("suspend", "resume"):
@@ -191,8 +186,18 @@ def _explain_stopped(found: StoppedContainer) -> str:
 
 
 def _describe_leaving(each: OutgoingMigration) -> str:
-    may = f", and may run there; its checkpoint: {each.checkpoint}" if each.digest else ""
-    return f"{each.name} is being migrated to {each.host}{may}"
+    if each.at_work:
+        how = f"gpusnap is migrating {each.name} to {each.host}"
+    else:
+        how = f"the migration of {each.name} to {each.host} was interrupted"
+    may = f"; {each.name} may run there; its checkpoint is {each.checkpoint}" if each.digest else ""
+    return how + may
+
+
+def _describe_coming(each: Record) -> str:
+    if each.at_work:
+        return f"gpusnap is receiving {each.name} from another host"
+    return f"the migration of {each.name} to this host was interrupted"
 
 
 def documents(found: Sequence[PendingOperation], names: Names) -> list[dict[str, Any]]:

@@ -480,8 +480,11 @@ def clean_up(found: Container) -> None:
         run_query("container", "cleanup", found.id, wanted=f"the clean-up of {found.name}")
 
 
-def check(found: Container, *, asleep: bool = False) -> None:
-    """Raise ContainerError if gpusnap cannot checkpoint it in this state. `asleep`: it is suspended."""
+def check(found: Container, *, asleep: bool = False, instead: str = "") -> None:
+    """Raise ContainerError if gpusnap cannot checkpoint it in this state. `asleep`: it is suspended.
+
+    `instead`: what to do with a container that uses no GPU, if that is not Podman's checkpoint.
+    """
     if found.status == "paused" and not asleep:
         raise ContainerError(
             f"the container {found.name} is paused, and Podman does not checkpoint paused containers",
@@ -491,10 +494,11 @@ def check(found: Container, *, asleep: bool = False) -> None:
     if found.status not in ("running", "paused"):
         raise make_not_running_error(found)
     if not is_ours(found.runtime):
+        instead = instead or f"run podman container checkpoint {found.name}"
         raise ContainerError(
             f"the container {found.name} uses the runtime {found.runtime}, which does not support GPUs",
-            hint=f"if it uses no GPU, run podman container checkpoint {found.name}; otherwise remove "
-            f"it and run it again with podman --runtime {RUNTIME} run and the same options",
+            hint=f"if it uses no GPU, {instead}; otherwise remove it and run it again with podman --runtime "
+            f"{RUNTIME} run and the same options",
             code="GPS-202",
         )
 

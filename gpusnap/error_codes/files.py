@@ -44,7 +44,7 @@ CODES = (
         "GPS-605",
         "not-a-checkpoint",
         "What was named exists and shows no damage, but is something else: an ordinary image, another "
-        "archive, the checkpoint of a container without a GPU.",
+        "file or archive, the checkpoint of a container without a GPU.",
         "Name the output of `gpusnap checkpoint`, `gpusnap pull -o` or `podman container checkpoint "
         "--export`. `gpusnap ls` lists the checkpoints of a store. Decompress a compressed image layout "
         "first (`zstd -d`, `gunzip`).",

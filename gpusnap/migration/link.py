@@ -19,6 +19,7 @@ from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError, advise, p
 _CONNECTING = 120.0
 # Seconds for it to end.
 _ENDING = 5.0
+_SSH = "ssh"
 _DESTINATION = compile_later(
     r"ssh://(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
     r"(?P<host>\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9][A-Za-z0-9._-]*)"
@@ -60,14 +61,14 @@ class Route:
     """How to connect to the other host."""
 
     to: Destination
-    ssh: str = "ssh"
+    ssh: str = _SSH
     """A command line, such as ssh -i KEY."""
     program: str = "gpusnap"
     """The command line of gpusnap there, such as sudo -n gpusnap."""
 
-    def command(self) -> list[str]:
-        """Return the whole command line."""
-        return [*shlex.split(self.ssh), *self.to.words(), f"{self.program} migrate --server"]
+    def command(self, words: str = "migrate --server") -> list[str]:
+        """Return the whole command line; `words`: what the gpusnap there shall do."""
+        return [*shlex.split(self.ssh), *self.to.words(), f"{self.program} {words}"]
 
 
 @contextmanager
@@ -89,7 +90,7 @@ def connect(route: Route) -> Iterator[Channel]:
             lack = advise(error) if isinstance(error, OSError) else ""
             raise GpusnapError(
                 f"{command[0]} cannot be run: {why}",
-                hint=lack or "install OpenSSH's client",
+                hint=lack or ("install OpenSSH's client" if route.ssh == _SSH else "check --ssh"),
                 code="" if lack else "GPS-820",
             ) from error
         assert child.stdin is not None
@@ -145,6 +146,7 @@ def _read_said_lines(said: object, child: subprocess.Popen[bytes]) -> list[str]:
 
 def _make_unreachable_error(route: Route, error: LinkLost, lines: list[str]) -> GpusnapError:
     last = lines[-1] if lines else ""
+    attempt = f"check that this works as the same user: {shlex.join(route.command('version'))}"
     if "not found" in last or "sudo:" in last:
         return GpusnapError(
             f"gpusnap does not run on {route.to}: {last}",
@@ -152,8 +154,8 @@ def _make_unreachable_error(route: Route, error: LinkLost, lines: list[str]) -> 
             code="GPS-820",
         )
     if last.startswith("gpusnap: "):
-        return GpusnapError(f"{route.to}: {last.removeprefix('gpusnap: ')}", hint=_TRY, code="GPS-820")
-    hint = next((hint for what, hint in _HINTS if any(what in line for line in lines)), _TRY)
+        return GpusnapError(f"{route.to}: {last.removeprefix('gpusnap: ')}", hint=attempt, code="GPS-820")
+    hint = next((hint for what, hint in _HINTS if any(what in line for line in lines)), attempt)
     return GpusnapError(f"{route.to} cannot be reached: {last or error}", hint=hint, code="GPS-820")
 
 
@@ -171,7 +173,6 @@ _HINTS = (
     ("Connection refused", "check that sshd is running there, and its port: ssh://HOST:PORT"),
     ("Could not resolve hostname", "check the name, and that this host can resolve it"),
 )
-_TRY = "check that `ssh HOST gpusnap version` works as the same user"
 
 
 def check_command_line(text: str, option: str) -> None:

@@ -103,7 +103,8 @@ def migrate(parameters: MigrationRequest, progress: Progress) -> MigrationResult
     """Migrate a container. Raises NotFound, ContainerError, Refused, LinkLost, Interrupted, GpusnapError."""
     began = time.monotonic()
     found = podman.inspect_container(parameters.container)
-    podman.check(found)
+    by_hand = f"run podman container checkpoint --export FILE {found.name} here, and podman container restore"
+    podman.check(found, instead=f"{by_hand} --import FILE on the other host")
     podman_objects.check_options(found, force=parameters.force)
     with ExitStack() as link:
         progress.stage(f"asking {parameters.route.to}")

@@ -18,7 +18,7 @@ from gpusnap.checkpoints.formats.names import FIRST, LARGEST_DUMP
 from gpusnap.checkpoints.locator import default_store, open_store
 from gpusnap.checkpoints.statistics import parts
 from gpusnap.oci.base.dataclass import dataclass, replace
-from gpusnap.oci.base.errors import ArchiveError, LayoutError
+from gpusnap.oci.base.errors import ArchiveError, LayoutError, NotAnArchive
 from gpusnap.oci.base.files import open_named
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.base.threads import run_for_each
@@ -109,7 +109,7 @@ def describe_unchecked(record: Manifest | None) -> str:
 
 
 def in_archive(path: str, progress: Progress) -> VerifyResult:
-    """Check an archive in one pass: that it is complete, and the chunks in it."""
+    """Check an archive in one pass: that it is complete, and the chunks in it. Raises NotAnArchive."""
     found: dict[str, tuple[int, bool]] = {}
     held: dict[str, _Held] = {}
     data = index = None
@@ -133,8 +133,11 @@ def in_archive(path: str, progress: Progress) -> VerifyResult:
                     found[PREFIX + name] = entry.info.size, digest == PREFIX + name
                 done += 1
                 progress(min(file.tell(), whole), whole)
+    except NotAnArchive:
+        raise
     except ArchiveError as error:
-        damage = Damage("", "", whole, str(error), ("the archive itself",))
+        # The result names the archive.
+        damage = Damage("", "", whole, str(error).removeprefix(f"{path} "), ("the archive itself",))
         return VerifyResult(path, "", len(found), done, True, (damage,))
     if data is None and ours:
         raise manifest_file.make_missing_error(path)

@@ -117,6 +117,16 @@ class ArchiveError(OciError):
     code = "GPS-601"
 
 
+class BrokenArchive(ArchiveError):
+    """An archive that is damaged or cut short."""
+
+
+class NotAnArchive(ArchiveError):
+    """A file that does not begin like an archive: something else, not a damaged one."""
+
+    code = "GPS-605"
+
+
 class CeilingError(OciError):
     """The allowed memory is too small for the buffers of one worker."""
 

@@ -202,9 +202,9 @@ def _read_index(root: Descriptor, read: Callable[[Descriptor], bytes]) -> Artifa
     if len(main) != 1:
         raise LayoutError(f"{what} has {len(main) or 'no'} manifests of a checkpoint instead of one")
     count = str(len(main) + len(more))
-    for said in (index.annotations.get(PARTS, count), main[0][1].annotations.get(PARTS, count)):
-        if said != count:
-            raise LayoutError(f"{what} has {count} of the {said[:20]} manifests of the checkpoint")
+    for number in (index.annotations.get(PARTS, count), main[0][1].annotations.get(PARTS, count)):
+        if number != count:
+            raise LayoutError(f"{what} has {count} of the {number[:20]} manifests of the checkpoint")
     documents = (root, main[0][0], *(each for each, _ in more))
     notes = {key: value for key, value in index.annotations.items() if key != PARTS}
     return _assemble(root, main[0][1], [manifest for _, manifest in more], notes, documents)

@@ -35,7 +35,7 @@ def is_worth_retrying(status: int) -> bool:
 
 
 def make_refusal(status: int, body: bytes, what: str) -> RegistryError:
-    """The error for a status; `what` says what failed: "HOST/NAME cannot list its tags"."""
+    """The error for a status; `what` says what failed: "the tags of HOST/NAME cannot be listed"."""
     code, message = _find_first_error(body)
     said = ": ".join(each for each in (code, message) if each) or f"status {status}"
     if status in (401, 403):

@@ -206,7 +206,7 @@ class Repository:
 
         Raises LayoutError, too, for a response that is no list of tags.
         """
-        what = f"{self._to.shown} cannot list its tags"
+        what = f"the tags of {self._to.shown} cannot be listed"
         url = f"{self._to.url}tags/list"
         found: list[str] = []
         for _, content in self._read_pages(url, what, self._scopes):

@@ -21,7 +21,15 @@ from typing import Literal, TypeAlias
 import zstandard
 
 from gpusnap.oci.base.dataclass import dataclass
-from gpusnap.oci.base.errors import ArchiveError, DiskError, binary_size, disk_error, reason
+from gpusnap.oci.base.errors import (
+    ArchiveError,
+    BrokenArchive,
+    DiskError,
+    NotAnArchive,
+    binary_size,
+    disk_error,
+    reason,
+)
 from gpusnap.oci.base.files import create_unnamed_file, open_folder, open_named, write_all
 from gpusnap.oci.tar import headers as tar
 from gpusnap.oci.tar.compression import Plain, Readable, packer
@@ -69,7 +77,7 @@ def entries(
     the unread content of an entry. `plain` is called with every piece of the tar, decompressed. `where` is
     the archive's name in messages.
 
-    Raises ArchiveError if it cannot be read, is no archive, is truncated, or contains something that no
+    Raises NotAnArchive; ArchiveError if it cannot be read, is truncated, or contains something that no
     checkpoint has, a name that leads out of it, perhaps through an earlier link, or too many names.
     """
     with ExitStack() as opened:
@@ -217,13 +225,20 @@ class _Source:
 
     def __init__(self, file: Readable, where: str, plain: Callable[[bytes], object] | None) -> None:
         self._where, self._seen = where, plain
+        self._head = b""
+        """Its first block, or what has been read of that."""
         with self._explain_read_errors():
             self._plain = Plain(file)
 
     def header(self) -> tarfile.TarInfo | None:
         """Return the next entry's header; None at the end."""
-        with self._explain_read_errors():
-            return tar.read_header(self.read_exactly)
+        try:
+            with self._explain_read_errors():
+                return tar.read_header(self.read_exactly)
+        except ArchiveError as error:
+            if self._head and not tar.begins_like_a_tar(self._head):
+                raise NotAnArchive(f"{self._where} is not a checkpoint archive") from error
+            raise
 
     def check_parents(self, name: str, links: Collection[str]) -> None:
         """Raise ArchiveError if a name is below one of the links: an unpacker would follow that."""
@@ -268,12 +283,14 @@ class _Source:
     def _read(self, size: int) -> bytes:
         with self._explain_read_errors():
             data = self._plain.read(size)
+        if len(self._head) < tar.BLOCK:
+            self._head += data[: tar.BLOCK - len(self._head)]
         if self._seen is not None:
             self._seen(data)
         return data
 
     def describe_broken(self, why: object) -> ArchiveError:
-        return ArchiveError(f"{self._where} is not a checkpoint archive, or is cut short: {why}")
+        return BrokenArchive(f"{self._where} is not a checkpoint archive, or is cut short: {why}")
 
     @contextmanager
     def _explain_read_errors(self) -> Iterator[None]:

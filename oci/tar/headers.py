@@ -72,6 +72,11 @@ def read_header(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
             records[key] = _text(data.split(b"\0", 1)[0])
 
 
+def begins_like_a_tar(data: bytes) -> bool:
+    """Whether bytes begin with a header in a format that knows its own name: ustar, pax, GNU."""
+    return data[257:262] == b"ustar"
+
+
 def header(info: tarfile.TarInfo) -> bytes:
     """Return the blocks before an entry's content: ustar, with a pax header for what ustar cannot express."""
     block, records = tarfile.TarInfo(), dict(info.pax_headers)
@@ -143,7 +148,7 @@ def _parse_header(block: bytes) -> tarfile.TarInfo:
     try:
         info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError as error:
-        raise HeaderFault(f"one of its headers is invalid: {error}") from error
+        raise HeaderFault("one of its headers is invalid") from error
     for key in ("size", "uid", "gid"):
         if not 0 <= getattr(info, key) <= _LARGEST:
             raise HeaderFault(f"the entry {info.name[:200]!r} has a {key} of {getattr(info, key)}")

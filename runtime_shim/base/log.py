@@ -19,7 +19,7 @@ from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.base.errors import GpusnapError, printable, reason, with_code
 
 NOTE = "note: "
-"""How a sentence on stderr begins that is no error; engines/podman.py distinguishes the two."""
+"""How a sentence on stderr begins that is no error; gpusnap/engines/podman.py distinguishes the two."""
 
 
 def report(error: GpusnapError, *, log: str | None = None, log_format: str | None = None) -> None:

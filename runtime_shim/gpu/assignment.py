@@ -263,12 +263,12 @@ def _match_request(
     """Return the position in `ours` by position in `theirs`."""
     asked: dict[int, int] = {}
     words: dict[int, tuple[str, str]] = {}
-    for left, right in request:
-        old = _find_meant(left, theirs, whole)
+    for source, target in request:
+        old = _find_meant(source, theirs, whole)
         if old is None and lenient:
             continue
-        new = _find_meant(right, ours, "this host")
-        for word, found, whose in ((left, old, whole), (right, new, "this host")):
+        new = _find_meant(target, ours, "this host")
+        for word, found, whose in ((source, old, whole), (target, new, "this host")):
             if found is None:
                 have = theirs if found is old else ours
                 numbers = f"has {_names(gpu.index for gpu in have)}" if have else "has none"
@@ -278,15 +278,15 @@ def _match_request(
         assert old is not None
         assert new is not None
         if old in asked:
-            twice = f"{words[old][0]} and {left} are the same GPU of {whole}"
+            twice = f"{words[old][0]} and {source} are the same GPU of {whole}"
             raise _Impossible(f"the GPU map gives one GPU two destinations: {twice}", _MAP, code="GPS-403")
         for other, taken in asked.items():
             if taken == new:
-                twice = f"{words[other][1]} and {right} are the same GPU of this host"
+                twice = f"{words[other][1]} and {target} are the same GPU of this host"
                 raise _Impossible(
                     f"the GPU map gives one destination to two GPUs: {twice}", _MAP, code="GPS-403"
                 )
-        asked[old], words[old] = new, (left, right)
+        asked[old], words[old] = new, (source, target)
     return asked
 
 

@@ -223,8 +223,9 @@ class Draft:
     def _note_digest(self) -> None:
         """Write the digest of the new manifest into the layout's index, if there is a layout.
 
-        Without space for that, the index has no digest, which is no error: memory/chunk_layout.py wrote it
-        anew. Raises ImageError if it has another digest, of a `finish` that was killed.
+        Without space for that, the index has no digest, which is no error:
+        snapshot/memory/chunk_layout.py wrote it anew. Raises ImageError if it has another
+        digest, of a `finish` that was killed.
         """
         index = b""
         try:

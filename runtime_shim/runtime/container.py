@@ -72,7 +72,7 @@ def find(command: Sequence[str], container_id: str, *, root: str = "") -> Contai
 
 
 def _reword(text: str) -> str:
-    """Change a message that contains the text of ENOENT: Podman replaces such messages (errors.py)."""
+    """Change a message that contains the text of ENOENT: Podman replaces such messages (base/errors.py)."""
     lowered = text.lower()
     if "no such file or directory" in lowered or "not exist" in lowered:
         return "there is no such container"

@@ -6,7 +6,7 @@ Everything that can refuse does so before the runtime is called. After that, a f
 restored, so that no incomplete container remains. The runtime runs as a child of gpusnap with descriptors 0
 to 2 untouched, because CRIU gives them to the container. As without gpusnap, the container's init becomes a
 child of the reaper (conmon, containerd's shim). Only a killed restore leaves an incomplete container; see
-recover_restore.py.
+recovery/restore.py.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def nothing_there(other: OtherHost) -> bool:
 def recovered(other: OtherHost) -> None:
     """A gpusnap that was killed there leaves what came ahead; `gpusnap recover` takes that away."""
     until(
-        lambda: "that was interrupted" in other.run(COMMAND, "recover", "--list").out,
+        lambda: "w to this host was interrupted" in other.run(COMMAND, "recover", "--list").out,
         "the killed one is gone",
     )
     assert "w to this host was interrupted" in good(other.run(COMMAND, "recover"))
@@ -240,7 +240,7 @@ def test_killed_here(one_runtime: Store, other: OtherHost, plan: str) -> None:
     other.breaks(plan)
     assert migrate().code < 0
     until(lambda: nothing_there(other), "the other host has undone it")
-    assert "w is being migrated to gpu2" in good(gpusnap("recover", "--list"))
+    assert "the migration of w to gpu2 was interrupted" in good(gpusnap("recover", "--list"))
     if "restore" in plan:
         refused_here(one_runtime)
         assert "w does not run on gpu2; gpusnap restore w:" in good(gpusnap("recover", "w"))

@@ -35,7 +35,7 @@ _WITHOUT = "Messages without a code"
 _TYPED = ("UsageError", "Interrupted", "Cancelled")
 """What was typed, or a signal: the message says all there is to say."""
 _BRACKET = re.compile(r"<(?!https://)")
-_REASON = re.compile(r"<(reason|error|said|sentence|why|err|strerror|reworded)>[^<>]{0,2}$")
+_REASON = re.compile(r"<(reason|error|message|why|reworded)>[^<>]{0,2}$")
 """A message that ends with an underlying error."""
 
 

@@ -19,6 +19,9 @@ _PLAIN = (
     "basename",
     "fromkeys",
     "make_printable",
+    "quote",
+    "fsdecode",
+    "getattr",
 )
 _CALLS = {
     "reason": "reason",
@@ -31,7 +34,30 @@ _CALLS = {
     "join_path": "path",
     "join_root": "path",
     "name_naturally": "path",
+    "join": "path",
+    "digest_of": "digest",
+    "id_of": "container",
+    "plural": "number",
 }
+_WORDS = {
+    **dict.fromkeys(("abs", "count", "failures", "most", "more", "nbytes", "tries"), "number"),
+    **dict.fromkeys(("deepest", "document_limit", "largest", "longest"), "limit"),
+    **dict.fromkeys(("deadline", "ending", "patience", "silence", "timeout", "total_seconds"), "seconds"),
+    **dict.fromkeys(("wait", "within"), "seconds"),
+    **dict.fromkeys(("dump_error", "err", "failure", "sentence", "told_error"), "error"),
+    **dict.fromkeys(("last", "last_line", "said"), "message"),
+    **dict.fromkeys(("archive_path", "authfile", "dev", "filename", "image_path", "put", "stem"), "path"),
+    **dict.fromkeys(("dying", "inner_pid", "moving"), "pid"),
+    "argv": "command",
+    "comm": "program",
+    "container_id": "container",
+    "folder": "directory",
+    "folders": "directories",
+    "returncode": "code",
+    "strerror": "reason",
+}
+"""What a reader understands, for names of variables; those that begin with most_ or largest_ are limits."""
+_LIMIT = re.compile("^(most|largest|highest|deepest|longest)_")
 _VERB = re.compile("^(check|describe|find|format|make|name|read)_")
 """What a function that makes a text does, which says nothing of the text."""
 
@@ -65,7 +91,8 @@ def called(call: ast.Call) -> str:
 
 def field(expr: ast.AST) -> str:
     """What stands for an expression that is filled in."""
-    return f"<{_name(expr)}>"
+    name = _name(expr)
+    return f"<{'limit' if _LIMIT.match(name) else _WORDS.get(name, name)}>"
 
 
 def _name(expr: ast.AST) -> str:
@@ -84,7 +111,13 @@ def _name(expr: ast.AST) -> str:
             | ast.Call(func=ast.Name(id="map"), args=[_, inner])
         ):
             return _name(inner)
-        case ast.Call(func=ast.Attribute(value=inner, attr="lower" | "strip" | "rstrip" | "hex" | "keys")):
+        case ast.Call(
+            func=ast.Attribute(
+                value=inner, attr="lower" | "strip" | "rstrip" | "removesuffix" | "hex" | "keys"
+            )
+        ):
+            return _name(inner)
+        case ast.Call(func=ast.Attribute(attr="get"), args=[inner, *_]):
             return _name(inner)
         case ast.Call(args=args):
             function = called(expr)

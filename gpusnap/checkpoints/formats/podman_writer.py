@@ -172,8 +172,9 @@ class ArchiveWriter:
         self._writer.add(self._header(name, len(data)), io.BytesIO(data))
 
     def write_layout(self, tables: Iterable[tuple[str, Table]], digest: str) -> None:
-        """Write the chunks as a layout, in the form of a new checkpoint (memory/transfer.py, commit).
+        """Write the chunks as a layout, in the form of a new checkpoint.
 
+        That is what `commit` in runtime_shim/snapshot/memory/chunk_layout.py writes.
         `digest`: of the manifest that is written beside it.
         """
         chunks = artifact.chunk_layers(tables)

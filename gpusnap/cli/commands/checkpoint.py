@@ -17,6 +17,7 @@ from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.labels import parse_labels
 from gpusnap.cli.completion import complete_checkpoint, complete_container
 from gpusnap.cli.moved import figures, make_pushed_document
+from gpusnap.cli.options.container_names import check_not_empty
 from gpusnap.cli.options.podman_words import CHECKPOINT, RESTORE, refuse_options
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.cli.options.registry import registry_options
@@ -37,7 +38,13 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was 
 
 
 @click.command()
-@click.argument("containers", nargs=-1, metavar="CONTAINER...", shell_complete=complete_container)
+@click.argument(
+    "containers",
+    nargs=-1,
+    metavar="CONTAINER...",
+    callback=check_not_empty,
+    shell_complete=complete_container,
+)
 @click.option(
     "-a", "--all", "every", is_flag=True, help="Checkpoint all running containers of gpusnap-runtime."
 )

@@ -12,6 +12,7 @@ from gpusnap.base.privileges import require_root
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_container
 from gpusnap.cli.json_output import print_json
+from gpusnap.cli.options.container_names import check_not_empty
 from gpusnap.doctor import container as of_container
 from gpusnap.doctor import host
 from gpusnap.doctor.base import subject
@@ -24,7 +25,13 @@ _MARKS = {Verdict.OK: "OK", Verdict.WARNING: "warning", Verdict.FAILURE: "failur
 
 
 @click.command()
-@click.argument("container", required=False, metavar="[CONTAINER]", shell_complete=complete_container)
+@click.argument(
+    "container",
+    required=False,
+    metavar="[CONTAINER]",
+    callback=check_not_empty,
+    shell_complete=complete_container,
+)
 @click.option(
     "--containerd",
     "namespace",

@@ -10,6 +10,7 @@ from gpusnap.base.privileges import require_root
 from gpusnap.base.progress import Progress
 from gpusnap.cli.completion import complete_container
 from gpusnap.cli.json_output import print_json
+from gpusnap.cli.options.container_names import check_not_empty
 from gpusnap.cli.options.quiet import quiet
 from gpusnap.runtime_shim.base.units import human
 
@@ -18,7 +19,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("container", required=False, metavar="CONTAINER", shell_complete=complete_container)
+@click.argument(
+    "container",
+    required=False,
+    metavar="CONTAINER",
+    callback=check_not_empty,
+    shell_complete=complete_container,
+)
 @click.argument("host", required=False, metavar="ssh://[USER@]HOST[:PORT]")
 @click.option(
     "-n", "--name", default="", help="Name of the container on the other host. [default: the same name]"

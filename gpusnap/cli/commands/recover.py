@@ -17,6 +17,7 @@ from gpusnap.checkpoints.list import listing
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.cli import recover_list, store_tables
 from gpusnap.cli.json_output import print_json
+from gpusnap.cli.options.container_names import check_not_empty
 from gpusnap.cli.recover_list import Names
 from gpusnap.engines import podman
 from gpusnap.migration import records
@@ -138,7 +139,7 @@ class _StoppedContainers:
 
 
 @click.command()
-@click.argument("container", required=False, metavar="[CONTAINER]")
+@click.argument("container", required=False, metavar="[CONTAINER]", callback=check_not_empty)
 @click.option("--list", "only_list", is_flag=True, help="List what needs recovery without changing anything.")
 @click.option("--json", "as_json", is_flag=True, help="With --list: print it as JSON.")
 def recover(container: str | None, only_list: bool, as_json: bool) -> None:

@@ -16,6 +16,7 @@ from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_container
 from gpusnap.cli.json_output import print_json
 from gpusnap.cli.keep_options import duration, keep_options, rules, words
+from gpusnap.cli.options.container_names import check_not_empty
 from gpusnap.doctor.base.sources import program
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import asdict
@@ -25,7 +26,13 @@ from gpusnap.schedule.schedules import Schedule
 
 
 @click.command()
-@click.argument("container", required=False, metavar="[CONTAINER]", shell_complete=complete_container)
+@click.argument(
+    "container",
+    required=False,
+    metavar="[CONTAINER]",
+    callback=check_not_empty,
+    shell_complete=complete_container,
+)
 @click.option("--every", callback=duration, metavar="DURATION", help="Interval, such as 30m or 1d12h.")
 @click.option(
     "--to",

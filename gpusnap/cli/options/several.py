@@ -63,7 +63,9 @@ def run_each(
             said = error if isinstance(error, GpusnapError) else failure(error)
             failures[one] = said
             results.append(_make_failed_document(key, one, said))
-            click.echo(f"gpusnap: {one}: {said.sentence()}", err=True)
+            # Most sentences about a container name it.
+            whose = "" if f"container {one} " in f"{said} " else f"{one}: "
+            click.echo(f"gpusnap: {whose}{said.sentence()}", err=True)
         else:
             ready.append(one)
             results.append(document(done))

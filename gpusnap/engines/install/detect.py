@@ -91,10 +91,10 @@ def _podman() -> Iterator[ShimContainer]:
         ids.discard(identity)
         if os.path.basename(runtime) == _PROGRAM:
             yield ShimContainer("podman", identity, name)
-    if ids and (left := sorted(ids & _list_podmans(path))):
+    if ids and (unknown := sorted(ids & _list_podmans(path))):
         raise GpusnapError(
-            f"Podman does not report the runtime of the container {left[0][:12]}: {_last_line(done.err)}",
-            hint=f"run podman container inspect {left[0][:12]}",
+            f"Podman does not report the runtime of the container {unknown[0][:12]}: {_last_line(done.err)}",
+            hint=f"run podman container inspect {unknown[0][:12]}",
         )
 
 

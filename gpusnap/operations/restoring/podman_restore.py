@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 # rest is fetched before, and need not be fetched again if the restore fails.
 _MOST_MEANWHILE = 8 << 30
 _SECONDS_TO_ARRIVE = 120.0
-# Podman rejects its own archive of such a container (libpod, Container.validate): formats/podman_writer.py.
+# Podman rejects its own archive of such a container (libpod, Container.validate):
+# checkpoints/formats/podman_writer.py.
 _SPLIT = "--cgroup-mode=split"
 # Podman's states of a container whose import failed (libpod, define.ContainerStatus).
 _NEVER_RAN = ("configured", "created", "initialized")

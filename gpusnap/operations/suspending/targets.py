@@ -62,7 +62,7 @@ def find_running(name: str, asked: podman.Inspection) -> Running:
             hint=f"podman unpause {found.name}, then suspend it",
             code="GPS-203",
         )
-    podman.check(found)
+    podman.check(found, instead=f"run podman pause {found.name}")
     roots = _with_podman(found.id)
     if not roots:
         raise GpusnapError(

@@ -67,7 +67,7 @@ class Area:
         except (OSError, ValueError) as error:  # ValueError: the file is shorter
             os.close(self.descriptor)
             raise error if isinstance(error, OSError) else OSError(errno.EIO, str(error), path) from error
-        # A child that must be left behind (question_process.py) would keep the tmpfs, and all memory in it.
+        # A child that must be left behind (base/question_process.py) would keep the tmpfs and all its memory.
         self._mapping.madvise(mmap.MADV_DONTFORK)
         with suppress(OSError):  # a kernel without huge pages
             self._mapping.madvise(mmap.MADV_HUGEPAGE)

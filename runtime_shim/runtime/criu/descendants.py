@@ -67,7 +67,7 @@ def kill_all(
             if time.monotonic() > deadline:
                 raise GpusnapError(
                     "processes of the restore were killed but do not exit: "
-                    f"{' '.join(map(str, sorted(left)))}",
+                    f"{' '.join(str(pid) for pid in sorted(left))}",
                     hint="check /proc/PID/stack for what they wait for; then run gpusnap recover",
                     code="GPS-025",
                 )

@@ -125,7 +125,7 @@ def _find_first_error(path: str) -> str:
 def make_quiet_command(call: CheckpointCall | RestoreCall, real: RealRuntime) -> list[str]:
     """Return the real runtime with the caller's global options, but with stderr instead of its log.
 
-    For commands other than the requested one: the log gets one line of gpusnap, see log.py.
+    For commands other than the requested one: the log gets one line of gpusnap, see base/log.py.
     """
     return render_globals(replace(call.globals, log=None, log_format=None), real)
 

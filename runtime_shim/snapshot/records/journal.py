@@ -8,14 +8,15 @@
         <key>.<pid>.thread       a thread's own registers, while gpusnap makes system calls with it
         <key>.masks              the signal masks of threads that are held, see process/ptrace/signal_masks.py
         <key>.<pid>.idle         a process without GPU state that gpusnap stopped (`refuse_leftover`)
-        <key>.paused             which processes of a paused container were stopped, see paused_container.py;
-                                 or that gpusnap paused it, see dump_pause.py
+        <key>.paused             which processes of a paused container were stopped, see
+                                 gpu_processes/paused_container.py; or that gpusnap paused it, see
+                                 gpu_processes/dump_pause.py
         <key>.images             which images were in the directory before CRIU began to write into it
         <key>.unsynced           the disk failed at the fsync of CRIU's images, which the next fsync would not
                                  report: they do not count as complete
     /run/gpusnap/restored/
-        <key>.restored           which Podman to ask about a running container, see restored_containers.py; it
-                                 stays when no operation is in progress
+        <key>.restored           which Podman to ask about a running container, see
+                                 recovery/restored_containers.py; it stays when no operation is in progress
     /run/gpusnap/suspended/      exists while a container is suspended; the launcher checks that
         <key>.suspended          a container that `gpusnap suspend` suspended, see suspensions.py: it and
                                  <key>.json, which says where its memory is, stay until it is resumed
@@ -133,7 +134,7 @@ class JournalProcess:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A paused container, as recorded by paused_container.py and dump_pause.py."""
+    """A paused container: what gpu_processes/paused_container.py and gpu_processes/dump_pause.py record."""
 
     owner: tuple[int, int]
     """As Entry.owner."""

@@ -17,7 +17,7 @@ The file describes the container, and how far a suspend or resume has come:
 - resumed: all of them have it; the engine only has to resume the container.
 
 A second file beside it, <key>.paused, says which processes are stopped in the frozen cgroup
-(paused_container.py).
+(gpu_processes/paused_container.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Removes what a killed restore left: an incomplete container. Its checkpoint is unharmed.
 
-The record of the restore says what was begun, and how far it came (restore_record.py).
+The record of the restore says what was begun, and how far it came (restoring/record.py).
 
 The real runtime continues when gpusnap is killed, so a container may exist whose processes are stopped
 without their GPU state. Podman waits for it and holds its lock until it is gone: conmon reads what the
@@ -49,9 +49,8 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import resume
 from gpusnap.runtime_shim.snapshot.memory import chunk_layout, transfer
 from gpusnap.runtime_shim.snapshot.memory.pages import Pages
 from gpusnap.runtime_shim.snapshot.records import journal, suspensions
-from gpusnap.runtime_shim.snapshot.recovery import held_threads
+from gpusnap.runtime_shim.snapshot.recovery import held_threads, incomplete_restore
 from gpusnap.runtime_shim.snapshot.recovery.bring_back import list_alive
-from gpusnap.runtime_shim.snapshot.restoring import incomplete as incomplete_restore
 from gpusnap.runtime_shim.snapshot.restoring import record as restore_record
 from gpusnap.runtime_shim.snapshot.restoring.record import Restore, Stage
 
@@ -248,7 +247,7 @@ def _drop_links(entry: Restore) -> None:
 def _let_go(key: str) -> None:
     """Remove the files in RAM of the restore, and the records of threads."""
     if journal.read(key) is not None:
-        return  # they belong to a checkpoint, which recover_checkpoint.py handles
+        return  # they belong to a checkpoint, which checkpoint.py beside it handles
     for name in journal.list_noted("thread"):
         whose, _, pid = name.rpartition(".")
         if whose == key and pid.isdigit():

@@ -4,9 +4,9 @@
                                             stage; removed when the container runs with its GPU state, or
                                             has been removed
     /run/gpusnap/restored/<key>.restored    the last version, while a container runs that Podman had restored;
-                                            see restored_containers.py
+                                            see recovery/restored_containers.py
 
-recover_restore.py reads what a killed restore has left here.
+recovery/restore.py reads what a killed restore has left here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpusnap.runtime_shim.runtime.command_line import RestoreCall
 from gpusnap.runtime_shim.runtime.criu.run import make_quiet_command
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.snapshot.records import journal
-from gpusnap.runtime_shim.snapshot.restoring.incomplete import Place
+from gpusnap.runtime_shim.snapshot.restoring.place import Place
 
 _KIND = "restore"
 _VERSION = 1

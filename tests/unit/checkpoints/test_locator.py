@@ -83,6 +83,7 @@ def test_a_name_that_looks_like_a_reference() -> None:
         ("fifo", UsageError, "fifo is a FIFO, not a file"),
         ("oci-archive:fifo", UsageError, "fifo is a FIFO, not a file"),
         ("/dev/zero", UsageError, "/dev/zero is a device, not a file"),
+        ("sha256:abcd", UsageError, "'sha256:abcd' is not a digest: write sha256: and 6 to 64 digits"),
         ("two words", UsageError, "'two words' is not a checkpoint"),
         ("http://nohost/x", UsageError, "names no registry"),
         ("registry.example/W:v1", UsageError, "is not a valid repository name: use"),
@@ -116,6 +117,23 @@ def test_what_is_no_destination(word: str) -> None:
     """A name alone is none, and nor is what a store could not find again."""
     with pytest.raises(UsageError):
         locator.destination(word)
+
+
+def test_a_file_where_only_stores_count(default: Store, tmp_path: Path) -> None:
+    """It exists, so nothing says that it is no file."""
+    path = tmp_path / "r.tar.zst"
+    with pytest.raises(UsageError, match="neither a file"):
+        locator.in_store(str(path))
+    path.touch()
+    with pytest.raises(UsageError, match=f"^'{path}' is a file, and this command only takes checkpoints in"):
+        locator.in_store(str(path))
+
+
+def test_the_command_that_makes_a_store(tmp_path: Path) -> None:
+    """It is complete, and quoted for a shell."""
+    with pytest.raises(NotFound) as raised:
+        locator.find(f"oci:{tmp_path}/no such dir")
+    assert raised.value.hint == f"gpusnap checkpoint --to oci:'{tmp_path}/no such dir' CONTAINER makes one"
 
 
 def put(store: Store, name: str) -> str:

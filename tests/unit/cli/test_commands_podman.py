@@ -123,6 +123,30 @@ def test_what_does_not_go_together(words: Sequence[str]) -> None:
     assert isinstance(run(*words).exception, UsageError)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["checkpoint", ""],
+        ["checkpoint", "a", ""],
+        ["suspend", ""],
+        ["resume", ""],
+        ["swap", "a", ""],
+        ["swap", "", "a"],
+        ["migrate", "", "ssh://other"],
+        ["recover", ""],
+        ["doctor", ""],
+        ["schedule", ""],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_name(fake: FakePodman, words: Sequence[str]) -> None:
+    """Podman would be asked for a container without a name."""
+    done = run(*words)
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception) == "the name of a container is empty"
+    assert not (fake.folder / "calls").exists()
+
+
 class TestSeveral:
     """`a` is done, `bad` fails, `gone` is not there, `stop` gets Ctrl-C."""
 
@@ -151,6 +175,10 @@ class TestSeveral:
         assert done.exception.sentence() == "1 of 3 failed: bad; see above for each of them"
         assert [line.split()[0] for line in done.stdout.splitlines()] == ["a:1", "c:1"]
         assert "gpusnap: bad: it is bad; make it good [GPS-215]\n" in done.stderr
+
+    def test_a_sentence_that_names_the_container(self) -> None:
+        """It is not named twice."""
+        assert "gpusnap: there is no container gone\n" in run("checkpoint", "a", "gone").stderr
 
     def test_exit_codes(self) -> None:
         """All the same is that one; as JSON each has its own."""

@@ -271,11 +271,11 @@ def test_ls_of_a_registry(gpusnap: Run, kept: Kept, tmp_path: Path) -> None:
         assert len(registry.asked("GET", "/tags/list")) == 4
         code, _, err = gpusnap("ls", f"http://{registry.host}/none")
         assert code == exit_codes.NOT_FOUND
-        assert f"{registry.host}/none cannot list its tags: not found" in err
+        assert f"the tags of {registry.host}/none cannot be listed: not found" in err
         registry.rule("GET", "/tags/list", Say(405))
         code, _, err = gpusnap("ls", where)
         assert code == exit_codes.FAILED
-        assert f"{name} cannot list its tags: status 405" in err
+        assert f"the tags of {name} cannot be listed: status 405" in err
         assert "gpusnap inspect" in err
 
 
@@ -312,7 +312,7 @@ def test_ls_of_nothing(gpusnap: Run, tmp_path: Path) -> None:
     assert (code, out) == (exit_codes.NOT_FOUND, "")
     assert err == (
         f"gpusnap: there is no store {tmp_path}/none: there is no such directory; gpusnap checkpoint --to "
-        f"oci:{tmp_path}/none makes one\n"
+        f"oci:{tmp_path}/none CONTAINER makes one\n"
     )
     code, _, err = gpusnap("ls", f"oci:{tmp_path}")
     assert code == exit_codes.NOT_FOUND

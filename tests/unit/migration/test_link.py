@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,12 +91,25 @@ def test_not_reached(tmp_path: Path, script: str, said: str, code: str) -> None:
     assert raised.value.hint
 
 
-def test_no_ssh(tmp_path: Path) -> None:
-    with (
-        pytest.raises(GpusnapError, match="cannot be run"),
-        connect(Route(to=Destination("h"), ssh=f"{tmp_path}/gone")),
-    ):
+def test_how_to_try_it(tmp_path: Path) -> None:
+    """The hint is the command itself, with the options of this one."""
+    route = replace(an_ssh(tmp_path, "exit 255"), program="sudo gpusnap")
+    with pytest.raises(GpusnapError) as raised, connect(route):
         raise AssertionError
+    tried = f"{tmp_path}/ssh -T -- gpu2 'sudo gpusnap version'"
+    assert raised.value.hint == f"check that this works as the same user: {tried}"
+
+
+def test_no_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenSSH is missing only if nobody named another program."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for options, hint in (({}, "install OpenSSH's client"), ({"ssh": f"{tmp_path}/gone"}, "check --ssh")):
+        with (
+            pytest.raises(GpusnapError, match="cannot be run") as raised,
+            connect(Route(to=Destination("h"), **options)),
+        ):
+            raise AssertionError
+        assert raised.value.hint == hint
 
 
 def test_no_ssh_for_want_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,18 @@ def test_it_cannot_be_restored_here(
     assert error.hint.startswith("gpusnap restore w:")
 
 
+def test_one_without_a_gpu(fake: FakePodman, other: OtherSide) -> None:
+    """Podman can move it by itself; a checkpoint alone would not."""
+    fake.has(runtime="crun")
+    (fake.folder / "path").write_text("/usr/bin/crun\n")
+    hint = move().hint
+    assert hint.startswith(
+        "if it uses no GPU, run podman container checkpoint --export FILE w here, and podman"
+    )
+    assert "podman container restore --import FILE on the other host; otherwise remove it" in hint
+    assert not other.asked
+
+
 def test_it_was_started_here_meanwhile(fake: FakePodman, other: OtherSide, host_store: Store) -> None:
     """Then it does not run on the other host, too, and its checkpoint stays."""
 

@@ -14,6 +14,7 @@ from criu_images import INVENTORY
 from fakes import a_manifest
 from kept_checkpoints import an_archive, keep, keep_pages
 
+from gpusnap.base.user_errors import Damaged
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints.locator import InStore
 from gpusnap.oci.layout.layout import Layout
@@ -21,7 +22,7 @@ from gpusnap.oci.store.store import Store
 from gpusnap.operations import verify as verifying
 from gpusnap.operations.verify import verify_one
 from gpusnap.operations.verify_files import describe_unchecked
-from gpusnap.runtime_shim.base.errors import ManifestError
+from gpusnap.runtime_shim.base.errors import GpusnapError, ManifestError
 from gpusnap.runtime_shim.records import manifest_file, manifest_json
 from gpusnap.runtime_shim.records.manifest import ImageRecord
 from gpusnap.runtime_shim.settings import Settings
@@ -113,7 +114,28 @@ def test_an_archive_that_is_cut_short(images: Path) -> None:
         path.write_bytes(content[:size])
         (found,) = verify_one(str(path)).damaged
         assert found.belongs_to == ("the archive itself",)
-        assert "cut short" in found.what
+        assert found.what.startswith("is not a checkpoint archive, or is cut short: ")
+
+
+@pytest.mark.parametrize("size", [12, 512, 5000])
+def test_a_file_that_is_no_archive(tmp_path: Path, size: int) -> None:
+    """Nothing is damaged: nobody shall remove it."""
+    path = tmp_path / "passwd"
+    path.write_bytes(b"root:x:0:0:\n" * (size // 12 + 1))
+    with pytest.raises(GpusnapError, match=f"^{path} is not a checkpoint archive$") as raised:
+        verify_one(str(path))
+    assert not isinstance(raised.value, Damaged)
+    assert (raised.value.hint, raised.value.code) == ("check the path", "GPS-605")
+
+
+def test_an_archive_with_a_broken_header(images: Path) -> None:
+    """Its first one is still known as that of an archive."""
+    path = packed(images)
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    (found,) = verify_one(str(path)).damaged
+    assert found.what == "is not a checkpoint archive, or is cut short: one of its headers is invalid"
 
 
 def test_a_blob_that_no_table_names(images: Path) -> None:

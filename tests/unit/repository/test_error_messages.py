@@ -36,6 +36,12 @@ def messages(folder: Path, **modules: str) -> dict[str, tuple[str, ...]]:
         ('raise GpusnapError("it broke")', ["it broke"]),
         ('raise GpusnapError(f"{path!r} is {len(x) >> 20} MiB")', ["<path> is <number> MiB"]),
         ('raise GpusnapError(f"{found.name} is {reason(error)}")', ["<name> is <reason>"]),
+        (
+            'raise GpusnapError(f"{told_error}: no answer in {_PATIENCE} s")',
+            ["<error>: no answer in <seconds> s"],
+        ),
+        ('raise GpusnapError(f"no {id_of(x)} but {y.get(NOTE)}")', ["no <container> but <note>"]),
+        ('raise GpusnapError(f"at most {_MOST_NAMES} of {len(x)}")', ["at most <limit> of <number>"]),
         ('raise GpusnapError("no " + what)', ["no <what>"]),
         ('raise GpusnapError("no way" if x else f"all of {y}")', ["no way", "all of <y>"]),
         ('said = "first one" if x else "other one"; raise GpusnapError(said)', ["first one", "other one"]),

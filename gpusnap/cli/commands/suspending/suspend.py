@@ -11,6 +11,7 @@ import click
 from gpusnap.base.privileges import require_root
 from gpusnap.cli.completion import complete_container, complete_suspended
 from gpusnap.cli.json_output import print_json
+from gpusnap.cli.options.container_names import check_not_empty
 from gpusnap.cli.options.several import run_each
 from gpusnap.operations.suspending.moved import MovedContainer, SpilledContainer
 from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
@@ -27,7 +28,12 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print what was 
 
 @click.command()
 @click.argument(
-    "containers", nargs=-1, required=True, metavar="CONTAINER...", shell_complete=complete_container
+    "containers",
+    nargs=-1,
+    required=True,
+    metavar="CONTAINER...",
+    callback=check_not_empty,
+    shell_complete=complete_container,
 )
 @click.option("--spill", is_flag=True, help="Move the GPU memory on to the store, which also frees RAM.")
 @click.option("--wait", is_flag=True, help="With --spill: return only when the memory is in the store.")
@@ -112,7 +118,12 @@ def suspend(containers: tuple[str, ...], spill: bool, wait: bool, suspended: boo
 
 @click.command()
 @click.argument(
-    "containers", nargs=-1, required=True, metavar="CONTAINER...", shell_complete=complete_suspended
+    "containers",
+    nargs=-1,
+    required=True,
+    metavar="CONTAINER...",
+    callback=check_not_empty,
+    shell_complete=complete_suspended,
 )
 @click.option("--gpu-map", default="", metavar="MAP", help="Map old GPUs to others: 0=1,1=0, or UUIDs.")
 @_as_json
@@ -168,8 +179,8 @@ def resume(containers: tuple[str, ...], gpu_map: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("out", metavar="OUT", shell_complete=complete_container)
-@click.argument("into", metavar="IN", shell_complete=complete_suspended)
+@click.argument("out", metavar="OUT", callback=check_not_empty, shell_complete=complete_container)
+@click.argument("into", metavar="IN", callback=check_not_empty, shell_complete=complete_suspended)
 @click.option(
     "--gpu-map", default="", metavar="MAP", help="Map the old GPUs of IN to others: 0=1,1=0, or UUIDs."
 )

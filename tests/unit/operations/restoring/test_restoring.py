@@ -555,6 +555,7 @@ def test_an_archive_that_is_damaged(fake: FakePodman, tmp_path: Path, how: str) 
     with pytest.raises(Damaged, match=f"{path} is ") as raised:
         restored(InFile(str(path)))
     assert exit_code(raised.value) == 4
+    assert raised.value.hint == "use another copy of it; gpusnap verify lists all damage"
 
 
 def _tar(*found: tuple[str, bytes, str]) -> bytes:
@@ -588,7 +589,7 @@ def test_what_cannot_be_looked_through(fake: FakePodman, tmp_path: Path, data: b
     """Podman, which reads on and knows more compressions, is not given it."""
     path = tmp_path / "in.tar"
     path.write_bytes(data)
-    with pytest.raises(Damaged, match="is not a checkpoint archive"):
+    with pytest.raises(GpusnapError, match="is not a checkpoint archive"):
         restored(InFile(str(path)))
     assert not (fake.folder / "calls").exists()
 

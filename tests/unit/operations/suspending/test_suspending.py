@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_podman import FakePodman
 from fakes import FakeDriver
 
 from gpusnap.base.user_errors import NotFound
@@ -305,6 +306,16 @@ def test_what_a_restore_left_comes_first(monkeypatch: pytest.MonkeyPatch) -> Non
     engine: Any = SimpleNamespace(kind="podman")
     suspending.suspend_this((engine, container, None), early)  # type: ignore[arg-type]
     assert did == [f"recover {ONE.key}", "suspend"]
+
+
+def test_one_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Podman can pause it; a checkpoint is not what was wanted."""
+    fake = FakePodman(tmp_path / "podman", monkeypatch)
+    fake.has(runtime="crun")
+    (fake.folder / "path").write_text("/usr/bin/crun\n")
+    with pytest.raises(ContainerError) as caught, podman.Inspection("w") as asked:
+        targets.find_running("w", asked)
+    assert caught.value.hint.startswith("if it uses no GPU, run podman pause w; otherwise remove it")
 
 
 def test_a_spill_that_nobody_waits_for(there: list[Suspension], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Mount namespaces of a thread: what goes wrong names the call and the path, and stays in the thread.
 
-What goes right is seen in test_bind_mounted_nodes.py and test_rerun.py, on a machine that lets us mount.
+test_bind_mounted_nodes.py and test_nvidia_hooks.py show what goes right, on a machine that lets us mount.
 """
 
 from __future__ import annotations
