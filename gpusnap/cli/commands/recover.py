@@ -32,7 +32,7 @@ from gpusnap.operations.checkpointing import left_exports
 from gpusnap.operations.checkpointing.left_exports import LeftExport
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.restoring import in_podman
-from gpusnap.operations.restoring.in_podman import StoppedContainer
+from gpusnap.operations.restoring.in_podman import NeedyContainer, StoppedContainer
 from gpusnap.operations.suspending import recover as suspending
 from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import settings as settings_file
@@ -256,19 +256,21 @@ def _pause_again(suspended: Sequence[Suspension]) -> None:
 def _say_nothing(container: str, *, known: bool, as_json: bool = False) -> None:
     """Say that nothing of a container was interrupted, and how it continues if only Podman can restore it.
 
-    `known`: gpusnap has a record of it. Raises NotFound if there is no such container, GpusnapError if Podman
-    does not answer.
+    `known`: gpusnap has a record of it. Raises NotFound if there is no such container, nor an export of one,
+    GpusnapError if Podman does not answer.
     """
+    stores = _list_stores()
+    exported = in_podman.find_exported(container, stores)
     there: podman.Container | None = None
     try:
         with podman.Inspection(container, seconds=_PATIENCE) as asked:
             there = asked.container()
     except GpusnapError:
-        if not (known or targets.is_task(container)):
+        if not (known or exported or targets.is_task(container)):
             raise
     stopped = _StoppedContainers((), {})
     if there is not None and there.status not in ("running", "paused"):
-        every = _StoppedContainers.find(_list_stores())
+        every = _StoppedContainers.find(stores)
         stopped = _StoppedContainers(
             tuple(each for each in every.found if each.container.id == there.id), every.unknown
         )
@@ -276,6 +278,8 @@ def _say_nothing(container: str, *, known: bool, as_json: bool = False) -> None:
         print_json(recover_list.documents(recover_list.list_stopped(stopped.each_once), Names()))
         stopped.tell_unknown()
         return
+    for each in exported:
+        click.echo(each.left.said, err=True)
     stopped.tell()
     if there is not None and there.status == _CREATED:
         click.echo(
@@ -283,7 +287,7 @@ def _say_nothing(container: str, *, known: bool, as_json: bool = False) -> None:
             f"podman rm {there.name} removes it",
             err=True,
         )
-    elif not stopped.stores:
+    elif not (stopped.stores or exported):
         click.echo(_NOTHING, err=True)
 
 
@@ -358,11 +362,18 @@ def _tell_exports(
 
 
 def _tell_memory(store: Store, stopped: Sequence[StoppedContainer]) -> bool:
-    """Say how much memory without a name the store has that none of these containers needs; whether any."""
-    said = ""
+    """Say how much memory without a name the store has that no container needs; whether any.
+
+    `stopped`: containers of Podman's that need some.
+    """
+    said, needy = "", list[NeedyContainer](stopped)
     with suppress(OciError):
         if exists(store.path):
-            needed = in_podman.find_needed(store, stopped)
+            try:
+                needy += in_podman.list_exported(store)
+            except GpusnapError as error:
+                click.echo(error.sentence(), err=True)
+            needed = in_podman.find_needed(store, needy)
             said = store_tables.explain_pages_only(listing(store), needed=needed)
     if said:
         click.echo(said, err=True)

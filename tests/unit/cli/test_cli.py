@@ -20,7 +20,7 @@ import pytest
 import zstandard
 from fake_podman import ID, FakePodman
 from fakes import POISON, FakeDriver, a_manifest, exporting, gpu, uuid
-from kept_checkpoints import hand_over_pages, keep_pages
+from kept_checkpoints import hand_over_pages, keep_pages, leave_export
 from rich.console import Console
 from stopped_container import make_stopped
 
@@ -775,6 +775,31 @@ def test_memory_that_no_container_needs(
         first, second = err.splitlines()
         assert " of memory without a name is in the store, from a checkpoint that failed or " in first
         assert second == "no container needs recovery"
+
+
+@pytest.mark.parametrize("words", [[], ["--list"]])
+def test_an_export_that_is_all_that_is_left(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: list[str],
+) -> None:
+    """Of a container with --rm: its memory counts as needed, and its name, or its ID, finds the export."""
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    FakePodman(tmp_path / "podman", monkeypatch)
+    archive = leave_export(host_store, tmp_path / "exported")
+    keep_pages(host_store)
+    said = f"what Podman exported of the container k: podman container restore --import {archive}\n"
+    for container in ((), ("k",), (ID[:12],)):
+        assert gpusnap("recover", *words, *container) == (0, "", said)
+    assert gpusnap("recover", "--list", "--json", "k") == (0, "[]\n", "")
+    assert gpusnap("recover", *words, "w")[0] == exit_codes.NOT_FOUND
+    code, _, err = gpusnap("restore", "k")
+    assert (code, "'k', but Podman's export of the container k is left" in err) == (3, True)
+    assert "; gpusnap recover names it" in err
 
 
 def test_memory_that_two_stores_have(
