@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from archives import CONFIG_DUMP, record, regions, written
+from archives import CONFIG_DUMP, CREATED, record, regions, written
 
 from gpusnap.checkpoints.formats.podman import take_in
 from gpusnap.oci.chunks import artifact
@@ -57,25 +58,25 @@ def hand_over_pages(store: Store, name: str, owner: tuple[int, int] = (0, 0)) ->
     return found
 
 
-def write_export(path: Path, source: Path, *, pages: str = "store") -> str:
+def write_export(path: Path, source: Path, *, pages: str = "store", created: str = CREATED) -> str:
     """Write Podman's archive of the container k; `source`: a new folder for its memory."""
     layout = Layout(source).create()
     config = json.dumps({**CONFIG_DUMP, "name": "k"}).encode()
     return written(
         path,
         layout if pages == "chunks" else None,
-        record(regions(layout), pages=pages),
+        replace(record(regions(layout), pages=pages), created=created),
         more={"config.dump": config},
     )
 
 
-def leave_export(store: Store, source: Path) -> str:
+def leave_export(store: Store, source: Path, *, created: str = CREATED) -> str:
     """Have a store keep Podman's export of the container k for a killed command; its path.
 
     `keep_pages` puts its memory into the store.
     """
     staging = store.create().stage()
-    path = write_export(Path(staging.path, "podman.tar"), source)
+    path = write_export(Path(staging.path, "podman.tar"), source, created=created)
     command = f"podman container restore --import {path}"
     staging.mark_precious(f"what Podman exported of the container k: {command}")
     staging.close(leave=True)

@@ -14,6 +14,7 @@ from contextlib import closing
 from functools import partial
 
 from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.formats.annotations import time_of
 from gpusnap.checkpoints.formats.entries import entries
 from gpusnap.checkpoints.formats.names import BLOBS, CONFIG, FIRST, LARGEST_DUMP
 from gpusnap.oci.base.dataclass import dataclass
@@ -35,6 +36,8 @@ class ExportedContainer:
 
     id: str
     name: str
+    created: str
+    """When its checkpoint was made (RFC 3339)."""
     volumes: Collection[str]
     """The names of its named volumes."""
     left: LeftExport
@@ -75,13 +78,14 @@ def read(left: LeftExport, store: str, *, within: float = deadlines.PATIENCE) ->
 
 
 def _read(left: LeftExport, store: str) -> ExportedContainer:
-    missing, found = {FIRST[0], CONFIG}, dict[str, bytes]()
+    missing, found, created = {FIRST[0], CONFIG}, dict[str, bytes](), ""
     with closing(entries(left.archive)) as members:
         for member in members:
             if member.name in missing and member.content is not None:
                 limit = LARGEST_DUMP if member.name == FIRST[0] else manifest.LARGEST
                 found[member.name] = member.content.read(limit)
                 missing.discard(member.name)
+                created = created or time_of(member.info.mtime)
             elif member.name.startswith(f"{BLOBS}/") and not left.store:
                 missing.discard(CONFIG)  # with --to FILE, the memory is in the archive
             if not missing:
@@ -89,11 +93,13 @@ def _read(left: LeftExport, store: str) -> ExportedContainer:
     needed: tuple[Descriptor, ...] = ()
     if CONFIG in found:
         record = manifest_json.decode(found[CONFIG], f"{left.archive}: {CONFIG}")
+        created = record.created
         if record.pages == StoreDestination.kind:
             needed = tuple(descriptors(record.tables))
     try:
         config = parse_json(found.get(FIRST[0], b""))
         volumes = [str(each["volumeName"]) for each in config.get("namedVolumes") or ()]
-        return ExportedContainer(str(config["id"]), str(config["name"]), volumes, left, needed, store)
+        container_id, name = str(config["id"]), str(config["name"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise GpusnapError(f"{left.archive}: {FIRST[0]} does not name a container: {error!r}") from error
+    return ExportedContainer(container_id, name, created, volumes, left, needed, store)

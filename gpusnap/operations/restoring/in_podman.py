@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from gpusnap.base.user_errors import NotFound, convert_errors
 from gpusnap.checkpoints import locator
+from gpusnap.checkpoints.names import container_name
 from gpusnap.engines import podman
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.errors import OciError
@@ -23,6 +24,7 @@ from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.documents import Descriptor
 from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.store import Store
+from gpusnap.oci.store.tags import by_age, is_later
 from gpusnap.runtime_shim.base.errors import GpusnapError
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ def list_restorable(store: Store) -> tuple[StoppedContainer, ...]:
     ids |= {each.container for each in handed_over}
     found: list[StoppedContainer] = []
     for there in _inspect_existing(ids - {""}):
-        if not _has_checkpoint(there):
+        if not has_checkpoint(there):
             continue
         with suppress(GpusnapError, OciError):
             needed = _list_needed(there)
@@ -145,7 +147,7 @@ def list_exported(store: Store) -> tuple[ExportedContainer, ...]:
 
 
 def find_exported(wanted: str, stores: Sequence[str]) -> tuple[ExportedContainer, ...]:
-    """Return the containers of that name or ID of which killed commands left Podman's export.
+    """Return the containers of that name or ID of which killed commands left Podman's export, by age.
 
     `stores`: the paths of this host's store and those of killed commands. An export that cannot be read is
     left out.
@@ -165,7 +167,19 @@ def find_exported(wanted: str, stores: Sequence[str]) -> tuple[ExportedContainer
             there = exported_containers.read(each, each.store or stores[0], within=within)
             if wanted == there.name or (wanted and there.id.startswith(wanted)):
                 found.append(there)
-    return tuple(found)
+    return tuple(sorted(found, key=lambda each: by_age(each.created)))
+
+
+def has_later_export(source: locator.ResolvedName, name: str) -> bool:
+    """Return whether a killed command left an export of a container that is later than its newest checkpoint.
+
+    `name`: the container's name in the store, without a tag.
+    """
+    with suppress(GpusnapError, OciError, OSError):
+        for each in find_exported(name, [source.place.store.path]):
+            if container_name(each.name, each.id) == name and is_later(each.created, source.entry.created):
+                return True
+    return False
 
 
 def find_needed(store: Store, needy: Sequence[NeedyContainer]) -> frozenset[str]:
@@ -236,7 +250,7 @@ def list_unnoticed() -> tuple[podman.Container, ...]:
         for container_id in podman.list_not_cleaned_up(seconds=_PATIENCE):
             with suppress(GpusnapError):
                 there = podman.inspect_container(container_id)
-                ended = there.is_not_cleaned_up and there.id not in running and _has_checkpoint(there)
+                ended = there.is_not_cleaned_up and there.id not in running and has_checkpoint(there)
                 if ended and podman.is_ours(there.runtime):
                     found.append(there)
     return tuple(found)
@@ -312,7 +326,7 @@ def _list_needed(found: podman.Container) -> Sequence[Descriptor]:
     return Layout(os.path.join(path, FOLDER)).list_missing(descriptors(record.tables))
 
 
-def _has_checkpoint(found: podman.Container) -> bool:
+def has_checkpoint(found: podman.Container) -> bool:
     """Return whether it has ended, and Podman has a complete checkpoint of it.
 
     If Podman was killed, too, it has recorded none. CRIU writes the inventory last (criu, cr-dump.c).
@@ -332,7 +346,7 @@ def _find_restorable(place: locator.InStore) -> podman.Container | None:
         return None
     with suppress(GpusnapError, OciError):
         found = podman.inspect_container(place.wanted)
-        if found.name != place.wanted or not _has_checkpoint(found):
+        if found.name != place.wanted or not has_checkpoint(found):
             return None
         if not _list_needed(found):
             return found

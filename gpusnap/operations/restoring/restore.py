@@ -18,7 +18,7 @@ from gpusnap.oci.base.errors import OciError, RegistryError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.image_marks import CRIU
-from gpusnap.oci.store.tags import base
+from gpusnap.oci.store.tags import LATEST, base
 from gpusnap.operations.restoring import in_podman, in_use
 from gpusnap.operations.restoring.podman_restore import PodmanRestore, RestoredContainer, RestoreRequest
 from gpusnap.runtime_shim import settings as settings_file
@@ -63,6 +63,7 @@ def restore(
                     found = job.restore_file(path)
                 case locator.InStore():
                     source = in_podman.resolve(request.what)
+                    _check_newest(request.what.wanted, source)
                     found = job.restore_from_store(source.place, asked)
                 case locator.InRegistry():
                     try:
@@ -85,6 +86,20 @@ def restore(
     _forget_migration(job)
     name = _run_command(found, progress)
     return RestoreResult(found.id, name, time.monotonic() - began, job.digest, kept_as, source)
+
+
+def _check_newest(wanted: str, source: locator.ResolvedName) -> None:
+    """Raise Refused if a name without a tag means what a killed migration sent ahead. Raises GpusnapError.
+
+    Notes a later checkpoint that was not completed.
+    """
+    name = wanted.removesuffix(f":{LATEST}")
+    if not name or base(name) != name or base(source.entry.name) != name:
+        return  # a tag or a digest says which one
+    if source.entry.name != wanted:
+        migrations.check_ahead(source.place.store.path, source.entry.name)
+    if in_podman.has_later_export(source, name):
+        note(f"a later checkpoint of {name} was not completed: gpusnap recover {name} names it")
 
 
 def _forget_migration(job: PodmanRestore) -> None:

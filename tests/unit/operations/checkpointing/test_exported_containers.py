@@ -41,7 +41,7 @@ def test_its_volumes(host_store: Store, tmp_path: Path, monkeypatch: pytest.Monk
     fake = FakePodman(tmp_path / "podman", monkeypatch)
     fake.has_volumes("data")
     left = LeftExport("/x.tar", host_store.path, "")
-    found = exported_containers.ExportedContainer("c0ffee", "k", ["data"], left, (), host_store.path)
+    found = exported_containers.ExportedContainer("c0ffee", "k", "", ["data"], left, (), host_store.path)
     assert found.make_command() == "podman container restore --import /x.tar --ignore-volumes"
 
 
