@@ -738,6 +738,17 @@ def test_gc(gpusnap: Run, kept: Kept) -> None:
     assert json_of(gpusnap, "verify", "--all")[0]["damaged"] == []
 
 
+def test_gc_before_the_first_checkpoint(gpusnap: Run, tmp_path: Path) -> None:
+    """This host's store need not exist; one that the user names must."""
+    store = tmp_path / "store"
+    assert gpusnap("gc") == (0, f"nothing to remove: {store} has no checkpoint yet\n", "")
+    assert json_of(gpusnap, "gc")["blobs"] == 0
+    assert not store.exists()
+    (tmp_path / "other").mkdir()
+    for word in (f"oci:{store}", f"oci:{tmp_path / 'other'}"):
+        assert gpusnap("gc", word)[0] == exit_codes.NOT_FOUND
+
+
 def test_gc_of_what_killed_commands_left(gpusnap: Run, kept: Kept) -> None:
     """It says how many."""
     for count, what in ((1, "1 killed command"), (2, "2 killed commands")):

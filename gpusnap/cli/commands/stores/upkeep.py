@@ -11,7 +11,14 @@ from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import Damaged, convert_errors
 from gpusnap.checkpoints.damage import VerifyResult
 from gpusnap.checkpoints.list import listing
-from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_store, parse_name
+from gpusnap.checkpoints.locator import (
+    InStore,
+    default_store,
+    has_layout,
+    in_store,
+    open_store,
+    parse_name,
+)
 from gpusnap.cli import store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
@@ -143,7 +150,8 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
     answer, or if an export cannot be read).
     """
     place = find_store(store)
-    found = collect_store(place, dry_run=dry_run)
+    is_new = store is None and not has_layout(place)
+    found = Collected(0, 0, (), (), 0, 0) if is_new else collect_store(place, dry_run=dry_run)
     needy: list[NeedyContainer] = []
     unknown: list[str] = []
     for look in (list_restorable, list_exported):
@@ -159,6 +167,9 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
             click.echo(said, err=True)
         return
     console = show.output()
+    if is_new:
+        show.say(console, f"nothing to remove: {place.path} has no checkpoint yet")
+        return
     store_tables.print_collected(console, place.path, found, dry_run=dry_run)
     for said in unknown:
         show.say(console, said)
