@@ -30,6 +30,7 @@ from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
 from gpusnap.cli import tables as show
 from gpusnap.cli.commands import host as host_commands
+from gpusnap.engines import podman
 from gpusnap.oci.base.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import driver as needed
@@ -620,6 +621,33 @@ def test_memory_that_a_killed_command_left(
         assert f"{made[0].container[:12]}  the memory of its checkpoint is in the store {store.path}\n" in out
         assert [each.name for each in store.entries()] == [""]
         assert store.list_handed_over() == {}
+
+
+@pytest.mark.parametrize("word", ["w", ID[:12]])
+def test_memory_that_a_killed_command_left_of_one_container(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    stopped: FakePodman,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    word: str,
+) -> None:
+    """gc names the container and recover, which has the store name the memory; its list changes nothing."""
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    monkeypatch.setattr(podman, "full_id", lambda wanted, *, seconds: ID if wanted == "w" else "")
+    hand_over_pages(host_store, "handed")
+    _, out, _ = gpusnap("gc")
+    said = f"the memory of the checkpoint of w ({ID[:12]}); gpusnap recover puts it into the store\n"
+    assert f"left {host_store.path}/staging/handed: {said}" in out
+    gpusnap("recover", "--list", word)
+    gpusnap("recover", "v")
+    assert host_store.entries() == ()
+    code, out, err = gpusnap("recover", word)
+    assert code == 0
+    assert out == f"w ({ID[:12]})  the memory of its checkpoint is in the store {host_store.path}\n"
+    assert err.endswith("its memory is in the store; to continue it: podman container restore w\n")
+    assert [each.name for each in host_store.entries()] == [""]
 
 
 @pytest.fixture
