@@ -135,7 +135,9 @@ def list_exported(store: Store) -> tuple[ExportedContainer, ...]:
     from gpusnap.operations.checkpointing import exported_containers, left_exports
 
     elsewhere = [each.store for each in left_exports.list_missing() if each.store]
+    begun = [each for each in left_exports.list_begun() if each.store == store.path]
     left = [*left_exports.list_left(store.path), *left_exports.list_left_beside(elsewhere)]
+    left += [each for each in begun if each.archive not in {one.archive for one in left}]
     end = time.monotonic() + _EXAMINING
     found: list[ExportedContainer] = []
     for each in left:
@@ -152,13 +154,17 @@ def find_exported(wanted: str, stores: Sequence[str]) -> tuple[ExportedContainer
     `stores`: the paths of this host's store and those of killed commands. An export that cannot be read is
     left out.
     """
-    from gpusnap.operations.checkpointing import exported_containers, left_exports
+    from gpusnap.operations.checkpointing import left_exports
 
     elsewhere = [each.store for each in left_exports.list_missing() if each.store]
     left = [*left_exports.list_left_beside(elsewhere)]
     for path in stores:
         with suppress(GpusnapError):  # a store that cannot be read hides no other one
             left += left_exports.list_left(path)
+    if not left:
+        return ()
+    from gpusnap.operations.checkpointing import exported_containers
+
     end = time.monotonic() + _EXAMINING
     found: list[ExportedContainer] = []
     for each in left:

@@ -63,7 +63,8 @@ def restore(
                     found = job.restore_file(path)
                 case locator.InStore():
                     source = in_podman.resolve(request.what)
-                    _check_newest(request.what.wanted, source)
+                    if _is_newest(request.what.wanted, source) and source.entry.name != request.what.wanted:
+                        migrations.check_ahead(source.place.store.path, source.entry.name)
                     found = job.restore_from_store(source.place, asked)
                 case locator.InRegistry():
                     try:
@@ -84,21 +85,22 @@ def restore(
         found = job.container
         _note_afterwards(error)
     _forget_migration(job)
+    if isinstance(request.what, locator.InStore) and source is not None:
+        _note_later(request.what.wanted, source)  # now: until here, a user waits for the container
     name = _run_command(found, progress)
     return RestoreResult(found.id, name, time.monotonic() - began, job.digest, kept_as, source)
 
 
-def _check_newest(wanted: str, source: locator.ResolvedName) -> None:
-    """Raise Refused if a name without a tag means what a killed migration sent ahead. Raises GpusnapError.
-
-    Notes a later checkpoint that was not completed.
-    """
+def _is_newest(wanted: str, source: locator.ResolvedName) -> bool:
+    """Return whether a word was a name without a tag, which means the newest checkpoint of that name."""
     name = wanted.removesuffix(f":{LATEST}")
-    if not name or base(name) != name or base(source.entry.name) != name:
-        return  # a tag or a digest says which one
-    if source.entry.name != wanted:
-        migrations.check_ahead(source.place.store.path, source.entry.name)
-    if in_podman.has_later_export(source, name):
+    return bool(name) and base(name) == name == base(source.entry.name)
+
+
+def _note_later(wanted: str, source: locator.ResolvedName) -> None:
+    """Note a later checkpoint that was not completed, unless a tag or a digest said which one is meant."""
+    name = base(source.entry.name)
+    if _is_newest(wanted, source) and in_podman.has_later_export(source, name):
         note(f"a later checkpoint of {name} was not completed: gpusnap recover {name} names it")
 
 

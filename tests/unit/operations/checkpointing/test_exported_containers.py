@@ -9,6 +9,7 @@ import pytest
 import zstandard
 from archives import written
 from fake_podman import ID, FakePodman
+from fakes import exporting
 from kept_checkpoints import keep_pages, leave_export, write_export
 
 from gpusnap.oci.store.store import Store
@@ -16,6 +17,7 @@ from gpusnap.operations.checkpointing import exported_containers
 from gpusnap.operations.checkpointing.left_exports import LeftExport
 from gpusnap.operations.restoring import in_podman
 from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.shim import overrides
 
 
 def test_in_a_store(host_store: Store, tmp_path: Path) -> None:
@@ -26,6 +28,17 @@ def test_in_a_store(host_store: Store, tmp_path: Path) -> None:
     (found,) = in_podman.list_exported(host_store)
     assert (found.id, found.name, found.store) == (ID, "k", host_store.path)
     assert in_podman.find_needed(host_store, [found]) == {host_store.entries()[0].descriptor.digest}
+
+
+def test_one_that_podman_has_not_begun(
+    host_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows yet what it needs: that is an error."""
+    host_store.create()
+    monkeypatch.setattr(overrides, "list_ended", lambda: {("c0ffee", host_store.path)})
+    archive = f"{host_store.path}/staging/one/podman.tar"
+    with exporting(tmp_path, archive), pytest.raises(GpusnapError, match=f"{archive} cannot be read"):
+        in_podman.list_exported(host_store)
 
 
 def test_in_another_store(host_store: Store, tmp_path: Path) -> None:
