@@ -19,12 +19,15 @@ def is_root() -> bool:
 
 def require_root(command: str) -> None:
     """Raise GpusnapError if a command that needs root is run by another user."""
-    if not is_root():
+    if is_root():
+        return
+    if command == "checkpoint":
         raise GpusnapError(
-            f"gpusnap {command} was not run as root, but only containers of root can be checkpointed",
+            "gpusnap checkpoint was not run as root, but only containers of root can be checkpointed",
             hint=_HINT,
             code=_CODE,
         )
+    raise GpusnapError(f"gpusnap {command} must be run as root", hint=_HINT, code=_CODE)
 
 
 def check_access(path: str) -> None:

@@ -330,15 +330,20 @@ def is_default(path: str) -> bool:
     return False
 
 
+def has_layout(store: Store) -> bool:
+    """Return whether a store's directory is an image layout. Raises GpusnapError if access is denied."""
+    layout = os.path.join(store.path, "oci-layout")
+    check_access(layout)
+    return os.path.exists(layout)
+
+
 def open_store(store: Store, *, write: bool = False) -> Store:
     """Check that a store can be read, and return it.
 
     With `write`, a layout that another tool has made becomes a store; else it is not changed. Raises
     NotFound, GpusnapError.
     """
-    layout = os.path.join(store.path, "oci-layout")
-    check_access(layout)
-    if not os.path.exists(layout):
+    if not has_layout(store):
         where = "" if is_default(store.path) else f"--to oci:{shlex.quote(store.path)} "
         raise NotFound(
             f"{store.path} is not a store, or has no checkpoint yet",

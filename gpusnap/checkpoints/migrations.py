@@ -142,6 +142,29 @@ def check(digest: str) -> None:
     )
 
 
+def check_ahead(store: str, name: str) -> None:
+    """Raise Refused if that checkpoint in a store was sent ahead by a migration that has not ended.
+
+    Its container ran on after it. Raises GpusnapError.
+    """
+    for each in list_outgoing():
+        if each.digest or (each.store, each.checkpoint) != (store, name):
+            continue
+        if each.at_work:
+            raise Refused(
+                f"{each.name} is being migrated to {each.host}, and {name} is not its last checkpoint",
+                hint="wait until gpusnap migrate has ended",
+                code="GPS-823",
+            )
+        raise Refused(
+            f"the newest checkpoint of {each.name} in the store is {name}, which its interrupted migration "
+            f"to {each.host} sent ahead: {each.name} ran on after it",
+            hint="run gpusnap recover first, which says what continues the container; gpusnap restore "
+            f"{name} restores this checkpoint all the same",
+            code="GPS-823",
+        )
+
+
 def forget(digest: str) -> None:
     """Record that a user has checked: a checkpoint's container runs on no other host. Raises GpusnapError."""
     found = find(digest)

@@ -182,7 +182,7 @@ def describe_stopped(found: StoppedContainer) -> str:
 
 def _explain_stopped(found: StoppedContainer) -> str:
     where = "the store" if locator.is_default(found.store) else f"the store {found.store}"
-    return f"Podman has its checkpoint, and its memory is in {where}; to continue it: {found.command}"
+    return f"Podman has its checkpoint, and its memory is in {where}; to continue it: {found.make_command()}"
 
 
 def _describe_leaving(each: OutgoingMigration) -> str:

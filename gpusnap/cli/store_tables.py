@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gpusnap.checkpoints.damage import VerifyResult
@@ -23,6 +24,7 @@ from gpusnap.cli.json_output import document
 from gpusnap.cli.moved import blobs
 from gpusnap.cli.tables import make_plain, say, table
 from gpusnap.oci.base.dataclass import replace
+from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.store.gc import Collected, Spared
 from gpusnap.operations import diff as records
 from gpusnap.operations.open import StoredCheckpoint
@@ -315,8 +317,14 @@ def print_collected(console: Console, path: str, found: Collected, *, dry_run: b
 def describe_spared(found: Spared) -> str:
     """Whose a staging directory is that was left, and what can be done with it."""
     # It takes time, and is rarely needed.
+    from gpusnap.cli.recover_list import Names
+    from gpusnap.runtime_shim.snapshot.memory import handover
     from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import explain_mark
 
+    with suppress(OciError):
+        if container := handover.find_left(found.path):
+            what = f"the memory of the checkpoint of {Names().format_name(container)}"
+            return f"left {found.path}: {what}; gpusnap recover puts it into the store"
     return f"left {found.path}: {explain_mark(found.why, found.path)}"
 
 

@@ -37,7 +37,8 @@ CODES = (
         "The connection broke, or gpusnap was killed, while the other host restored the container, and it "
         "is unknown whether the restore succeeded. The container stays stopped on this host, because it "
         "may be running on the other one. Without a connection, the other host removes it automatically, "
-        "unless it had been confirmed.",
+        "unless it had been confirmed. Or gpusnap was killed before that, and the newest checkpoint is one "
+        "that was sent ahead while the container ran on.",
         "Run `gpusnap recover`, which asks the other host: it removes what is left here, or prints the "
         "command that continues the container here. If that host cannot be reached, check there with "
         "`podman ps`; if the container does not run there, `gpusnap restore --not-migrated` continues it.",

@@ -42,10 +42,12 @@ CODES = (
     ErrorCode(
         "GPS-706",
         "memory-needed",
-        "A container was stopped by a checkpoint that only Podman's storage describes, and this is its only "
-        "memory; or Podman does not say whether there is such a container. Nothing was removed.",
+        "A container was stopped by a checkpoint that only Podman's storage describes, or only the export "
+        "that a killed `gpusnap checkpoint` left, and this is its only memory. Or Podman does not say "
+        "whether there is such a container, or an export cannot be read. Nothing was removed.",
         "Continue the container with the command in the message. If it is not needed any more, remove it "
-        "with `podman rm`, or remove the memory with `gpusnap rm --force`.",
+        "with `podman rm`, or the export, which `gpusnap recover` names. Or remove the memory with `gpusnap "
+        "rm --force`.",
     ),
     ErrorCode(
         "GPS-710",

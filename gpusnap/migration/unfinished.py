@@ -20,6 +20,7 @@ from gpusnap.migration.link import Destination, Route, connect
 from gpusnap.oci.base.errors import NotThere, OciError
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import Entry, by_age, is_later
+from gpusnap.operations.restoring import in_podman
 from gpusnap.runtime_shim.base.errors import GpusnapError
 
 AHEAD = "migrating"
@@ -111,6 +112,9 @@ def _explain_here(leaving: OutgoingMigration, store: Store) -> str:
             return f", and is {found.status} here"
         if found.checkpointed:
             return f"; {podman.to_restore(found)} continues it"
+    exported = in_podman.find_exported(leaving.container, [leaving.store])
+    if exported and is_later(exported[-1].created, leaving.since):
+        return f"; {exported[-1].left.said}"
     made: tuple[Entry, ...] = ()
     with suppress(OciError):
         made = store.list_tagged(container_name(leaving.name, leaving.container))
@@ -118,7 +122,7 @@ def _explain_here(leaving: OutgoingMigration, store: Store) -> str:
     if since:
         newest = max(since, key=lambda each: by_age(each.created)).name
         return f"; if it does not run here, gpusnap restore {newest} continues it"
-    return "; if it does not run here, podman ps --all and gpusnap ls show what is left of it"
+    return "; if it does not run here, gpusnap recover names what is left of it"
 
 
 def recover_coming(record: records.Record) -> str:

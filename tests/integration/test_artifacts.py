@@ -273,6 +273,49 @@ def test_killed_before_it_takes_the_memory(store: Store, options: list[str], rec
     assert list((STORE / "staging").iterdir()) == []
 
 
+def test_the_only_memory_of_an_export(store: Store) -> None:
+    """With --rm, only Podman's export says who needs the memory: it is found by name, and rm refuses."""
+    container = Container.start("w", *WORK, options=["--rm"])
+    container_id = container.id
+    with stopped_checkpoint(container):
+        pass
+    removed(container)
+    assert "; gpusnap recover names it" in gpusnap("restore", "w").err
+    assert "the memory of the checkpoint of " in good(gpusnap("gc"))
+    good(gpusnap("recover"))
+    (entry,) = store.entries()
+    (archive,) = (STORE / "staging").glob("*/podman.tar")
+    command = f"podman container restore --import {archive}"
+    for words in ((), ("w",), ("w", "--list"), (container_id,)):
+        said = gpusnap("recover", *words)
+        assert (command in said.err, "without a name" in said.err) == (True, False), said
+        good(said)
+    refused = gpusnap("rm", "--gc", entry.descriptor.digest).err
+    assert f"the export of w, {archive}, needs {entry.descriptor.digest}" in refused
+    assert f"; {command} continues it" in refused
+    assert json.loads(good(gpusnap("gc", "--json")))["neededBy"][0]["container"] == container_id
+    assert [each.name for each in store.entries()] == [""]
+    good(podman("container", "restore", "--import", str(archive)))
+    container.goes_on()
+    shutil.rmtree(archive.parent)
+    good(gpusnap("rm", "--gc", entry.descriptor.digest))
+
+
+def test_restore_of_an_earlier_checkpoint(store: Store) -> None:
+    """The command for a later one was killed: a note says so."""
+    container = Container.start("w", *WORK, options=["--rm"])
+    good(gpusnap("checkpoint", "w", "--leave-running"))
+    with stopped_checkpoint(container):
+        pass
+    removed(container)
+    said = gpusnap("restore", "w")
+    good(said)
+    assert "a later checkpoint of w was not completed: gpusnap recover w names it" in said.err
+    assert "podman container restore --import " in gpusnap("recover", "w").err
+    for archive in (STORE / "staging").glob("*/podman.tar"):
+        shutil.rmtree(archive.parent)
+
+
 @pytest.mark.parametrize("kind", ["store", "file"])
 def test_another_place_after_a_reboot(store: Store, tmp_path: Path, kind: str) -> None:
     """With --rm, and without what was in /run, recover finds the store or the archive, and no more later."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from archives import record, regions, written
+from archives import CONFIG_DUMP, CREATED, record, regions, written
 
 from gpusnap.checkpoints.formats.podman import take_in
 from gpusnap.oci.chunks import artifact
@@ -16,7 +18,7 @@ from gpusnap.runtime_shim.records.manifest import Manifest
 from gpusnap.runtime_shim.snapshot.memory import handover
 from gpusnap.runtime_shim.snapshot.memory.handover import Recipient
 
-__all__ = ["an_archive", "hand_over_pages", "keep", "keep_pages"]
+__all__ = ["an_archive", "hand_over_pages", "keep", "keep_pages", "leave_export", "write_export"]
 
 
 def an_archive(folder: Path, *, pages: str = "chunks") -> str:
@@ -54,3 +56,28 @@ def hand_over_pages(store: Store, name: str, owner: tuple[int, int] = (0, 0)) ->
         found = record(regions(staging.layout), pages="store")
         handover.hand_over(staging, found, Recipient(name, owner))
     return found
+
+
+def write_export(path: Path, source: Path, *, pages: str = "store", created: str = CREATED) -> str:
+    """Write Podman's archive of the container k; `source`: a new folder for its memory."""
+    layout = Layout(source).create()
+    config = json.dumps({**CONFIG_DUMP, "name": "k"}).encode()
+    return written(
+        path,
+        layout if pages == "chunks" else None,
+        replace(record(regions(layout), pages=pages), created=created),
+        more={"config.dump": config},
+    )
+
+
+def leave_export(store: Store, source: Path, *, created: str = CREATED) -> str:
+    """Have a store keep Podman's export of the container k for a killed command; its path.
+
+    `keep_pages` puts its memory into the store.
+    """
+    staging = store.create().stage()
+    path = write_export(Path(staging.path, "podman.tar"), source, created=created)
+    command = f"podman container restore --import {path}"
+    staging.mark_precious(f"what Podman exported of the container k: {command}")
+    staging.close(leave=True)
+    return path

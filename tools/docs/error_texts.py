@@ -54,6 +54,7 @@ SAYS_ALL = frozenset(
         "<name> is not a valid name: it looks like a digest; add another letter",
         "the index of <path> would have <number> bytes, but at most <document_limit> are allowed; remove "
         "some of its checkpoints",
+        "a later checkpoint of <name> was not completed: gpusnap recover <name> names it",
     }
 )
 """Messages that have neither code nor hint nor a reason at their end, and need none."""

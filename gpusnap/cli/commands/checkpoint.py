@@ -287,7 +287,8 @@ def restore(
 
     The last checkpoint of a container whose `gpusnap migrate` was interrupted is not restored, because the
     container may run on the other host: `gpusnap recover` asks that host. If it cannot be reached, check
-    there, and give --not-migrated if the container does not run.
+    there, and give --not-migrated if the container does not run. If gpusnap was killed before that, NAME does
+    not mean the checkpoint that was sent ahead, NAME:migrating, until `gpusnap recover` has been run.
 
     Several checkpoints are restored one after another, independently: the failure of one does not stop the
     others. As JSON they are a list, results; a failure has what, error, code and exitCode there.

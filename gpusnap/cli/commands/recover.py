@@ -33,7 +33,7 @@ from gpusnap.operations.checkpointing import left_exports
 from gpusnap.operations.checkpointing.left_exports import LeftExport
 from gpusnap.operations.driver import needed_driver
 from gpusnap.operations.restoring import in_podman
-from gpusnap.operations.restoring.in_podman import StoppedContainer
+from gpusnap.operations.restoring.in_podman import NeedyContainer, StoppedContainer
 from gpusnap.operations.suspending import recover as suspending
 from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import settings as settings_file
@@ -205,7 +205,7 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     if container is not None:
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
         ids += [each.container for each in suspended] + [container_key.id_of(key) for key in unreadable]
-        ids += [each.id for each in unnoticed] + moves.ids()
+        ids += [each.id for each in unnoticed] + moves.ids() + _list_handed_over()
         container = wanted = unknown_containers.choose_id(container, ids)
         moves = moves.select(wanted)
         found = tuple(entry for entry in found if entry.container == wanted)
@@ -218,7 +218,11 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
             click.echo(error.sentence(), err=True)
         lost = {}
         if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed):
-            _say_nothing(container, known=wanted in ids, as_json=as_json)
+            failures: list[GpusnapError] = []
+            stored = not only_list and _store_memory(_list_stores(), Names(), failures, container)
+            _say_nothing(container, known=wanted in ids, as_json=as_json, is_done=stored)
+            if failures:
+                raise failures[0]
             return
     # One that cannot be read keeps no other container from its recovery.
     failed = [(container_key.id_of(key), partial(_fail, error)) for key, error in unreadable.items()]
@@ -241,6 +245,15 @@ def _list_stores() -> list[str]:
     return left_exports.list_stores(settings_file.load().store.path, elsewhere)
 
 
+def _list_handed_over() -> list[str]:
+    """Return the IDs of containers whose memory killed commands were to take over."""
+    found: list[str] = []
+    for path in _list_stores():
+        with suppress(OciError):
+            found += [each.container for each in handover.list_left(Store(path))]
+    return found
+
+
 def _fail(error: GpusnapError) -> str:
     raise error
 
@@ -254,22 +267,24 @@ def _pause_again(suspended: Sequence[Suspension]) -> None:
                 click.echo(f"{shown}  it is suspended, and marked as paused in Podman again")
 
 
-def _say_nothing(container: str, *, known: bool, as_json: bool = False) -> None:
+def _say_nothing(container: str, *, known: bool, as_json: bool = False, is_done: bool = False) -> None:
     """Say that nothing of a container was interrupted, and how it continues if only Podman can restore it.
 
-    `known`: gpusnap has a record of it. Raises NotFound if there is no such container, GpusnapError if Podman
-    does not answer.
+    `known`: gpusnap has a record of it. `is_done`: something was recovered. Raises NotFound if there is no
+    such container, nor an export of one, GpusnapError if Podman does not answer.
     """
+    stores = _list_stores()
+    exported = in_podman.find_exported(container, stores)
     there: podman.Container | None = None
     try:
         with podman.Inspection(container, seconds=_PATIENCE) as asked:
             there = asked.container()
     except GpusnapError:
-        if not (known or targets.is_task(container)):
+        if not (known or exported or targets.is_task(container)):
             raise
     stopped = _StoppedContainers((), {})
     if there is not None and there.status not in ("running", "paused"):
-        every = _StoppedContainers.find(_list_stores())
+        every = _StoppedContainers.find(stores)
         stopped = _StoppedContainers(
             tuple(each for each in every.found if each.container.id == there.id), every.unknown
         )
@@ -277,6 +292,8 @@ def _say_nothing(container: str, *, known: bool, as_json: bool = False) -> None:
         print_json(recover_list.documents(recover_list.list_stopped(stopped.each_once), Names()))
         stopped.tell_unknown()
         return
+    for each in exported:
+        click.echo(each.left.said, err=True)
     stopped.tell()
     if there is not None and there.status == _CREATED:
         click.echo(
@@ -284,7 +301,7 @@ def _say_nothing(container: str, *, known: bool, as_json: bool = False) -> None:
             f"podman rm {there.name} removes it",
             err=True,
         )
-    elif not stopped.stores:
+    elif not (stopped.stores or exported or is_done):
         click.echo(_NOTHING, err=True)
 
 
@@ -359,11 +376,18 @@ def _tell_exports(
 
 
 def _tell_memory(store: Store, stopped: Sequence[StoppedContainer]) -> bool:
-    """Say how much memory without a name the store has that none of these containers needs; whether any."""
-    said = ""
+    """Say how much memory without a name the store has that no container needs; whether any.
+
+    `stopped`: containers of Podman's that need some.
+    """
+    said, needy = "", list[NeedyContainer](stopped)
     with suppress(OciError):
         if exists(store.path):
-            needed = in_podman.find_needed(store, stopped)
+            try:
+                needy += in_podman.list_exported(store)
+            except GpusnapError as error:
+                click.echo(error.sentence(), err=True)
+            needed = in_podman.find_needed(store, needy)
             said = store_tables.explain_pages_only(listing(store), needed=needed)
     if said:
         click.echo(said, err=True)
@@ -433,20 +457,25 @@ def _recover_and_say(
         memory = any([_tell_others(stores), _tell_memory(Store(settings.store.path), stopped.found)])
         if not (actions or stored or unknown or open_ones or left or stopped.stores or failures):
             click.echo(_NO_CONTAINER if memory else _NOTHING, err=True)
+    else:
+        _store_memory(_list_stores(), names, failures, container)
     if failures:
         raise failures[0]
 
 
-def _store_memory(stores: Sequence[str], names: Names, failures: list[GpusnapError]) -> bool:
+def _store_memory(
+    stores: Sequence[str], names: Names, failures: list[GpusnapError], container: str | None = None
+) -> bool:
     """Keep memory in the stores that commands were to keep there, and were killed; whether there was some.
 
-    Adds to `failures` what fails.
+    `container`: the ID of the only container whose memory is kept; None for all. Adds to `failures` what
+    fails.
     """
     done = False
     for place in stores:
         try:
             with convert_errors():
-                for record in handover.commit_left(Store(place)):
+                for record in handover.commit_left(Store(place), container):
                     done = True
                     shown = names.format_name(record.container)
                     click.echo(f"{shown}  the memory of its checkpoint is in the store {place}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Literal
 
@@ -124,6 +124,17 @@ def is_whole(archive: str) -> bool:
     return not needed
 
 
+def list_import_options(volumes: Collection[str]) -> list[str]:
+    """Return options for an import of a container with these named volumes, if Podman has them all.
+
+    It refuses volumes that exist, and these have their content.
+    """
+    with suppress(GpusnapError):
+        if volumes and all(podman.exists("volume", each) for each in volumes):
+            return ["--ignore-volumes"]
+    return []
+
+
 def _make_told_error(error: BaseException) -> GpusnapError:
     if isinstance(error, GpusnapError):
         return error
@@ -142,7 +153,7 @@ def _bring_back(export: Export, error: GpusnapError, after: GpusnapError) -> Gpu
     try:
         if export.kept:
             _wait_for_removal(export.found.id)
-            words = ["--import", export.archive, *_list_import_options(export.found)]
+            words = ["--import", export.archive, *list_import_options(export.found.volumes)]
         else:
             words = [export.found.id]
         podman_work.restore(words, environment)
@@ -161,14 +172,6 @@ def _wait_for_removal(container_id: str) -> None:
         while time.monotonic() < end:
             podman.inspect_container(container_id)
             time.sleep(_EVERY)
-
-
-def _list_import_options(found: podman.Container) -> list[str]:
-    """Return options for an import: Podman refuses volumes that exist, and these have their content."""
-    with suppress(GpusnapError):
-        if found.volumes and all(podman.exists("volume", each) for each in found.volumes):
-            return ["--ignore-volumes"]
-    return []
 
 
 def _find_left(export: Export) -> _Left:
@@ -217,7 +220,7 @@ def _make_error_after(export: Export, error: GpusnapError, left: _Left) -> Gpusn
     if export.whole or is_whole(export.archive):
         archive = shlex.quote(export.keep())
         command = f"{export.environment}podman container restore --import {archive}"
-        command = " ".join((command, *_list_import_options(export.found)))
+        command = " ".join((command, *list_import_options(export.found.volumes)))
         more = f", and {export.more.format(archive=archive)}" if export.more else ""
         return kind(
             f"{error}; nothing is lost: Podman's export of {name} is kept as {archive}",

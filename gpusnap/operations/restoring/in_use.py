@@ -11,6 +11,7 @@ from contextlib import suppress
 from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman
 from gpusnap.oci.base.patterns import compile_later
+from gpusnap.operations.restoring import in_podman
 from gpusnap.runtime_shim.base.errors import GpusnapError, UsageError
 
 # Name of a container (libpod, define.NameRegex).
@@ -84,7 +85,10 @@ def _container(wanted: str) -> GpusnapError:
         )
     except GpusnapError:
         there = None
-    if there is not None and there.checkpointed and there.status != "running":
+    if there is not None and (
+        (there.checkpointed and there.status != "running")
+        or (there.is_not_cleaned_up and in_podman.has_checkpoint(there))
+    ):
         return GpusnapError(
             f"Podman already has a container {wanted}, which a checkpoint stopped",
             hint=f"{podman.to_restore(there)} continues it from that checkpoint, and podman rm "

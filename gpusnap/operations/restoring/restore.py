@@ -18,7 +18,7 @@ from gpusnap.oci.base.errors import OciError, RegistryError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks import artifact as artifacts
 from gpusnap.oci.layout.image_marks import CRIU
-from gpusnap.oci.store.tags import base
+from gpusnap.oci.store.tags import LATEST, base
 from gpusnap.operations.restoring import in_podman, in_use
 from gpusnap.operations.restoring.podman_restore import PodmanRestore, RestoredContainer, RestoreRequest
 from gpusnap.runtime_shim import settings as settings_file
@@ -63,6 +63,8 @@ def restore(
                     found = job.restore_file(path)
                 case locator.InStore():
                     source = in_podman.resolve(request.what)
+                    if _is_newest(request.what.wanted, source) and source.entry.name != request.what.wanted:
+                        migrations.check_ahead(source.place.store.path, source.entry.name)
                     found = job.restore_from_store(source.place, asked)
                 case locator.InRegistry():
                     try:
@@ -83,8 +85,23 @@ def restore(
         found = job.container
         _note_afterwards(error)
     _forget_migration(job)
+    if isinstance(request.what, locator.InStore) and source is not None:
+        _note_later(request.what.wanted, source)  # now: until here, a user waits for the container
     name = _run_command(found, progress)
     return RestoreResult(found.id, name, time.monotonic() - began, job.digest, kept_as, source)
+
+
+def _is_newest(wanted: str, source: locator.ResolvedName) -> bool:
+    """Return whether a word was a name without a tag, which means the newest checkpoint of that name."""
+    name = wanted.removesuffix(f":{LATEST}")
+    return bool(name) and base(name) == name == base(source.entry.name)
+
+
+def _note_later(wanted: str, source: locator.ResolvedName) -> None:
+    """Note a later checkpoint that was not completed, unless a tag or a digest said which one is meant."""
+    name = base(source.entry.name)
+    if _is_newest(wanted, source) and in_podman.has_later_export(source, name):
+        note(f"a later checkpoint of {name} was not completed: gpusnap recover {name} names it")
 
 
 def _forget_migration(job: PodmanRestore) -> None:

@@ -147,15 +147,18 @@ def take_unneeded(store: Store, name: str) -> HandedOverMemory | None:
     return None if needed else taken
 
 
-def commit_left(store: Store) -> Iterator[Manifest]:
+def commit_left(store: Store, container: str | None = None) -> Iterator[Manifest]:
     """Commit the memory whose command has ended; yield each manifest when its memory is committed.
 
-    Memory is left alone that another process is committing just now, that `take_unneeded` leaves, or that
-    another gpusnap of the store ordered. Raises GpusnapError, and at the end, after all others were
-    committed, the first OciError or ManifestError.
+    `container`: the ID of the only container whose memory is committed; None for all. Memory is left alone
+    that another process is committing just now, that `take_unneeded` leaves, or that another gpusnap of the
+    store ordered. Raises GpusnapError, and at the end, after all others were committed, the first OciError or
+    ManifestError.
     """
-    left, failures = tuple(_list_left(store)), list[OciError | ManifestError]()
-    for name in left:
+    left, failures = _list_left(store), list[OciError | ManifestError]()
+    for name, note in left.items():
+        if container not in (None, _get_container(note)):
+            continue
         try:
             record = _commit_one_left(store, name)
         except (OciError, ManifestError) as error:  # a damaged one keeps no other one from the store
@@ -195,6 +198,15 @@ def list_left(store: Store) -> tuple[Manifest, ...]:
         with suppress(ManifestError):
             found.append(_parse_record(note, name))
     return tuple(found)
+
+
+def find_left(layout: str) -> str:
+    """Return the container whose memory `commit_left` would commit; "" if nothing of that kind is there.
+
+    `layout`: the path of the staging directory. Raises OciError.
+    """
+    notes = _list_left(Store(os.path.dirname(os.path.dirname(layout))))
+    return _get_container(notes.get(os.path.basename(layout), b""))
 
 
 def list_of_others(store: Store) -> frozenset[str]:
@@ -242,6 +254,14 @@ def _get_origin(document: Mapping[str, Any]) -> Origin:
 
 def _get_manifest(note: bytes) -> bytes:
     return note.partition(b"\n")[2]
+
+
+def _get_container(note: bytes) -> str:
+    """Return the ID of the container of a note; "" if its manifest cannot be read."""
+    try:
+        return _parse_record(note, "").container
+    except ManifestError:
+        return ""
 
 
 def _parse_record(note: bytes, name: str) -> Manifest:

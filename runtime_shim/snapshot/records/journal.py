@@ -73,6 +73,10 @@ SUSPENDED = "suspended"
 """The kind of file that records that a container is suspended."""
 _APART = (RESTORED, SUSPENDED)
 """Kinds of files that have a directory of their own, with the same name."""
+_UNREADABLE = (
+    "run gpusnap recover with the version of gpusnap that wrote it; if that cannot read it either, stop the "
+    "container, restore it from a checkpoint, then remove the file: nothing repairs the container after that"
+)
 _Record = TypeVar("_Record")
 
 
@@ -504,6 +508,8 @@ def _read(path: str) -> Any:
         document = state_files.read(path, limit=_MOST)
     except FileNotFoundError:
         return None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise GpusnapError(f"{path} is not valid JSON", hint=_UNREADABLE, code="GPS-023") from error
     except (OSError, ValueError) as error:
         raise GpusnapError(f"{path} cannot be read: {reason(error)}", code="GPS-023") from error
     space = document.get("space") if isinstance(document, dict) else None

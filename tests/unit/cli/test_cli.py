@@ -20,7 +20,7 @@ import pytest
 import zstandard
 from fake_podman import ID, FakePodman
 from fakes import POISON, FakeDriver, a_manifest, exporting, gpu, uuid
-from kept_checkpoints import hand_over_pages, keep_pages
+from kept_checkpoints import hand_over_pages, keep_pages, leave_export
 from rich.console import Console
 from stopped_container import make_stopped
 
@@ -30,6 +30,7 @@ from gpusnap.cli import exit_codes
 from gpusnap.cli import main as cli
 from gpusnap.cli import tables as show
 from gpusnap.cli.commands import host as host_commands
+from gpusnap.engines import podman
 from gpusnap.oci.base.errors import ArchiveError, BlobError, DiskFull, NotInRegistry, NotThere, Unreachable
 from gpusnap.oci.store.store import Store
 from gpusnap.operations import driver as needed
@@ -622,6 +623,33 @@ def test_memory_that_a_killed_command_left(
         assert store.list_handed_over() == {}
 
 
+@pytest.mark.parametrize("word", ["w", ID[:12]])
+def test_memory_that_a_killed_command_left_of_one_container(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    stopped: FakePodman,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    word: str,
+) -> None:
+    """gc names the container and recover, which has the store name the memory; its list changes nothing."""
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    monkeypatch.setattr(podman, "full_id", lambda wanted, *, seconds: ID if wanted == "w" else "")
+    hand_over_pages(host_store, "handed")
+    _, out, _ = gpusnap("gc")
+    said = f"the memory of the checkpoint of w ({ID[:12]}); gpusnap recover puts it into the store\n"
+    assert f"left {host_store.path}/staging/handed: {said}" in out
+    gpusnap("recover", "--list", word)
+    gpusnap("recover", "v")
+    assert host_store.entries() == ()
+    code, out, err = gpusnap("recover", word)
+    assert code == 0
+    assert out == f"w ({ID[:12]})  the memory of its checkpoint is in the store {host_store.path}\n"
+    assert err.endswith("its memory is in the store; to continue it: podman container restore w\n")
+    assert [each.name for each in host_store.entries()] == [""]
+
+
 @pytest.fixture
 def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
     """Podman has a checkpoint of the container w, with its memory in a store."""
@@ -775,6 +803,31 @@ def test_memory_that_no_container_needs(
         first, second = err.splitlines()
         assert " of memory without a name is in the store, from a checkpoint that failed or " in first
         assert second == "no container needs recovery"
+
+
+@pytest.mark.parametrize("words", [[], ["--list"]])
+def test_an_export_that_is_all_that_is_left(
+    gpusnap: Run,
+    nothing_noted: None,
+    host_store: Store,
+    other_order: tuple[Store, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: list[str],
+) -> None:
+    """Of a container with --rm: its memory counts as needed, and its name, or its ID, finds the export."""
+    monkeypatch.setattr(in_podman, "list_unnoticed", tuple)
+    FakePodman(tmp_path / "podman", monkeypatch)
+    archive = leave_export(host_store, tmp_path / "exported")
+    keep_pages(host_store)
+    said = f"what Podman exported of the container k: podman container restore --import {archive}\n"
+    for container in ((), ("k",), (ID[:12],)):
+        assert gpusnap("recover", *words, *container) == (0, "", said)
+    assert gpusnap("recover", "--list", "--json", "k") == (0, "[]\n", "")
+    assert gpusnap("recover", *words, "w")[0] == exit_codes.NOT_FOUND
+    code, _, err = gpusnap("restore", "k")
+    assert (code, "'k', but Podman's export of the container k is left" in err) == (3, True)
+    assert "; gpusnap recover names it" in err
 
 
 def test_memory_that_two_stores_have(

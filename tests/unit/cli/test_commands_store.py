@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from checkpoints import ANNOTATIONS, CHUNK, START, blob_path, damage, keep, noise
 from criu_images import CORE, INVENTORY
-from fake_podman import ID
+from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry, Say
 from fakes import POISON, a_manifest
-from kept_checkpoints import an_archive, keep_pages
+from kept_checkpoints import an_archive, keep_pages, leave_export
 from kept_checkpoints import keep as keep_archive
 from stopped_container import make_stopped
 
@@ -738,6 +738,17 @@ def test_gc(gpusnap: Run, kept: Kept) -> None:
     assert json_of(gpusnap, "verify", "--all")[0]["damaged"] == []
 
 
+def test_gc_before_the_first_checkpoint(gpusnap: Run, tmp_path: Path) -> None:
+    """This host's store need not exist; one that the user names must."""
+    store = tmp_path / "store"
+    assert gpusnap("gc") == (0, f"nothing to remove: {store} has no checkpoint yet\n", "")
+    assert json_of(gpusnap, "gc")["blobs"] == 0
+    assert not store.exists()
+    (tmp_path / "other").mkdir()
+    for word in (f"oci:{store}", f"oci:{tmp_path / 'other'}"):
+        assert gpusnap("gc", word)[0] == exit_codes.NOT_FOUND
+
+
 def test_gc_of_what_killed_commands_left(gpusnap: Run, kept: Kept) -> None:
     """It says how many."""
     for count, what in ((1, "1 killed command"), (2, "2 killed commands")):
@@ -791,6 +802,46 @@ def test_memory_that_a_stopped_container_needs(
     assert [each.name for each in store.entries()] == ["v:2"]
     assert gpusnap("rm", "--force", needed)[0] == 0
     assert store.entries() == ()
+
+
+def test_memory_that_an_export_needs(gpusnap: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Podman has no container any more (--rm): gc has the command of the export, and rm refuses."""
+    store = Store(tmp_path / "store")
+    FakePodman(tmp_path / "podman", monkeypatch)
+    archive = leave_export(store, tmp_path / "exported")
+    needed, command = keep_pages(store), f"podman container restore --import {archive}"
+    _, out, _ = gpusnap("gc")
+    assert f"k needs memory without a name; to continue k: {command}\n" in out
+    assert " of memory without a name is in the store" not in out
+    assert json_of(gpusnap, "gc")["neededBy"] == [{"container": ID, "name": "k", "command": command}]
+    code, out, err = gpusnap("rm", "--gc", needed)
+    assert (code, out) == (exit_codes.FAILED, "")
+    assert err.startswith(
+        f"gpusnap: the export of k, {archive}, needs {needed}, which is its only memory in {store.path}; "
+    )
+    assert f"; {command} continues it; " in err
+    assert err.endswith("[GPS-706]\n")
+    assert [each.descriptor.digest for each in store.entries()] == [needed]
+    assert gpusnap("rm", "--force", needed)[0] == 0
+    assert json_of(gpusnap, "gc")["neededBy"] == []
+
+
+def test_an_export_that_cannot_be_read(gpusnap: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may need all memory of the store: rm removes none, and gc says so."""
+    store = Store(tmp_path / "store")
+    FakePodman(tmp_path / "podman", monkeypatch)
+    archive = Path(leave_export(store, tmp_path / "exported"))
+    archive.write_bytes(archive.read_bytes()[:700])
+    pages = keep_pages(store)
+    code, _, err = gpusnap("rm", pages)
+    assert code == exit_codes.FAILED
+    assert f"cannot determine whether a stopped container needs {pages}: what Podman exported" in err
+    assert f"cannot be examined: {archive} is not a checkpoint archive, or is cut short" in err
+    assert "; gpusnap recover names the export; if it is of no use, remove that" in err
+    code, out, err = gpusnap("gc", "--json")
+    said = "cannot determine which memory without a name containers need: what Podman exported"
+    assert (code, json.loads(out)["neededBy"], said in err) == (0, None, True)
+    assert [each.descriptor.digest for each in store.entries()] == [pages]
 
 
 def test_memory_that_is_there_twice(gpusnap: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

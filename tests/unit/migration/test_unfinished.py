@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 from fake_podman import ID, FakePodman
-from kept_checkpoints import an_archive, keep
+from kept_checkpoints import an_archive, keep, leave_export
 
+from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import migrations
+from gpusnap.checkpoints.locator import InStore
 from gpusnap.checkpoints.migrations import OutgoingMigration
 from gpusnap.engines import podman
 from gpusnap.migration import unfinished
 from gpusnap.oci.store.store import Store
+from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
 
@@ -204,7 +208,7 @@ def test_one_that_was_sent_ahead(leaving: OutgoingMigration, host_store: Store) 
             "exited",
             False,
             "2100-01-01",
-            "; if it does not run here, podman ps --all and gpusnap ls show what is left of it",
+            "; if it does not run here, gpusnap recover names what is left of it",
         ),
     ],
 )
@@ -221,3 +225,47 @@ def test_what_continues_it(
     fake.has(status=status, checkpointed=checkpointed)
     ahead = replace(leaving, digest="", since=f"{since}T10:00:00+00:00")
     assert unfinished.recover_leaving(ahead) == f"w was not migrated to gpu2{said}"
+
+
+@pytest.mark.parametrize(("since", "is_named"), [("2026-01-01", True), ("2100-01-01", False)])
+def test_an_export_that_continues_it(
+    leaving: OutgoingMigration,
+    host_store: Store,
+    fake: FakePodman,
+    tmp_path: Path,
+    since: str,
+    is_named: bool,
+) -> None:
+    """Of a container with --rm it is all that is left; one that an earlier command left is not meant."""
+    leaving.remove()
+    (fake.folder / "inspect.json").unlink()
+    archive = leave_export(host_store, tmp_path / "exported")
+    ahead = replace(leaving, digest="", since=f"{since}T10:00:00+00:00")
+    said = unfinished.recover_leaving(ahead)
+    command = f"podman container restore --import {archive}"
+    assert said.endswith(f"; what Podman exported of the container k: {command}") == is_named
+    assert said.startswith("w was not migrated to gpu2; ")
+
+
+@pytest.mark.parametrize("word", ["w", "w:latest"])
+def test_restore_of_one_that_was_sent_ahead(
+    leaving: OutgoingMigration, host_store: Store, fake: FakePodman, word: str
+) -> None:
+    """It is not the newest checkpoint of the container, which ran on; its full name restores it."""
+    leaving.remove()
+    host_store.tag(leaving.digest, "w:migrating")
+    host_store.remove("w:20261122-100000")
+    ahead = replace(leaving, digest="", checkpoint="w:migrating")
+    ahead.write()
+
+    def restore(wanted: str) -> restoring.RestoreResult:
+        request = RestoreRequest(what=InStore(host_store, wanted))
+        return restoring.restore(request, Progress(shown=False))
+
+    with pytest.raises(Refused, match="is w:migrating, which its interrupted migration to gpu2 sent ahead"):
+        restore(word)
+    assert fake.calls() == []
+    assert restore("w:migrating").container == ID
+    for note in migrations.list_outgoing():
+        note.remove()
+    assert restore(word).container == ID

@@ -11,7 +11,14 @@ from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import Damaged, convert_errors
 from gpusnap.checkpoints.damage import VerifyResult
 from gpusnap.checkpoints.list import listing
-from gpusnap.checkpoints.locator import InStore, default_store, in_store, open_store, parse_name
+from gpusnap.checkpoints.locator import (
+    InStore,
+    default_store,
+    has_layout,
+    in_store,
+    open_store,
+    parse_name,
+)
 from gpusnap.cli import store_tables
 from gpusnap.cli import tables as show
 from gpusnap.cli.completion import complete_checkpoint, complete_store, complete_stored
@@ -24,9 +31,10 @@ from gpusnap.oci.store.gc import Collected
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.store.tags import Entry, format_names
 from gpusnap.operations.restoring.in_podman import (
-    StoppedContainer,
+    NeedyContainer,
     check_removal,
     find_needed,
+    list_exported,
     list_restorable,
 )
 from gpusnap.operations.verify import verify_all, verify_one
@@ -99,8 +107,8 @@ def rm(what: tuple[str, ...], everything: bool, at_once: bool, force: bool, as_j
     its names. A name without a tag, such as server, removes server:TAG if there is only one; if there are
     several, nothing is removed, unless --all is given. The referrers of a checkpoint, such as a signature,
     are removed with it. The blobs stay on disk until `gpusnap gc`. After that, Podman cannot restore the
-    stopped container of that checkpoint either. The only memory of a stopped container, without Podman's
-    records ("pages only"), is removed only with --force.
+    stopped container of that checkpoint either. The only memory of a stopped container, or of an export that
+    a killed command left, without Podman's records ("pages only"), is removed only with --force.
 
     As JSON: removed (what, store, digest, names, and left, the names that it still has), collected (null, or
     a list of the output of `gpusnap gc` without neededBy).
@@ -134,37 +142,42 @@ def gc(store: str | None, dry_run: bool, as_json: bool) -> None:
     not removed. Several hosts may share a store: suspended memory of another one is not removed either, and a
     line says whose it is. If the store is damaged, nothing is removed. Memory without a name ("pages only")
     stays, because the records of its checkpoint may be in Podman's storage or in an archive. For each stopped
-    container that Podman can restore from it, a line has the command; the last line says how much no such
-    container needs.
+    container that Podman can restore from it, also from an export that a killed command left, a line has the
+    command; the last line says how much no such container needs.
 
     As JSON: store, dryRun, blobs, size, stagings, spared (path, why), liveBlobs, liveSize, neededBy (the
     stopped containers that need memory without a name: container, name, command; null if Podman does not
-    answer).
+    answer, or if an export cannot be read).
     """
     place = find_store(store)
-    found = collect_store(place, dry_run=dry_run)
-    stopped: tuple[StoppedContainer, ...] | None = None
-    unknown = ""
-    try:
-        stopped = list_restorable(place)
-    except GpusnapError as error:
-        unknown = f"cannot determine which memory without a name containers need: {error.sentence()}"
+    is_new = store is None and not has_layout(place)
+    found = Collected(0, 0, (), (), 0, 0) if is_new else collect_store(place, dry_run=dry_run)
+    needy: list[NeedyContainer] = []
+    unknown: list[str] = []
+    for look in (list_restorable, list_exported):
+        try:
+            needy += look(place)
+        except GpusnapError as error:
+            said = f"cannot determine which memory without a name containers need: {error.sentence()}"
+            unknown.append(said)
     if as_json:
-        needed_by = None if stopped is None else [_describe_need(each) for each in stopped]
+        needed_by = None if unknown else [_describe_need(each) for each in needy]
         print_json({**collected_document(place, found, dry_run=dry_run), "neededBy": needed_by})
-        if unknown:
-            click.echo(unknown, err=True)
+        for said in unknown:
+            click.echo(said, err=True)
         return
     console = show.output()
+    if is_new:
+        show.say(console, f"nothing to remove: {place.path} has no checkpoint yet")
+        return
     store_tables.print_collected(console, place.path, found, dry_run=dry_run)
-    if unknown:
-        show.say(console, unknown)
-    stopped = stopped or ()
-    for each in stopped:
-        name = each.container.name
-        show.say(console, f"{name} needs memory without a name; to continue {name}: {each.command}")
+    for said in unknown:
+        show.say(console, said)
+    for each in needy:
+        command = each.make_command()
+        show.say(console, f"{each.name} needs memory without a name; to continue {each.name}: {command}")
     with suppress(OciError):
-        if said := store_tables.explain_pages_only(listing(place), needed=find_needed(place, stopped)):
+        if said := store_tables.explain_pages_only(listing(place), needed=find_needed(place, needy)):
             show.say(console, said)
 
 
@@ -298,8 +311,8 @@ def collected_document(store: Store, found: Collected, *, dry_run: bool) -> dict
     return {"store": store.path, "dryRun": dry_run, **document(found)}
 
 
-def _describe_need(found: StoppedContainer) -> dict[str, str]:
-    return {"container": found.container.id, "name": found.container.name, "command": found.command}
+def _describe_need(found: NeedyContainer) -> dict[str, str]:
+    return {"container": found.id, "name": found.name, "command": found.make_command()}
 
 
 def _tell(failures: Sequence[GpusnapError]) -> None:

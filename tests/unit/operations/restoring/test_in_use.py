@@ -103,6 +103,16 @@ def test_one_that_a_checkpoint_has_ended(fake: FakePodman) -> None:
     )
 
 
+def test_one_whose_podman_was_killed(fake: FakePodman) -> None:
+    """Podman has noted no checkpoint, but has a complete one: nobody is told to remove it."""
+    fake.has(status="stopped")
+    (fake.folder / "checkpoint").mkdir()
+    (fake.folder / "checkpoint/inventory.img").touch()
+    found = in_use.explain(GpusnapError('the container name "w" is already in use by 0bccc8f81a37'), "w")
+    assert found is not None
+    assert found.hint.startswith("podman container cleanup w && podman container restore w continues it")
+
+
 @pytest.mark.parametrize("text", ["no such image", "address already in use", "the device is already in use"])
 def test_others_are_left_alone(fake: FakePodman, text: str) -> None:
     assert in_use.explain(GpusnapError(text), "w") is None

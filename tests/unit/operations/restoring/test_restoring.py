@@ -20,7 +20,7 @@ from archives import CONFIG_DUMP, listed, record, regions, written
 from checkpoints import tar_of
 from fake_podman import ID, FakePodman
 from fake_registry import FakeRegistry
-from kept_checkpoints import an_archive, keep, keep_pages
+from kept_checkpoints import an_archive, keep, keep_pages, leave_export
 
 from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import Damaged, NotFound
@@ -481,6 +481,23 @@ def test_pages_only(fake: FakePodman, store: Store) -> None:
     with pytest.raises(Refused, match="has only the memory"):
         restored(InStore(store, digest))
     assert fake.calls() == []
+
+
+@pytest.mark.parametrize(("wanted", "later"), [("k", True), ("k:latest", True), ("k:1", True), ("k", False)])
+def test_a_later_checkpoint_was_not_completed(
+    fake: FakePodman,
+    store: Store,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    wanted: str,
+    later: bool,
+) -> None:
+    """A note refers to recover, unless a tag says which checkpoint is meant."""
+    keep(store, an_archive(tmp_path), ["k:1"])
+    leave_export(store, tmp_path / "exported", created=f"20{26 + later}-02-03T04:05:06Z")
+    assert restored(InStore(store, wanted)).container == ID
+    said = "note: a later checkpoint of k was not completed: gpusnap recover k names it\n"
+    assert (said in capsys.readouterr().err) == (later and wanted != "k:1")
 
 
 def test_not_there(fake: FakePodman, store: Store) -> None:

@@ -75,8 +75,9 @@ def test_one_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     journal.write("w", "/image", {1: ()}, layout="/store/staging/w")
     journal.write("bad", "/image", {1: ()})
     (folder / "bad.json").write_text("{")
-    with pytest.raises(GpusnapError, match=r"bad\.json cannot be read"):
+    with pytest.raises(GpusnapError, match=r"bad\.json is not valid JSON$") as caught:
         journal.entries()
+    assert "then remove the file" in caught.value.hint
     unreadable: dict[str, GpusnapError] = {}
     assert [entry.container for entry in journal.entries(unreadable)] == ["w"]
     assert list(unreadable) == ["bad"]
