@@ -16,8 +16,12 @@ from gpusnap.checkpoints import migrations
 from gpusnap.migration import migrate, unfinished
 from gpusnap.migration.link import Destination, Route
 from gpusnap.migration.migrate import MigrationRequest
+from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
+from gpusnap.operations.checkpointing import checkpoint as checkpointing
+from gpusnap.operations.checkpointing.checkpoint import CheckpointRequest, CheckpointResult
 from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring.restore import RestoreResult
 from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted
 from gpusnap.runtime_shim.shim import overrides
 
@@ -202,3 +206,90 @@ def test_its_note_while_the_memory_is_sent(fake: FakePodman, other: OtherSide, a
     move(ahead)
     assert noted == ["w"]
     assert migrations.list_outgoing() == ()
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interruption_after_its_last_checkpoint(
+    fake: FakePodman,
+    other: OtherSide,
+    host_store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    raised: BaseException,
+) -> None:
+    """It is stored, but nobody has got its digest: the container is restored from it all the same."""
+    make = checkpointing.checkpoint
+
+    def checkpoint(request: CheckpointRequest, progress: Progress) -> CheckpointResult:
+        make(request, progress)
+        raise raised
+
+    monkeypatch.setattr(checkpointing, "checkpoint", checkpoint)
+    error = move()
+    assert str(error).startswith("w was not migrated, and runs on this host again: ")
+    assert isinstance(error, Interrupted) == isinstance(raised, KeyboardInterrupt)
+    assert fake.status() == "running"
+    assert host_store.entries() == ()
+    assert "fetch" not in other.asked
+
+
+def test_an_interruption_while_its_last_checkpoint_is_stored(
+    fake: FakePodman, other: OtherSide, host_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Podman has restored the container then; the checkpoint is complete, and is named."""
+    commit = Staging.commit
+
+    def interrupted(*words: Any, **more: Any) -> None:
+        commit(*words, **more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Staging, "commit", interrupted)
+    error = move()
+    assert isinstance(error, Interrupted)
+    assert str(error).endswith("; Podman has restored w from the checkpoint")
+    assert fake.status() == "running"
+    (kept,) = host_store.entries()
+    assert error.hint == f"its checkpoint {kept.name} is kept"
+
+
+def test_its_note_while_it_is_restored_here(
+    fake: FakePodman, other: OtherSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By it, `gpusnap recover` names the container of a command that is killed then."""
+    other.instead["restore"] = lambda: {"error": "no GPU"}
+    restore, noted = restoring.restore, list[tuple[str, str]]()
+
+    def restore_noted(*words: Any) -> RestoreResult:
+        noted.extend((each.name, each.digest) for each in migrations.list_outgoing())
+        return restore(*words)
+
+    monkeypatch.setattr(restoring, "restore", restore_noted)
+    move()
+    assert noted == [("w", "")]
+    assert fake.status() == "running"
+    assert migrations.list_outgoing() == ()
+
+
+@pytest.mark.parametrize("at", ["the last request", "the end of ssh"])
+@pytest.mark.parametrize("what", ["fetch", "restore"])
+def test_a_second_interruption(
+    fake: FakePodman, other: OtherSide, monkeypatch: pytest.MonkeyPatch, at: str, what: str
+) -> None:
+    """One that comes while the connection is closed ends only the wait for that."""
+    other.instead[what] = fail(KeyboardInterrupt())
+
+    def send(frame: Mapping[str, Any], payload: Iterable[bytes] = (), size: int = 0) -> None:
+        other.asked.append(str(frame["ask"]))
+        if at == "the last request" and frame["ask"] == "end":
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def connect(route: Route) -> Iterator[OtherSide]:
+        yield other
+        if at == "the end of ssh":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(other, "send", send)
+    monkeypatch.setattr(migrate, "connect", connect)
+    error = move()
+    assert str(error).startswith("w was not migrated, and runs on this host again: interrupted")
+    assert fake.status() == "running"
