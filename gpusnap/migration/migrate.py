@@ -252,7 +252,7 @@ class _Move:
     def _clear(self) -> None:
         """Remove what is left here. Raises GpusnapError, and then keeps its note."""
         try:
-            unfinished.clear(self._note)
+            stays = unfinished.clear(self._note)
         except GpusnapError as error:
             raise GpusnapError(
                 f"{self._found.name} was migrated to {self._to} and runs there, but its remains here "
@@ -264,6 +264,13 @@ class _Move:
             unfinished.tell_settled(self._note)
         else:
             self._hang_up(settled=True)
+        if stays:
+            raise GpusnapError(
+                f"{self._found.name} was migrated to {self._to} and runs there, but it was also started on "
+                "this host meanwhile",
+                hint=f"stop one of the two; podman rm --force {self._found.name} removes the one here",
+                code="GPS-824",
+            )
 
     def _checkpoint(self, name: str, *, ahead: bool) -> CheckpointResult:
         parameters = checkpointing.CheckpointRequest(

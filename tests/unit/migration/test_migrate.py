@@ -293,3 +293,22 @@ def test_a_second_interruption(
     error = move()
     assert str(error).startswith("w was not migrated, and runs on this host again: interrupted")
     assert fake.status() == "running"
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_its_remains(fake: FakePodman, other: OtherSide, host_store: Store, started: bool) -> None:
+    """The container that was checkpointed is removed here; one that somebody has started meanwhile stays."""
+
+    def restore() -> dict[str, Any]:
+        fake.has(status="running" if started else "exited", checkpointed=not started)
+        return {"ok": {"container": "w", "containerId": ID}}
+
+    other.instead["restore"] = restore
+    request = MigrationRequest(container="w", route=Route(to=Destination("gpu2")), ahead=0)
+    if started:
+        with pytest.raises(GpusnapError, match="runs there, but it was also started on this host meanwhile"):
+            migrate.migrate(request, Progress(shown=False))
+    else:
+        assert migrate.migrate(request, Progress(shown=False)).id == ID
+    assert (fake.calls()[-1] == f"rm {ID}") != started
+    assert host_store.entries() == migrations.list_outgoing() == ()
