@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Literal
 
 from gpusnap.base.user_errors import NotFound, failure
+from gpusnap.container_hooks.commands import run_after_bring_back
 from gpusnap.engines import podman, podman_work
 from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.errors import OciError
@@ -30,7 +31,7 @@ from gpusnap.runtime_shim.runtime.criu.images.directory import list_versions
 # Podman refuses an archive without these (libpod, prepareCheckpointImport).
 _NEEDED = frozenset({"config.dump", "spec.dump", f"checkpoint/{INVENTORY}"})
 
-# Seconds for Podman to remove a container that has ended, and between two looks.
+# Seconds for Podman to notice the end of a container, or to remove it after that, and between two looks.
 _REMOVAL, _EVERY = 20.0, 0.1
 
 _Images = Mapping[str, tuple[int, ...]]
@@ -140,13 +141,14 @@ def _bring_back(export: Export, error: GpusnapError, after: GpusnapError) -> Gpu
     """Have Podman restore the container; return the error to raise, `after` with the reason if that fails."""
     environment = dict(word.split("=", 1) for word in shlex.split(export.environment))
     try:
+        _wait_for_end(export.found)
         if export.kept:
-            _wait_for_removal(export.found.id)
             words = ["--import", export.archive, *_list_import_options(export.found)]
         else:
             words = [export.found.id]
         podman_work.restore(words, environment)
         export.kept = False
+        run_after_bring_back(export.found)
     except (GpusnapError, KeyboardInterrupt) as failed:
         said = f"{after}; an attempt to restore it failed: {_make_told_error(failed)}"
         return type(error)(said, hint=after.hint, code=after.code)
@@ -154,12 +156,17 @@ def _bring_back(export: Export, error: GpusnapError, after: GpusnapError) -> Gpu
     return type(error)(said, hint=error.hint, code=error.code)
 
 
-def _wait_for_removal(container_id: str) -> None:
-    """Wait for a moment until Podman has removed a container: an import makes it again."""
+def _wait_for_end(found: podman.Container) -> None:
+    """Wait for a moment until Podman knows that a container has ended, or has removed it (--rm).
+
+    Before that, it does not restore it: it has not looked after its end if it was killed.
+    """
     end = time.monotonic() + _REMOVAL
     with suppress(NotFound):
         while time.monotonic() < end:
-            podman.inspect_container(container_id)
+            now = podman.inspect_container(found.id)
+            if not found.auto_remove and now.status not in ("running", "paused"):
+                return
             time.sleep(_EVERY)
 
 

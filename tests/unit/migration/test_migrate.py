@@ -13,6 +13,8 @@ from kept_checkpoints import an_archive
 
 from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import migrations
+from gpusnap.container_hooks.commands import CHECKPOINT
+from gpusnap.engines import podman
 from gpusnap.migration import migrate, unfinished
 from gpusnap.migration.link import Destination, Route
 from gpusnap.migration.migrate import MigrationRequest
@@ -23,6 +25,7 @@ from gpusnap.operations.checkpointing.checkpoint import CheckpointRequest, Check
 from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.restore import RestoreResult
 from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted
+from gpusnap.runtime_shim.settings import ANNOTATION_PREFIX
 from gpusnap.runtime_shim.shim import overrides
 
 Answer = Callable[[], dict[str, Any]]
@@ -191,6 +194,53 @@ def test_podman_does_not_restore_it(fake: FakePodman, other: OtherSide) -> None:
     )
     assert error.hint == "podman container restore w restores it"
     assert fake.calls()[-1] == f"container restore {ID}"
+
+
+@pytest.mark.parametrize("before", ["", "echo before"])
+def test_its_command_after_a_restore(fake: FakePodman, other: OtherSide, before: str) -> None:
+    """It runs once after Podman has restored the container, with and without a command before."""
+    labels = {f"{ANNOTATION_PREFIX}{CHECKPOINT.after}": "echo after"}
+    if before:
+        labels[f"{ANNOTATION_PREFIX}{CHECKPOINT.before}"] = before
+    fake.has(Config={"Labels": labels})
+    fake.first(
+        f'case "$2" in checkpoint) {fake.ends("inventory.img")} cp $F/text $F/error;; *) rm $F/error;; esac'
+    )
+    (fake.folder / "text").write_text("Error: no such device")
+    assert str(move()).endswith("Podman has restored w from the checkpoint")
+    assert [line.rpartition(" ")[2] for line in fake.calls() if line.startswith("exec ")] == [
+        *(["before"] if before else []),
+        "after",
+    ]
+    assert fake.calls()[-1].endswith("after")
+
+
+def test_podman_learns_of_its_end_later(
+    fake: FakePodman, other: OtherSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed Podman still lists it as running; it restores no container of which it thinks so."""
+    fake.has(init=1 << 30)
+    running = "{ echo Error: it is running >&2; exit 125; }"
+    made = ": >$F/checkpoint/inventory.img; cp $F/text $F/error"
+    fake.first(
+        f'case "$2" in checkpoint) mkdir $F/checkpoint; {made};; '
+        f"*) grep -q exited $F/inspect.json || {running}; rm $F/error;; esac"
+    )
+    (fake.folder / "text").write_text("Error: no such device")
+    inspect, asked = podman.inspect_container, list[str]()
+
+    def inspect_later(wanted: str) -> podman.Container:
+        found = inspect(wanted)
+        if (fake.folder / "error").exists():
+            asked.append(found.status)
+            if len(asked) == 3:
+                fake.has(status="exited")
+        return found
+
+    monkeypatch.setattr(podman, "inspect_container", inspect_later)
+    assert str(move()).endswith("Podman has restored w from the checkpoint")
+    assert asked[:4] == ["running", "running", "running", "exited"]
+    assert fake.status() == "running"
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
