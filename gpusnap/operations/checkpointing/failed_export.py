@@ -15,12 +15,14 @@ from contextlib import closing, contextmanager, suppress
 from typing import Literal
 
 from gpusnap.base.user_errors import NotFound, failure
+from gpusnap.checkpoints.volumes import label
 from gpusnap.container_hooks.commands import run_after_bring_back
 from gpusnap.engines import podman, podman_work
 from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import is_folder
 from gpusnap.oci.tar.archive import entries
+from gpusnap.operations import lost_volumes
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Interrupted, make_unforeseen, reason
 from gpusnap.runtime_shim.process import proc
@@ -106,6 +108,8 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
                 if podmans and state not in said.sentence():
                     said.add_hint(f"{export.found.name} {state}")
                 raise said from error
+            if left == "removed":  # its volumes, too: the message depends on which are left
+                _wait_for_end(export.found)
             after = _make_error_after(export, said, left)
         if export.bring_back and (left == "in Podman" or (left == "removed" and export.kept)):
             after = _bring_back(export, said, after)
@@ -143,10 +147,11 @@ def _bring_back(export: Export, error: GpusnapError, after: GpusnapError) -> Gpu
     try:
         _wait_for_end(export.found)
         if export.kept:
-            words = ["--import", export.archive, *_list_import_options(export.found)]
+            lost, options = _find_lost_volumes(export.found)
+            with lost_volumes.make(lost, export.archive):
+                podman_work.restore(["--import", export.archive, *options], environment)
         else:
-            words = [export.found.id]
-        podman_work.restore(words, environment)
+            podman_work.restore([export.found.id], environment)
         export.kept = False
         run_after_bring_back(export.found)
     except (GpusnapError, KeyboardInterrupt) as failed:
@@ -170,12 +175,16 @@ def _wait_for_end(found: podman.Container) -> None:
             time.sleep(_EVERY)
 
 
-def _list_import_options(found: podman.Container) -> list[str]:
-    """Return options for an import: Podman refuses volumes that exist, and these have their content."""
+def _find_lost_volumes(found: podman.Container) -> tuple[list[str], list[str]]:
+    """Return the volumes that must be made before an import, and options for it.
+
+    Podman refuses volumes that exist, and these have their content. If none exists, it makes all of them.
+    """
     with suppress(GpusnapError):
-        if found.volumes and all(podman.exists("volume", each) for each in found.volumes):
-            return ["--ignore-volumes"]
-    return []
+        lost = [each for each in found.volumes if not podman.exists("volume", each)]
+        if len(lost) < len(found.volumes):
+            return lost, ["--ignore-volumes"]
+    return [], []
 
 
 def _find_left(export: Export) -> _Left:
@@ -223,8 +232,14 @@ def _make_error_after(export: Export, error: GpusnapError, left: _Left) -> Gpusn
         return kind(f"{there}, but it is incomplete", hint=first + again, code=error.code)
     if export.whole or is_whole(export.archive):
         archive = shlex.quote(export.keep())
-        command = f"{export.environment}podman container restore --import {archive}"
-        command = " ".join((command, *_list_import_options(export.found)))
+        lost, options = _find_lost_volumes(export.found)
+        command = "".join(
+            f"podman volume create {each} && "
+            f"tar -xOf {archive} {label(each)} | podman volume import {each} - && "
+            for each in lost
+        )
+        command += f"{export.environment}podman container restore --import {archive}"
+        command = " ".join((command, *options))
         more = f", and {export.more.format(archive=archive)}" if export.more else ""
         return kind(
             f"{error}; nothing is lost: Podman's export of {name} is kept as {archive}",

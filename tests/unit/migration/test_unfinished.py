@@ -182,7 +182,8 @@ def test_it_has_come_back(
     said = unfinished.recover_leaving(leaving)
     assert said.endswith("the container stays, because it was started here after that") == stays
     assert fake.calls() == ([] if stays else [f"rm {ID}"])
-    assert host_store.entries() == migrations.list_outgoing() == ()
+    assert host_store.entries() == ()
+    assert migrations.list_outgoing() == ()
 
 
 def test_nobody_answers(

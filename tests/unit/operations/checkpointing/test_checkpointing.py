@@ -629,13 +629,31 @@ def test_we_fail_and_podman_removes_it(
     assert entry.name == ""
 
 
-def test_podman_is_about_to_remove_it(fake: FakePodman, store: Store) -> None:
+def test_podman_is_about_to_remove_it(
+    fake: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That Podman still shows it is no reason to count on its checkpoint."""
+    monkeypatch.setattr(failed_export, "_REMOVAL", 0.0)
     fake.has(auto_remove=True)
     fake.first(f'{fake.ends("inventory.img")}cp $F/archive "$4"\n')
     fake.fails("Error: cleaning up: no space left\n")
     with pytest.raises(GpusnapError, match="Podman's export of w is kept as /"):
         made()
+
+
+def test_podman_removes_one_of_its_volumes(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """The command makes that one from the export: the other one exists, so Podman would make none."""
+    fake.has(auto_remove=True, volumes={"data": "", "0a1b": ""})
+    fake.has_volumes("data")
+    fake.first('cp $F/archive "$4"; rm $F/inspect.json\n')
+    fake.fails("Error: cleaning up: no space left\n")
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    (kept_as,) = re.findall(r"Podman's export of w is kept as (\S+);", raised.value.sentence())
+    assert raised.value.hint == (
+        f"podman volume create 0a1b && tar -xOf {kept_as} volumes/0a1b.tar | podman volume import 0a1b - && "
+        f"podman container restore --import {kept_as} --ignore-volumes restores it"
+    )
 
 
 def test_podman_removes_it(pages: FakePodman, store: Store) -> None:
