@@ -138,7 +138,7 @@ def _make_told_error(error: BaseException) -> GpusnapError:
         return ImageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}")
     if isinstance(error, Exception):
         return make_unforeseen(error)
-    return Interrupted("interrupted before the checkpoint was stored")
+    return Interrupted("interrupted during the checkpoint")
 
 
 def _bring_back(export: Export, error: GpusnapError, after: GpusnapError) -> GpusnapError:

@@ -307,7 +307,10 @@ def test_an_interruption_while_its_last_checkpoint_is_stored(
     monkeypatch.setattr(Staging, "commit", interrupted)
     error = move()
     assert isinstance(error, Interrupted)
-    assert str(error).endswith("; Podman has restored w from the checkpoint")
+    assert str(error) == (
+        "w was not migrated, and runs on this host: interrupted during the checkpoint; Podman has restored w "
+        "from the checkpoint"
+    )
     assert fake.status() == "running"
     (kept,) = host_store.entries()
     assert error.hint == f"its checkpoint {kept.name} is kept"

@@ -430,7 +430,7 @@ def test_what_became_of_it(fake: FakePodman, tmp_path: Path, status: str, said: 
     export.whole = True
     with pytest.raises(Interrupted) as raised, explain_export_errors(export):
         raise KeyboardInterrupt
-    assert raised.value.sentence() == f"interrupted before the checkpoint was stored; w {said}"
+    assert raised.value.sentence() == f"interrupted during the checkpoint; w {said}"
 
 
 @pytest.mark.parametrize("leave_running", [True, False])
