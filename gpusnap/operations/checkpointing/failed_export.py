@@ -153,10 +153,10 @@ def _bring_back(export: Export, error: GpusnapError, after: GpusnapError) -> Gpu
         else:
             podman_work.restore([export.found.id], environment)
         export.kept = False
-        run_after_bring_back(export.found)
     except (GpusnapError, KeyboardInterrupt) as failed:
         said = f"{after}; an attempt to restore it failed: {_make_told_error(failed)}"
         return type(error)(said, hint=after.hint, code=after.code)
+    run_after_bring_back(export.found)
     said = f"{error}; Podman has restored {export.found.name} from the checkpoint"
     return type(error)(said, hint=error.hint, code=error.code)
 
@@ -167,7 +167,7 @@ def _wait_for_end(found: podman.Container) -> None:
     Before that, it does not restore it: it has not looked after its end if it was killed.
     """
     end = time.monotonic() + _REMOVAL
-    with suppress(NotFound):
+    with suppress(GpusnapError):  # such as NotFound
         while time.monotonic() < end:
             now = podman.inspect_container(found.id)
             if not found.auto_remove and now.status not in ("running", "paused"):

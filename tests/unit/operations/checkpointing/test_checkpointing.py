@@ -641,6 +641,25 @@ def test_podman_is_about_to_remove_it(
         made()
 
 
+def test_podman_no_longer_answers(fake: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its removal is waited for: the message names the export all the same."""
+    inspect, asked = podman.inspect_container, list[str]()
+
+    def inspect_once(wanted: str) -> podman.Container:
+        asked.append(wanted)
+        if len(asked) > 2:
+            raise GpusnapError("Podman did not answer")
+        return inspect(wanted)
+
+    fake.has(auto_remove=True)
+    fake.first(f'{fake.ends("inventory.img")}cp $F/archive "$4"\n')
+    fake.fails("Error: cleaning up: no space left\n")
+    monkeypatch.setattr(podman, "inspect_container", inspect_once)
+    with pytest.raises(GpusnapError, match="Podman's export of w is kept as /"):
+        made()
+    assert len(asked) == 3
+
+
 def test_podman_removes_one_of_its_volumes(fake: FakePodman, store: Store, tmp_path: Path) -> None:
     """The command makes that one from the export: the other one exists, so Podman would make none."""
     fake.has(auto_remove=True, volumes={"data": "", "0a1b": ""})
