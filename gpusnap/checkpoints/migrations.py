@@ -16,6 +16,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 from gpusnap.oci.base.dataclass import asdict, dataclass, list_fields
@@ -84,6 +85,13 @@ class OutgoingMigration:
                 hint="make sure that the file system is writable, then run gpusnap recover",
                 code="GPS-005",
             ) from error
+
+    def find_time(self) -> str:
+        """Return when the record was written (RFC 3339); "" if it does not exist any more."""
+        try:
+            return datetime.fromtimestamp(os.stat(self._path()).st_mtime, UTC).isoformat()
+        except OSError:
+            return ""
 
     def _path(self) -> str:
         return _path(self.digest or self.id)

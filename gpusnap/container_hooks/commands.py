@@ -95,10 +95,20 @@ def undo(found: podman.Container, pair: Pair, progress: Progress) -> None:
     """Run the command after, in a container that still runs; an error is only a note."""
     with suppress(KeyboardInterrupt):
         try:
-            if podman.inspect_container(found.id).status == "running":
-                run_after(found, pair, progress)
+            now = podman.inspect_container(found.id)
+            if now.status == "running":
+                run_after(now, pair, progress)
         except GpusnapError as error:
             note(str(error), code=error.code)
+
+
+def run_after_bring_back(found: podman.Container) -> None:
+    """Run the command after a restore in a container whose checkpoint failed; an error is only a note.
+
+    If there is a command before the checkpoint, `run_around_checkpoint` does that.
+    """
+    if not _words(found, CHECKPOINT.before):
+        undo(found, CHECKPOINT, Progress(shown=False))
 
 
 @contextmanager

@@ -66,6 +66,8 @@ class Container:
     """The folder with the files that it has changed (overlay); empty if the storage has no such folder."""
     checkpointed: bool = False
     """A checkpoint ended it, and Podman can restore it from its storage."""
+    checkpointed_at: str = ""
+    """When that was (RFC 3339)."""
     volumes: Mapping[str, str] = field(default_factory=dict)
     """Its named volumes, with the folder on this host for each."""
     pod: str = ""
@@ -167,6 +169,7 @@ def _container(found: Mapping[str, Any]) -> Container:
         auto_remove=bool((found.get("HostConfig") or {}).get("AutoRemove")),
         upper=str((driver.get("Data") or {}).get("UpperDir") or ""),
         checkpointed=bool(state.get("Checkpointed")),
+        checkpointed_at=str(state.get("CheckpointedAt") or ""),
         volumes={
             str(each["Name"]): str(each.get("Source") or "")
             for each in found.get("Mounts") or ()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import datetime
 
 from gpusnap.base.user_errors import NotFound
 from gpusnap.engines import podman
 from gpusnap.engines.podman import Container
+from gpusnap.engines.podman_command import PATIENCE, ask, sentence
 from gpusnap.oci.base.dataclass import dataclass
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError
+
+# Bytes per second that Podman writes at least into a volume.
+_SLOWEST = 10 << 20
 
 
 def volumes() -> set[str]:
@@ -41,6 +46,21 @@ def list_created_with(container: Container) -> list[str]:
             if created >= datetime.fromisoformat(container.created) and not volume.get("Labels"):
                 found.append(name)
     return found
+
+
+def make_volume(name: str) -> None:
+    """Make an empty volume. Raises GpusnapError, also if there is one of that name."""
+    done = ask("volume", "create", "--", name)
+    if done.code:
+        raise GpusnapError(f"Podman cannot make the volume {name}: {sentence(done)}")
+
+
+def fill_volume(name: str, tar: str) -> None:
+    """Unpack a tar, which is a file, into a volume. Raises GpusnapError."""
+    seconds = PATIENCE + os.stat(tar).st_size / _SLOWEST
+    done = ask("volume", "import", "--", name, tar, seconds=seconds)
+    if done.code:
+        raise GpusnapError(f"Podman cannot unpack files into the volume {name}: {sentence(done)}")
 
 
 def remove_volume(name: str) -> None:

@@ -28,6 +28,7 @@ from gpusnap.base.user_errors import NotFound, failure
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.list import blobs_of
 from gpusnap.checkpoints.migrations import OutgoingMigration
+from gpusnap.checkpoints.names import dated_name
 from gpusnap.engines import podman, podman_objects
 from gpusnap.migration import unfinished
 from gpusnap.migration.blobs import check_answer, serve
@@ -196,15 +197,18 @@ class _Move:
 
     def _send_ahead(self) -> None:
         for _ in range(self._parameters.ahead):
-            made = self._checkpoint(ahead=True)
+            # The previous one, or one that a killed migration left.
+            unfinished.remove_name(Store(self._ahead.store), self._tag)
+            made = self._checkpoint(self._tag, ahead=True)
             self.done.ahead += self._send(made, ahead=True)
         self.done.pairs = _pairs(self._ask("plan", digest=made.digest, gpuMap=self._parameters.gpu_map))
 
     def _hand_over(self) -> None:
         stopped = time.monotonic()
         asked = False
-        made = self._checkpoint(ahead=False)
+        last = dated_name(self._found.name, self._found.id, datetime.now(UTC))
         try:
+            made = self._checkpoint(last, ahead=False)
             self._note = replace(self._note, store=made.store, checkpoint=made.name, digest=made.digest)
             self.done.after = self._send(made, ahead=False)
             self._progress.stage(f"restore on {self._to}")
@@ -228,16 +232,28 @@ class _Move:
             self.done.name, self.done.id = str(answer["container"]), str(answer["containerId"])
             self._ask("confirm")
         except (Exception, KeyboardInterrupt) as error:  # of any kind: the container is stopped
-            if not asked or self._settle(made, error) != "confirmed":
-                raise self._bring_back(made, error) from error
+            if not self._note.digest and not self._find_last(last):
+                raise
+            if not asked or self._settle(error) != "confirmed":
+                raise self._bring_back(error) from error
             self.done.name = self.done.name or self._note.there
-        self.done.digest = made.digest
+        self.done.digest = self._note.digest
         self._clear()
+
+    def _find_last(self, name: str) -> bool:
+        """Note the last checkpoint if it was stored before an interruption; return whether it was."""
+        store = locator.default_store()
+        try:
+            digest = store.find_exactly(name).descriptor.digest
+        except OciError:
+            return False
+        self._note = replace(self._note, store=store.path, checkpoint=name, digest=digest)
+        return True
 
     def _clear(self) -> None:
         """Remove what is left here. Raises GpusnapError, and then keeps its note."""
         try:
-            unfinished.clear(self._note)
+            stays = unfinished.clear(self._note)
         except GpusnapError as error:
             raise GpusnapError(
                 f"{self._found.name} was migrated to {self._to} and runs there, but its remains here "
@@ -249,14 +265,18 @@ class _Move:
             unfinished.tell_settled(self._note)
         else:
             self._hang_up(settled=True)
+        if stays:
+            raise GpusnapError(
+                f"{self._found.name} was migrated to {self._to} and runs there, but it was also started on "
+                "this host meanwhile",
+                hint=f"stop one of the two; podman rm --force {self._found.name} removes the one here",
+                code="GPS-824",
+            )
 
-    def _checkpoint(self, *, ahead: bool) -> CheckpointResult:
-        found = self._found
-        if ahead:  # the previous one, or one that a killed migration left
-            unfinished.remove_name(Store(self._ahead.store), self._tag)
+    def _checkpoint(self, name: str, *, ahead: bool) -> CheckpointResult:
         parameters = checkpointing.CheckpointRequest(
-            container=found.id,
-            name=self._tag if ahead else "",
+            container=self._found.id,
+            name=name,
             leave_running=ahead,
             ignore_volumes=self._parameters.ignore_volumes,
             force=self._parameters.force,
@@ -282,27 +302,29 @@ class _Move:
             answer = serve(self._channel, store.layout, blobs, lambda sent: self._progress.at(sent, None))
         return int(check_answer(answer, self._to)["bytes"])
 
-    def _bring_back(self, made: CheckpointResult, error: BaseException) -> GpusnapError:
+    def _bring_back(self, error: BaseException) -> GpusnapError:
         """Restore the container here; return the error to raise."""
-        found = self._restore_here(made, error)
+        found = self._restore_here(error)
         if isinstance(error, KeyboardInterrupt | Interrupted):
             return Interrupted(str(found), hint=found.hint, code=found.code)
         return found
 
-    def _restore_here(self, made: CheckpointResult, error: BaseException) -> GpusnapError:
+    def _restore_here(self, error: BaseException) -> GpusnapError:
         why = _make_told_error(error)
-        name = self._found.name
-        self._progress.stage(f"restore of {name} on this host")
-        self._hang_up()
+        name, last = self._found.name, self._note
         try:
-            self._note.remove()  # it certainly does not run there
+            self._progress.stage(f"restore of {name} on this host")
+            self._hang_up()
+            with suppress(GpusnapError):  # by it, gpusnap recover names the container if we are killed now
+                self._ahead.write()
+            last.remove()  # it certainly does not run there
             if self._runs_here():
                 return GpusnapError(
                     f"{name} was not migrated, and runs on this host: {why}",
-                    hint="; ".join(filter(None, (why.hint, f"its checkpoint {made.name} is kept"))),
+                    hint="; ".join(filter(None, (why.hint, f"its checkpoint {last.checkpoint} is kept"))),
                     code="GPS-824",
                 )
-            place = locator.InStore(Store(made.store), made.digest)
+            place = locator.InStore(Store(last.store), last.digest)
             restoring.restore(RestoreRequest(what=place), self._progress)
         except (Exception, KeyboardInterrupt) as failed:
             said = _make_told_error(failed)
@@ -314,11 +336,11 @@ class _Move:
                 )
             return GpusnapError(
                 f"{name} was not migrated to {self._to} ({why}), and cannot be restored here: {said}",
-                hint=f"gpusnap restore {made.name} continues it here; its checkpoint is complete",
+                hint=f"gpusnap restore {last.checkpoint} continues it here; its checkpoint is complete",
                 code="GPS-824",
             )
         with suppress(OciError):  # if that fails, it is kept, and `gpusnap ls` shows it
-            Store(made.store).remove(made.digest)
+            Store(last.store).remove(last.digest)
         return GpusnapError(
             f"{name} was not migrated, and runs on this host again: {why}",
             hint=why.hint or "run the same command again; what was sent stays on the other host",
@@ -332,13 +354,13 @@ class _Move:
         except NotFound:
             return False
 
-    def _settle(self, made: CheckpointResult, error: BaseException) -> str:
+    def _settle(self, error: BaseException) -> str:
         """Ask again about the container over there: confirmed or undone."""
-        self._progress.stage(f"asking {self._to} about the container")
-        self._hang_up()
         last: BaseException = error
         for _ in range(_TRIES):
             try:
+                self._progress.stage(f"asking {self._to} about the container")
+                self._hang_up()
                 return unfinished.ask(self._note)
             except (Exception, KeyboardInterrupt) as failed:
                 last = failed
@@ -346,7 +368,7 @@ class _Move:
             f"{self._to} does not say what became of its restore of {self._found.name}, and it is unknown "
             f"whether the container runs there: {_make_told_error(last)}; on this host it stays stopped",
             hint=f"run gpusnap recover, which asks {self._to} again; if podman ps there shows that "
-            f"{self._note.there} does not run, gpusnap restore --not-migrated {made.name} "
+            f"{self._note.there} does not run, gpusnap restore --not-migrated {self._note.checkpoint} "
             "continues it here",
             code="GPS-823",
         ) from last
@@ -354,13 +376,15 @@ class _Move:
     def _hang_up(self, *, settled: bool = False) -> None:
         """End the connection; the other side undoes what was not confirmed. May be called twice.
 
-        settled: this host will not ask about the container again.
+        A signal ends the wait for a connection that does not respond. settled: this host will not ask about
+        the container again.
         """
         if not self._hung_up:
             self._hung_up = True
-            with suppress(GpusnapError):
+            with suppress(GpusnapError, KeyboardInterrupt):
                 self._request("end", settled=settled)
-            self._link.close()
+            with suppress(KeyboardInterrupt):
+                self._link.close()
 
     def _ask(self, what: str, **more: Any) -> dict[str, Any]:
         """Send a request to the other side. Raises LinkLost, and the error that it reports."""

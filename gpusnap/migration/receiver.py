@@ -144,7 +144,7 @@ class _Receiver:
         check_name(name)
         store = locator.default_store().create()
         remote = Remote(self._channel, root)
-        self._record_coming(str(frame["of"]))
+        self._record_coming(str(frame["of"]), container)
         with open_staging(store, f"migrate-{container}", "migration", self._progress) as staging:
             # Blobs in the store were checked when they arrived; a restore compares all of them again.
             there = have(staging, read=False)
@@ -166,21 +166,26 @@ class _Receiver:
             if frame["ahead"]:
                 # Also what a killed one left under that name.
                 with suppress(NotThere):
-                    self._record_coming(str(frame["of"]), store.find_exactly(name).descriptor.digest)
-                self._record_coming(str(frame["of"]), root.digest)
+                    self._record_ahead(store.find_exactly(name).descriptor.digest)
+                self._record_ahead(root.digest)
             self._progress.stage("to disk")
             staging.commit(found.root, names=[name], foreign=found.tables)
         return {"blobs": moved.blobs, "bytes": moved.bytes, "skipped": moved.skipped_bytes}
 
-    def _record_coming(self, container: str, *ahead: str) -> None:
-        """Record on disk that a container comes, and which checkpoints come ahead, before they arrive."""
-        record = self._record
-        if record is None:
-            record = records.Record(self._id, "coming", container, ahead=ahead)
-            records.begin(record)
-        else:
-            record = replace(record, ahead=(*record.ahead, *ahead))
-            records.advance(record)
+    def _record_coming(self, name: str, source: str) -> None:
+        """Record on disk that a container comes, before anything of it arrives. Raises GpusnapError."""
+        if self._record is not None:
+            records.advance(self._record)
+            return
+        record = records.Record(self._id, "coming", name, source=source)
+        records.begin(record)
+        self._record = record
+
+    def _record_ahead(self, digest: str) -> None:
+        """Record on disk that a checkpoint comes ahead, before it is in the store. Raises GpusnapError."""
+        assert self._record is not None
+        record = replace(self._record, ahead=(*self._record.ahead, digest))
+        records.advance(record)
         self._record = record
 
     def _restore(self, frame: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +212,9 @@ class _Receiver:
         finally:
             self._restoring = False
             del os.environ[records.MARK]
-        self._record = replace(record, state="running", container=done.container)
+        record = replace(record, state="running", container=done.container)
+        self._record = record  # before anything can fail: from here on it is removed by its ID
+        self._record = replace(record, created=podman.inspect_container(done.container).created)
         self._record.write()
         return {"container": done.name, "containerId": done.container, "seconds": done.seconds}
 
@@ -228,13 +235,10 @@ class _Receiver:
             return
         with podman_work.ignore_signals():
             self._record = None
-            if record.state == "coming":
-                records.remove_ahead(record.ahead)
-                records.end_record(record)
-                return
-            records.remove_restored(record)
+            if record.state != "coming":
+                records.remove_restored(record)
             records.remove_ahead(record.ahead)
-            replace(record, state="undone").write()
+            records.end_record(record)
 
 
 def _patience(value: object) -> float:

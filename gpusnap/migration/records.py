@@ -58,6 +58,10 @@ class Record:
     """The IDs of all containers before the restore."""
     container: str = ""
     """The ID of the restored container, once it is known."""
+    created: str = ""
+    """When Podman created that one: a container keeps its ID through each migration."""
+    source: str = ""
+    """The first 32 digits of the container's ID on the other host."""
     ahead: tuple[str, ...] = ()
     """The digests of checkpoints that came before the last one."""
     at_work: bool = False
@@ -71,8 +75,16 @@ class Record:
 
 
 def begin(record: Record) -> None:
-    """Write the first record of a migration. Raises Refused if it has been ended, and GpusnapError."""
+    """Write the first record of a migration. Raises Refused if it has been ended, and GpusnapError.
+
+    A container that a killed receiver left of an earlier migration is removed first: later, it could not be
+    told from this one.
+    """
     _sweep()
+    for each in list_records({}):
+        same = each.name == record.name or (each.source and each.source == record.source)
+        if same and each.id != record.id and each.state != "coming" and not each.at_work:
+            settle(each.id)
     with _hold_lock(record.id):
         if _read(record.id) is not None:
             raise _make_given_up_error()
@@ -89,6 +101,9 @@ def advance(record: Record) -> None:
 
 def end_record(record: Record) -> None:
     """Record that the receiver has undone everything. Raises GpusnapError."""
+    if record.state != "coming":
+        _write_undone(record)
+        return
     with _hold_lock(record.id):
         if (_read(record.id) or {}).get("state") == "coming":
             _remove(record.id)  # nobody asks: nothing was restored
@@ -135,7 +150,8 @@ def settle(migration: str) -> str:
                 # The receiver, if it lives, removes the checkpoints that came ahead itself.
                 if found is not None and not alive:
                     remove_ahead(_record(migration, found).ahead)
-                _abort(migration)
+                # A request that is still on its way restores nothing then.
+                _write_undone(Record(migration, "undone", ""))
                 return "undone"
         if not alive and not _podman_of(migration):
             break
@@ -145,19 +161,19 @@ def settle(migration: str) -> str:
     record = _record(migration, found)
     remove_restored(record)
     remove_ahead(record.ahead)
-    with suppress(GpusnapError):  # such as on a full disk: whoever asks next gets the same answer
-        replace(record, state="undone").write()
+    with suppress(GpusnapError):  # whoever asks next gets the same answer
+        _write_undone(record)
     return "undone"
 
 
-def _abort(migration: str) -> None:
-    """Have a request that is still on its way restore nothing. Raises GpusnapError."""
+def _write_undone(record: Record) -> None:
+    """Record that nothing of a migration is left here. Raises GpusnapError."""
     try:
-        Record(migration, "undone", "").write()
+        replace(record, state="undone").write()
     except GpusnapError as error:
         # Such as on a full disk. Without a record nothing is restored either; see `advance`.
         try:
-            state_files.remove(_path(migration))
+            state_files.remove(_path(record.id))
         except OSError:
             raise error from None
 
@@ -173,28 +189,30 @@ def remove_ahead(digests: tuple[str, ...]) -> None:
 def remove_restored(record: Record) -> None:
     """Remove the container that was restored for a migration. Raises GpusnapError.
 
-    Its name may belong to another container by now, which was restored or started meanwhile: that is kept.
+    Its name or its ID may belong to another container by now, which was restored or started meanwhile: that
+    is kept.
     """
     try:
         found = podman.inspect_container(record.container or record.name)
     except NotFound:
         return
     if record.container:
-        ours = found.id == record.container
+        ours = found.id == record.container and record.created in ("", found.created)
     else:
-        ours = (
-            found.name == record.name and found.id not in record.before and _is_of_migration(found, record.id)
-        )
+        ours = found.name == record.name and found.id not in record.before and _is_of_migration(found, record)
     if ours:
         podman.run_query("rm", "--force", "--time", "0", found.id, wanted=f"the removal of {record.name}")
 
 
-def _is_of_migration(found: podman.Container, migration: str) -> bool:
+def _is_of_migration(found: podman.Container, record: Record) -> bool:
     """Return whether a container's conmon, the parent of its first process, is of that migration's Podman.
 
-    A container that does not run has none, and is a remainder of a killed Podman.
+    A container that does not run has none. What a killed Podman leaves has the ID of the source; if it was to
+    get another name, it has a new ID (libpod, CRImportCheckpoint), and stays.
     """
-    return not found.init or proc.environment(proc.parent(found.init)).get(MARK) == migration
+    if found.init:
+        return proc.environment(proc.parent(found.init)).get(MARK) == record.id
+    return bool(record.source) and found.id.startswith(record.source)
 
 
 @contextmanager
@@ -219,6 +237,7 @@ def _path(migration: str) -> str:
 def _read(migration: str) -> Mapping[str, Any] | None:
     try:
         found = state_files.read(_path(migration), limit=_LIMIT)
+        _check_form(found)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -228,7 +247,16 @@ def _read(migration: str) -> Mapping[str, Any] | None:
             hint="if podman ps --all shows no container that belongs on another host, remove that file",
             code="GPS-005",
         ) from error
-    return found if isinstance(found, dict) else {}
+    return dict(found)
+
+
+def _check_form(found: object) -> None:
+    """Raise ValueError if a file's content is no record."""
+    match found:
+        case {"state": str(), "name": str(), **more}:
+            if all(isinstance(more.get(each, []), list) for each in ("before", "ahead")):
+                return
+    raise ValueError("it is no record of a migration")
 
 
 def _read_unended(migration: str) -> Record | None:
@@ -241,11 +269,13 @@ def _read_unended(migration: str) -> Record | None:
 def _record(migration: str, found: Mapping[str, Any]) -> Record:
     return Record(
         migration,
-        str(found.get("state", "")),
-        str(found.get("name", "")),
-        tuple(map(str, found.get("before") or ())),
+        found["state"],
+        found["name"],
+        tuple(map(str, found.get("before", ()))),
         str(found.get("container", "")),
-        tuple(map(str, found.get("ahead") or ())),
+        str(found.get("created", "")),
+        str(found.get("source", "")),
+        tuple(map(str, found.get("ahead", ()))),
         migrations.is_alive(found.get("owner"), found.get("boot")),
     )
 

@@ -64,14 +64,19 @@ def _ask(leaving: OutgoingMigration, what: str) -> Mapping[str, Any]:
         return check_answer(channel.receive(), str(route.to))
 
 
-def clear(leaving: OutgoingMigration) -> None:
-    """Remove what is left here of a container that runs on the other host. Raises GpusnapError."""
+def clear(leaving: OutgoingMigration) -> bool:
+    """Remove what is left here of a container that runs on the other host. Raises GpusnapError.
+
+    Returns whether the container stays, because it has been started here again, or has come back.
+    """
+    stays = False
     if not leaving.keep:
         if not leaving.auto_remove:
-            _remove_container(leaving)
+            stays = not _remove_container(leaving)
         with convert_errors():
             _remove_checkpoint(leaving.store, leaving.digest)
     leaving.remove()
+    return stays
 
 
 def remove_name(store: Store, name: str) -> None:
@@ -92,10 +97,11 @@ def recover_leaving(leaving: OutgoingMigration) -> str:
         return f"the checkpoint {leaving.checkpoint}, of the migration to {leaving.host}, no longer exists"
     state = ask(leaving)
     if state == "confirmed":
-        clear(leaving)
+        back = clear(leaving)
         tell_settled(leaving)
         stays = "stays here" if leaving.keep else "is removed here"
-        return f"{leaving.name} was migrated to {leaving.host}; its checkpoint {leaving.checkpoint} {stays}"
+        said = f"{leaving.name} was migrated to {leaving.host}; its checkpoint {leaving.checkpoint} {stays}"
+        return f"{said}; the container stays, because it was started here after that" if back else said
     leaving.remove()
     continues = f"gpusnap restore {leaving.checkpoint} continues it here"
     return f"{leaving.name} does not run on {leaving.host}; {continues}"
@@ -131,12 +137,19 @@ def recover_coming(record: records.Record) -> str:
     return f"the migration of {record.name} to this host was interrupted; what had been received is removed"
 
 
-def _remove_container(leaving: OutgoingMigration) -> None:
+def _remove_container(leaving: OutgoingMigration) -> bool:
+    """Remove the container that the last checkpoint ended; return False if it was started since then.
+
+    It may have come back with the same ID: a container keeps that through a checkpoint and a restore.
+    """
     try:
-        podman.inspect_container(leaving.container)
+        found = podman.inspect_container(leaving.container)
     except NotFound:
-        return
+        return True
+    if not found.checkpointed or is_later(found.checkpointed_at, leaving.find_time()):
+        return False
     podman.remove(leaving.container)
+    return True
 
 
 def _remove_checkpoint(store: str, digest: str) -> None:

@@ -319,9 +319,40 @@ def test_interrupted(one_runtime: Store, other: OtherHost, plan: str) -> None:
     assert names(one_runtime) == []
 
 
+def test_a_record_of_an_earlier_migration(one_runtime: Store, other: OtherHost) -> None:
+    """A receiver was killed, and its container removed by hand: the next one with the same ID stays there."""
+    Container.start("w", *WORK, gpus=["0"])
+    other.breaks("from restore 1 kill")
+    other.first(f'[ "$(wc -l <{SSH.parent}/calls)" -le 1 ] || exit 255\n')
+    assert "is unknown whether the container runs there" in sentence(migrate())
+    command = refused_here(one_runtime)
+    good(other.podman("rm", "--force", "--time", "0", "w"))
+    assert "that was interrupted" in other.run(COMMAND, "recover", "--list").out
+    good(gpusnap(*command.split()))
+    other.first("")
+    good(migrate())
+    goes_on_there(other)
+    assert "nothing to recover" in other.run(COMMAND, "recover").err
+    goes_on_there(other)
+
+
+@pytest.mark.parametrize("plan", ["to fetch 2 sigint", "to restore 1 cut"])
+def test_an_anonymous_volume_comes_back(
+    one_runtime: Store, other: OtherHost, volumes: None, plan: str
+) -> None:
+    """With --rm, Podman removes it with the container, and keeps the other one: both have their files."""
+    container = Container.start("w", *WORK, gpus=["0"], options=("--rm", "-v", "data:/data", "-v", "/more"))
+    good(podman("exec", "w", "sh", "-c", "echo one >/data/file; echo two >/more/file"))
+    other.breaks(plan)
+    assert "w was not migrated, and runs on this host again: " in migrate().err
+    runs_here(container)
+    assert good(podman("exec", "w", "cat", "/data/file", "/more/file")) == "one\ntwo"
+    until(lambda: nothing_there(other), "the other host has undone it")
+
+
 @pytest.mark.parametrize(
     ("real", "options"),
-    [("crun", ()), ("runc", ()), ("crun", ("--rm", "-v", "data:/data"))],
+    [("crun", ()), ("runc", ()), ("crun", ("--rm", "-v", "data:/data", "-v", "/more"))],
     indirect=["real"],
 )
 def test_interrupted_once_it_has_ended(

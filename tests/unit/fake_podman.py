@@ -37,6 +37,8 @@ case "$1 $2" in
 "volume ls") cat $F/volumes; exit;;
 "volume inspect") cat "$F/volume-$4.json"; exit;;
 "volume exists") grep -qx "$3" $F/volumes; exit;;
+"volume create") echo "$4" >>$F/volumes; echo "$4"; exit;;
+"volume import") cp "$5" "$F/filled-$4"; exit;;
 "volume rm") sed -i "/^$3$/d" $F/volumes; exit;;
 "rm "*) rm $F/inspect.json; exit;;
 esac
@@ -155,6 +157,10 @@ class FakePodman:
         """That is what it says of a volume."""
         told = [{"Name": name, "CreatedAt": created, "Labels": labels}]
         (self.folder / f"volume-{name}.json").write_text(json.dumps(told))
+
+    def filled(self, name: str) -> bytes:
+        """The tar that was unpacked into a volume."""
+        return (self.folder / f"filled-{name}").read_bytes()
 
     def has_pods(self, *names: str) -> None:
         (self.folder / "pods").write_text("".join(f"{name}\n" for name in names))

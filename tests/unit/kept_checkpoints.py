@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +21,15 @@ from gpusnap.runtime_shim.snapshot.memory.handover import Recipient
 __all__ = ["an_archive", "hand_over_pages", "keep", "keep_pages", "leave_export", "write_export"]
 
 
-def an_archive(folder: Path, *, pages: str = "chunks") -> str:
-    """Podman's of a checkpoint, with its chunks, or with the folder beside it as the store that has them."""
+def an_archive(folder: Path, *, pages: str = "chunks", volumes: Mapping[str, bytes] | None = None) -> str:
+    """Podman's of a checkpoint, with its chunks, or with the folder beside it as the store that has them.
+
+    `volumes`: the tar of each.
+    """
     source = Layout(folder / "source").create()
-    tables = regions(source)
-    return written(folder / "in.tar", source if pages == "chunks" else None, record(tables, pages=pages))
+    found = record(regions(source), pages=pages)
+    more = {f"volumes/{name}.tar": tar for name, tar in (volumes or {}).items()}
+    return written(folder / "in.tar", source if pages == "chunks" else None, found, more=more)
 
 
 def keep(store: Store, archive: str, names: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.json_text import parse_json
 from gpusnap.oci.chunks.table import descriptors
 from gpusnap.oci.layout.documents import Descriptor
-from gpusnap.operations.checkpointing.failed_export import list_import_options
+from gpusnap.operations.checkpointing.failed_export import make_import_command
 from gpusnap.operations.checkpointing.left_exports import LeftExport
 from gpusnap.runtime_shim.base import deadlines
 from gpusnap.runtime_shim.base.errors import GpusnapError, reason
@@ -54,8 +54,7 @@ class ExportedContainer:
     def make_command(self) -> str:
         """Return the command with which Podman restores it; Podman is asked for its volumes."""
         variable = "" if locator.is_default(self.store) else f"GPUSNAP_STORE={shlex.quote(self.store)} "
-        options = "".join(f" {word}" for word in list_import_options(self.volumes))
-        return f"{variable}podman container restore --import {shlex.quote(self.left.archive)}{options}"
+        return make_import_command(self.left.archive, self.volumes, variable)
 
 
 def read(left: LeftExport, store: str, *, within: float = deadlines.PATIENCE) -> ExportedContainer:

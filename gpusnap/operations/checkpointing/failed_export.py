@@ -15,11 +15,14 @@ from contextlib import closing, contextmanager, suppress
 from typing import Literal
 
 from gpusnap.base.user_errors import NotFound, failure
+from gpusnap.checkpoints.volumes import label
+from gpusnap.container_hooks.commands import run_after_bring_back
 from gpusnap.engines import podman, podman_work
 from gpusnap.oci.base.dataclass import dataclass, field
 from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.base.files import is_folder
 from gpusnap.oci.tar.archive import entries
+from gpusnap.operations import lost_volumes
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Interrupted, make_unforeseen, reason
 from gpusnap.runtime_shim.process import proc
@@ -30,7 +33,7 @@ from gpusnap.runtime_shim.runtime.criu.images.directory import list_versions
 # Podman refuses an archive without these (libpod, prepareCheckpointImport).
 _NEEDED = frozenset({"config.dump", "spec.dump", f"checkpoint/{INVENTORY}"})
 
-# Seconds for Podman to remove a container that has ended, and between two looks.
+# Seconds for Podman to notice the end of a container, or to remove it after that, and between two looks.
 _REMOVAL, _EVERY = 20.0, 0.1
 
 _Images = Mapping[str, tuple[int, ...]]
@@ -105,6 +108,8 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
                 if podmans and state not in said.sentence():
                     said.add_hint(f"{export.found.name} {state}")
                 raise said from error
+            if left == "removed":  # its volumes, too: the message depends on which are left
+                _wait_for_end(export.found)
             after = _make_error_after(export, said, left)
         if export.bring_back and (left == "in Podman" or (left == "removed" and export.kept)):
             after = _bring_back(export, said, after)
@@ -124,15 +129,31 @@ def is_whole(archive: str) -> bool:
     return not needed
 
 
-def list_import_options(volumes: Collection[str]) -> list[str]:
-    """Return options for an import of a container with these named volumes, if Podman has them all.
+def make_import_command(archive: str, volumes: Collection[str], environment: str) -> str:
+    """Return the command that restores a container from its export, as a shell reads it.
 
-    It refuses volumes that exist, and these have their content.
+    `volumes`: its named volumes, for which Podman is asked. `environment`: as in Export.
+    """
+    lost, options = _find_lost_volumes(volumes)
+    path = shlex.quote(archive)
+    commands = [
+        f"podman volume create {each} && tar -xOf {path} {label(each)} | podman volume import {each} -"
+        for each in lost
+    ]
+    restore = f"{environment}podman container restore --import {path}"
+    return " && ".join((*commands, " ".join((restore, *options))))
+
+
+def _find_lost_volumes(volumes: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the volumes that must be made before an import, and options for it.
+
+    Podman refuses volumes that exist, and these have their content. If none exists, it makes all of them.
     """
     with suppress(GpusnapError):
-        if volumes and all(podman.exists("volume", each) for each in volumes):
-            return ["--ignore-volumes"]
-    return []
+        lost = [each for each in volumes if not podman.exists("volume", each)]
+        if len(lost) < len(volumes):
+            return lost, ["--ignore-volumes"]
+    return [], []
 
 
 def _make_told_error(error: BaseException) -> GpusnapError:
@@ -144,33 +165,40 @@ def _make_told_error(error: BaseException) -> GpusnapError:
         return ImageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}")
     if isinstance(error, Exception):
         return make_unforeseen(error)
-    return Interrupted("interrupted before the checkpoint was stored")
+    return Interrupted("interrupted during the checkpoint")
 
 
 def _bring_back(export: Export, error: GpusnapError, after: GpusnapError) -> GpusnapError:
     """Have Podman restore the container; return the error to raise, `after` with the reason if that fails."""
     environment = dict(word.split("=", 1) for word in shlex.split(export.environment))
     try:
+        _wait_for_end(export.found)
         if export.kept:
-            _wait_for_removal(export.found.id)
-            words = ["--import", export.archive, *list_import_options(export.found.volumes)]
+            lost, options = _find_lost_volumes(export.found.volumes)
+            with lost_volumes.make(lost, export.archive):
+                podman_work.restore(["--import", export.archive, *options], environment)
         else:
-            words = [export.found.id]
-        podman_work.restore(words, environment)
+            podman_work.restore([export.found.id], environment)
         export.kept = False
     except (GpusnapError, KeyboardInterrupt) as failed:
         said = f"{after}; an attempt to restore it failed: {_make_told_error(failed)}"
         return type(error)(said, hint=after.hint, code=after.code)
+    run_after_bring_back(export.found)
     said = f"{error}; Podman has restored {export.found.name} from the checkpoint"
     return type(error)(said, hint=error.hint, code=error.code)
 
 
-def _wait_for_removal(container_id: str) -> None:
-    """Wait for a moment until Podman has removed a container: an import makes it again."""
+def _wait_for_end(found: podman.Container) -> None:
+    """Wait for a moment until Podman knows that a container has ended, or has removed it (--rm).
+
+    Before that, it does not restore it: it has not looked after its end if it was killed.
+    """
     end = time.monotonic() + _REMOVAL
-    with suppress(NotFound):
+    with suppress(GpusnapError):  # such as NotFound
         while time.monotonic() < end:
-            podman.inspect_container(container_id)
+            now = podman.inspect_container(found.id)
+            if not found.auto_remove and now.status not in ("running", "paused"):
+                return
             time.sleep(_EVERY)
 
 
@@ -218,9 +246,9 @@ def _make_error_after(export: Export, error: GpusnapError, left: _Left) -> Gpusn
         first = f"run gpusnap recover {export.found.id} to complete it, then "
         return kind(f"{there}, but it is incomplete", hint=first + again, code=error.code)
     if export.whole or is_whole(export.archive):
-        archive = shlex.quote(export.keep())
-        command = f"{export.environment}podman container restore --import {archive}"
-        command = " ".join((command, *list_import_options(export.found.volumes)))
+        kept = export.keep()
+        archive = shlex.quote(kept)
+        command = make_import_command(kept, export.found.volumes, export.environment)
         more = f", and {export.more.format(archive=archive)}" if export.more else ""
         return kind(
             f"{error}; nothing is lost: Podman's export of {name} is kept as {archive}",

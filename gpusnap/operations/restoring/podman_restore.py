@@ -42,6 +42,7 @@ from gpusnap.oci.layout.layout import Layout
 from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
 from gpusnap.oci.tar.archive import Entry
+from gpusnap.operations import lost_volumes
 from gpusnap.operations.restoring import in_place, in_use, volumes
 from gpusnap.operations.restoring.volumes import PodmanObjects, VolumeChoice, find_objects
 from gpusnap.runtime_shim import settings as settings_file
@@ -254,7 +255,7 @@ class PodmanRestore:
             archive,
             config=found.config,
             embed=embed,
-            volumes=not choice.ignore,
+            volumes=not choice.ignore or bool(choice.missing),
             progress=self.progress.at,
         )
         return archive, choice
@@ -350,7 +351,8 @@ class PodmanRestore:
             if ended is not None:
                 in_place.restore(ended, run)
             else:
-                _import(lambda: run(["--import", archive, *wanted.options()]), name, before)
+                with lost_volumes.make(choice.missing, archive):
+                    _import(lambda: run(["--import", archive, *wanted.options()]), name, before)
         assert self.container is not None
         return self.container
 

@@ -2,7 +2,8 @@
 
 Podman uses an existing volume as it is, or refuses, in the same way for all volumes of a container
 (`--ignore-volumes`). With that option, it creates missing volumes, empty (libpod, pkg/checkpoint and
-Container.restore). gpusnap overwrites no volume, and lets Podman create empty ones only on request.
+Container.restore). gpusnap overwrites no volume, and lets Podman create empty ones only on request. If only
+some of the volumes exist, it makes the others from the checkpoint itself.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class VolumeChoice:
     """It leaves existing volumes as they are, and creates the others, empty."""
     kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Existing volumes, with the running containers that use each; empty if that was requested."""
+    missing: tuple[str, ...] = ()
+    """Volumes that must be made from the checkpoint before the restore."""
 
 
 def find_in_artifact(artifact: Artifact, blobs: Blobs) -> PodmanObjects:
@@ -125,7 +128,7 @@ def find_in_artifact(artifact: Artifact, blobs: Blobs) -> PodmanObjects:
 def choose(found: PodmanObjects, *, ignore: bool) -> VolumeChoice:
     """Decide what Podman does; `ignore`: leave all volumes as they are.
 
-    Raises Refused if some of them would have to be restored from the checkpoint, and others not.
+    Raises Refused if there is no volume of a name, and the checkpoint does not have its files.
     """
     if ignore or not found.named:
         return VolumeChoice(found, ignore)
@@ -140,15 +143,8 @@ def choose(found: PodmanObjects, *, ignore: bool) -> VolumeChoice:
             "give --ignore-volumes to start with an empty one",
             code=CODE,
         )
-    if there and gone:
-        raise Refused(
-            f"Podman already has the {_volumes(there)} of the container, but not the {_volumes(gone)}",
-            hint=f"remove {_names(there)} (podman volume rm) to restore all from the checkpoint, or "
-            f"give --ignore-volumes to use {_names(there)} as it is, and start with an empty "
-            f"{_names(gone)}",
-            code=CODE,
-        )
-    return VolumeChoice(found, bool(there), {name: podman_objects.users_of(name) for name in there})
+    kept = {name: podman_objects.users_of(name) for name in there}
+    return VolumeChoice(found, bool(there), kept, tuple(gone) if there else ())
 
 
 def keep_volumes(choice: VolumeChoice) -> VolumeChoice:

@@ -8,17 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import tar_of
 from fake_podman import ID, FakePodman
 from kept_checkpoints import an_archive
 
 from gpusnap.base.progress import Progress
 from gpusnap.checkpoints import migrations
+from gpusnap.container_hooks.commands import CHECKPOINT
+from gpusnap.engines import podman
 from gpusnap.migration import migrate, unfinished
 from gpusnap.migration.link import Destination, Route
 from gpusnap.migration.migrate import MigrationRequest
+from gpusnap.oci.store.staging import Staging
 from gpusnap.oci.store.store import Store
+from gpusnap.operations.checkpointing import checkpoint as checkpointing
+from gpusnap.operations.checkpointing.checkpoint import CheckpointRequest, CheckpointResult
 from gpusnap.operations.restoring import restore as restoring
+from gpusnap.operations.restoring.restore import RestoreResult
 from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted
+from gpusnap.runtime_shim.settings import ANNOTATION_PREFIX
 from gpusnap.runtime_shim.shim import overrides
 
 Answer = Callable[[], dict[str, Any]]
@@ -170,11 +178,17 @@ def test_its_last_checkpoint_fails_after_the_end(fake: FakePodman, other: OtherS
     assert "fetch" not in other.asked
 
 
-@pytest.mark.parametrize("volumes", [(), ("data",), ("data", "removed")])
+@pytest.mark.parametrize("volumes", [(), ("data",), ("removed",), ("data", "removed")])
 def test_its_last_checkpoint_fails_after_its_removal(
-    fake: FakePodman, other: OtherSide, host_store: Store, volumes: tuple[str, ...]
+    fake: FakePodman, other: OtherSide, host_store: Store, tmp_path: Path, volumes: tuple[str, ...]
 ) -> None:
-    """With --rm, Podman restores it from its export, of which nothing is left then; its volumes stay."""
+    """With --rm, Podman restores it from its export, of which nothing is left then; its volumes stay.
+
+    One that Podman has removed with it is made from the export; if none is left, Podman makes all.
+    """
+    files = {name: tar_of({name: b"files"}) for name in ("data", "removed")}
+    (tmp_path / "other").mkdir()
+    fake.exports(an_archive(tmp_path / "other", volumes=files))
     fake.has(auto_remove=True, volumes=dict.fromkeys(volumes, ""))
     fake.has_volumes("data")
     made = 'cp $F/archive "$4"; rm $F/inspect.json; cp $F/error.txt $F/error'
@@ -183,7 +197,12 @@ def test_its_last_checkpoint_fails_after_its_removal(
     error = move()
     assert str(error) == "Podman failed: no such device; Podman has restored w from the checkpoint"
     assert fake.calls()[-1].startswith("container restore --import ")
-    assert fake.calls()[-1].endswith(" --ignore-volumes") == (volumes == ("data",))
+    assert fake.calls()[-1].endswith(" --ignore-volumes") == ("data" in volumes)
+    if volumes == ("data", "removed"):
+        assert fake.volumes() == ["data", "removed"]
+        assert fake.filled("removed") == files["removed"]
+    else:
+        assert fake.volumes() == ["data"]
     assert (fake.folder / "imported").read_bytes() == (fake.folder / "archive").read_bytes()
     assert list(Path(host_store.path, "staging").iterdir()) == []
 
@@ -201,6 +220,53 @@ def test_podman_does_not_restore_it(fake: FakePodman, other: OtherSide) -> None:
     assert fake.calls()[-1] == f"container restore {ID}"
 
 
+@pytest.mark.parametrize("before", ["", "echo before"])
+def test_its_command_after_a_restore(fake: FakePodman, other: OtherSide, before: str) -> None:
+    """It runs once after Podman has restored the container, with and without a command before."""
+    labels = {f"{ANNOTATION_PREFIX}{CHECKPOINT.after}": "echo after"}
+    if before:
+        labels[f"{ANNOTATION_PREFIX}{CHECKPOINT.before}"] = before
+    fake.has(Config={"Labels": labels})
+    fake.first(
+        f'case "$2" in checkpoint) {fake.ends("inventory.img")} cp $F/text $F/error;; *) rm $F/error;; esac'
+    )
+    (fake.folder / "text").write_text("Error: no such device")
+    assert str(move()).endswith("Podman has restored w from the checkpoint")
+    assert [line.rpartition(" ")[2] for line in fake.calls() if line.startswith("exec ")] == [
+        *(["before"] if before else []),
+        "after",
+    ]
+    assert fake.calls()[-1].endswith("after")
+
+
+def test_podman_learns_of_its_end_later(
+    fake: FakePodman, other: OtherSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed Podman still lists it as running; it restores no container of which it thinks so."""
+    fake.has(init=1 << 30)
+    running = "{ echo Error: it is running >&2; exit 125; }"
+    made = ": >$F/checkpoint/inventory.img; cp $F/text $F/error"
+    fake.first(
+        f'case "$2" in checkpoint) mkdir $F/checkpoint; {made};; '
+        f"*) grep -q exited $F/inspect.json || {running}; rm $F/error;; esac"
+    )
+    (fake.folder / "text").write_text("Error: no such device")
+    inspect, asked = podman.inspect_container, list[str]()
+
+    def inspect_later(wanted: str) -> podman.Container:
+        found = inspect(wanted)
+        if (fake.folder / "error").exists():
+            asked.append(found.status)
+            if len(asked) == 3:
+                fake.has(status="exited")
+        return found
+
+    monkeypatch.setattr(podman, "inspect_container", inspect_later)
+    assert str(move()).endswith("Podman has restored w from the checkpoint")
+    assert asked[:4] == ["running", "running", "running", "exited"]
+    assert fake.status() == "running"
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_its_note_while_the_memory_is_sent(fake: FakePodman, other: OtherSide, ahead: int) -> None:
     """By it, `gpusnap recover` names the container of a command that is killed meanwhile."""
@@ -213,4 +279,114 @@ def test_its_note_while_the_memory_is_sent(fake: FakePodman, other: OtherSide, a
     other.instead["fetch"] = fetch
     move(ahead)
     assert noted == ["w"]
+    assert migrations.list_outgoing() == ()
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interruption_after_its_last_checkpoint(
+    fake: FakePodman,
+    other: OtherSide,
+    host_store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    raised: BaseException,
+) -> None:
+    """It is stored, but nobody has got its digest: the container is restored from it all the same."""
+    make = checkpointing.checkpoint
+
+    def checkpoint(request: CheckpointRequest, progress: Progress) -> CheckpointResult:
+        make(request, progress)
+        raise raised
+
+    monkeypatch.setattr(checkpointing, "checkpoint", checkpoint)
+    error = move()
+    assert str(error).startswith("w was not migrated, and runs on this host again: ")
+    assert isinstance(error, Interrupted) == isinstance(raised, KeyboardInterrupt)
+    assert fake.status() == "running"
+    assert host_store.entries() == ()
+    assert "fetch" not in other.asked
+
+
+def test_an_interruption_while_its_last_checkpoint_is_stored(
+    fake: FakePodman, other: OtherSide, host_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Podman has restored the container then; the checkpoint is complete, and is named."""
+    commit = Staging.commit
+
+    def interrupted(*words: Any, **more: Any) -> None:
+        commit(*words, **more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Staging, "commit", interrupted)
+    error = move()
+    assert isinstance(error, Interrupted)
+    assert str(error) == (
+        "w was not migrated, and runs on this host: interrupted during the checkpoint; Podman has restored w "
+        "from the checkpoint"
+    )
+    assert fake.status() == "running"
+    (kept,) = host_store.entries()
+    assert error.hint == f"its checkpoint {kept.name} is kept"
+
+
+def test_its_note_while_it_is_restored_here(
+    fake: FakePodman, other: OtherSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By it, `gpusnap recover` names the container of a command that is killed then."""
+    other.instead["restore"] = lambda: {"error": "no GPU"}
+    restore, noted = restoring.restore, list[tuple[str, str]]()
+
+    def restore_noted(*words: Any) -> RestoreResult:
+        noted.extend((each.name, each.digest) for each in migrations.list_outgoing())
+        return restore(*words)
+
+    monkeypatch.setattr(restoring, "restore", restore_noted)
+    move()
+    assert noted == [("w", "")]
+    assert fake.status() == "running"
+    assert migrations.list_outgoing() == ()
+
+
+@pytest.mark.parametrize("at", ["the last request", "the end of ssh"])
+@pytest.mark.parametrize("what", ["fetch", "restore"])
+def test_a_second_interruption(
+    fake: FakePodman, other: OtherSide, monkeypatch: pytest.MonkeyPatch, at: str, what: str
+) -> None:
+    """One that comes while the connection is closed ends only the wait for that."""
+    other.instead[what] = fail(KeyboardInterrupt())
+
+    def send(frame: Mapping[str, Any], payload: Iterable[bytes] = (), size: int = 0) -> None:
+        other.asked.append(str(frame["ask"]))
+        if at == "the last request" and frame["ask"] == "end":
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def connect(route: Route) -> Iterator[OtherSide]:
+        yield other
+        if at == "the end of ssh":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(other, "send", send)
+    monkeypatch.setattr(migrate, "connect", connect)
+    error = move()
+    assert str(error).startswith("w was not migrated, and runs on this host again: interrupted")
+    assert fake.status() == "running"
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_its_remains(fake: FakePodman, other: OtherSide, host_store: Store, started: bool) -> None:
+    """The container that was checkpointed is removed here; one that somebody has started meanwhile stays."""
+
+    def restore() -> dict[str, Any]:
+        fake.has(status="running" if started else "exited", checkpointed=not started)
+        return {"ok": {"container": "w", "containerId": ID}}
+
+    other.instead["restore"] = restore
+    request = MigrationRequest(container="w", route=Route(to=Destination("gpu2")), ahead=0)
+    if started:
+        with pytest.raises(GpusnapError, match="runs there, but it was also started on this host meanwhile"):
+            migrate.migrate(request, Progress(shown=False))
+    else:
+        assert migrate.migrate(request, Progress(shown=False)).id == ID
+    assert (fake.calls()[-1] == f"rm {ID}") != started
+    assert host_store.entries() == ()
     assert migrations.list_outgoing() == ()

@@ -12,6 +12,7 @@ from gpusnap.checkpoints import migrations
 from gpusnap.engines import podman
 from gpusnap.migration import records
 from gpusnap.migration.records import Record
+from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.process import proc
@@ -66,6 +67,61 @@ def test_by_its_id(removed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert removed == ["new"]
 
 
+@pytest.mark.parametrize("state", ["restoring", "running"])
+def test_one_that_came_later(removed: list[str], monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    """It has the name, and perhaps the ID, of the one that this migration restored."""
+    found = podman.Container(id="new", name="w", runtime="", status="exited", created="2026-11-27T10:00:00Z")
+    monkeypatch.setattr(podman, "inspect_container", lambda wanted: found)
+    record = Record(ID, state, "w", (), "new" if state == "running" else "", "2026-11-27T09:00:00Z", "old")
+    records.remove_restored(record)
+    assert removed == []
+    records.remove_restored(replace(record, created=found.created, source="ne"))
+    assert removed == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("state", "name", "source", "settled"),
+    [
+        ("running", "w", "", True),
+        ("restoring", "w", "", True),
+        ("running", "another", "abc", True),
+        ("running", "another", "", False),
+        ("coming", "w", "abc", False),
+    ],
+)
+def test_the_next_migration_of_the_same_container(
+    dead: list[str], removed: list[str], state: str, name: str, source: str, settled: bool
+) -> None:
+    """What a killed receiver left of it is removed before the container comes again, with the same ID."""
+    by_a_dead_one(Record(ID, state, name, (), "new" if state == "running" else "", source=source))
+    records.begin(Record("1" * 32, "coming", "w", source="abc"))
+    assert removed == (["new"] if settled and state == "running" else [])
+    removed.clear()
+    assert [each.id for each in records.list_records()] == ([] if settled else [ID]) + ["1" * 32]
+    if settled:
+        assert records.settle(ID) == "undone"
+        assert removed == []
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", "null", "5", '{"state": "running", "name": "w", "before": 5}', '{"state": 1}']
+)
+def test_a_record_of_another_form(removed: list[str], content: str) -> None:
+    """It is named, and nothing is removed for it."""
+    Path(migrations.FOLDER).mkdir()
+    path = Path(migrations.FOLDER, f"{ID}.coming")
+    path.write_text(content)
+    for use in (records.list_records, lambda: records.settle(ID)):
+        with pytest.raises(GpusnapError, match="it is no record of a migration") as raised:
+            use()
+        assert raised.value.code == "GPS-005"
+    unreadable: dict[str, GpusnapError] = {}
+    assert records.list_records(unreadable) == ()
+    assert list(unreadable) == [ID]
+    assert path.exists()
+    assert removed == []
+
+
 def by_a_dead_one(record: Record) -> None:
     """Write it as a process does that has ended since; see state_files.owner."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
@@ -87,7 +143,7 @@ def dead(monkeypatch: pytest.MonkeyPatch, removed: list[str]) -> list[str]:
 @pytest.mark.parametrize("state", ["coming", "restoring", "running"])
 def test_a_killed_receiver(dead: list[str], removed: list[str], state: str) -> None:
     """What came ahead goes with a container that was not confirmed; it is found, and then it is not."""
-    by_a_dead_one(Record(ID, state, "w", (), "new" if state == "running" else "", ("sha256:a",)))
+    by_a_dead_one(Record(ID, state, "w", (), "new" if state == "running" else "", ahead=("sha256:a",)))
     (found,) = records.list_records()
     assert (found.name, found.state, found.at_work) == ("w", state, False)
     assert records.settle(ID) == "undone"
@@ -101,13 +157,14 @@ def test_a_full_disk(
     dead: list[str], removed: list[str], monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     """The other host is told that nothing runs here, and continues the container; a late request does not."""
-    record = Record(ID, state, "w", (), "new" if state == "running" else "", ("sha256:a",))
+    record = Record(ID, state, "w", (), "new" if state == "running" else "", ahead=("sha256:a",))
     if state:
         by_a_dead_one(record)
     with monkeypatch.context() as full:
         full.setattr(migrations, "write", lambda *_: fail(GpusnapError("no space left")))
         assert records.settle(ID) == records.settle(ID) == "undone"
-    assert removed == (["new", "new"] if state == "running" else [])
+    assert removed == (["new"] if state == "running" else [])
+    assert records.list_records() == ()
     assert records.settle(ID) == "undone"
     with pytest.raises(Refused, match="has aborted this migration"):
         records.advance(record)

@@ -1,17 +1,23 @@
-"""The receiving side of a migration: what it asks Podman before the container comes."""
+"""The receiving side of a migration: what it asks Podman, and what it records."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from gpusnap.checkpoints import migrations
 from gpusnap.engines import podman
 from gpusnap.engines.podman_command import FinishedPodman
-from gpusnap.migration import receiver
+from gpusnap.migration import receiver, records
 from gpusnap.migration.frames import Channel
 from gpusnap.oci.store.store import Store
+from gpusnap.operations.restoring import restore as restoring
+from gpusnap.runtime_shim.base.errors import GpusnapError
+
+ID = "0" * 32
 
 
 @pytest.fixture
@@ -37,3 +43,45 @@ def test_the_image_is_pulled(channel: Channel, host_store: Store, monkeypatch: p
     frame = {"ask": "check", "name": "w", "image": "server:1", "needs": 0, "pull": True, "gpus": []}
     assert receiver._Receiver(channel)._do(frame)["image"]
     assert asked == {"pull": 3600.0}
+
+
+@pytest.fixture
+def restored(channel: Channel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> receiver._Receiver:
+    """A receiver that has restored the container w, and waits for the confirmation."""
+    (tmp_path / "state").mkdir()
+    monkeypatch.setattr(migrations, "FOLDER", str(tmp_path / "state" / "migrations"))
+    found = podman.Container(id="new", name="w", runtime="", status="running", created="2026-11-27T10:00:00Z")
+    done = restoring.RestoreResult("new", "w", 1.0)
+    monkeypatch.setattr(podman, "ids", set)
+    monkeypatch.setattr(podman, "inspect_container", lambda wanted: found)
+    monkeypatch.setattr(restoring, "restore", lambda *_: done)
+    made = receiver._Receiver(channel)
+    made._id = ID
+    made._record_coming("w", "a" * 32)
+    frame = {"ask": "restore", "name": "w", "newName": "", "digest": f"sha256:{ID}{ID}", "gpuMap": ""}
+    made._do({**frame, "ignoreVolumes": False})
+    return made
+
+
+def test_which_container_it_restored(restored: receiver._Receiver) -> None:
+    """Its record tells it from a later container with the same ID."""
+    (found,) = records.list_records()
+    assert (found.state, found.container, found.source) == ("running", "new", "a" * 32)
+    assert found.created == "2026-11-27T10:00:00Z"
+
+
+def test_it_is_taken_back_on_a_full_disk(
+    restored: receiver._Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left that names a container which somebody restores later."""
+    removed: list[str] = []
+    monkeypatch.setattr(podman, "run_query", lambda *words, wanted: removed.append(words[-1]))
+    with monkeypatch.context() as full:
+        full.setattr(migrations, "write", lambda *_: fail(GpusnapError("no space left")))
+        restored._take_back()
+    assert removed == ["new"]
+    assert records.list_records() == ()
+
+
+def fail(error: Exception) -> None:
+    raise error

@@ -32,7 +32,7 @@ class Cut(BaseException):
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
     """Podman with the container w, which has ended."""
     found = FakePodman(tmp_path / "podman", monkeypatch)
-    found.has(status="exited")
+    found.has(status="exited", checkpointed=True)
     return found
 
 
@@ -158,6 +158,35 @@ def test_it_is_to_be_kept(
     said = unfinished.recover_leaving(replace(leaving, keep=True))
     assert said.endswith("stays here")
     assert len(host_store.entries()) == 1
+    assert migrations.list_outgoing() == ()
+
+
+@pytest.mark.parametrize(
+    ("status", "checkpointed", "at", "stays"),
+    [
+        ("exited", True, "2026-11-22T10:00:00Z", False),
+        ("exited", True, "2100-01-01T00:00:00Z", True),
+        ("exited", False, "0001-01-01T00:00:00Z", True),
+        ("running", False, "0001-01-01T00:00:00Z", True),
+    ],
+)
+def test_it_has_come_back(
+    leaving: OutgoingMigration,
+    fake: FakePodman,
+    host_store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    status: str,
+    checkpointed: bool,
+    at: str,
+    stays: bool,
+) -> None:
+    """It has the same ID then, and is not removed: neither while it runs, nor after it has ended again."""
+    monkeypatch.setattr(unfinished, "ask", lambda leaving: "confirmed")
+    fake.has(State={"Status": status, "Checkpointed": checkpointed, "CheckpointedAt": at})
+    said = unfinished.recover_leaving(leaving)
+    assert said.endswith("the container stays, because it was started here after that") == stays
+    assert fake.calls() == ([] if stays else [f"rm {ID}"])
+    assert host_store.entries() == ()
     assert migrations.list_outgoing() == ()
 
 

@@ -430,7 +430,7 @@ def test_what_became_of_it(fake: FakePodman, tmp_path: Path, status: str, said: 
     export.whole = True
     with pytest.raises(Interrupted) as raised, explain_export_errors(export):
         raise KeyboardInterrupt
-    assert raised.value.sentence() == f"interrupted before the checkpoint was stored; w {said}"
+    assert raised.value.sentence() == f"interrupted during the checkpoint; w {said}"
 
 
 @pytest.mark.parametrize("leave_running", [True, False])
@@ -629,13 +629,50 @@ def test_we_fail_and_podman_removes_it(
     assert entry.name == ""
 
 
-def test_podman_is_about_to_remove_it(fake: FakePodman, store: Store) -> None:
+def test_podman_is_about_to_remove_it(
+    fake: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That Podman still shows it is no reason to count on its checkpoint."""
+    monkeypatch.setattr(failed_export, "_REMOVAL", 0.0)
     fake.has(auto_remove=True)
     fake.first(f'{fake.ends("inventory.img")}cp $F/archive "$4"\n')
     fake.fails("Error: cleaning up: no space left\n")
     with pytest.raises(GpusnapError, match="Podman's export of w is kept as /"):
         made()
+
+
+def test_podman_no_longer_answers(fake: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its removal is waited for: the message names the export all the same."""
+    inspect, asked = podman.inspect_container, list[str]()
+
+    def inspect_once(wanted: str) -> podman.Container:
+        asked.append(wanted)
+        if len(asked) > 2:
+            raise GpusnapError("Podman did not answer")
+        return inspect(wanted)
+
+    fake.has(auto_remove=True)
+    fake.first(f'{fake.ends("inventory.img")}cp $F/archive "$4"\n')
+    fake.fails("Error: cleaning up: no space left\n")
+    monkeypatch.setattr(podman, "inspect_container", inspect_once)
+    with pytest.raises(GpusnapError, match="Podman's export of w is kept as /"):
+        made()
+    assert len(asked) == 3
+
+
+def test_podman_removes_one_of_its_volumes(fake: FakePodman, store: Store, tmp_path: Path) -> None:
+    """The command makes that one from the export: the other one exists, so Podman would make none."""
+    fake.has(auto_remove=True, volumes={"data": "", "0a1b": ""})
+    fake.has_volumes("data")
+    fake.first('cp $F/archive "$4"; rm $F/inspect.json\n')
+    fake.fails("Error: cleaning up: no space left\n")
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    (kept_as,) = re.findall(r"Podman's export of w is kept as (\S+);", raised.value.sentence())
+    assert raised.value.hint == (
+        f"podman volume create 0a1b && tar -xOf {kept_as} volumes/0a1b.tar | podman volume import 0a1b - && "
+        f"podman container restore --import {kept_as} --ignore-volumes restores it"
+    )
 
 
 def test_podman_removes_it(pages: FakePodman, store: Store) -> None:

@@ -99,20 +99,35 @@ class TestWhatBecomesOfThem:
             for name in ("cache", "weights")
         )
 
-    def test_podman_has_one(self, fake: FakePodman, store: Store, tmp_path: Path, kind: str) -> None:
-        """Podman can only ignore all or none: nothing is begun, but on demand."""
+    def test_podman_has_one(
+        self, fake: FakePodman, store: Store, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Podman can only ignore all or none: the other one is made from the checkpoint before."""
         fake.has_volumes("cache")
         what = place(kind, an_archive(tmp_path, "cache", "weights"), store)
-        with pytest.raises(GpusnapError) as raised:
-            restored(what)
-        assert raised.value.sentence() == (
-            "Podman already has the volume cache of the container, but not the volume weights; remove "
-            "cache (podman volume rm) to restore all from the checkpoint, or give --ignore-volumes to use "
-            "cache as it is, and start with an empty weights [GPS-518]"
-        )
-        assert fake.calls() == []
-        restored(what, ignore_volumes=True)
+        restored(what)
         assert fake.calls()[-1].endswith(" --ignore-volumes")
+        assert fake.volumes() == ["cache", "weights"]
+        assert fake.filled("weights") == DATA["weights"]
+        assert capsys.readouterr().err.count("[GPS-521]") == 1
+        assert not (fake.folder / "filled-cache").exists()
+
+    def test_an_empty_one_on_request(self, fake: FakePodman, store: Store, tmp_path: Path, kind: str) -> None:
+        """Podman makes it then."""
+        fake.has_volumes("cache")
+        restored(place(kind, an_archive(tmp_path, "cache", "weights"), store), ignore_volumes=True)
+        (call,) = fake.calls()
+        assert call.endswith(" --ignore-volumes")
+
+    def test_one_was_made_and_the_restore_fails(
+        self, fake: FakePodman, store: Store, tmp_path: Path, kind: str
+    ) -> None:
+        """It is removed again: the next attempt makes it anew."""
+        fake.has_volumes("cache")
+        fake.fails("Error: no such device")
+        with pytest.raises(GpusnapError, match="no such device"):
+            restored(place(kind, an_archive(tmp_path, "cache", "weights"), store))
+        assert fake.volumes() == ["cache"]
 
     def test_the_checkpoint_has_none(
         self, fake: FakePodman, store: Store, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]

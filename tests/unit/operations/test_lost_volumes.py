@@ -1,0 +1,97 @@
+"""Volumes that are made from a checkpoint: all of them, or none is left of the attempt."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from checkpoints import tar_of
+from fake_podman import FakePodman
+from kept_checkpoints import an_archive
+
+from gpusnap.base.user_errors import Killed
+from gpusnap.operations import lost_volumes
+from gpusnap.runtime_shim.base.errors import GpusnapError
+
+FILES = {name: tar_of({name: name.encode() * 5000}) for name in ("cache", "weights")}
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePodman:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "large"))
+    (tmp_path / "large").mkdir()
+    return FakePodman(tmp_path / "podman", monkeypatch)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> str:
+    return an_archive(tmp_path, volumes=FILES)
+
+
+def test_their_files(fake: FakePodman, archive: str, tmp_path: Path) -> None:
+    """Nothing else is made, and no copy of the files is left."""
+    fake.has_volumes("data")
+    with lost_volumes.make(["weights", "cache"], archive):
+        assert fake.volumes() == ["data", "cache", "weights"]
+    assert {name: fake.filled(name) for name in FILES} == FILES
+    assert fake.volumes() == ["data", "cache", "weights"]
+    assert os.listdir(tmp_path / "large") == []
+
+
+def test_nothing_to_make(fake: FakePodman) -> None:
+    """Then the archive is not read."""
+    with lost_volumes.make([], "/nonexistent"):
+        pass
+    assert fake.calls() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(GpusnapError("no device"), []), (KeyboardInterrupt(), []), (Killed("killed"), ["cache"])],
+)
+def test_the_restore_fails(fake: FakePodman, archive: str, error: BaseException, left: list[str]) -> None:
+    """They are removed, unless Podman may still be at work."""
+    with pytest.raises(type(error)), lost_volumes.make(["cache"], archive):
+        raise error
+    assert fake.volumes() == left
+
+
+def test_files_that_the_checkpoint_does_not_have(fake: FakePodman, archive: str) -> None:
+    """Such as of one that was made with --ignore-volumes."""
+    with (
+        pytest.raises(
+            GpusnapError, match="the checkpoint does not have the files of the volume other"
+        ) as raised,
+        lost_volumes.make(["cache", "other"], archive),
+    ):
+        pytest.fail("it goes on")
+    assert raised.value.hint == "podman volume create other makes an empty one"
+    assert fake.volumes() == []
+
+
+def test_no_room(fake: FakePodman, archive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence names the file, and what to do."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "none"))
+    with (
+        pytest.raises(GpusnapError, match="the volume cache cannot be made from the checkpoint") as raised,
+        lost_volumes.make(["cache"], archive),
+    ):
+        pytest.fail("it goes on")
+    assert raised.value.code == "GPS-007"
+    assert raised.value.hint == "TMPDIR names another directory for large temporary files"
+    assert fake.volumes() == []
+
+
+def test_podman_fails(fake: FakePodman, archive: str) -> None:
+    """With Podman's words; the volume that it has made is removed."""
+    program = fake.folder / "podman"
+    program.write_text(
+        program.read_text().replace('"volume import")', '"volume import") echo "Error: bad" >&2; exit 1;')
+    )
+    with (
+        pytest.raises(GpusnapError, match=r"into the volume cache: .*bad"),
+        lost_volumes.make(["cache"], archive),
+    ):
+        pytest.fail("it goes on")
+    assert fake.volumes() == []
