@@ -236,7 +236,7 @@ class _Source:
             with self._explain_read_errors():
                 return tar.read_header(self.read_exactly)
         except ArchiveError as error:
-            if self._head and not tar.begins_like_a_tar(self._head):
+            if not tar.begins_like_a_tar(self._head):
                 raise NotAnArchive(f"{self._where} is not a checkpoint archive") from error
             raise
 

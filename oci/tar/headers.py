@@ -73,8 +73,11 @@ def read_header(read: Callable[[int], bytes]) -> tarfile.TarInfo | None:
 
 
 def begins_like_a_tar(data: bytes) -> bool:
-    """Whether bytes begin with a header in a format that knows its own name: ustar, pax, GNU."""
-    return data[257:262] == b"ustar"
+    """Whether bytes begin with a header in a format that knows its own name: ustar, pax, GNU.
+
+    If there are too few bytes to tell, they may be the beginning of one whose first name is on one line.
+    """
+    return b"\n" not in data[:100] and b"ustar".startswith(data[257:262])
 
 
 def header(info: tarfile.TarInfo) -> bytes:
