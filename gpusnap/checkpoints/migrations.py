@@ -155,7 +155,7 @@ def check_ahead(store: str, name: str) -> None:
 
     Its container ran on after it. Raises GpusnapError.
     """
-    for each in list_outgoing():
+    for each in list_outgoing({}):
         if each.digest or (each.store, each.checkpoint) != (store, name):
             continue
         if each.at_work:

@@ -125,9 +125,9 @@ CODES = (
     ErrorCode(
         "GPS-518",
         "volume",
-        "A named volume of the container cannot be restored as it was. Podman does not have it, and its "
-        "files are not in the checkpoint, because that was made with `--ignore-volumes`; or the volume "
-        "was created during the restore. Nothing was changed.",
+        "A named volume of the container cannot be restored as it was. Podman already has some of the "
+        "container's volumes but not others, or lacks one whose files are not in the checkpoint, because "
+        "it was made with `--ignore-volumes`. Nothing was changed.",
         "To restore all files from the checkpoint, remove the existing volumes (`podman volume rm`). To "
         "use existing volumes as they are, and to start with empty ones for the others, give "
         "`--ignore-volumes`.",

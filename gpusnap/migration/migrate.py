@@ -267,9 +267,10 @@ class _Move:
             self._hang_up(settled=True)
         if stays:
             raise GpusnapError(
-                f"{self._found.name} was migrated to {self._to} and runs there, but it was also started on "
-                "this host meanwhile",
-                hint=f"stop one of the two; podman rm --force {self._found.name} removes the one here",
+                f"{self._found.name} was migrated to {self._to} and runs there, but the container on this "
+                "host stays, because it may have been started meanwhile",
+                hint=f"if podman ps shows it, stop one of the two; podman rm --force {self._found.name} "
+                "removes the one here",
                 code="GPS-824",
             )
 
@@ -325,7 +326,10 @@ class _Move:
                     code="GPS-824",
                 )
             place = locator.InStore(Store(last.store), last.digest)
-            restoring.restore(RestoreRequest(what=place), self._progress)
+            again = RestoreRequest(
+                what=place, ignore_volumes=self._parameters.ignore_volumes, keep_volumes=True
+            )
+            restoring.restore(again, self._progress)
         except (Exception, KeyboardInterrupt) as failed:
             said = _make_told_error(failed)
             if said.code == "GPS-240":  # it runs; its own command failed

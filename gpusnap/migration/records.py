@@ -82,7 +82,8 @@ def begin(record: Record) -> None:
     """
     _sweep()
     for each in list_records({}):
-        same = each.name == record.name or (each.source and each.source == record.source)
+        known = bool(each.source and record.source)
+        same = each.source == record.source if known else each.name == record.name
         if same and each.id != record.id and each.state != "coming" and not each.at_work:
             settle(each.id)
     with _hold_lock(record.id):
@@ -212,7 +213,8 @@ def _is_of_migration(found: podman.Container, record: Record) -> bool:
     """
     if found.init:
         return proc.environment(proc.parent(found.init)).get(MARK) == record.id
-    return bool(record.source) and found.id.startswith(record.source)
+    # One that a checkpoint ended was restored or started after that.
+    return bool(record.source) and found.id.startswith(record.source) and not found.checkpointed
 
 
 @contextmanager

@@ -101,7 +101,9 @@ def recover_leaving(leaving: OutgoingMigration) -> str:
         tell_settled(leaving)
         stays = "stays here" if leaving.keep else "is removed here"
         said = f"{leaving.name} was migrated to {leaving.host}; its checkpoint {leaving.checkpoint} {stays}"
-        return f"{said}; the container stays, because it was started here after that" if back else said
+        if back:
+            said += "; the container here stays: it may have been started after that (podman ps shows it)"
+        return said
     leaving.remove()
     continues = f"gpusnap restore {leaving.checkpoint} continues it here"
     return f"{leaving.name} does not run on {leaving.host}; {continues}"
@@ -146,6 +148,7 @@ def _remove_container(leaving: OutgoingMigration) -> bool:
         found = podman.inspect_container(leaving.container)
     except NotFound:
         return True
+    # Podman forgets at a reboot of the host that it was checkpointed.
     if not found.checkpointed or is_later(found.checkpointed_at, leaving.find_time()):
         return False
     podman.remove(leaving.container)

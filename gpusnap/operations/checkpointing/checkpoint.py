@@ -279,7 +279,7 @@ def _open_staging(
     environment = (
         f"GPUSNAP_STORE={shlex.quote(store.path)} " if isinstance(request.to, locator.InStore) else ""
     )
-    volumes = ", with --ignore-volumes if its named volumes still exist" if found.volumes else ""
+    volumes = ", with --ignore-volumes if all of its volumes still exist" if found.volumes else ""
     why = (
         f"what Podman exported of the container {found.name}: {environment}podman container restore "
         f"--import {archive} restores it{volumes}; when it is no longer needed, remove {staging.path}"
@@ -300,6 +300,7 @@ def _open_staging(
         keep=keep,
         environment=environment,
         bring_back=request.bring_back,
+        ignore_volumes=request.ignore_volumes,
     )
     if isinstance(request.to, locator.InRegistry):
         export.more = f"gpusnap push {{archive}} {request.to.reference} pushes it"
@@ -340,7 +341,7 @@ def _to_file(
             return aside
         return beside
 
-    export = Export(found=found, archive=beside, keep=keep)
+    export = Export(found=found, archive=beside, keep=keep, ignore_volumes=request.ignore_volumes)
     compression = ["--compress", archives.compression(path)]
     try:
         with ExitStack() as order:
@@ -402,7 +403,7 @@ def _run(
         )
     export.whole = True
     if came:
-        raise Interrupted("interrupted before the checkpoint was stored")
+        raise Interrupted("interrupted during the checkpoint")
 
 
 def _is_suspended(found: podman.Container) -> bool:

@@ -53,6 +53,8 @@ class Export:
     """The prefix that a command for restoring it needs, such as "GPUSNAP_STORE=/mnt/store "."""
     bring_back: bool = False
     """Podman restores the container if it has the checkpoint in its storage, or has exported all of it."""
+    ignore_volumes: bool = False
+    """The archive is without the files of volumes."""
     more: str = ""
     """What else can be done with the archive: a command and its effect; {archive} is replaced by the path."""
     whole: bool = False
@@ -129,26 +131,31 @@ def is_whole(archive: str) -> bool:
     return not needed
 
 
-def make_import_command(archive: str, volumes: Collection[str], environment: str) -> str:
+def make_import_command(
+    archive: str, volumes: Collection[str], environment: str, *, ignore: bool = False
+) -> str:
     """Return the command that restores a container from its export, as a shell reads it.
 
     `volumes`: its named volumes, for which Podman is asked. `environment`: as in Export.
     """
-    lost, options = _find_lost_volumes(volumes)
+    lost, options = _find_lost_volumes(volumes, ignore=ignore)
     path = shlex.quote(archive)
     commands = [
-        f"podman volume create {each} && tar -xOf {path} {label(each)} | podman volume import {each} -"
+        f"podman volume create {each} && tar -xOf {path} {label(each)} >{each}.tar && "
+        f"podman volume import {each} {each}.tar"
         for each in lost
     ]
     restore = f"{environment}podman container restore --import {path}"
     return " && ".join((*commands, " ".join((restore, *options))))
 
 
-def _find_lost_volumes(volumes: Collection[str]) -> tuple[list[str], list[str]]:
+def _find_lost_volumes(volumes: Collection[str], *, ignore: bool) -> tuple[list[str], list[str]]:
     """Return the volumes that must be made before an import, and options for it.
 
     Podman refuses volumes that exist, and these have their content. If none exists, it makes all of them.
     """
+    if ignore and volumes:  # their files are not in the archive: Podman makes empty ones
+        return [], ["--ignore-volumes"]
     with suppress(GpusnapError):
         lost = [each for each in volumes if not podman.exists("volume", each)]
         if len(lost) < len(volumes):
@@ -174,7 +181,7 @@ def _bring_back(export: Export, error: GpusnapError, after: GpusnapError) -> Gpu
     try:
         _wait_for_end(export.found)
         if export.kept:
-            lost, options = _find_lost_volumes(export.found.volumes)
+            lost, options = _find_lost_volumes(export.found.volumes, ignore=export.ignore_volumes)
             with lost_volumes.make(lost, export.archive):
                 podman_work.restore(["--import", export.archive, *options], environment)
         else:
@@ -248,7 +255,9 @@ def _make_error_after(export: Export, error: GpusnapError, left: _Left) -> Gpusn
     if export.whole or is_whole(export.archive):
         kept = export.keep()
         archive = shlex.quote(kept)
-        command = make_import_command(kept, export.found.volumes, export.environment)
+        command = make_import_command(
+            kept, export.found.volumes, export.environment, ignore=export.ignore_volumes
+        )
         more = f", and {export.more.format(archive=archive)}" if export.more else ""
         return kind(
             f"{error}; nothing is lost: Podman's export of {name} is kept as {archive}",

@@ -85,9 +85,11 @@ def restore(
         found = job.container
         _note_afterwards(error)
     _forget_migration(job)
-    if isinstance(request.what, locator.InStore) and source is not None:
-        _note_later(request.what.wanted, source)  # now: until here, a user waits for the container
     name = _run_command(found, progress)
+    if isinstance(request.what, locator.InStore) and source is not None:
+        # Last: until here, a user waits for the container.
+        with suppress(Exception, KeyboardInterrupt):
+            _note_later(request.what.wanted, source)
     return RestoreResult(found.id, name, time.monotonic() - began, job.digest, kept_as, source)
 
 

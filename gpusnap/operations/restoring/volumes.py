@@ -3,7 +3,8 @@
 Podman uses an existing volume as it is, or refuses, in the same way for all volumes of a container
 (`--ignore-volumes`). With that option, it creates missing volumes, empty (libpod, pkg/checkpoint and
 Container.restore). gpusnap overwrites no volume, and lets Podman create empty ones only on request. If only
-some of the volumes exist, it makes the others from the checkpoint itself.
+some of the volumes exist, it refuses; but it makes the others itself from the checkpoint of a container that
+has just stopped on this host, whose own the existing ones are.
 """
 
 from __future__ import annotations
@@ -125,10 +126,10 @@ def find_in_artifact(artifact: Artifact, blobs: Blobs) -> PodmanObjects:
         return find_objects(entries(file, where=f"the records {artifact.records.digest}"))
 
 
-def choose(found: PodmanObjects, *, ignore: bool) -> VolumeChoice:
-    """Decide what Podman does; `ignore`: leave all volumes as they are.
+def choose(found: PodmanObjects, *, ignore: bool, keep: bool = False) -> VolumeChoice:
+    """Decide what Podman does; `ignore`: leave all volumes as they are; `keep`: as in RestoreRequest.
 
-    Raises Refused if there is no volume of a name, and the checkpoint does not have its files.
+    Raises Refused if some of them would have to be restored from the checkpoint, and others not.
     """
     if ignore or not found.named:
         return VolumeChoice(found, ignore)
@@ -141,6 +142,14 @@ def choose(found: PodmanObjects, *, ignore: bool) -> VolumeChoice:
             f"Podman has no {_volumes(lost)}, and the checkpoint was made without the files of volumes",
             hint=f"create it (podman volume create {lost[0]}, podman volume import {lost[0]} FILE), or "
             "give --ignore-volumes to start with an empty one",
+            code=CODE,
+        )
+    if there and gone and not keep:
+        raise Refused(
+            f"Podman already has the {_volumes(there)} of the container, but not the {_volumes(gone)}",
+            hint=f"remove {_names(there)} (podman volume rm) to restore all from the checkpoint, or "
+            f"give --ignore-volumes to use {_names(there)} as it is, and start with an empty "
+            f"{_names(gone)}",
             code=CODE,
         )
     kept = {name: podman_objects.users_of(name) for name in there}

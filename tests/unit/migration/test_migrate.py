@@ -383,7 +383,7 @@ def test_its_remains(fake: FakePodman, other: OtherSide, host_store: Store, star
     other.instead["restore"] = restore
     request = MigrationRequest(container="w", route=Route(to=Destination("gpu2")), ahead=0)
     if started:
-        with pytest.raises(GpusnapError, match="runs there, but it was also started on this host meanwhile"):
+        with pytest.raises(GpusnapError, match="runs there, but the container on this host stays, because"):
             migrate.migrate(request, Progress(shown=False))
     else:
         assert migrate.migrate(request, Progress(shown=False)).id == ID

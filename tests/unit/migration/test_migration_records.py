@@ -75,6 +75,11 @@ def test_one_that_came_later(removed: list[str], monkeypatch: pytest.MonkeyPatch
     record = Record(ID, state, "w", (), "new" if state == "running" else "", "2026-11-27T09:00:00Z", "old")
     records.remove_restored(record)
     assert removed == []
+    if state == "restoring":  # a checkpoint has ended it: Podman can restore it
+        monkeypatch.setattr(podman, "inspect_container", lambda wanted: replace(found, checkpointed=True))
+        records.remove_restored(replace(record, source="ne"))
+        assert removed == []
+        monkeypatch.setattr(podman, "inspect_container", lambda wanted: found)
     records.remove_restored(replace(record, created=found.created, source="ne"))
     assert removed == ["new"]
 
@@ -86,6 +91,7 @@ def test_one_that_came_later(removed: list[str], monkeypatch: pytest.MonkeyPatch
         ("restoring", "w", "", True),
         ("running", "another", "abc", True),
         ("running", "another", "", False),
+        ("running", "w", "another", False),
         ("coming", "w", "abc", False),
     ],
 )

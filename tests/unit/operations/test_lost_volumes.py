@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fake_podman import FakePodman
 from kept_checkpoints import an_archive
 
 from gpusnap.base.user_errors import Killed
+from gpusnap.engines import podman_objects
 from gpusnap.operations import lost_volumes
 from gpusnap.runtime_shim.base.errors import GpusnapError
 
@@ -55,6 +57,22 @@ def test_the_restore_fails(fake: FakePodman, archive: str, error: BaseException,
     with pytest.raises(type(error)), lost_volumes.make(["cache"], archive):
         raise error
     assert fake.volumes() == left
+
+
+def test_an_interruption_while_one_is_made(
+    fake: FakePodman, archive: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Podman completes it, and it is empty: it does not stay."""
+    make = podman_objects.make_volume
+
+    def make_meanwhile(name: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        make(name)
+
+    monkeypatch.setattr(podman_objects, "make_volume", make_meanwhile)
+    with pytest.raises(KeyboardInterrupt), lost_volumes.make(["cache"], archive):
+        pytest.fail("restored")
+    assert fake.volumes() == []
 
 
 def test_files_that_the_checkpoint_does_not_have(fake: FakePodman, archive: str) -> None:

@@ -670,9 +670,22 @@ def test_podman_removes_one_of_its_volumes(fake: FakePodman, store: Store, tmp_p
         made()
     (kept_as,) = re.findall(r"Podman's export of w is kept as (\S+);", raised.value.sentence())
     assert raised.value.hint == (
-        f"podman volume create 0a1b && tar -xOf {kept_as} volumes/0a1b.tar | podman volume import 0a1b - && "
+        f"podman volume create 0a1b && tar -xOf {kept_as} volumes/0a1b.tar >0a1b.tar && "
+        "podman volume import 0a1b 0a1b.tar && "
         f"podman container restore --import {kept_as} --ignore-volumes restores it"
     )
+
+
+def test_an_export_without_volumes(fake: FakePodman, store: Store) -> None:
+    """Podman makes an empty one of each that it has removed."""
+    fake.has(auto_remove=True, volumes={"data": "", "0a1b": ""})
+    fake.has_volumes("data")
+    fake.first('cp $F/archive "$4"; rm $F/inspect.json\n')
+    fake.fails("Error: cleaning up: no space left\n")
+    with pytest.raises(GpusnapError) as raised:
+        made(ignore_volumes=True)
+    assert raised.value.hint.startswith("podman container restore --import ")
+    assert raised.value.hint.endswith(" --ignore-volumes restores it")
 
 
 def test_podman_removes_it(pages: FakePodman, store: Store) -> None:

@@ -99,13 +99,26 @@ class TestWhatBecomesOfThem:
             for name in ("cache", "weights")
         )
 
-    def test_podman_has_one(
-        self, fake: FakePodman, store: Store, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """Podman can only ignore all or none: the other one is made from the checkpoint before."""
+    def test_podman_has_one(self, fake: FakePodman, store: Store, tmp_path: Path, kind: str) -> None:
+        """Podman can only ignore all or none: nothing is begun, but on demand."""
         fake.has_volumes("cache")
         what = place(kind, an_archive(tmp_path, "cache", "weights"), store)
-        restored(what)
+        with pytest.raises(GpusnapError) as raised:
+            restored(what)
+        assert raised.value.sentence() == (
+            "Podman already has the volume cache of the container, but not the volume weights; remove "
+            "cache (podman volume rm) to restore all from the checkpoint, or give --ignore-volumes to use "
+            "cache as it is, and start with an empty weights [GPS-518]"
+        )
+        assert fake.calls() == []
+
+    def test_one_is_its_own(
+        self, fake: FakePodman, store: Store, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The container has just stopped here: the other one is made from the checkpoint before."""
+        fake.has_volumes("cache")
+        what = place(kind, an_archive(tmp_path, "cache", "weights"), store)
+        restored(what, keep_volumes=True)
         assert fake.calls()[-1].endswith(" --ignore-volumes")
         assert fake.volumes() == ["cache", "weights"]
         assert fake.filled("weights") == DATA["weights"]
@@ -126,7 +139,7 @@ class TestWhatBecomesOfThem:
         fake.has_volumes("cache")
         fake.fails("Error: no such device")
         with pytest.raises(GpusnapError, match="no such device"):
-            restored(place(kind, an_archive(tmp_path, "cache", "weights"), store))
+            restored(place(kind, an_archive(tmp_path, "cache", "weights"), store), keep_volumes=True)
         assert fake.volumes() == ["cache"]
 
     def test_the_checkpoint_has_none(
@@ -196,7 +209,7 @@ class TestWhatBecomesOfThem:
             "volumes\n"
         )
         with pytest.raises(GpusnapError, match="Podman already has a volume cache"):
-            restored(place(kind, an_archive(tmp_path, "cache", "weights"), store))
+            restored(place(kind, an_archive(tmp_path, "cache", "weights"), store), keep_volumes=True)
         assert fake.volumes() == ["cache"]
 
 
