@@ -111,19 +111,20 @@ def test_left_out(store: Store, tmp_path: Path) -> None:
 
 
 def test_one_of_two(store: Store) -> None:
-    """Podman could only ignore both: gpusnap makes the other one, byte by byte; again after a failure."""
+    """Podman could only ignore both: nothing is begun."""
     filled("weights", "cache")
-    before = sums("cache")
-    container = start("w", "weights", "cache", options=("--network", "bridge", "--publish", "18081:80"))
+    container = start("w", "weights", "cache")
     good(gpusnap("checkpoint", "w", "--name", "one"))
     container.remove()
     good(run("podman", "volume", "rm", "cache"))
-    with socket.create_server(("", 18081)):
-        assert "the TCP port 18081 of this host" in gpusnap("restore", "one").err
+    said = sentence(gpusnap("restore", "one"))
+    assert said.startswith(
+        "Podman already has the volume weights of the container, but not the volume cache; "
+    )
     assert volumes() == {"weights"}
-    assert "the existing volume weights is used as it is" in gpusnap("restore", "one").err
+    good(run("podman", "volume", "rm", "weights"))
+    good(gpusnap("restore", "one"))
     container.goes_on()
-    assert sums("cache") == before
 
 
 def test_what_is_in_use(store: Store) -> None:
