@@ -16,7 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gpusnap.oci.base import errors
-from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, ManifestError, suggest_room
+from gpusnap.runtime_shim.base.errors import (
+    GpusnapError,
+    Interrupted,
+    ManifestError,
+    make_unforeseen,
+    suggest_room,
+)
 
 
 class NotFound(GpusnapError):
@@ -88,6 +94,13 @@ _AGAIN = "run the same command again later"
 def is_tls(error: errors.OciError) -> bool:
     """Return whether a registry answers, but its TLS, or the lack of it, causes the error."""
     return isinstance(error, errors.Unreachable) and any(words in str(error) for words, _ in _TLS)
+
+
+def make_told_error(error: Exception) -> GpusnapError:
+    """Return an error of any kind as one for the user."""
+    if isinstance(error, GpusnapError):
+        return error
+    return failure(error) if isinstance(error, errors.OciError) else make_unforeseen(error)
 
 
 def failure(error: errors.OciError) -> GpusnapError:

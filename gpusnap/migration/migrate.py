@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gpusnap.base.progress import Progress
-from gpusnap.base.user_errors import NotFound, failure
+from gpusnap.base.user_errors import NotFound, make_told_error
 from gpusnap.checkpoints import locator
 from gpusnap.checkpoints.list import blobs_of
 from gpusnap.checkpoints.migrations import OutgoingMigration
@@ -45,7 +45,7 @@ from gpusnap.operations.restoring import restore as restoring
 from gpusnap.operations.restoring.podman_restore import RestoreRequest
 from gpusnap.runtime_shim._version import __version__
 from gpusnap.runtime_shim.base import stop_signals
-from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, Interrupted, make_unforeseen
+from gpusnap.runtime_shim.base.errors import ContainerError, GpusnapError, Interrupted
 from gpusnap.runtime_shim.gpu import estimate_used, find_driver
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.records.manifest import GpuRecord
@@ -420,11 +420,7 @@ def _gpus(found: podman.Container, driver: Driver | None) -> list[GpuRecord]:
 
 def _make_told_error(error: BaseException) -> GpusnapError:
     """Return an error of any kind, or an interruption, as one for the user."""
-    if isinstance(error, GpusnapError):
-        return error
-    if isinstance(error, OciError):
-        return failure(error)
-    return make_unforeseen(error) if isinstance(error, Exception) else stop_signals.make_interrupted()
+    return make_told_error(error) if isinstance(error, Exception) else stop_signals.make_interrupted()
 
 
 def _pairs(answer: Mapping[str, Any]) -> list[tuple[str, str]]:

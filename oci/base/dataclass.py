@@ -33,9 +33,9 @@ else:
             return partial(dataclass, slots=slots, **options)
         if slots and options.keys() <= _OPTIONS and _is_plain(cls):
             return _defer(cls, options)
-        for name, value in _convert_fields(vars(cls)).items():
-            if value is not vars(cls)[name]:
-                setattr(cls, name, value)
+        for name, value in [*vars(cls).items()]:
+            if isinstance(value, _Field):
+                setattr(cls, name, value.convert())
         return _import_library().dataclass(slots=slots, **options)(cls)
 
     def field(**options: Any) -> Any:
@@ -83,19 +83,15 @@ class _Field:
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
 
+    def convert(self) -> Any:
+        """Return the standard library's field."""
+        return _import_library().field(**self.options)
+
 
 def _import_library() -> Any:
     import dataclasses
 
     return dataclasses
-
-
-def _convert_fields(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a class has, with the standard library's fields."""
-    return {
-        name: _import_library().field(**value.options) if isinstance(value, _Field) else value
-        for name, value in written.items()
-    }
 
 
 def _make_plain(value: Any) -> Any:
@@ -142,7 +138,10 @@ def _defer(cls: type, options: Mapping[str, bool]) -> type:
         if wanted == "__init__":
             new.__init__ = _initializer(new, fields)  # type: ignore[misc]
             return
-        plain = type(cls)(cls.__name__, cls.__bases__, _convert_fields(written))
+        converted = {
+            name: value.convert() if isinstance(value, _Field) else value for name, value in written.items()
+        }
+        plain = type(cls)(cls.__name__, cls.__bases__, converted)
         plain.__qualname__ = cls.__qualname__
         made: type = _import_library().dataclass(**options)(plain)
         for name in (*({"__repr__"} - written.keys()), _FIELDS, _PARAMS):

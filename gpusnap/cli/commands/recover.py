@@ -203,9 +203,10 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     if container is None and not only_list:
         _pause_again([each for each in suspended if each.stage is Stage.SUSPENDED])
     if container is not None:
+        stores = _list_stores()
         ids = [entry.container for entry in found] + [entry.container for entry in (*cut_off, *up)]
         ids += [each.container for each in suspended] + [container_key.id_of(key) for key in unreadable]
-        ids += [each.id for each in unnoticed] + moves.ids() + _list_handed_over()
+        ids += [each.id for each in unnoticed] + moves.ids() + _list_handed_over(stores)
         container = wanted = unknown_containers.choose_id(container, ids)
         moves = moves.select(wanted)
         found = tuple(entry for entry in found if entry.container == wanted)
@@ -219,8 +220,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
         lost = {}
         if not (found or cut_off or up or moving or moves.ids() or unreadable or unnoticed):
             failures: list[GpusnapError] = []
-            stored = not only_list and _store_memory(_list_stores(), Names(), failures, container)
-            _say_nothing(container, known=wanted in ids, as_json=as_json, is_done=stored)
+            stored = not only_list and _store_memory(stores, Names(), failures, container)
+            _say_nothing(container, stores, known=wanted in ids, as_json=as_json, is_done=stored)
             if failures:
                 raise failures[0]
             return
@@ -234,21 +235,20 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     elif container is not None and not (found or cut_off or moving or moves.ids() or unnoticed or failed):
         _end_unknown(container, up)
     else:
-        stores = _list_stores() if unnoticed else []
-        last = [*((each.id, partial(in_podman.note_end, each, stores)) for each in unnoticed), *failed]
+        places = _list_stores() if unnoticed else []
+        last = [*((each.id, partial(in_podman.note_end, each, places)) for each in unnoticed), *failed]
         _recover_and_say(container, found, cut_off, moving, moves, last)
 
 
 def _list_stores() -> list[str]:
     """Return the paths of this host's store and those of killed commands, but for missing ones."""
-    elsewhere = [each.store for each in left_exports.list_missing() if each.store]
-    return left_exports.list_stores(settings_file.load().store.path, elsewhere)
+    return left_exports.list_stores(settings_file.load().store.path, left_exports.list_missing())
 
 
-def _list_handed_over() -> list[str]:
+def _list_handed_over(stores: Sequence[str]) -> list[str]:
     """Return the IDs of containers whose memory killed commands were to take over."""
     found: list[str] = []
-    for path in _list_stores():
+    for path in stores:
         with suppress(OciError):
             found += [each.container for each in handover.list_left(Store(path))]
     return found
@@ -267,13 +267,14 @@ def _pause_again(suspended: Sequence[Suspension]) -> None:
                 click.echo(f"{shown}  it is suspended, and marked as paused in Podman again")
 
 
-def _say_nothing(container: str, *, known: bool, as_json: bool = False, is_done: bool = False) -> None:
+def _say_nothing(
+    container: str, stores: Sequence[str], *, known: bool, as_json: bool = False, is_done: bool = False
+) -> None:
     """Say that nothing of a container was interrupted, and how it continues if only Podman can restore it.
 
     `known`: gpusnap has a record of it. `is_done`: something was recovered. Raises NotFound if there is no
     such container, nor an export of one, GpusnapError if Podman does not answer.
     """
-    stores = _list_stores()
     exported = in_podman.find_exported(container, stores)
     there: podman.Container | None = None
     try:
@@ -333,8 +334,7 @@ def _list(
     missing = left_exports.list_missing() if asleep is not None else ()
     begun = left_exports.list_begun() if asleep is not None else ()
     if asleep is not None:
-        elsewhere = [each.store for each in missing if each.store]
-        stores = left_exports.list_stores(path, elsewhere)
+        stores = left_exports.list_stores(path, missing)
         stopped = _StoppedContainers.find(stores)
     if as_json:
         waits = (*waits, *recover_list.list_stopped(stopped.each_once))
@@ -363,9 +363,8 @@ def _tell_exports(
 
     `path`: of this host's store. `begun`, `missing`: what `left_exports` has listed before.
     """
-    elsewhere = [each.store for each in missing if each.store]
-    left = [*missing, *left_exports.list_left_beside(elsewhere)]
-    for store in left_exports.list_stores(path, elsewhere):
+    left = [*missing, *left_exports.list_left_beside(missing)]
+    for store in left_exports.list_stores(path, missing):
         with suppress(GpusnapError):  # a store that cannot be read hides no other one
             left += left_exports.list_left(store)
     found = {each.archive for each in left}
@@ -445,10 +444,9 @@ def _recover_and_say(
         sweep_suspended(settings.store.path)
         chunk_cache.remove_stale(settings.memory)
         begun, missing = left_exports.list_begun(), left_exports.list_missing()
-        elsewhere = [each.store for each in missing if each.store]
-        stores = left_exports.list_stores(settings.store.path, elsewhere)
+        stores = left_exports.list_stores(settings.store.path, missing)
         stored = _store_memory(stores, names, failures)
-        left_exports.remove_empty(elsewhere)
+        left_exports.remove_empty(missing)
         left = _tell_exports(settings.store.path, begun, missing)
         stopped = _StoppedContainers.find(stores)
         if not failures:
@@ -492,7 +490,7 @@ def _end_unknown(container: str, up: Sequence[restore_record.Restore]) -> None:
     for said in done:
         click.echo(f"{container}  {said}")
     if not done:
-        _say_nothing(container, known=True)
+        _say_nothing(container, _list_stores(), known=True)
 
 
 def _recover_restore(entry: restore_record.Restore) -> str:

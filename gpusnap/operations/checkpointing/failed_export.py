@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Literal
 
-from gpusnap.base.user_errors import NotFound, failure
+from gpusnap.base.user_errors import NotFound, make_told_error
 from gpusnap.checkpoints.volumes import label
 from gpusnap.container_hooks.commands import run_after_bring_back
 from gpusnap.engines import podman, podman_work
@@ -24,7 +24,7 @@ from gpusnap.oci.base.files import is_folder
 from gpusnap.oci.tar.archive import entries
 from gpusnap.operations import lost_volumes
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
-from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Interrupted, make_unforeseen, reason
+from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Interrupted, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import INVENTORY
@@ -164,14 +164,10 @@ def _find_lost_volumes(volumes: Collection[str], *, ignore: bool) -> tuple[list[
 
 
 def _make_told_error(error: BaseException) -> GpusnapError:
-    if isinstance(error, GpusnapError):
-        return error
-    if isinstance(error, OciError):
-        return failure(error)
     if isinstance(error, OSError):
         return ImageError(f"{error.filename or 'a file'} cannot be used: {reason(error)}")
     if isinstance(error, Exception):
-        return make_unforeseen(error)
+        return make_told_error(error)
     return Interrupted("interrupted during the checkpoint")
 
 
@@ -179,12 +175,12 @@ def _bring_back(export: Export, error: GpusnapError, after: GpusnapError) -> Gpu
     """Have Podman restore the container; return the error to raise, `after` with the reason if that fails."""
     environment = dict(word.split("=", 1) for word in shlex.split(export.environment))
     try:
-        _wait_for_end(export.found)
-        if export.kept:
+        if export.kept:  # Podman has removed it, which was waited for
             lost, options = _find_lost_volumes(export.found.volumes, ignore=export.ignore_volumes)
             with lost_volumes.make(lost, export.archive):
                 podman_work.restore(["--import", export.archive, *options], environment)
         else:
+            _wait_for_end(export.found)
             podman_work.restore([export.found.id], environment)
         export.kept = False
     except (GpusnapError, KeyboardInterrupt) as failed:

@@ -63,16 +63,19 @@ def list_missing() -> tuple[LeftExport, ...]:
     )
 
 
-def list_stores(store: str, missing: Collection[str]) -> list[str]:
-    """Return this host's store, then those to which killed commands wrote, but for the missing ones."""
+def list_stores(store: str, missing: Iterable[LeftExport]) -> list[str]:
+    """Return this host's store, then those to which killed commands wrote, but for the missing ones.
+
+    `missing`: what `list_missing` returned.
+    """
     found = {each.path for each in places.list_ended() if not each.archive} | overrides.list_stores()
-    return [store, *sorted(found - {store, *missing})]
+    return [store, *sorted(found - {store, *_list_places(missing)})]
 
 
-def list_left_beside(missing: Collection[str] = ()) -> tuple[LeftExport, ...]:
+def list_left_beside(missing: Iterable[LeftExport] = ()) -> tuple[LeftExport, ...]:
     """Return those that were to get another name. An empty one is left out, but for one that grows.
 
-    `missing`: directories that cannot be looked at.
+    `missing`: as in `list_stores`; nobody looks there.
     """
     return tuple(
         _describe(
@@ -102,19 +105,24 @@ def list_begun() -> tuple[LeftExport, ...]:
     )
 
 
-def _list_archives(missing: Collection[str]) -> dict[str, tuple[str, str]]:
+def _list_places(missing: Iterable[LeftExport]) -> set[str]:
+    return {each.store for each in missing if each.store}
+
+
+def _list_archives(missing: Iterable[LeftExport]) -> dict[str, tuple[str, str]]:
     """Return the path that each was to get, and the name of its container if that is known."""
+    absent = _list_places(missing)
     found = {archive: (target, "") for archive, target in overrides.list_archives().items()}
     for each in places.list_ended():
-        if each.path not in missing and each.has_archive:
+        if each.path not in absent and each.has_archive:
             found[each.archive] = each.target, each.container
-    return {path: each for path, each in found.items() if os.path.dirname(path) not in missing}
+    return {path: each for path, each in found.items() if os.path.dirname(path) not in absent}
 
 
-def remove_empty(missing: Collection[str] = ()) -> None:
+def remove_empty(missing: Iterable[LeftExport] = ()) -> None:
     """Remove archives beside their place to which Podman has exported nothing, and does not any more.
 
-    `missing`: as in `list_left_beside`.
+    `missing`: as in `list_stores`.
     """
     for archive in _list_archives(missing):
         if not is_exporting(archive) and not _has_content(archive):

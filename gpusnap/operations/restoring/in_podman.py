@@ -134,9 +134,9 @@ def list_exported(store: Store) -> tuple[ExportedContainer, ...]:
     """
     from gpusnap.operations.checkpointing import exported_containers, left_exports
 
-    elsewhere = [each.store for each in left_exports.list_missing() if each.store]
+    missing = left_exports.list_missing()
     begun = [each for each in left_exports.list_begun() if each.store == store.path]
-    left = [*left_exports.list_left(store.path), *left_exports.list_left_beside(elsewhere)]
+    left = [*left_exports.list_left(store.path), *left_exports.list_left_beside(missing)]
     left += [each for each in begun if each.archive not in {one.archive for one in left}]
     end = time.monotonic() + _EXAMINING
     found: list[ExportedContainer] = []
@@ -156,8 +156,7 @@ def find_exported(wanted: str, stores: Sequence[str]) -> tuple[ExportedContainer
     """
     from gpusnap.operations.checkpointing import left_exports
 
-    elsewhere = [each.store for each in left_exports.list_missing() if each.store]
-    left = [*left_exports.list_left_beside(elsewhere)]
+    left = [*left_exports.list_left_beside(left_exports.list_missing())]
     for path in stores:
         with suppress(GpusnapError):  # a store that cannot be read hides no other one
             left += left_exports.list_left(path)

@@ -150,11 +150,10 @@ def test_not_mounted(folder: Path, leave: Callable[..., None], tmp_path: Path) -
         why = f"a killed gpusnap checkpoint wrote to {path}, which cannot be examined: its file system is not"
         assert each.said.startswith(why)
         assert each.said.endswith(f"rm {each.archive} makes gpusnap forget it")
-    elsewhere = [each.store for each in missing]
-    assert left_exports.list_stores("/own", elsewhere) == ["/own"]
-    left_exports.remove_empty(elsewhere)
+    assert left_exports.list_stores("/own", missing) == ["/own"]
+    left_exports.remove_empty(missing)
     assert (tmp_path / ".w.tar.1").exists()
-    assert left_exports.list_left_beside(elsewhere) == ()
+    assert left_exports.list_left_beside(missing) == ()
     left_exports.forget(missing)
     assert len(list(folder.iterdir())) == 2
 
@@ -165,7 +164,7 @@ def test_another_file_system_with_a_store(folder: Path, leave: Callable[..., Non
     leave(tmp_path)
     missing = left_exports.list_missing()
     assert len(missing) == 1
-    assert {*left_exports.list_stores("/own", [each.store for each in missing])} == {"/own", str(tmp_path)}
+    assert {*left_exports.list_stores("/own", missing)} == {"/own", str(tmp_path)}
     left_exports.forget(missing)
     assert [str(path) for path in folder.iterdir()] == [missing[0].archive]
 
@@ -184,7 +183,7 @@ def test_a_server_that_is_gone(
     (missing,) = left_exports.list_missing()
     said = "does not respond" if isinstance(error, TimeoutError) else "cannot be read: Stale file handle"
     assert said in missing.said
-    assert left_exports.list_stores("/own", [missing.store]) == ["/own"]
+    assert left_exports.list_stores("/own", [missing]) == ["/own"]
 
 
 def test_what_is_in_the_file(folder: Path, tmp_path: Path) -> None:
