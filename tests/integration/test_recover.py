@@ -28,6 +28,11 @@ COMMAND = "/usr/local/bin/gpusnap"
 MOMENTS = 2
 """For each way, within the time that an unharmed run takes under the same load."""
 STEP = "gpusnap: step "
+BEFORE_GPU = "settle"
+"""A step of a restore before GPU memory comes back: killed here, a restore is always incomplete.
+
+At "driver restore", the container may run before the kill: no line follows that gpusnap would wait with.
+"""
 STORE = Path("/var/lib/gpusnap-test")
 
 # Both ways under one runtime, and the other runtime.
@@ -387,7 +392,7 @@ def test_restore_killed_at_each_step(dumped: Dumped) -> None:
 @under_crun
 def test_the_next_restore_takes_it_away(dumped: Dumped) -> None:
     """Without `gpusnap recover`: a restore of the same container first removes what a killed one left."""
-    killed_at(dumped.line(), "driver restore", dumped.out)
+    killed_at(dumped.line(), BEFORE_GPU, dumped.out)
     assert "its restore was interrupted" in recover("--list")
     (waits,) = json.loads(recover("--list", "--json"))
     assert (waits["container"], waits["kind"], waits["at_work"]) == (dumped.id, "restore", False)
@@ -402,7 +407,7 @@ def test_the_next_restore_takes_it_away(dumped: Dumped) -> None:
 def test_two_take_it_away_at_once(dumped: Dumped) -> None:
     """Two recover: it is removed; two more leave alone what is restored after that."""
     recovers = [COMMAND, "recover", dumped.id]
-    killed_at(dumped.line(), "driver restore", dumped.out)
+    killed_at(dumped.line(), BEFORE_GPU, dumped.out)
     harmless(at_once(recovers, recovers))
     nothing_left()
     assert not dumped.known()
