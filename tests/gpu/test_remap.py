@@ -27,8 +27,13 @@ def moved(program: Program, archive: Path, pairs: Sequence[tuple[Gpu, Gpu]]) -> 
     program.goes_on(more=5)
 
 
-def busy(driver: Nvidia) -> set[str]:
-    """UUIDs of the GPUs that hold the program's memory, as nvidia-smi has them: an idle one has far less."""
+def busy(driver: Nvidia, program: Program) -> set[str]:
+    """UUIDs of the GPUs that hold the program's memory, as nvidia-smi has them: an idle one has far less.
+
+    NVML counts by process where it knows this PID namespace; elsewhere nobody else may use the GPUs.
+    """
+    if used := driver.memory_used([program.pid]):
+        return {uuid for uuid, size in used[program.pid].items() if (size or 0) >= TORCH.mib << 20}
     return {gpu.uuid for gpu in driver.host().gpus if gpu.memory_used >= TORCH.mib << 20}
 
 
@@ -45,9 +50,9 @@ def test_there_and_back(
     first, second = two
     program = Program.begin("w", TORCH, machine.options(minors=[first.minor]))
     for old, new in ((first, second), (second, first)):
-        assert busy(driver) == {old.uuid}
+        assert busy(driver, program) == {old.uuid}
         moved(program, archive, [(old, new)])
-        assert busy(driver) == {new.uuid}
+        assert busy(driver, program) == {new.uuid}
         assert in_dev(program) == [f"nvidia{new.minor}"]
         assert [gpu["uuid"] for gpu in manifest(archive)["gpus"]] == [old.uuid]
     same_as_uninterrupted(program, TORCH)
@@ -60,10 +65,10 @@ def test_both_swapped(
     needs(TORCH)
     first, second = two
     program = Program.begin("w", TORCH, machine.options(minors=[first.minor, second.minor]))
-    used = busy(driver)
+    used = busy(driver, program)
     assert len(used) == 1
     moved(program, archive, [(first, second), (second, first)])
-    assert busy(driver) == {first.uuid, second.uuid} - used
+    assert busy(driver, program) == {first.uuid, second.uuid} - used
     assert len(manifest(archive)["gpus"]) == 2
     same_as_uninterrupted(program, TORCH)
 
@@ -78,7 +83,7 @@ def test_keep_names(real: str, machine: Machine, driver: Nvidia, two: tuple[Gpu,
     options = [*machine.options(minors=[first.minor]), "--annotation", "io.gpusnap.keep-names=true"]
     program = Program.begin("w", TORCH, options)
     moved(program, archive, [(first, second)])
-    assert busy(driver) == {second.uuid}
+    assert busy(driver, program) == {second.uuid}
     params = Path("/proc/driver/nvidia/params").read_text().splitlines()
     kept = [first.minor] if "ModifyDeviceFiles: 0" in params else []
     assert in_dev(program) == sorted(f"nvidia{minor}" for minor in [*kept, second.minor])
@@ -97,5 +102,5 @@ def test_from_a_store(
     gpu_map = f"{first.uuid}={second.uuid}"
     good(run("/usr/local/bin/gpusnap", "restore", "--gpu-map", gpu_map, target))
     program.goes_on(more=5)
-    assert busy(driver) == {second.uuid}
+    assert busy(driver, program) == {second.uuid}
     same_as_uninterrupted(program, TORCH)
