@@ -369,6 +369,13 @@ def remove(container_id: str) -> None:
         raise GpusnapError(f"the container {container_id[:12]} cannot be removed: {sentence(done)}")
 
 
+def remove_running(container_id: str) -> None:
+    """Kill a container, and remove it with its anonymous volumes, as --rm does. Raises GpusnapError."""
+    done = ask("rm", "--force", "--ignore", "--time", "0", "--volumes", container_id)
+    if done.code:
+        raise GpusnapError(f"the container {container_id[:12]} cannot be removed: {sentence(done)}")
+
+
 def pause(container_id: str) -> None:
     """Pause a running container. Raises AlreadyPaused, GpusnapError."""
     done = ask("pause", container_id)

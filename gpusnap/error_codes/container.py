@@ -166,6 +166,15 @@ CODES = (
         "--create-all`, see the documentation of NVIDIA's container toolkit.",
     ),
     ErrorCode(
+        "GPS-218",
+        "not-left-stopped",
+        "`gpusnap checkpoint` wanted to leave a container with --rm stopped after its dump, and to remove "
+        "it only when its checkpoint is stored. That is not possible for this container, as the message "
+        "says. `gpusnap checkpoint` then lets the dump end it, as Podman does.",
+        "Nothing has to be done. From the dump until `gpusnap checkpoint` ends, do not kill Podman: it would "
+        "remove the container and its checkpoint.",
+    ),
+    ErrorCode(
         "GPS-225",
         "does-not-stop",
         "A thread of the container cannot be stopped in time, or the kernel does not report in time what "

@@ -249,6 +249,11 @@ class Draft:
         except OSError:
             return False
 
+    def remove_manifest(self) -> None:
+        """Remove the manifest of a complete checkpoint that nobody needs. Raises ImageError."""
+        with raise_as(ImageError, f"{self._final} cannot be removed"):
+            _remove(self._final)
+
     def discard(self) -> None:
         """Remove what `begin` and `prepare` made; an earlier checkpoint keeps its manifest."""
         with raise_as(ImageError, f"{self._folder} cannot be removed"):

@@ -39,6 +39,8 @@ from gpusnap.runtime_shim.snapshot.gpu_processes.gpu_state import find_users
 # The same as in gpusnap.runtime_shim.snapshot.records.journal, whose import a container without a GPU must
 # avoid.
 JOURNAL = "/run/gpusnap/journal"
+# As in shim/overrides.py, for the same reason.
+ORDERS = "/run/gpusnap/orders"
 
 
 def main(argv: list[str]) -> int:
@@ -135,7 +137,8 @@ def _checkpoint(call: CheckpointCall, real: RealRuntime, settings: Settings | Se
             if asleep is not None and asleep.stage is not suspensions.Stage.SUSPENDED:
                 raise suspensions.make_unfinished_error(asleep)
             recipient = overrides.find_recipient(container.id)
-            checkpoint(call, real, settings, driver, container, asleep, recipient)
+            remover = overrides.find_remover(container.id) if call.leave_running else None
+            checkpoint(call, real, settings, driver, container, asleep, recipient, remover)
             if cri_layout.is_wanted(str(call.images()), container.annotations):
                 cri_layout.fold(str(call.images()))
         restored_containers.sweep()
@@ -273,6 +276,17 @@ def _spare_neighbours(
 
 def _hand_over(call: CheckpointCall | RestoreCall, real: RealRuntime) -> NoReturn:
     """Become the real runtime: this container has no GPU, and gpusnap must not be noticeable."""
+    if (
+        isinstance(call, CheckpointCall)
+        and call.leave_running
+        and exists(f"{ORDERS}/{call.container_id}.json")
+    ):
+        from gpusnap.runtime_shim.shim import overrides
+
+        if overrides.find_remover(call.container_id) is not None:
+            from gpusnap.runtime_shim.snapshot import left_stopped
+
+            raise left_stopped.make_refusal("none of its processes uses a GPU")
     path, *args = render(call, real)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -5,7 +5,7 @@ settings that differ for this one checkpoint are in a file:
 
     /run/gpusnap/orders/<container>.json    0600 in 0700; {"owner": [pid, start], "container": …, "pages": …,
                                              "store": …, "staging": …, "force": …, "progress": …,
-                                             "archive": …, "target": …}
+                                             "stopped": …, "archive": …, "target": …}
     /run/gpusnap/orders/<container>.<pid>-<start>.json    that of a process that has ended: something may be
                                              left where it says, and a later one has taken its name
 
@@ -60,6 +60,7 @@ def order(
     force: bool = False,
     progress: str = "",
     asleep: bool = False,
+    leave_stopped: bool = False,
     archive: str = "",
     target: str = "",
     is_needed: Callable[[], bool] = lambda: False,
@@ -70,6 +71,7 @@ def order(
     `staging`: the name of the staging directory there in which the memory is handed over to this process.
     `force`: as nvidia.allow-nccl; False for the settings'. `progress`: the path of a progress.Board.
     `asleep`: it is suspended and stays so, whatever Podman makes its runtime pause or resume meanwhile.
+    `leave_stopped`: with --leave-running, it is left stopped after its dump, for this process to remove.
     `archive`: the path to which Podman exports the checkpoint, if the archive gets the path `target` then.
     `is_needed`: whether the file stays after the block, for `list_stores`.
     Raises ContainerError if another process has such a file for it, GpusnapError.
@@ -84,6 +86,7 @@ def order(
         "force": force,
         "progress": progress,
         "asleep": asleep,
+        "stopped": leave_stopped,
         "archive": archive,
         "target": target,
     }
@@ -170,6 +173,19 @@ def find_recipient(container: str) -> Recipient | None:
     except _UNREADABLE:
         return None
     return Recipient(staging, (int(pid), int(start))) if isinstance(staging, str) and staging else None
+
+
+def find_remover(container: str) -> tuple[int, int] | None:
+    """PID and start time of the process above this one for which a container is left stopped; None if none.
+
+    See snapshot/left_stopped.py.
+    """
+    try:
+        document = _read_order(container)
+        pid, start = document["owner"]
+        return (int(pid), int(start)) if document.get("stopped") is True else None
+    except _UNREADABLE:
+        return None
 
 
 def is_ordered_to_stay(container: str) -> bool:

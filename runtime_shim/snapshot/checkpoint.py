@@ -13,6 +13,9 @@ running container is paused for the dump if necessary; see snapshot/gpu_processe
 For a suspended container (snapshot/suspended_containers/), the driver has already taken the GPU state.
 gpusnap dumps the container as it is, writes its memory from where it is kept, and does not use the GPU. The
 container stays suspended.
+
+A container that Podman removes when it stops (--rm) may be left stopped after its dump until its checkpoint
+is stored; see snapshot/left_stopped.py.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ from gpusnap.runtime_shim.runtime.criu.plugins import inject
 from gpusnap.runtime_shim.runtime.criu.run import Invocation, invoke
 from gpusnap.runtime_shim.runtime.identify import RealRuntime
 from gpusnap.runtime_shim.settings import Settings
+from gpusnap.runtime_shim.snapshot import left_stopped
 from gpusnap.runtime_shim.snapshot.describe import describe
 from gpusnap.runtime_shim.snapshot.devices import bind_mounted_nodes, device_access, remap
 from gpusnap.runtime_shim.snapshot.gpu_processes import inherited_handles, plugin_checkpoint
@@ -83,16 +87,23 @@ def checkpoint(
     container: containers.Container,
     asleep: Suspension | None = None,
     recipient: Recipient | None = None,
+    remover: tuple[int, int] | None = None,
 ) -> None:
     """Checkpoint a running container that was given GPUs, whether or not any process uses one now.
 
     For a suspended container, `asleep` is its record. `recipient`: to whom memory in a store is handed over.
+    `remover`: PID and start time of the process for which it is left stopped after its dump.
     Raises GpusnapError: the container is then in the same state as before, unless the error says otherwise.
     """
     with make_interruptible():
         destination = _choose_destination(call, settings, container, recipient)
-        pages = _choose_pages(call, settings, driver, container, destination, asleep=asleep is not None)
-        job = CheckpointJob(call, real, settings, driver, container, Transaction(), pages, asleep=asleep)
+        ahead = not call.leave_running or remover is not None
+        pages = _choose_pages(
+            call, settings, driver, container, destination, asleep=asleep is not None, ahead=ahead
+        )
+        job = CheckpointJob(
+            call, real, settings, driver, container, Transaction(), pages, asleep=asleep, remover=remover
+        )
         job.podman = parent if proc.comm(parent := os.getppid()) == "podman" else 0
         with _name_whole_failure(job), job.transaction as transaction:
             with transaction.step("inspect"):
@@ -104,13 +115,17 @@ def checkpoint(
                 suspend_all(job)
             else:
                 adopt(job, asleep)
-            if not call.leave_running:
+            if not job.runs_on:
                 _write(job)  # before the dump: a disk that fills up must not cost the container
             # The dump cannot be undone once it has succeeded, so a signal must not interrupt what follows.
             with hold_signals():
                 _dump(job, draft)
-                transaction.commit()
+                if remover is None:  # otherwise it can be undone, as long as the container exists
+                    transaction.commit()
                 _finish_image(job, draft)
+                if remover is not None:
+                    left_stopped.hand_over(job, remover)
+                    transaction.commit()
             inherited_handles.say(job.cleared)
 
 
@@ -137,6 +152,7 @@ def _choose_pages(
     destination: StoreDestination | None,
     *,
     asleep: bool,
+    ahead: bool,
 ) -> Pages:
     """Choose how the GPU memory is saved."""
     image_path, memory = str(call.images()), settings.memory
@@ -146,7 +162,6 @@ def _choose_pages(
         return plugin_checkpoint.make_pages(image_path, container, memory, destination)
     if memory.pages == Pages.name:
         return Pages(image_path, container.key, memory.threads)
-    ahead = not call.leave_running
     return Chunks(image_path, container.key, memory, container.bundle, destination=destination, ahead=ahead)
 
 
@@ -198,6 +213,8 @@ def _inspect(job: CheckpointJob) -> None:
             )
         return  # the rest was checked before it was suspended, and a frozen process cannot answer
     thaw(job)
+    if job.remover is not None:
+        left_stopped.check(job, _connections(job))
     preflight.refuse_leftover(lambda: inherited_handles.find_strangers(job.driver, job.processes(), job.held))
     if job.driver.plugin is not None:
         plugin_checkpoint.refuse_inherited(
@@ -267,13 +284,15 @@ def _dump(job: CheckpointJob, draft: Draft) -> None:
             # The inventory of an earlier checkpoint would make a failed dump look successful.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(job.image_path, manifest.INVENTORY))
-        with pause_for_dump(job):
+        with pause_for_dump(job) as pause:
             if job.volumes:
                 with job.transaction.step("volumes"):
                     volumes.take(job.image_path, volumes.list_open(job.processes(), job.volumes))
             _check_podman(job)
             with job.transaction.step("dump"):
                 failure = _call_runtime(job)
+            if failure is None and job.remover is not None:
+                left_stopped.keep_paused(job, pause)
         if failure is None:
             return
         if job.stuck is not None:
@@ -286,7 +305,7 @@ def _dump(job: CheckpointJob, draft: Draft) -> None:
         if final or not newcomers(job) or attempt > job.settings.retries:
             raise failure
         suspend_all(job)
-        if not job.call.leave_running:
+        if not job.runs_on:
             _write(job)
 
 
@@ -352,28 +371,26 @@ def _dump_error(job: CheckpointJob, done: Invocation) -> RuntimeFailed:
 def _finish_image(job: CheckpointJob, draft: Draft) -> None:
     """After the dump: resume the container if it shall run on, make the image durable, write its manifest."""
     assert job.record is not None
-    failure: GpusnapError | None = None
-    if job.call.leave_running:
-        if job.asleep is None:
-            with job.transaction.step("resume"):
-                failure = resume_processes(job)
-        if failure is None and job.asleep is None:
-            reporter.note_resumed()
+    failure = _resume(job) if job.runs_on and job.asleep is None else None
     try:
-        if job.call.leave_running:
+        if job.runs_on:
             if failure is None:  # else `gpusnap recover` may try again
                 job.pages.record_places(())
             _write(job)
         with job.transaction.step("sync"):
             assert job.earlier is not None
             image.drop_earlier(job.image_path, job.earlier)
-            files = job.pages.commit(kept=job.call.leave_running)
+            files = job.pages.commit(kept=job.runs_on)
             control_groups.thaw(job.image_path)
             images = _sync(job, but=[each.name for each in files])
         record = replace(_finish_manifest(job, job.record), files=files, images=images)
+        if job.remover is not None:
+            left_stopped.check_remover(job.remover)
         with job.transaction.step("name"):
             job.pages.finish(record, partial(draft.finish, record))
     except Exception as error:
+        if job.remover is not None:
+            raise  # everything is undone
         # Of any kind: the container has ended or is still stopped, and the user must be told.
         known = error if isinstance(error, GpusnapError) else make_unforeseen(error)
         _not_written(job, known, failure)
@@ -386,6 +403,8 @@ def _finish_image(job: CheckpointJob, draft: Draft) -> None:
             f"{job.container.id} to resume the processes that are still stopped",
         )
         raise failure
+    if job.remover is not None:
+        return  # the files in RAM and the journal bring it back, if its checkpoint cannot be stored
     job.pages.close()
     journal.drop(job.container.key, journal.IMAGES)
     if job.asleep is not None:
@@ -393,6 +412,15 @@ def _finish_image(job: CheckpointJob, draft: Draft) -> None:
     journal.remove(job.container.key)
     if job.paused is not None:
         job.paused.forget()
+
+
+def _resume(job: CheckpointJob) -> GpusnapError | None:
+    """Let the processes run on after the dump; return the error if some of them do not."""
+    with job.transaction.step("resume"):
+        failure = resume_processes(job)
+    if failure is None:
+        reporter.note_resumed()
+    return failure
 
 
 def _finish_manifest(job: CheckpointJob, record: manifest.Manifest) -> manifest.Manifest:
@@ -415,7 +443,7 @@ def _not_written(job: CheckpointJob, error: GpusnapError, failure: GpusnapError 
     """Handle a failure after the dump: discard the image if the container runs on, else keep all of it."""
     if failure is not None:
         error.add_hint(failure.sentence())
-    elif job.call.leave_running:
+    elif job.runs_on:
         try:
             job.suspended = False
             _discard(job)

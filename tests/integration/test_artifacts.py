@@ -19,12 +19,14 @@ import waiting
 from faulty_proxy import FaultyProxy
 from holding import held
 from storehost import COMMAND, SETTINGS_BUT_RUNTIME, STORE, done, empty_store, gpusnap
-from support import DEADLINE, Container, faults, good, no_faults_after, podman, run, sentence, until
+from support import DEADLINE, Container, Done, faults, good, no_faults_after, podman, run, sentence, until
 
 from gpusnap.oci.store.store import Store
 from gpusnap.runtime_shim.process import proc
 
 JOURNAL = Path("/run/gpusnap/journal")
+ENDS_AT_DUMP = ("--tcp-established",)
+"""With it, the dump ends a container with --rm, as Podman does it, instead of leaving it stopped."""
 WORK = ("--mib", "24")
 
 
@@ -246,7 +248,7 @@ def test_podman_alone_is_killed(store: Store, tmp_path: Path, stopped: bool) -> 
 def test_killed_before_it_takes_the_memory(store: Store, options: list[str], recover: bool) -> None:
     """It has ordered the memory, and dies when Podman has ended: gc spares the memory, a restore finds it."""
     container = Container.start("w", *WORK, options=options)
-    with stopped_checkpoint(container):
+    with stopped_checkpoint(container, *ENDS_AT_DUMP):
         (staging,) = store.list_handed_over()
         good(gpusnap("recover"))  # of a command that lives: nothing
         assert list(store.list_handed_over()) == [staging]
@@ -277,7 +279,7 @@ def test_the_only_memory_of_an_export(store: Store) -> None:
     """With --rm, only Podman's export says who needs the memory: it is found by name, and rm refuses."""
     container = Container.start("w", *WORK, options=["--rm"])
     container_id = container.id
-    with stopped_checkpoint(container):
+    with stopped_checkpoint(container, *ENDS_AT_DUMP):
         pass
     removed(container)
     assert "; gpusnap recover names it" in gpusnap("restore", "w").err
@@ -305,7 +307,7 @@ def test_restore_of_an_earlier_checkpoint(store: Store) -> None:
     """The command for a later one was killed: a note says so."""
     container = Container.start("w", *WORK, options=["--rm"])
     good(gpusnap("checkpoint", "w", "--leave-running"))
-    with stopped_checkpoint(container):
+    with stopped_checkpoint(container, *ENDS_AT_DUMP):
         pass
     removed(container)
     said = gpusnap("restore", "w")
@@ -322,7 +324,7 @@ def test_another_place_after_a_reboot(store: Store, tmp_path: Path, kind: str) -
     container = Container.start("w", *WORK, options=["--rm"])
     notes = Path("/var/lib/gpusnap/in-progress")
     target = f"oci:{tmp_path}/other" if kind == "store" else f"{tmp_path}/w.tar"
-    with stopped_checkpoint(container, "--to", target):
+    with stopped_checkpoint(container, *ENDS_AT_DUMP, "--to", target):
         assert len(list(notes.iterdir())) == 1
     shutil.rmtree("/run/gpusnap/orders")
     said = gpusnap("recover")
@@ -534,26 +536,57 @@ def removed(container: Container) -> None:
     until(lambda: run("podman", "container", "exists", container.name).code == 1, "the removal")
 
 
-@pytest.mark.parametrize("to", ["store", "file"])
-def test_a_failure_with_rm(store: Store, tmp_path: Path, to: str) -> None:
-    """Podman has removed the container with its checkpoint: what it exported stays, and brings it back."""
-    container = Container.start("w", *WORK, options=["--rm"])
+def broken_checkpoint(to: str, *words: str) -> Done:
+    """`gpusnap checkpoint` that fails when Podman has exported everything."""
     broken = (
         "gpusnap.checkpoints.formats.podman.take_in"
         if to == "store"
         else "gpusnap.operations.checkpointing.archive.put"
     )
     module, _, name = broken.rpartition(".")
-    words = ["checkpoint", "w", *(["--to", str(tmp_path / "w.tar.zst")] if to == "file" else [])]
     script = (
         f"import sys, {module} as broken\n"
         "def fails(*_, **__): raise OSError(28, 'full')\n"
         f"broken.{name} = fails\n"
-        f"sys.argv = {['gpusnap', *words]!r}\n"
+        f"sys.argv = {['gpusnap', 'checkpoint', *words]!r}\n"
         "from gpusnap.cli.main import main\n"
         "sys.exit(main())\n"
     )
-    said = sentence(run(sys.executable, "-B", "-c", script))
+    return run(sys.executable, "-B", "-c", script)
+
+
+def frozen(pid: int) -> bool:
+    """Whether a process is in a frozen control group (version 2)."""
+    path = next(
+        line for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line.startswith("0:")
+    )
+    return (
+        "frozen 1" in (Path("/sys/fs/cgroup") / path.split(":")[2].lstrip("/") / "cgroup.events").read_text()
+    )
+
+
+def goes_on_unharmed(container: Container) -> None:
+    """It runs on after a checkpoint that failed, and nothing of that is left."""
+    container.goes_on()
+    assert json.loads(good(gpusnap("recover", "--list", "--json"))) == []
+    assert os.listdir("/run/gpusnap/stage") == []
+    if STORE.exists():
+        assert list((STORE / "staging").iterdir()) == []
+        assert Store(STORE).entries() == ()
+
+
+@pytest.mark.parametrize("ends_at_dump", [True, False])
+@pytest.mark.parametrize("to", ["store", "file"])
+def test_a_failure_with_rm(store: Store, tmp_path: Path, to: str, ends_at_dump: bool) -> None:
+    """The container was left stopped, and runs on; or Podman's export of it stays, and brings it back."""
+    container = Container.start("w", *WORK, options=["--rm"])
+    words = ["w", *(["--to", str(tmp_path / "w.tar.zst")] if to == "file" else [])]
+    said = sentence(broken_checkpoint(to, *words, *(ENDS_AT_DUMP if ends_at_dump else ())))
+    if not ends_at_dump:
+        assert "w continues to run" in said
+        goes_on_unharmed(container)
+        assert list(tmp_path.iterdir()) == []
+        return
     (archive,) = re.findall(r"podman container restore --import (\S+) restores it", said)
     removed(container)
     if to == "store":
@@ -562,15 +595,18 @@ def test_a_failure_with_rm(store: Store, tmp_path: Path, to: str) -> None:
     container.goes_on()
 
 
-def test_ctrl_c_while_podman_exports(store: Store) -> None:
-    """With --rm it waits for the end, and what Podman exported stays."""
-    container = Container.start("w", *WORK, options=["--rm", "--shm-size", "300m"])
-    good(podman("exec", "w", "dd", "if=/dev/urandom", "of=/dev/shm/x", "bs=1M", "count=250"))
-    child = subprocess.Popen([COMMAND, "checkpoint", "w"], stderr=subprocess.PIPE, text=True)
+@contextmanager
+def interrupted_export(
+    container: Container, *options: str
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """`gpusnap checkpoint`, and the Podman that is stopped in the midst of its export."""
+    good(podman("exec", container.name, "dd", "if=/dev/urandom", "of=/dev/shm/x", "bs=1M", "count=250"))
+    child = subprocess.Popen(
+        [COMMAND, "checkpoint", container.name, *options], stderr=subprocess.PIPE, text=True
+    )
 
     def exporting() -> bool:
-        """Podman stands in the midst of it."""
-        podmans = [pid for pid in started(child.pid) if proc.comm(pid) == "podman"]
+        podmans[:] = [pid for pid in started(child.pid) if proc.comm(pid) == "podman"]
         signal_all(podmans, signal.SIGSTOP)
         archives = (STORE / "staging").glob("*/podman.tar")
         if any(each.stat().st_size > 1 << 20 for each in archives):
@@ -578,15 +614,77 @@ def test_ctrl_c_while_podman_exports(store: Store) -> None:
         signal_all(podmans, signal.SIGCONT)
         return child.poll() is not None
 
-    until(exporting, "the export")
-    child.send_signal(signal.SIGINT)
-    signal_all(started(child.pid), signal.SIGCONT)
+    podmans: list[int] = []
+    try:
+        until(exporting, "the export")
+        yield child, podmans
+    finally:
+        signal_all(podmans, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("ends_at_dump", [True, False])
+def test_ctrl_c_while_podman_exports(store: Store, ends_at_dump: bool) -> None:
+    """With --rm, the container runs on; if its dump has ended it, what Podman exports to the end stays."""
+    container = Container.start("w", *WORK, options=["--rm", "--shm-size", "300m"])
+    with interrupted_export(container, *(ENDS_AT_DUMP if ends_at_dump else ())) as (child, _):
+        child.send_signal(signal.SIGINT)
     said = waiting.communicate(child, DEADLINE)[1]
     assert child.returncode == 130, said
+    if not ends_at_dump:
+        goes_on_unharmed(container)
+        return
     (archive,) = re.findall(r"podman container restore --import (\S+) restores it", said)
     removed(container)
     good(podman("container", "restore", "--import", archive))
     container.goes_on()
+
+
+@pytest.mark.parametrize("command_too", [False, True])
+def test_podman_is_killed_while_it_exports(store: Store, command_too: bool) -> None:
+    """With --rm, it is left stopped until then: gpusnap lets it run on, or `gpusnap recover` does."""
+    container = Container.start("w", *WORK, options=["--rm", "--shm-size", "300m"])
+    init = container.pid
+    with interrupted_export(container) as (child, podmans):
+        assert "gpusnap is working on it" in gpusnap("recover", "--list").out
+        assert frozen(init), "no process of it runs after the dump"
+        if command_too:
+            child.kill()
+        signal_all(podmans, signal.SIGKILL)
+    said = waiting.communicate(child, DEADLINE)[1]
+    if command_too:
+        assert f"w ({container.id[:12]})  running: " in good(gpusnap("recover"))
+        good(gpusnap("gc"))  # what Podman has exported
+    else:
+        assert "podman container checkpoint was killed by SIGKILL" in said
+        assert "w continues to run" in said
+    goes_on_unharmed(container)
+    good(gpusnap("checkpoint", "w"))
+    removed(container)
+    assert os.listdir("/run/gpusnap/stage") == []
+    good(gpusnap("restore", "w"))
+    container.goes_on()
+
+
+@pytest.mark.parametrize("whom", ["runtime", "command", "both"])
+def test_killed_after_the_dump_of_one_with_rm(store: Store, tmp_path: Path, whom: str) -> None:
+    """Before its memory is handed over, too: it runs on, or `gpusnap recover` lets it."""
+    container = Container.start("w", *WORK, options=["--rm"])
+    with held(tmp_path, "crun", "checkpoint", SETTINGS_BUT_RUNTIME, after=True) as runtime:
+        child = subprocess.Popen([COMMAND, "checkpoint", "w"], stderr=subprocess.PIPE, text=True)
+        until(runtime.met, "the dump")
+        if whom != "runtime":
+            child.kill()
+        if whom != "command":
+            os.kill(runtime.caller, signal.SIGKILL)
+        runtime.let_go()
+        said = waiting.communicate(child, DEADLINE)[1]
+        until(lambda: "podman" not in map(proc.comm, started(1)), "the end of Podman")
+    if whom == "runtime":
+        assert "w continues to run" in said
+    else:
+        good(gpusnap("recover"))
+        good(gpusnap("gc"))
+    goes_on_unharmed(container)
 
 
 def test_no_room(store: Store) -> None:

@@ -33,6 +33,7 @@ from gpusnap.runtime_shim.snapshot.records import journal, reservations
 # The constants that name this host's directories of state; test_state_directories.py finds a missing one.
 _STATE_DIRECTORIES = (
     (dispatch, "JOURNAL"),
+    (dispatch, "ORDERS"),
     (entry, "WATCH"),
     (hooks, "RECORDS"),
     (journal, "FOLDER"),

@@ -112,10 +112,11 @@ def checkpoint(
     A container can specify a command that is run in it first, and one that undoes it:
     io.gpusnap.pre-checkpoint and io.gpusnap.post-restore, see docs/engines.md.
 
-    If something fails after the container has stopped, `podman container restore CONTAINER` restores it. If
-    Podman removes the container when it stops (--rm, Quadlet), the message names the archive to restore from.
-    If writing that archive fails, such a container is lost; gpusnap therefore checks for free space first,
-    and Ctrl-C waits until the archive is written.
+    If something fails after the container has stopped, `podman container restore CONTAINER` restores it. A
+    container that Podman removes when it stops (--rm, Quadlet) is left stopped until its checkpoint is
+    stored, and runs on if that fails. With --tcp-established, its dump ends it, and the message names the
+    archive to restore from. If writing that archive fails, such a container is lost; gpusnap therefore checks
+    for free space first, and Ctrl-C waits until the archive is written.
 
     Several containers, or all with --all, are checkpointed one after another, independently: the failure of
     one does not stop the others. As JSON they are a list, results, with --all even for one; a failure has

@@ -2,9 +2,11 @@
 
 Podman makes the checkpoint, and gpusnap-runtime writes all memory directly to the store, so Podman's export
 is small. gpusnap splits that export into records, and commits them and the memory as one artifact. An error
-after Podman ended the container loses nothing, because the checkpoint is in Podman's storage, too. If Podman
-removes that together with the container (--rm), its export is kept; see failed_export.py. Such a container is
-lost only if Podman's own export fails, so gpusnap checks for room first; see disk_space.py.
+after Podman ended the container loses nothing, because the checkpoint is in Podman's storage, too. Podman
+would remove that together with a container with --rm. Such a container is left stopped after its dump, and
+removed when its checkpoint is stored; see runtime_shim/snapshot/left_stopped.py. If that is not possible,
+Podman's export is kept after an error; see failed_export.py. Such a container is lost only if Podman is
+killed or its own export fails, so gpusnap checks for room first; see disk_space.py.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ from gpusnap.runtime_shim.base.import_ahead import import_meanwhile
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.records import manifest, manifest_file, manifest_json
 from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot import left_stopped
 from gpusnap.runtime_shim.snapshot.memory.destination import StoreDestination
 from gpusnap.runtime_shim.snapshot.records import suspensions
 
@@ -84,6 +87,13 @@ class CheckpointRequest:
     """The container is suspended, and remains suspended."""
     bring_back: bool = False
     """If it fails after it has ended the container, Podman restores that; only for a store."""
+
+    def leaves_stopped(self, found: podman.Container) -> bool:
+        """Return whether the container is to be left stopped after its dump, and then removed.
+
+        With `tcp_established`, the other ends of its connections must not notice how it is removed.
+        """
+        return found.auto_remove and not self.leave_running and not self.tcp_established
 
     def options(self) -> list[str]:
         """Return the options for Podman."""
@@ -236,6 +246,7 @@ def _to_store(
                     force=request.force,
                     progress=path,
                     asleep=request.asleep,
+                    leave_stopped=export.left_stopped,
                     # By it, `gpusnap recover` finds the store; so it stays until the memory is committed.
                     is_needed=memory.is_left,
                 )
@@ -254,6 +265,7 @@ def _to_store(
                 whole = kept.load(root, whole_in.layout)
                 tables = [*whole.tables, *(each.table for each in volumes)]
                 whole_in.commit(root, names=names, tables=tables)
+                export.remove_container()
                 memory.finish()
     parts = {each.digest: each.size for each in (*whole.artifact.blobs(), *whole.artifact.documents)}
     return CheckpointResult(
@@ -301,12 +313,14 @@ def _open_staging(
         environment=environment,
         bring_back=request.bring_back,
         ignore_volumes=request.ignore_volumes,
+        left_stopped=request.leaves_stopped(found),
+        protect=lambda: staging.mark_precious(why),
     )
     if isinstance(request.to, locator.InRegistry):
         export.more = f"gpusnap push {{archive}} {request.to.reference} pushes it"
     try:
-        if found.auto_remove and not request.leave_running:  # even if we are killed, too
-            staging.mark_precious(why)
+        if found.auto_remove and not request.leave_running and not export.left_stopped:
+            export.protect()  # even if we are killed, too
         yield staging, export
     finally:
         if not export.kept:
@@ -341,7 +355,13 @@ def _to_file(
             return aside
         return beside
 
-    export = Export(found=found, archive=beside, keep=keep, ignore_volumes=request.ignore_volumes)
+    export = Export(
+        found=found,
+        archive=beside,
+        keep=keep,
+        ignore_volumes=request.ignore_volumes,
+        left_stopped=request.leaves_stopped(found),
+    )
     compression = ["--compress", archives.compression(path)]
     try:
         with ExitStack() as order:
@@ -356,6 +376,7 @@ def _to_file(
                     force=request.force,
                     progress=board_path,
                     asleep=request.asleep,
+                    leave_stopped=export.left_stopped,
                     archive=beside,  # by it, `gpusnap recover` finds what a killed command leaves
                     target=path,
                 )
@@ -365,6 +386,7 @@ def _to_file(
             memory = _measure_gpu_memory(export)
             with archives.explain_write_errors(path):
                 put = archives.put(beside, path, aside)
+            export.remove_container()
     finally:
         if not export.kept:
             with suppress(OSError):
@@ -391,8 +413,19 @@ def _run(
         manifest_json.prepare()  # while Podman works: it takes 0.05 s, and is needed right after Podman
         tick()
 
+    def run(*more: str) -> bool:
+        return podman_work.checkpoint(
+            export.found, export.archive, [*words, *more], tick=at_work, say=progress.say
+        )
+
     with import_meanwhile(_SPLIT), _show_as_running(export.found) if request.asleep else nullcontext():
-        came = podman_work.checkpoint(export.found, export.archive, words, tick=at_work, say=progress.say)
+        try:
+            came = run("--leave-running") if export.left_stopped else run()
+        except GpusnapError as error:
+            if not export.left_stopped or error.code != left_stopped.CODE:
+                raise
+            export.end_at_dump()
+            came = run()
     missing = set(FIRST)
     with convert_errors(), closing(entries(export.archive)) as found:
         while missing and (entry := next(found, None)) is not None:

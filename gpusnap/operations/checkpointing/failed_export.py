@@ -24,11 +24,14 @@ from gpusnap.oci.base.files import is_folder
 from gpusnap.oci.tar.archive import entries
 from gpusnap.operations import lost_volumes
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
+from gpusnap.operations.driver import needed_driver
+from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Interrupted, reason
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import INVENTORY
 from gpusnap.runtime_shim.runtime.criu.images.directory import list_versions
+from gpusnap.runtime_shim.snapshot import left_stopped
 
 # Podman refuses an archive without these (libpod, prepareCheckpointImport).
 _NEEDED = frozenset({"config.dump", "spec.dump", f"checkpoint/{INVENTORY}"})
@@ -55,6 +58,10 @@ class Export:
     """Podman restores the container if it has the checkpoint in its storage, or has exported all of it."""
     ignore_volumes: bool = False
     """The archive is without the files of volumes."""
+    left_stopped: bool = False
+    """The dump leaves the container stopped, and this process removes it when its checkpoint is stored."""
+    protect: Callable[[], object] = lambda: None
+    """Protects the archive, which is all that is left of a container that its dump ends."""
     more: str = ""
     """What else can be done with the archive: a command and its effect; {archive} is replaced by the path."""
     whole: bool = False
@@ -69,6 +76,34 @@ class Export:
     def __post_init__(self) -> None:
         self.earlier = _find_images(self.found.checkpoint_path)
         self.first = proc.process(self.found.init) if self.found.init else None
+
+    def end_at_dump(self) -> None:
+        """Let the dump end the container: it cannot be left stopped."""
+        self.left_stopped = False
+        self.protect()
+
+    def remove_container(self) -> None:
+        """Remove the container that was left stopped: its checkpoint is stored. Raises GpusnapError."""
+        if not self.left_stopped:
+            return
+        try:
+            podman.remove_running(self.found.id)
+        except GpusnapError:
+            if not self.has_ended:
+                raise
+        # Otherwise Podman removes it, as every container with --rm.
+        with suppress(GpusnapError):  # `gpusnap recover` does it
+            left_stopped.forget(self.found.id)
+
+    def bring_back_stopped(self, error: GpusnapError) -> None:
+        """Let the container that was left stopped run on; add to the error what has become of it."""
+        try:
+            left_stopped.bring_back(self.found.id, needed_driver(), settings_file.load().memory)
+        except GpusnapError as failed:
+            error.add_hint(
+                f"{self.found.name} is stopped, and nothing of it is lost: {failed.sentence()}; gpusnap "
+                f"recover {self.found.id[:12]} lets it run on"
+            )
 
     @property
     def has_ended(self) -> bool:
@@ -91,6 +126,10 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
     except (Exception, KeyboardInterrupt) as error:  # of any kind: the user must be told what is left
         with podman_work.ignore_signals():  # a second signal would leave the archive without a message
             said = _make_told_error(error)
+            if export.left_stopped and not export.has_ended:
+                if memory is not None:
+                    memory.leave()
+                export.bring_back_stopped(said)
             # First: the runtime of a Podman that was killed may end the container at any moment.
             if memory is not None:
                 memory.take_left()
@@ -104,10 +143,10 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
                 memory.settle(left == "running")
             if left == "running":
                 # Otherwise its runtime has reported the state, or has refused before it did anything.
-                podmans = export.whole or str(said).startswith("Podman failed: ")
+                podmans = export.whole or export.left_stopped or str(said).startswith("Podman failed: ")
                 # Podman checkpoints no paused container but a suspended one.
                 state = "stays suspended" if export.found.status == "paused" else "continues to run"
-                if podmans and state not in said.sentence():
+                if podmans and state not in said.sentence() and " is stopped, and " not in said.sentence():
                     said.add_hint(f"{export.found.name} {state}")
                 raise said from error
             if left == "removed":  # its volumes, too: the message depends on which are left

@@ -35,8 +35,13 @@ class OrderedMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave it in its staging directory, for the recovery of a container that was left stopped."""
         if self._taken is not None:
-            self._taken.leave()
+            taken, self._taken = self._taken, None
+            taken.leave()
 
     def take(self) -> Staging | None:
         """Take it over once the runtime has ended; None if it has handed nothing over. Raises OciError."""

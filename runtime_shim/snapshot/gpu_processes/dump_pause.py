@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from gpusnap.oci.base.dataclass import replace
 from gpusnap.runtime_shim import state_files
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.base.transaction import stop_if_asked
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import cgroup_freezer
@@ -41,12 +42,19 @@ class DumpPause:
         self._groups = containers.list_freezable(container)
         self._group: str | None = None
         self._noted = False
+        self.stays = False
+        """Whether the container is to stay paused after the dump."""
 
     def is_wanted(self) -> bool:
         """Whether a pause is useful: a process may run, and nobody else has paused the container."""
         if not self._groups or any(map(cgroup_freezer.is_frozen, self._groups)):
             return False
         return not all(map(proc.is_still, cgroup_freezer.members(self._groups[0])))
+
+    def check_paused(self) -> None:
+        """Raise GpusnapError if the container is not paused."""
+        if self._group is None:
+            raise GpusnapError(f"container {self._container.id} could not be paused", code="GPS-218")
 
     def begin(self, *, timeout: float) -> None:
         """Pause it at a moment when no process waits in vfork. May be called again after `let_go_on`.

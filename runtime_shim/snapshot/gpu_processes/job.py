@@ -73,6 +73,8 @@ class CheckpointJob:
     """The images in the same place before CRIU began to write. That loses an earlier checkpoint."""
     asleep: Suspension | None = None
     """Set if the container is suspended, and stays so: its GPU state is where the journal says."""
+    remover: tuple[int, int] | None = None
+    """PID and start time of the process for which it is left stopped after its dump."""
     podman: int = 0
     """The PID of the Podman that ordered the checkpoint; 0 if somebody else did."""
     on_disk: bool = True
@@ -83,6 +85,11 @@ class CheckpointJob:
     @property
     def image_path(self) -> str:
         return str(self.call.images())
+
+    @property
+    def runs_on(self) -> bool:
+        """Whether the container continues after its dump, if it is not suspended."""
+        return self.call.leave_running and self.remover is None
 
     @property
     def held(self) -> Collection[int]:
@@ -115,10 +122,10 @@ def _freeze(job: CheckpointJob) -> None:
 
 
 @contextmanager
-def pause_for_dump(job: CheckpointJob) -> Iterator[None]:
+def pause_for_dump(job: CheckpointJob) -> Iterator[DumpPause | None]:
     """Pause the container while the block dumps it, at a moment when CRIU can dump it; or freeze it again.
 
-    Not with a plugin of CRIU, because the plugin needs running processes.
+    Not with a plugin of CRIU, because the plugin needs running processes. Yields gpusnap's own pause.
     """
     if job.driver.plugin is None:
         drop_stops(job.records)
@@ -127,18 +134,21 @@ def pause_for_dump(job: CheckpointJob) -> Iterator[None]:
         _freeze(job)
         job.paused.check_nobody_waits()
     if job.paused is not None or job.driver.plugin is not None:
-        yield
+        yield None
         return
     pause = DumpPause(job.container, make_quiet_command(job.call, job.real))
     try:
-        if pause.is_wanted():
+        if job.remover is not None or pause.is_wanted():
             with job.transaction.step("pause container"):
                 _begin_pause(job, pause)
+        if job.remover is not None:
+            pause.check_paused()
         _leave_alone(job)  # no process in the container can continue another one any more
-        yield
+        yield pause
     finally:
         try:
-            pause.let_go_on()
+            if not pause.stays:
+                pause.let_go_on()
         except (GpusnapError, OSError) as error:
             # Not raised: the dump may be done, and then it cannot be undone.
             job.stuck = GpusnapError(

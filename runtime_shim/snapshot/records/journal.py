@@ -100,8 +100,8 @@ class Record:
         return proc.is_same(*self.owner)
 
     def check_not_at_work(self) -> None:
-        """Raise GpusnapError if the gpusnap that wrote it still runs."""
-        if self.at_work:
+        """Raise GpusnapError if the gpusnap that wrote it still runs, and is not this process."""
+        if self.at_work and self.owner[0] != os.getpid():
             raise GpusnapError(
                 f"gpusnap (process {self.owner[0]}) is still working on container {self.container}",
                 hint="wait for it",
@@ -172,6 +172,8 @@ class Entry(Record):
     """Set if the container was paused."""
     file_system: FileSystem = FileSystem("", "")
     """That of the image; its mount is empty if an earlier version wrote the entry."""
+    left_stopped: bool = False
+    """Whether the container was left stopped after its dump: its checkpoint is useless if it runs on."""
 
     def measure_spilled(self) -> dict[int, int]:
         """Return the bytes that are in the layout, by PID."""
@@ -380,13 +382,25 @@ def read(key: str) -> Entry | None:
         image = str(document["image"])
         layout = str(document.get("layout") or os.path.join(image, FOLDER_IN_IMAGE))
         where = FileSystem(str(document.get("mount", "")), str(document.get("file-system", "")))
-        return Entry(key, image, wrote, processes, layout, paused, where)
+        stopped = document.get("left-stopped") is True
+        return Entry(key, image, wrote, processes, layout, paused, where, stopped)
     except (KeyError, TypeError, ValueError, IndexError, ChunkError) as error:
         raise GpusnapError(
             f"{path} was not written by this version of gpusnap: {error}",
             hint="another version wrote it",
             code="GPS-023",
         ) from error
+
+
+def hand_over(key: str, owner: tuple[int, int]) -> None:
+    """Make another process the one at work on a container that was left stopped: PID and start time.
+
+    Raises GpusnapError.
+    """
+    for kind in ("json", PAUSED):
+        document = load(key, kind)
+        if document is not None:
+            _write(_path(key, kind), json.dumps({**document, "owner": owner, "left-stopped": True}).encode())
 
 
 def write_document(key: str, kind: str, document: Mapping[str, Any]) -> None:

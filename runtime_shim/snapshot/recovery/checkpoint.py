@@ -111,7 +111,11 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     _check_image_is_mounted(entry, runs=bool(there) or not entry.processes)
     if there:
         said = "running: " + " ".join(str(process.pid) for process in there)
-        _discard(entry, settings)
+        if entry.left_stopped and not _is_shared(entry):
+            Draft(entry.image).remove_manifest()
+            _take_back(entry, settings)
+        else:
+            _discard(entry, settings)
     elif entry.processes:
         said = _finish(entry, settings)
     elif _has_manifest(entry, settings):

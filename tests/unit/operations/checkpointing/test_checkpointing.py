@@ -44,6 +44,7 @@ from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, Settings
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.settings import Settings, load
 from gpusnap.runtime_shim.shim import overrides
+from gpusnap.runtime_shim.snapshot import left_stopped
 from gpusnap.runtime_shim.snapshot.memory import handover
 from gpusnap.runtime_shim.snapshot.records import journal
 
@@ -81,6 +82,10 @@ def pages(fake: FakePodman, store: Store, tmp_path: Path) -> FakePodman:
         f"cp -r {tmp_path}/other/staging/given {store.path}/staging/$name\n"
     )
     return fake
+
+
+ENDS_AT_DUMP = {"tcp_established": True}
+"""With it, the dump ends a container with --rm, instead of leaving it stopped."""
 
 
 def made(**more: object) -> CheckpointResult:
@@ -616,7 +621,7 @@ def test_we_fail_and_podman_removes_it(
     monkeypatch.setattr(convert, "take_in", fails)
     place = locator.destination(f"oci:{store.path}" if to == "oci" else to) if to else None
     with pytest.raises(GpusnapError) as raised:
-        made(to=place)
+        made(**ENDS_AT_DUMP, to=place)
     said = raised.value.sentence()
     (kept_as,) = re.findall(r"Podman's export of w is kept as (\S+);", said)
     environment = f"GPUSNAP_STORE={store.path} " if to == "oci" else ""
@@ -638,7 +643,7 @@ def test_podman_is_about_to_remove_it(
     fake.first(f'{fake.ends("inventory.img")}cp $F/archive "$4"\n')
     fake.fails("Error: cleaning up: no space left\n")
     with pytest.raises(GpusnapError, match="Podman's export of w is kept as /"):
-        made()
+        made(**ENDS_AT_DUMP)
 
 
 def test_podman_no_longer_answers(fake: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -656,7 +661,7 @@ def test_podman_no_longer_answers(fake: FakePodman, store: Store, monkeypatch: p
     fake.fails("Error: cleaning up: no space left\n")
     monkeypatch.setattr(podman, "inspect_container", inspect_once)
     with pytest.raises(GpusnapError, match="Podman's export of w is kept as /"):
-        made()
+        made(**ENDS_AT_DUMP)
     assert len(asked) == 3
 
 
@@ -667,7 +672,7 @@ def test_podman_removes_one_of_its_volumes(fake: FakePodman, store: Store, tmp_p
     fake.first('cp $F/archive "$4"; rm $F/inspect.json\n')
     fake.fails("Error: cleaning up: no space left\n")
     with pytest.raises(GpusnapError) as raised:
-        made()
+        made(**ENDS_AT_DUMP)
     (kept_as,) = re.findall(r"Podman's export of w is kept as (\S+);", raised.value.sentence())
     assert raised.value.hint == (
         f"podman volume create 0a1b && tar -xOf {kept_as} volumes/0a1b.tar >0a1b.tar && "
@@ -683,7 +688,7 @@ def test_an_export_without_volumes(fake: FakePodman, store: Store) -> None:
     fake.first('cp $F/archive "$4"; rm $F/inspect.json\n')
     fake.fails("Error: cleaning up: no space left\n")
     with pytest.raises(GpusnapError) as raised:
-        made(ignore_volumes=True)
+        made(**ENDS_AT_DUMP, ignore_volumes=True)
     assert raised.value.hint.startswith("podman container restore --import ")
     assert raised.value.hint.endswith(" --ignore-volumes restores it")
 
@@ -693,7 +698,7 @@ def test_podman_removes_it(pages: FakePodman, store: Store) -> None:
     pages.has(auto_remove=True)
     script = (pages.folder / "first.sh").read_text()
     pages.first(f'{script}[ -e "$(dirname "$4")/precious" ] || exit 9\n')
-    done = made()
+    done = made(**ENDS_AT_DUMP)
     assert [each.name for each in store.entries()] == [done.name]
     assert os.listdir(store.path + "/staging") == []
 
@@ -706,7 +711,7 @@ def test_podman_fails_and_removes_it(fake: FakePodman, store: Store, whole: bool
     fake.first(f'head -c {size} $F/archive >"$4"\nrm $F/inspect.json\n')
     fake.fails("Error: cleaning up: no space left\n")
     with pytest.raises(GpusnapError) as raised:
-        made()
+        made(**ENDS_AT_DUMP)
     if whole:
         assert "podman container restore --import /" in raised.value.sentence()
     else:
@@ -728,7 +733,7 @@ def test_a_removed_container_and_a_file(
     (tmp_path / "to").mkdir()
     monkeypatch.setattr(archive, "put", fails)
     with pytest.raises(GpusnapError) as raised:
-        made(to=locator.InFile(f"{tmp_path}/to/w.tar.zst"))
+        made(**ENDS_AT_DUMP, to=locator.InFile(f"{tmp_path}/to/w.tar.zst"))
     (left,) = os.listdir(tmp_path / "to")
     assert re.fullmatch(r"checkpoint-of-w-[0-9a-f]{8}\.tar\.zst", left)
     assert f"ner restore --import {tmp_path}/to/{left} restores it" in raised.value.sentence()
@@ -749,8 +754,67 @@ def test_a_signal_when_it_has_ended(
     for auto_remove, said in ((False, "podman container restore w"), (True, "restore --import /")):
         fake.has(auto_remove=auto_remove)
         with pytest.raises(Interrupted) as raised:
-            made()
+            made(**ENDS_AT_DUMP)
         assert said in raised.value.sentence()
+
+
+def test_left_stopped_until_it_is_stored(
+    pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --rm, Podman leaves it running, and the command removes it; gc would not spare what it exports."""
+    freed = list[str]()
+    monkeypatch.setattr(left_stopped, "forget", freed.append)
+    pages.has(auto_remove=True)
+    script = (pages.folder / "first.sh").read_text()
+    pages.first(f'{script}[ ! -e "$(dirname "$4")/precious" ] || exit 9\n')
+    done = made()
+    assert [each.name for each in store.entries()] == [done.name]
+    ordered, removed = pages.calls()
+    assert " --leave-running " in ordered
+    assert removed == f"rm --force --ignore --time 0 --volumes {ID}"
+    assert freed == [ID]
+
+
+def test_it_cannot_be_left_stopped(pages: FakePodman, store: Store) -> None:
+    """The runtime refuses that: then the dump ends it, and what Podman exports is spared."""
+    pages.has(auto_remove=True)
+    script = (pages.folder / "first.sh").read_text()
+    refusal = f"Error: OCI runtime error: gpusnap-runtime: {left_stopped.make_refusal('why').sentence()}"
+    pages.first(
+        f"case \"$*\" in *--leave-running*) echo '{refusal} [{left_stopped.CODE}]' >&2; exit 125;; esac\n"
+        f'{script}[ -e "$(dirname "$4")/precious" ] || exit 9\n'
+    )
+    done = made()
+    assert [each.name for each in store.entries()] == [done.name]
+    assert ["--leave-running" in each for each in pages.calls()] == [True, False]
+    assert os.listdir(store.path + "/staging") == []
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_failure_while_it_is_stopped(
+    pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """It is brought back; if that fails, the message says how it is done again."""
+
+    def bring_back(container: str, *_: object) -> None:
+        brought.append(container)
+        if lost:
+            raise GpusnapError("the driver does not answer")
+
+    brought = list[str]()
+    monkeypatch.setattr(left_stopped, "bring_back", bring_back)
+    monkeypatch.setattr(failed_export, "needed_driver", lambda: None)
+    pages.has(auto_remove=True)
+    pages.fails("Error: cleaning up: no space left\n")
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    said = raised.value.sentence()
+    assert brought == [ID]
+    assert ("w continues to run" in said) is not lost
+    again = f"the driver does not answer; gpusnap recover {ID[:12]} lets it run on"
+    assert (f"w is stopped, and nothing of it is lost: {again}" in said) is lost
+    assert store.entries() == ()
+    assert os.listdir(store.path + "/staging") == []
 
 
 def test_an_archive_without_its_memory(fake: FakePodman, tmp_path: Path) -> None:
@@ -759,7 +823,7 @@ def test_an_archive_without_its_memory(fake: FakePodman, tmp_path: Path) -> None
     fake.exports(an_archive(tmp_path / "with", pages="store"))
     fake.has(auto_remove=True)
     with pytest.raises(GpusnapError, match="does not contain its memory, which is in a store"):
-        made(to=locator.InFile(f"{tmp_path}/w.tar"))
+        made(to=locator.InFile(f"{tmp_path}/w.tar"), **ENDS_AT_DUMP)
     assert not (tmp_path / "w.tar").exists()
 
 
