@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import os
@@ -11,8 +12,9 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -78,33 +80,48 @@ MODULES = sorted(modules())
 PACKAGES = {name for name in MODULES if hasattr(importlib.import_module(name), "__path__")}
 
 
-def tree(name: str) -> ast.Module:
+class Source(NamedTuple):
+    """What is asked of a module here: read once, and much smaller than its syntax tree."""
+
+    imported: frozenset[str]
+    """Every module that it imports, anywhere in it."""
+    imported_at_once: frozenset[str]
+    """What is imported with it, and not later in a function."""
+    private: tuple[str, ...]
+    """Names with an underscore that it imports from modules of ours."""
+    mentioned: frozenset[str]
+    """Every name that is read in it, or imported by it."""
+    attributes: frozenset[str]
+    """Every name behind a dot in it."""
+    defined: frozenset[str]
+    """Its functions, methods and classes."""
+
+
+@functools.cache
+def source(name: str) -> Source:
+    """Read a module."""
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.origin is not None
-    return ast.parse(Path(spec.origin).read_text("utf-8"))
+    module = ast.parse(Path(spec.origin).read_text("utf-8"))
+    nodes = [*ast.walk(module)]
+    at_once = ast.Module([node for node in module.body if not isinstance(node, ast.FunctionDef)], [])
+    attributes = frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return Source(
+        imported=imported(nodes),
+        imported_at_once=imported(ast.walk(at_once)),
+        private=tuple(private(nodes)),
+        mentioned=attributes | names | {node.name for node in nodes if isinstance(node, ast.alias)},
+        attributes=attributes,
+        defined=frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)),
+    )
 
 
-def mentioned(module: ast.Module) -> Iterator[str]:
-    """Every name that is read in a module, or imported by it."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.alias):
-            yield node.name
-
-
-def attributes_read(module: ast.Module) -> set[str]:
-    """Every name behind a dot in it."""
-    return {node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)}
-
-
-def imported(module: ast.Module) -> set[str]:
-    """Every module that one imports, anywhere in it."""
+def imported(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    """Every module that these nodes import."""
     found: set[str] = set()
-    for node in ast.walk(module):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -112,12 +129,15 @@ def imported(module: ast.Module) -> set[str]:
             assert node.module is not None
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in inner}
-    return found
+    return frozenset(found)
 
 
-def imported_at_once(module: ast.Module) -> set[str]:
-    """What is imported with it, and not later in a function."""
-    return imported(ast.Module([node for node in module.body if not isinstance(node, ast.FunctionDef)], []))
+def private(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Names with an underscore that these nodes import from modules of ours, as MODULE.NAME."""
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "") in MODULES:
+            names = [alias.name for alias in node.names if re.match("_(?!_)", alias.name)]
+            yield from (f"{node.module}.{name}" for name in names if f"{node.module}.{name}" not in MODULES)
 
 
 def layer(name: str) -> int:
@@ -139,24 +159,18 @@ def test_modules_were_found() -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_private_names_stay_in_their_modules(name: str) -> None:
     """What begins with an underscore is nobody else's; what does not is public, and no list repeats it."""
-    module = tree(name)
     assert not hasattr(importlib.import_module(name), "__all__")
-    for node in ast.walk(module):
-        if isinstance(node, ast.ImportFrom) and (node.module or "") in MODULES:
-            private = [alias.name for alias in node.names if re.match("_(?!_)", alias.name)]
-            assert [each for each in private if f"{node.module}.{each}" not in MODULES] == []
+    assert source(name).private == ()
 
 
 def test_what_is_defined_is_used() -> None:
     """A function, method or class that no module names serves nobody; tests alone do not count."""
-    trees = {name: tree(name) for name in MODULES}
-    named = {word for module in trees.values() for word in mentioned(module)}
+    named = {word for name in MODULES for word in source(name).mentioned}
     unused = {
-        f"{name}.{node.name}"
-        for name, module in trees.items()
-        for node in ast.walk(module)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        if node.name not in named and not node.name.startswith("__")
+        f"{name}.{defined}"
+        for name in MODULES
+        for defined in source(name).defined
+        if defined not in named and not defined.startswith("__")
     }
     by_click = {f"{module}.{name.replace('-', '_')}" for name, module in MODULES_OF_COMMANDS.items()}
     assert unused - by_click == CALLED_BY_OTHERS
@@ -167,7 +181,7 @@ def test_layers(name: str) -> None:
     """No module imports from a layer above its own."""
     own = layer(name)
     assert own >= 0, f"{name} is in no layer"
-    for other in imported(tree(name)):
+    for other in source(name).imported:
         assert layer(other) in (-1, *range(own, len(LAYERS))), f"{name} imports {other}, which is above it"
 
 
@@ -177,7 +191,7 @@ def test_layers(name: str) -> None:
 def test_self_contained(own: str, name: str) -> None:
     """What a GPU driver offers, and what is done to processes, is known without what it is for."""
     home = ".".join(own.split(".")[:3])
-    for other in imported(tree(name)):
+    for other in source(name).imported:
         if layer(other) >= 0 and not other.startswith(home):
             assert other in COMMON, f"{name} imports {other}"
 
@@ -185,17 +199,17 @@ def test_self_contained(own: str, name: str) -> None:
 def test_one_place_traces() -> None:
     """ptrace(2) is called by its calls' module alone, and these are made for a held thread or by a tracer."""
     calls = f"{TRACING}.calls"
-    assert {name for name in MODULES if calls in imported(tree(name))} == {
+    assert {name for name in MODULES if calls in source(name).imported} == {
         f"{TRACING}.tracee",
         f"{TRACING}.tracer",
     }
-    assert {name for name in MODULES if "ptrace" in attributes_read(tree(name))} == {calls}
+    assert {name for name in MODULES if "ptrace" in source(name).attributes} == {calls}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "gpusnap.oci.base.dataclass"])
 def test_dataclasses(name: str) -> None:
     """They are made by our decorator: the standard library's takes 6 ms to import, and compiles."""
-    assert "dataclasses" not in imported_at_once(tree(name))
+    assert "dataclasses" not in source(name).imported_at_once
 
 
 def test_dataclasses_can_be_made() -> None:
@@ -235,7 +249,7 @@ def test_packages_need_one_another_in_one_direction() -> None:
     needs: dict[str, set[str]] = {}
     for name in MODULES:
         own = package(name)
-        others = {other for other in imported(tree(name)) if layer(other) >= 0 and other not in PACKAGES}
+        others = {other for other in source(name).imported if layer(other) >= 0 and other not in PACKAGES}
         needs.setdefault(own, set()).update({package(other) for other in others} - {own})
     while free := [name for name, others in needs.items() if not others & set(needs)]:
         for name in free:
@@ -251,7 +265,7 @@ def test_no_package_is_crowded() -> None:
 
 def test_no_circles() -> None:
     """No module needs itself to be imported."""
-    needs = {name: imported_at_once(tree(name)) & set(MODULES) - {name} for name in MODULES}
+    needs = {name: source(name).imported_at_once & set(MODULES) - {name} for name in MODULES}
     while free := [name for name, others in needs.items() if not others & set(needs)]:
         for name in free:
             del needs[name]
