@@ -385,9 +385,9 @@ def settings(runtime: str, *, pages: str = "chunks", chunk_size: str = "1M") -> 
     )
 
 
-def start(name: str, *words: str) -> Container:
+def start(name: str, *words: str, options: Sequence[str] = ()) -> Container:
     """Start a container of the workload on GPU 0, which checks its GPU memory at each tick."""
-    return Container.start(name, "--mib", "6", *words, gpus=("0",))
+    return Container.start(name, "--mib", "6", *words, options=options, gpus=("0",))
 
 
 def remove_all() -> None:

@@ -2,7 +2,8 @@
 
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/kills.py [--rounds 300] [--seed 1] [--runtimes crun,runc]
-        [--ways checkpoint,restore,push,pull,gc] [--victims gpusnap,gpusnap-runtime,runtime,criu,podman]
+        [--ways checkpoint,checkpoint-rm,restore,push,pull,gc]
+        [--victims gpusnap,gpusnap-runtime,runtime,criu,podman]
 
 A round kills some of the processes that a command has started, at a moment within its usual duration or soon
 after one of them has started. Then `gpusnap recover` must succeed, and the work must not be lost: the
@@ -55,7 +56,7 @@ from support import Container, faults, good, podman
 
 NAME = "killed"
 FOLDER = Path("/var/tmp/kills")
-WAYS = ("checkpoint", "restore", "push", "pull", "gc")
+WAYS = ("checkpoint", "checkpoint-rm", "restore", "push", "pull", "gc")
 VICTIMS = ("gpusnap", "gpusnap-runtime", "runtime", "criu", "podman")
 _RUNTIMES = ("crun", "runc")
 # Seconds after the start of a victim: most of the time that it works.
@@ -164,11 +165,11 @@ class Bench:
     usual: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     number: int = 0
 
-    def begin(self) -> None:
-        """Start with a new container on a clean host."""
+    def begin(self, *options: str) -> None:
+        """Start with a new container on a clean host. `options`: of podman run."""
         remove_all()
         good(run_limited([COMMAND, "recover"]))
-        self.container = start(NAME)
+        self.container = start(NAME, options=options)
         self.before = State.now()
 
     def run(self, way: str, line: Line, *, victims: tuple[str, ...] | None = None) -> tuple[Done, Killer]:
@@ -285,6 +286,32 @@ def checkpoint(bench: Bench) -> str:
 
 
 _PODMAN = ["podman", "--runtime", "gpusnap-runtime", "container"]
+
+
+def checkpoint_with_rm(bench: Bench) -> str:
+    """Kill a checkpoint of a container with --rm: it must run on, or be restored from its checkpoint."""
+    bench.begin("--rm")
+    bench.number += 1
+    archive = FOLDER / f"n{bench.number}.tar"
+    to = random.choice([f"oci:{STORE}:n{bench.number}", str(archive)])
+    init = bench.container.pid
+    done, killer = bench.run("checkpoint", [COMMAND, "checkpoint", NAME, "--to", to])
+    what = f"checkpoint with --rm to {to}, {killer.killed} killed after {killer.after:.2f} s"
+    said = bench.recover()
+    if Path(f"/proc/{init}").exists():
+        goes_on(bench.container.id)
+        outcome = "ran on"
+    else:
+        wait_for(lambda: podman("container", "exists", NAME).code == 1)
+        again = run_limited(restore_from(to))
+        if again.code:
+            raise Bad(f"{what}: recover: {said!r}; it has ended, and cannot be restored: {again.err[-1500:]}")
+        goes_on(bench.container.id)
+        outcome = "restored"
+    archive.unlink(missing_ok=True)
+    bench.nothing_left(f"{what}; recover: {said}")
+    bench.begin()
+    return f"{what}: {outcome}, exit code {done.code}"
 
 
 def _brought_back(bench: Bench, kind: str, name: str, archive: Path, done: Done, what: str) -> str:
@@ -412,6 +439,7 @@ def gc(bench: Bench) -> str:
 
 ROUNDS: dict[str, Callable[[Bench], str]] = {
     "checkpoint": checkpoint,
+    "checkpoint-rm": checkpoint_with_rm,
     "restore": restore,
     "push": push,
     "pull": pull,

@@ -52,11 +52,11 @@ _WORDS = {"suspended": "paused", "running": "running"}
 class Pair(Bench):
     """Two containers, of which one is suspended where a round needs that."""
 
-    def begin(self) -> None:
+    def begin(self, *options: str) -> None:
         """The first runs, and nothing is suspended."""
         for left in (STORE / "staging").glob("*"):
             shutil.rmtree(left, ignore_errors=True)
-        super().begin()
+        super().begin(*options)
 
     def suspended(self) -> str:
         """Suspend the first, in every second round into the store; how, in words."""
