@@ -162,6 +162,7 @@ class _Move:
             "check",
             name=parameters.name or found.name,
             image=found.image,
+            volumes=[] if parameters.ignore_volumes else list(found.volumes),
             needs=self.done.needs,
             pull=not parameters.dry_run,
             gpus=[asdict(each) for each in gpus],

@@ -20,7 +20,7 @@ from gpusnap.base.progress import Progress
 from gpusnap.base.user_errors import convert_errors, failure
 from gpusnap.checkpoints import artifact as kept
 from gpusnap.checkpoints import locator
-from gpusnap.engines import podman, podman_work
+from gpusnap.engines import podman, podman_objects, podman_work
 from gpusnap.migration import records
 from gpusnap.migration.blobs import Remote
 from gpusnap.migration.frames import LONGEST_PATIENCE, VERSION, Channel, LinkLost, error_frame
@@ -250,7 +250,9 @@ def _patience(value: object) -> float:
 
 
 def _check(frame: Mapping[str, Any], patience: float) -> dict[str, Any]:
-    """Check whether a container can come: its name, the room, its image, the GPUs. Changes nothing.
+    """Check whether a container can come: its name, its volumes, the room, its image, the GPUs.
+
+    Changes nothing.
 
     `patience`: seconds for Podman to pull the image.
     """
@@ -259,6 +261,16 @@ def _check(frame: Mapping[str, Any], patience: float) -> dict[str, Any]:
         raise Refused(
             f"Podman already has a container {name} there",
             hint="remove it there, or give the new one another name with --name",
+            code="GPS-822",
+        )
+    volumes = {str(each) for each in frame.get("volumes", ())}
+    if volumes and (known := sorted(volumes & podman_objects.volumes())):
+        names = " ".join(known)
+        raise Refused(
+            f"Podman there already has the volume{'s' * (len(known) > 1)} {names}, and the files in there "
+            "may not fit the container's memory",
+            hint=f"run podman volume rm {names} there, and the files come with the container; or give "
+            "--ignore-volumes to use them as they are, such as on a file system that both hosts share",
             code="GPS-822",
         )
     store = locator.default_store()

@@ -336,6 +336,18 @@ def test_a_record_of_an_earlier_migration(one_runtime: Store, other: OtherHost) 
     goes_on_there(other)
 
 
+def test_a_volume_of_that_name_there(one_runtime: Store, other: OtherHost, volumes: None) -> None:
+    """Its files would not fit the memory: refused while the container runs; without it, they come along."""
+    container = Container.start("w", *WORK, gpus=["0"], options=("-v", "data:/data"))
+    good(podman("exec", "w", "sh", "-c", "echo one >/data/file"))
+    good(other.podman("volume", "create", "data"))
+    assert "already has the volume data" in sentence(migrate())
+    runs_here(container)
+    good(other.podman("volume", "rm", "data"))
+    good(migrate())
+    assert good(other.podman("exec", "w", "cat", "/data/file")) == "one"
+
+
 @pytest.mark.parametrize("plan", ["to fetch 2 sigint", "to restore 1 cut"])
 def test_an_anonymous_volume_comes_back(
     one_runtime: Store, other: OtherHost, volumes: None, plan: str

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from gpusnap.checkpoints import migrations
-from gpusnap.engines import podman
+from gpusnap.engines import podman, podman_objects
 from gpusnap.engines.podman_command import FinishedPodman
 from gpusnap.migration import receiver, records
 from gpusnap.migration.frames import Channel
 from gpusnap.oci.store.store import Store
 from gpusnap.operations.restoring import restore as restoring
-from gpusnap.runtime_shim.base.errors import GpusnapError
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
 
 ID = "0" * 32
 
@@ -43,6 +43,19 @@ def test_the_image_is_pulled(channel: Channel, host_store: Store, monkeypatch: p
     frame = {"ask": "check", "name": "w", "image": "server:1", "needs": 0, "pull": True, "gpus": []}
     assert receiver._Receiver(channel)._do(frame)["image"]
     assert asked == {"pull": 3600.0}
+
+
+def test_a_volume_of_that_name(channel: Channel, host_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are not those of the checkpoint: refused while the container still runs over there."""
+    monkeypatch.setattr(podman, "full_id", lambda name, *, seconds: "")
+    monkeypatch.setattr(podman, "exists", lambda kind, wanted: True)
+    monkeypatch.setattr(podman_objects, "volumes", lambda: {"data", "other"})
+    frame = {"ask": "check", "name": "w", "image": "server:1", "needs": 0, "pull": True, "gpus": []}
+    with pytest.raises(Refused, match="already has the volume data, and") as raised:
+        receiver._Receiver(channel)._do({**frame, "volumes": ["data", "mine"]})
+    assert "podman volume rm data there" in raised.value.hint
+    for volumes in ({}, {"volumes": ["mine"]}):
+        assert receiver._Receiver(channel)._do({**frame, **volumes})["image"]
 
 
 @pytest.fixture
