@@ -302,7 +302,8 @@ def checkpoint_with_rm(bench: Bench) -> str:
         goes_on(bench.container.id)
         outcome = "ran on"
     else:
-        wait_for(lambda: podman("container", "exists", NAME).code == 1)
+        if not wait_for(lambda: podman("container", "exists", NAME).code == 1, seconds=5):
+            podman("rm", "--force", "--time", "0", NAME)  # Podman was killed while it removed the container
         again = run_limited(restore_from(to))
         if again.code:
             raise Bad(f"{what}: recover: {said!r}; it has ended, and cannot be restored: {again.err[-1500:]}")

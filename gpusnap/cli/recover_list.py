@@ -28,6 +28,9 @@ _ID = compile_later(r"[0-9a-f]{64}", re.ASCII)
 _PATIENCE = 3.0
 _AWAKE = "it is suspended, but Podman lists it as running"
 _HELD = "it is suspended, and a thread of it would receive no signal"
+_FROZEN = (
+    "it is frozen: its gpusnap checkpoint was killed; gpusnap recover lets it run on, without a checkpoint"
+)
 
 
 Kind: TypeAlias = Literal[
@@ -58,7 +61,7 @@ class PendingOperation:
     image: str
     """The image directory of a checkpoint or restore; else empty."""
     why: str = ""
-    """What Podman says of an unknown container, and what is known of one that is migrated."""
+    """What Podman says of an unknown container, and what is known of one that is migrated or frozen."""
     name: str = ""
     """Its engine's name for it, where that is known."""
 
@@ -75,7 +78,14 @@ def list_waiting(
 ) -> tuple[PendingOperation, ...]:
     """All of these, by container."""
     found = [
-        PendingOperation(e.container, "checkpoint", e.at_work, tuple(p.pid for p in list_alive(e)), e.image)
+        PendingOperation(
+            e.container,
+            "checkpoint",
+            e.at_work,
+            tuple(p.pid for p in list_alive(e)),
+            e.image,
+            _FROZEN if e.left_stopped and not e.at_work else "",
+        )
         for e in checkpoints
     ]
     found += [PendingOperation(e.container, "restore", e.at_work, (), e.image) for e in restores]
@@ -148,6 +158,8 @@ def line(each: PendingOperation, names: Names) -> str:
         return f"{shown}  its {each.kind} was interrupted"
     elif each.kind == "restore":
         state = "its restore was interrupted"
+    elif each.why:
+        return f"{shown}  {each.why}"
     else:
         state = "its checkpoint was interrupted; processes: " + (" ".join(map(str, each.processes)) or "none")
     return f"{shown}  {state}  image: {each.image}"

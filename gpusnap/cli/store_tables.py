@@ -319,12 +319,15 @@ def describe_spared(found: Spared) -> str:
     # It takes time, and is rarely needed.
     from gpusnap.cli.recover_list import Names
     from gpusnap.runtime_shim.snapshot.memory import handover
+    from gpusnap.runtime_shim.snapshot.records import journal
     from gpusnap.runtime_shim.snapshot.suspended_containers.spilled import explain_mark
 
-    with suppress(OciError):
+    with suppress(OciError, GpusnapError):
         if container := handover.find_left(found.path):
             what = f"the memory of the checkpoint of {Names().format_name(container)}"
-            return f"left {found.path}: {what}; gpusnap recover puts it into the store"
+            frozen = found.path in journal.list_layouts()[0]
+            does = "lets the container run on, and removes it" if frozen else "puts it into the store"
+            return f"left {found.path}: {what}; gpusnap recover {does}"
     return f"left {found.path}: {explain_mark(found.why, found.path)}"
 
 

@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 from gpusnap.oci.base.dataclass import asdict, replace
+from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import (
     GpusnapError,
     ImageError,
@@ -46,7 +47,7 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, render
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
-from gpusnap.runtime_shim.runtime.criu import descendants
+from gpusnap.runtime_shim.runtime.criu import descendants, scratch_files
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
 from gpusnap.runtime_shim.runtime.criu.images import control_groups, dev, digests
 from gpusnap.runtime_shim.runtime.criu.images import directory as image
@@ -328,6 +329,10 @@ def _call_runtime(job: CheckpointJob) -> GpusnapError | None:
         )
         with descendants.continue_stopped():
             done = invoke(job.call, job.real, text, capture=True, environment=extra.environment)
+            if done.code != 0:
+                # A runtime that was killed leaves its CRIU, which still holds the processes, and freezes a
+                # paused container again at its end (criu/seize.c, freezer_restore_state).
+                scratch_files.let_end(state_files.owner(), job.container.id)
     dumped = _has(job, manifest.INVENTORY)
     if done.code != 0 and dumped and not _is_alive(job):
         # CRIU kills the processes only when all of them are on disk. Whatever failed afterwards, the images

@@ -166,7 +166,7 @@ def test_elsewhere(store: Store, tmp_path: Path) -> None:
     container = Container.start("server", *WORK, options=["--rm"])
     said = gpusnap("checkpoint", "server")
     good(said)
-    assert "Podman has removed it" in said.err
+    assert "has stopped and was removed (--rm)" in said.err
     good(gpusnap("restore", "server"))
     container.goes_on()
 

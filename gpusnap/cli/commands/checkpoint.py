@@ -113,10 +113,10 @@ def checkpoint(
     io.gpusnap.pre-checkpoint and io.gpusnap.post-restore, see docs/engines.md.
 
     If something fails after the container has stopped, `podman container restore CONTAINER` restores it. A
-    container that Podman removes when it stops (--rm, Quadlet) is left stopped until its checkpoint is
-    stored, and runs on if that fails. With --tcp-established, its dump ends it, and the message names the
-    archive to restore from. If writing that archive fails, such a container is lost; gpusnap therefore checks
-    for free space first, and Ctrl-C waits until the archive is written.
+    container that Podman removes when it stops (--rm, Quadlet) stays frozen until its checkpoint is
+    stored, and is then removed; if anything fails before that, it continues to run. With --tcp-established,
+    its dump ends it: the message names the archive to restore from, and Ctrl-C waits until that is written.
+    If writing it fails, the container is lost; gpusnap therefore checks for free space first.
 
     Several containers, or all with --all, are checkpointed one after another, independently: the failure of
     one does not stop the others. As JSON they are a list, results, with --all even for one; a failure has
@@ -389,7 +389,7 @@ def _describe_way_back(request: checkpointing.CheckpointRequest, made: checkpoin
         state = "stays suspended" if made.is_suspended else "continues to run"
         back = f"podman rm --force --time 0 {name} && {restore}"
         return f"{name} {state}; to go back to this checkpoint: {back}"
-    removed = ", and Podman has removed it (--rm)" if auto_remove else ""
+    removed = " and was removed (--rm)" if auto_remove else ""
     return f"{name} has stopped{removed}; to continue it: {restore}"
 
 

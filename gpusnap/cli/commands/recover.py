@@ -160,7 +160,8 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
 
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
-    gpusnap recover lists those whose memory is in this host's store or in the one of a killed `--to oci:DIR`,
+    One with --rm stays frozen instead, and runs on after gpusnap recover, without a checkpoint. gpusnap
+    recover lists those whose memory is in this host's store or in the one of a killed `--to oci:DIR`,
     with the command that restores each. It shows how much memory of failed checkpoints is left in this host's
     store (see `gpusnap gc`), and names what other hosts have left in the stores. Memory that a killed command
     was about to store with its records is stored without them. What Podman exported for a killed command is

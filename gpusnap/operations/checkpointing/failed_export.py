@@ -82,16 +82,21 @@ class Export:
         self.left_stopped = False
         self.protect()
 
-    def remove_container(self) -> None:
-        """Remove the container that was left stopped: its checkpoint is stored. Raises GpusnapError."""
+    def remove_container(self, stored: str) -> None:
+        """Remove the container that was left stopped: its checkpoint is stored under that name.
+
+        Raises GpusnapError.
+        """
         if not self.left_stopped:
             return
         try:
             podman.remove_running(self.found.id)
-        except GpusnapError:
+        except GpusnapError as error:
             if not self.has_ended:
-                raise
-        # Otherwise Podman removes it, as every container with --rm.
+                said = f"the checkpoint of {self.found.name} is stored as {stored}, but {error}"
+                raise GpusnapError(said, hint=error.hint, code=error.code) from error
+            with suppress(GpusnapError):  # Podman was killed: whatever is still there goes now
+                podman.remove_running(self.found.id)
         with suppress(GpusnapError):  # `gpusnap recover` does it
             left_stopped.forget(self.found.id)
 

@@ -111,6 +111,8 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     _check_image_is_mounted(entry, runs=bool(there) or not entry.processes)
     if there:
         said = "running: " + " ".join(str(process.pid) for process in there)
+        if entry.left_stopped:
+            said += "; no checkpoint of it was made"
         if entry.left_stopped and not _is_shared(entry):
             Draft(entry.image).remove_manifest()
             _take_back(entry, settings)
@@ -118,6 +120,8 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
             _discard(entry, settings)
     elif entry.processes:
         said = _finish(entry, settings)
+        if entry.left_stopped:
+            said = "it was ended while it was frozen for its checkpoint; gpusnap ls shows whether that was stored"
     elif _has_manifest(entry, settings):
         said = f"it continues to run, and the checkpoint in {entry.image} is complete"
     else:

@@ -520,6 +520,17 @@ def test_failure_of_the_dump(scene: Scene, name: str) -> None:
     assert scene.runtime.criu_config() if name != "runtime cannot be started" else True
 
 
+def test_a_runtime_was_killed_and_its_criu_works_on(scene: Scene) -> None:
+    """Nothing is undone before CRIU has ended: it holds the processes, and may freeze them again."""
+    scene.gpu_processes(1)
+    criu = '(sleep 2; touch "$here/criu-has-ended") >/dev/null 2>&1 &'
+    scene.runtime.script("checkpoint", f"{criu} kill -9 $$")
+    outcome = scene.checkpoint()
+    assert outcome.code == 137
+    assert (scene.runtime.folder / "criu-has-ended").exists()
+    assert scene.all_running()
+
+
 def test_runtime_that_fails_after_the_dump(scene: Scene) -> None:
     """The container is gone and its images are all that is left: they are kept, as a whole checkpoint."""
     (pid,) = scene.gpu_processes(1)
@@ -606,7 +617,9 @@ def test_a_suspended_container_is_not_said_to_run(monkeypatch: pytest.MonkeyPatc
         asleep=suspended,
         real=SimpleNamespace(name="crun"),
         container=SimpleNamespace(id="c0ffee"),
-        call=SimpleNamespace(work=lambda: "/work", leave_running=True),
+        call=SimpleNamespace(work=lambda: "/work"),
+        runs_on=True,
+        remover=None,
         image_path="/image",
         record=object(),
     )
