@@ -639,6 +639,25 @@ def test_ctrl_c_while_podman_exports(store: Store, ends_at_dump: bool) -> None:
     container.goes_on()
 
 
+@pytest.mark.parametrize("recover", [False, True])
+def test_killed_by_others_while_it_is_left_stopped(store: Store, recover: bool) -> None:
+    """With --rm, Podman then removes it: what Podman exports to the end stays, with its memory."""
+    container = Container.start("w", *WORK, options=["--rm", "--shm-size", "300m"])
+    init = container.pid
+    with interrupted_export(container) as (child, _):
+        os.kill(init, signal.SIGKILL)
+        child.send_signal(signal.SIGINT)
+    said = waiting.communicate(child, DEADLINE)[1]
+    assert child.returncode == 130, said
+    (archive,) = re.findall(r"podman container restore --import (\S+) restores it", said)
+    removed(container)
+    if recover:
+        good(gpusnap("recover"))
+    good(podman("container", "restore", "--import", archive))
+    container.goes_on()
+    assert os.listdir("/run/gpusnap/stage") == []
+
+
 @pytest.mark.parametrize("command_too", [False, True])
 def test_podman_is_killed_while_it_exports(store: Store, command_too: bool) -> None:
     """With --rm, it is left stopped until then: gpusnap lets it run on, or `gpusnap recover` does."""

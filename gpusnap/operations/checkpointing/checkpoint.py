@@ -265,7 +265,7 @@ def _to_store(
                 whole = kept.load(root, whole_in.layout)
                 tables = [*whole.tables, *(each.table for each in volumes)]
                 whole_in.commit(root, names=names, tables=tables)
-                export.remove_container()
+                export.remove_container(names[0])
                 memory.finish()
     parts = {each.digest: each.size for each in (*whole.artifact.blobs(), *whole.artifact.documents)}
     return CheckpointResult(
@@ -386,7 +386,7 @@ def _to_file(
             memory = _measure_gpu_memory(export)
             with archives.explain_write_errors(path):
                 put = archives.put(beside, path, aside)
-            export.remove_container()
+            export.remove_container(put)
     finally:
         if not export.kept:
             with suppress(OSError):

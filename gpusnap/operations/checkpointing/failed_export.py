@@ -82,16 +82,25 @@ class Export:
         self.left_stopped = False
         self.protect()
 
-    def remove_container(self) -> None:
-        """Remove the container that was left stopped: its checkpoint is stored. Raises GpusnapError."""
+    def remove_container(self, made: str) -> None:
+        """Remove the container that was left stopped: its checkpoint is stored as `made`.
+
+        A signal comes too late then: the container must not run on in between. Raises GpusnapError.
+        """
         if not self.left_stopped:
             return
-        try:
-            podman.remove_running(self.found.id)
-        except GpusnapError:
-            if not self.has_ended:
-                raise
-        # Otherwise Podman removes it, as every container with --rm.
+        with podman_work.ignore_signals():
+            try:
+                podman.remove_running(self.found.id)
+            except GpusnapError as error:
+                if not self.has_ended:
+                    said = f"{error}; its checkpoint is complete, and kept as {made}"
+                    raise GpusnapError(said, hint=error.hint, code=error.code) from error
+            # Otherwise Podman removes it, as every container with --rm.
+            self.forget_stopped()
+
+    def forget_stopped(self) -> None:
+        """Free what would let the container that was left stopped run on: it has ended."""
         with suppress(GpusnapError):  # `gpusnap recover` does it
             left_stopped.forget(self.found.id)
 
@@ -130,6 +139,8 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
                 if memory is not None:
                     memory.leave()
                 export.bring_back_stopped(said)
+            elif export.left_stopped:  # somebody has killed it; its memory goes with Podman's export
+                export.forget_stopped()
             # First: the runtime of a Podman that was killed may end the container at any moment.
             if memory is not None:
                 memory.take_left()
