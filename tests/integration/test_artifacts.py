@@ -639,6 +639,22 @@ def test_ctrl_c_while_podman_exports(store: Store, ends_at_dump: bool) -> None:
     container.goes_on()
 
 
+def test_killed_with_the_command_while_it_is_left_stopped(store: Store) -> None:
+    """Such as by the kernel, out of memory: `gpusnap recover` keeps the memory of what Podman has exported."""
+    container = Container.start("w", *WORK, options=["--rm", "--shm-size", "300m"])
+    init = container.pid
+    with interrupted_export(container) as (child, podmans):
+        child.kill()
+        os.kill(init, signal.SIGKILL)
+    waiting.communicate(child, DEADLINE)
+    removed(container)
+    until(lambda: not any(map(proc.is_running, podmans)), "the end of Podman")
+    good(gpusnap("recover"))
+    (archive,) = (STORE / "staging").glob("*/podman.tar")
+    good(podman("container", "restore", "--import", archive))
+    container.goes_on()
+
+
 @pytest.mark.parametrize("recover", [False, True])
 def test_killed_by_others_while_it_is_left_stopped(store: Store, recover: bool) -> None:
     """With --rm, Podman then removes it: what Podman exports to the end stays, with its memory."""

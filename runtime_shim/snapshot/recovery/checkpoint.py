@@ -193,7 +193,8 @@ def _finish(entry: Entry, settings: Memory) -> str:
             code="GPS-515",
         )
     if record is None or not dumped:
-        _drop(entry, settings)
+        if not entry.left_stopped:  # else it was handed over, and goes with what Podman has exported
+            _drop(entry, settings)
         return "no process is left"
     destination: Destination | None = None
     if record.pages != Pages.name:
