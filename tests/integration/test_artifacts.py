@@ -640,7 +640,7 @@ def test_ctrl_c_while_podman_exports(store: Store, ends_at_dump: bool) -> None:
 
 
 def test_killed_with_the_command_while_it_is_left_stopped(store: Store) -> None:
-    """Such as by the kernel, out of memory: `gpusnap recover` keeps the memory of what Podman has exported."""
+    """Such as by the kernel, out of memory: `gpusnap recover` keeps the memory of what was exported."""
     container = Container.start("w", *WORK, options=["--rm", "--shm-size", "300m"])
     init = container.pid
     with interrupted_export(container) as (child, podmans):
