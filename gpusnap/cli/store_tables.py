@@ -28,6 +28,7 @@ from gpusnap.oci.base.errors import OciError
 from gpusnap.oci.store.gc import Collected, Spared
 from gpusnap.operations import diff as records
 from gpusnap.operations.open import StoredCheckpoint
+from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.base.units import human
 from gpusnap.runtime_shim.records.manifest import GpuProcess, Manifest
 

@@ -42,6 +42,8 @@ _MOST = 4 << 20
 
 # Seconds for a Podman to pause a container, whose lock is free: another Podman has just described it.
 _PAUSING = 60.0
+# Seconds for a Podman to kill and remove a container; no signal ends the wait for it.
+_REMOVAL = 120.0
 # The container has ended, and Podman has not cleaned up: whoever waits for its end does that, unless killed.
 _NOT_CLEANED_UP = "stopped"
 
@@ -371,9 +373,15 @@ def remove(container_id: str) -> None:
 
 def remove_running(container_id: str) -> None:
     """Kill a container, and remove it with its anonymous volumes, as --rm does. Raises GpusnapError."""
-    done = ask("rm", "--force", "--ignore", "--time", "0", "--volumes", container_id)
+    words = ("rm", "--force", "--ignore", "--time", "0", "--volumes")
+    done = ask(*words, container_id, seconds=_REMOVAL)
     if done.code:
         raise GpusnapError(f"the container {container_id[:12]} cannot be removed: {sentence(done)}")
+
+
+def kill(container_id: str) -> None:
+    """Kill the processes of a container. Raises GpusnapError."""
+    run_query("kill", "--signal", "KILL", container_id, wanted=f"the end of {container_id[:12]}")
 
 
 def pause(container_id: str) -> None:

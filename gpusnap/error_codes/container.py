@@ -168,11 +168,11 @@ CODES = (
     ErrorCode(
         "GPS-218",
         "not-left-stopped",
-        "`gpusnap checkpoint` keeps a container with --rm frozen after its dump, and removes it only when its "
-        "checkpoint is stored. That is not possible for this container, as the message says. So the dump "
+        "`gpusnap checkpoint` keeps a container with --rm frozen after its dump, and removes it only when "
+        "its checkpoint is stored. That is not possible for this container, as the message says. So the dump "
         "ends it, as with Podman alone.",
-        "Nothing, if Podman is not killed between the dump and the end of `gpusnap checkpoint`: it would remove "
-        "the container together with its checkpoint.",
+        "Nothing, if Podman is not killed between the dump and the end of `gpusnap checkpoint`: it would "
+        "remove the container together with its checkpoint.",
     ),
     ErrorCode(
         "GPS-225",

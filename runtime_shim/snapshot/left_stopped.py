@@ -26,6 +26,7 @@ from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime import container as containers
+from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu.config import Connections
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot.gpu_processes.dump_pause import DumpPause
@@ -55,7 +56,7 @@ def check(job: CheckpointJob, connections: Connections) -> None:
 
 def make_refusal(why: str) -> Refused:
     """Return the error for a container that is not left stopped."""
-    return Refused(f"the container cannot be left stopped after its dump: {why}", code=CODE)
+    return Refused(f"the container must end at its dump: {why}", code=CODE)
 
 
 def keep_paused(job: CheckpointJob, pause: DumpPause | None) -> None:
@@ -86,9 +87,13 @@ def bring_back(container: str, driver: Driver, settings: Memory) -> None:
     end = time.monotonic() + _PATIENCE
     while True:
         try:
-            for entry in journal.entries({}):
+            unreadable: dict[str, GpusnapError] = {}
+            for entry in journal.entries(unreadable):
                 if entry.container == container:
                     recovery.recover(entry, driver, settings)
+            for key, error in unreadable.items():
+                if container_key.id_of(key) == container:
+                    raise error
             return
         except GpusnapError as error:
             if error.code != "GPS-020" or time.monotonic() > end:

@@ -639,6 +639,41 @@ def test_ctrl_c_while_podman_exports(store: Store, ends_at_dump: bool) -> None:
     container.goes_on()
 
 
+def test_killed_with_the_command_while_it_is_left_stopped(store: Store) -> None:
+    """Such as by the kernel, out of memory: `gpusnap recover` keeps the memory of what was exported."""
+    container = Container.start("w", *WORK, options=["--rm", "--shm-size", "300m"])
+    init = container.pid
+    with interrupted_export(container) as (child, podmans):
+        child.kill()
+        os.kill(init, signal.SIGKILL)
+    waiting.communicate(child, DEADLINE)
+    removed(container)
+    until(lambda: not any(map(proc.is_running, podmans)), "the end of Podman")
+    good(gpusnap("recover"))
+    (archive,) = (STORE / "staging").glob("*/podman.tar")
+    good(podman("container", "restore", "--import", archive))
+    container.goes_on()
+
+
+@pytest.mark.parametrize("recover", [False, True])
+def test_killed_by_others_while_it_is_left_stopped(store: Store, recover: bool) -> None:
+    """With --rm, Podman then removes it: what Podman exports to the end stays, with its memory."""
+    container = Container.start("w", *WORK, options=["--rm", "--shm-size", "300m"])
+    init = container.pid
+    with interrupted_export(container) as (child, _):
+        os.kill(init, signal.SIGKILL)
+        child.send_signal(signal.SIGINT)
+    said = waiting.communicate(child, DEADLINE)[1]
+    assert child.returncode == 130, said
+    (archive,) = re.findall(r"podman container restore --import (\S+) restores it", said)
+    removed(container)
+    if recover:
+        good(gpusnap("recover"))
+    good(podman("container", "restore", "--import", archive))
+    container.goes_on()
+    assert os.listdir("/run/gpusnap/stage") == []
+
+
 @pytest.mark.parametrize("command_too", [False, True])
 def test_podman_is_killed_while_it_exports(store: Store, command_too: bool) -> None:
     """With --rm, it is left stopped until then: gpusnap lets it run on, or `gpusnap recover` does."""
@@ -685,6 +720,19 @@ def test_killed_after_the_dump_of_one_with_rm(store: Store, tmp_path: Path, whom
         good(gpusnap("recover"))
         good(gpusnap("gc"))
     goes_on_unharmed(container)
+
+
+def test_another_container_depends_on_one_with_rm(store: Store) -> None:
+    """Podman does not remove it then: it is ended, as by its dump."""
+    container = Container.start("w", *WORK, options=["--rm"])
+    good(podman("run", "-d", "--name", "other", "--requires", "w", "localhost/base", "sleep", "1000"))
+    good(gpusnap("checkpoint", "w"))
+    assert podman("inspect", "--format", "{{.State.Status}}", "w").out.strip() in ("exited", "stopped", "")
+    good(podman("rm", "--force", "--time", "0", "other"))
+    podman("rm", "--force", "--time", "0", "w")
+    assert os.listdir("/run/gpusnap/stage") == []
+    good(gpusnap("restore", "w"))
+    container.goes_on()
 
 
 def test_no_room(store: Store) -> None:

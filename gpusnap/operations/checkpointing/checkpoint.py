@@ -424,7 +424,7 @@ def _run(
         except GpusnapError as error:
             if not export.left_stopped or error.code != left_stopped.CODE:
                 raise
-            export.end_at_dump()
+            export.end_at_dump(error)
             came = run()
     missing = set(FIRST)
     with convert_errors(), closing(entries(export.archive)) as found:

@@ -27,6 +27,7 @@ from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.operations.driver import needed_driver
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.base.errors import GpusnapError, ImageError, Interrupted, reason
+from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest
 from gpusnap.runtime_shim.records.manifest import INVENTORY
@@ -77,26 +78,44 @@ class Export:
         self.earlier = _find_images(self.found.checkpoint_path)
         self.first = proc.process(self.found.init) if self.found.init else None
 
-    def end_at_dump(self) -> None:
+    def end_at_dump(self, why: GpusnapError) -> None:
         """Let the dump end the container: it cannot be left stopped."""
+        note(f"{why}; do not kill Podman until this command has ended", code=why.code)
         self.left_stopped = False
         self.protect()
 
     def remove_container(self, stored: str) -> None:
         """Remove the container that was left stopped: its checkpoint is stored under that name.
 
-        Raises GpusnapError.
+        A signal comes too late then: the container must not run on in between. Raises GpusnapError.
         """
         if not self.left_stopped:
             return
-        try:
-            podman.remove_running(self.found.id)
-        except GpusnapError as error:
-            if not self.has_ended:
-                said = f"the checkpoint of {self.found.name} is stored as {stored}, but {error}"
-                raise GpusnapError(said, hint=error.hint, code=error.code) from error
-            with suppress(GpusnapError):  # Podman was killed: whatever is still there goes now
+        with podman_work.ignore_signals():
+            try:
                 podman.remove_running(self.found.id)
+            except GpusnapError as error:
+                self._end_it()
+                if not self.has_ended:
+                    said = f"the checkpoint of {self.found.name} is stored as {stored}, but {error}"
+                    raise GpusnapError(said, hint=error.hint, code=error.code) from error
+            self.forget_stopped()
+
+    def _end_it(self) -> None:
+        """End the container that could not be removed: Podman was killed, or another one depends on it.
+
+        Podman removes it if it can, as every container with --rm.
+        """
+        with suppress(GpusnapError):
+            podman.kill(self.found.id)
+            end = time.monotonic() + _REMOVAL
+            while not self.has_ended and time.monotonic() < end:
+                time.sleep(_EVERY)
+        with suppress(GpusnapError):
+            podman.remove_running(self.found.id)
+
+    def forget_stopped(self) -> None:
+        """Free what would let the container that was left stopped run on: it has ended."""
         with suppress(GpusnapError):  # `gpusnap recover` does it
             left_stopped.forget(self.found.id)
 
@@ -135,6 +154,8 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
                 if memory is not None:
                     memory.leave()
                 export.bring_back_stopped(said)
+            elif export.left_stopped:  # somebody has killed it; its memory goes with Podman's export
+                export.forget_stopped()
             # First: the runtime of a Podman that was killed may end the container at any moment.
             if memory is not None:
                 memory.take_left()

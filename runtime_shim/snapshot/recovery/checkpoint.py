@@ -121,7 +121,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     elif entry.processes:
         said = _finish(entry, settings)
         if entry.left_stopped:
-            said = "it was ended while it was frozen for its checkpoint; gpusnap ls shows whether that was stored"
+            said = "it was ended while it was frozen; gpusnap ls shows whether its checkpoint was stored"
     elif _has_manifest(entry, settings):
         said = f"it continues to run, and the checkpoint in {entry.image} is complete"
     else:
@@ -197,7 +197,8 @@ def _finish(entry: Entry, settings: Memory) -> str:
             code="GPS-515",
         )
     if record is None or not dumped:
-        _drop(entry, settings)
+        if not entry.left_stopped:  # else it was handed over, and goes with what Podman has exported
+            _drop(entry, settings)
         return "no process is left"
     destination: Destination | None = None
     if record.pages != Pages.name:

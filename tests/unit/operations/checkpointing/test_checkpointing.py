@@ -817,6 +817,38 @@ def test_a_failure_while_it_is_stopped(
     assert os.listdir(store.path + "/staging") == []
 
 
+def test_a_signal_while_it_is_removed(
+    pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint is stored, and Podman goes on with the removal: it must not run on meanwhile."""
+    freed = list[str]()
+    monkeypatch.setattr(left_stopped, "forget", freed.append)
+    monkeypatch.setattr(podman, "remove_running", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    pages.has(auto_remove=True)
+    done = made()
+    assert [each.name for each in store.entries()] == [done.name]
+    assert freed == [ID]
+
+
+def test_it_cannot_be_removed(pages: FakePodman, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on, and the message names its checkpoint, which is stored."""
+
+    def fails(_: str) -> None:
+        raise GpusnapError("the container cannot be removed")
+
+    monkeypatch.setattr(podman, "remove_running", fails)
+    monkeypatch.setattr(podman, "kill", fails)
+    monkeypatch.setattr(left_stopped, "bring_back", lambda *_: None)
+    monkeypatch.setattr(failed_export, "needed_driver", lambda: None)
+    pages.has(auto_remove=True)
+    with pytest.raises(GpusnapError) as raised:
+        made()
+    (entry,) = store.entries()
+    said = raised.value.sentence()
+    assert f"the checkpoint of w is stored as {entry.name}, but the container cannot be removed" in said
+    assert "w continues to run" in said
+
+
 def test_an_archive_without_its_memory(fake: FakePodman, tmp_path: Path) -> None:
     """Such as a runtime makes that was ordered something else: not taken for a checkpoint."""
     (tmp_path / "with").mkdir()

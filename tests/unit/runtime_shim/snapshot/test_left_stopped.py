@@ -112,3 +112,13 @@ def test_its_runtime_still_works(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     errors.append(GpusnapError("another gpusnap is still working", code="GPS-020"))
     with pytest.raises(GpusnapError, match="still working"):
         left_stopped.bring_back(ID, driver, Memory())
+
+
+def test_its_records_cannot_be_read(folder: Path) -> None:
+    """Then it stays stopped, which is not silent; those of another container do not matter."""
+    note(folder)
+    (folder / f"{KEY}.json").write_text("{")
+    driver: Any = None
+    with pytest.raises(GpusnapError, match="json"):
+        left_stopped.bring_back(ID, driver, Memory())
+    left_stopped.bring_back("d" * 64, driver, Memory())
