@@ -16,6 +16,7 @@ from gpusnap.runtime_shim.runtime.criu.config import Connections
 from gpusnap.runtime_shim.settings import Memory
 from gpusnap.runtime_shim.snapshot import left_stopped
 from gpusnap.runtime_shim.snapshot.records import journal
+from gpusnap.runtime_shim.snapshot.recovery import checkpoint as recovery
 
 ID = "c" * 64
 KEY = f"{ID}@0123456789ab"
@@ -99,7 +100,7 @@ def test_its_runtime_still_works(folder: Path, monkeypatch: pytest.MonkeyPatch) 
             raise errors.pop()
         return "running: 1"
 
-    monkeypatch.setattr(left_stopped.recovery, "recover", recover)
+    monkeypatch.setattr(recovery, "recover", recover)
     monkeypatch.setattr(left_stopped, "_EVERY", 0.0)
     note(folder)
     driver: Any = None

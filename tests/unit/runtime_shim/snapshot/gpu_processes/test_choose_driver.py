@@ -303,7 +303,7 @@ def test_the_rate_of_the_setting(tmp_path: Path, asleep: bool, plugin: Plugin | 
     driver = FakeDriver(vendor="amd", plugin=plugin)
     of = Container("c", 1, "running", "", {})
     destination = checkpoint._choose_destination(call, given, of, None)
-    pages = checkpoint._choose_pages(call, given, driver, of, destination, asleep=asleep)
+    pages = checkpoint._choose_pages(call, given, driver, of, destination, asleep=asleep, ahead=True)
     assert isinstance(pages, Chunks)
     assert pages._destination.speed is not None
     assert pages._destination.speed.disk == 5 << 30
