@@ -51,6 +51,7 @@ from faulthost import (
     start,
     wait_for,
 )
+from host_state import describe
 from registryhost import running
 from support import Container, faults, good, podman
 
@@ -299,7 +300,10 @@ def checkpoint_with_rm(bench: Bench) -> str:
     what = f"checkpoint with --rm to {to}, {killer.killed} killed after {killer.after:.2f} s"
     said = bench.recover()
     if Path(f"/proc/{init}").exists():
-        goes_on(bench.container.id)
+        try:
+            goes_on(bench.container.id)
+        except Bad as error:
+            raise Bad(f"{what}: recover: {said!r}; {done.err[-600:]}; {error}\n{describe()}") from error
         outcome = "ran on"
     else:
         if not wait_for(lambda: podman("container", "exists", NAME).code == 1, seconds=5):
