@@ -332,7 +332,7 @@ def _call_runtime(job: CheckpointJob) -> GpusnapError | None:
             if done.code != 0:
                 # A runtime that was killed leaves its CRIU, which still holds the processes, and freezes a
                 # paused container again at its end (criu/seize.c, freezer_restore_state).
-                scratch_files.let_end(state_files.owner(), job.container.id)
+                scratch_files.let_end(state_files.owner(), job.container.id, image=job.image_path)
     dumped = _has(job, manifest.INVENTORY)
     if done.code != 0 and dumped and not _is_alive(job):
         # CRIU kills the processes only when all of them are on disk. Whatever failed afterwards, the images

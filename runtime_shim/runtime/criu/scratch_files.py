@@ -3,7 +3,8 @@
 Both carry the mark of the process that made them, its PID, start time and PID namespace: the files in their
 names, and the runtime in the environment, where CRIU_CONFIG_FILE names one of these files. CRIU writes its
 title over its environment (criu/setproctitle.c): "criu: restore --rpc -D DIR", where DIR is a directory of
-gpusnap with the mark in its name (runtime/criu/images/overlay.py). The processes that CRIU makes have this
+gpusnap with the mark in its name (runtime/criu/images/overlay.py), or "criu: dump --rpc -t PID -D DIR", where
+DIR is that of the checkpoint, which has no mark (criu/cr-service.c). The processes that CRIU makes have this
 title too, until they have their own memory back; then they no longer match. Any user can give a process such
 a title or environment, so it counts only if the process belongs to gpusnap's own user, or is in a user
 namespace that this user has made.
@@ -32,6 +33,8 @@ _PATIENCE = 300.0
 _TRIES, _PAUSE = 3, 0.05
 # The format of `prefix`.
 _NAME = compile_later(r"gpusnap-[a-z]+-(\d{1,10})\.(\d{1,20})\.(\d{1,10})-")
+_SURE = 40
+"""Characters of a path that belong to one container."""
 _OWNER = 0xB704  # linux/nsfs.h, NS_GET_OWNER_UID (Linux 4.11)
 CONFIG = "CRIU_CONFIG_FILE"
 """criu(8), CONFIGURATION FILES: the environment variable that names one."""
@@ -62,13 +65,16 @@ def remove_folder(path: str) -> None:
         time.sleep(_PAUSE)
 
 
-def children(owner: tuple[int, int]) -> tuple[int, ...]:
+def children(owner: tuple[int, int], image: str = "") -> tuple[int, ...]:
     """Return the running real runtime that a process of gpusnap called, and its CRIU, by PID.
 
-    `owner`: that process's PID and start time.
+    `owner`: that process's PID and start time. `image`: the directory of a checkpoint, whose CRIU is returned
+    too, whoever called it.
     """
-    mark = mark_of(owner)
-    return tuple(pid for pid in proc.pids() if pid != owner[0] and _is_of_our_user(pid) and _has(pid, mark))
+    mark, path = mark_of(owner), os.path.realpath(image) if image else ""
+    return tuple(
+        pid for pid in proc.pids() if pid != owner[0] and _is_of_our_user(pid) and _has(pid, mark, path)
+    )
 
 
 def _is_of_our_user(pid: int) -> bool:
@@ -92,23 +98,29 @@ def _is_of_our_user(pid: int) -> bool:
     return False
 
 
-def _has(pid: int, mark: str) -> bool:
+def _has(pid: int, mark: str, image: str) -> bool:
     if os.path.basename(proc.environment(pid).get(CONFIG, "")).startswith(f"gpusnap-criu-{mark}-"):
         return True
     title = (proc.command(pid) or ("",))[0]
     # The first path only: any process may give itself a title, and one that lists many belongs to nobody.
     folder = f"{scratch()}/gpusnap-images-{mark}-"
+    if image and title.startswith("criu: dump "):
+        # The title is cut off where the environment ended.
+        path = title.partition(" -D ")[2]
+        return path == image or (len(path) >= _SURE and image.startswith(path))
     return title.startswith("criu: ") and title.startswith(folder, title.find("/"))
 
 
-def let_end(owner: tuple[int, int], container: str, *, enough: Callable[[], bool] = lambda: False) -> None:
+def let_end(
+    owner: tuple[int, int], container: str, *, image: str = "", enough: Callable[[], bool] = lambda: False
+) -> None:
     """Wait for what a killed process of gpusnap called, or until `enough` returns True.
 
-    It is not killed: a runtime that is killed in the middle leaves what no command removes, and CRIU's
-    processes would be stopped forever. Raises GpusnapError if it takes too long.
+    `image`: as in `children`. It is not killed: a runtime that is killed in the middle leaves what no command
+    removes, and CRIU's processes would be stopped forever. Raises GpusnapError if it takes too long.
     """
     deadline = time.monotonic() + _PATIENCE
-    while (left := children(owner)) and not enough():
+    while (left := children(owner, image)) and not enough():
         if time.monotonic() > deadline:
             pids = " ".join(map(str, left))
             raise GpusnapError(

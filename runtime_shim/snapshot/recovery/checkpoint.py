@@ -82,7 +82,7 @@ def sweep() -> None:
 def _recover(entry: Entry, driver: Driver, settings: Memory) -> str:
     """Recover under the container's lock."""
     entry.check_not_at_work()
-    scratch_files.let_end(entry.owner, entry.container)
+    scratch_files.let_end(entry.owner, entry.container, image=entry.image)
     entry = dump_pause.put_right(entry)
     pids = [process.pid for process in list_alive(entry)]
     paused = paused_container.reopen(entry, pids)

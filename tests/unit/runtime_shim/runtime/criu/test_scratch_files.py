@@ -52,6 +52,20 @@ def test_children() -> None:
     assert scratch_files.children(own()) == ()
 
 
+def test_the_criu_of_a_dump(tmp_path: Path) -> None:
+    """Its title is over the mark, and perhaps cut off: it is found by the directory of the checkpoint."""
+    image = tmp_path / f"userdata-of-a-container-{'c0ffee' * 8}" / "checkpoint"
+    for folder, ours in ((image, True), (str(image)[:-6], True), (image / "x", False), ("/var", False)):
+        title = f"criu: dump --rpc -t 5 -D {folder}"
+        with subprocess.Popen([title, "600"], executable="/bin/sleep") as criu:
+            try:
+                wait_for(lambda pid=criu.pid, is_=title: proc.command(pid)[:1] == (is_,), "its title")  # type: ignore[misc]
+                assert scratch_files.children(own(), str(image)) == ((criu.pid,) if ours else ()), title
+                assert scratch_files.children(own()) == ()
+            finally:
+                criu.kill()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes processes of another user")
 @pytest.mark.parametrize("before", [(), ("unshare", "-r")], ids=["", "namespace"])
 def test_children_of_another_user(before: tuple[str, ...]) -> None:
