@@ -28,9 +28,7 @@ _ID = compile_later(r"[0-9a-f]{64}", re.ASCII)
 _PATIENCE = 3.0
 _AWAKE = "it is suspended, but Podman lists it as running"
 _HELD = "it is suspended, and a thread of it would receive no signal"
-_FROZEN = (
-    "it is frozen: its gpusnap checkpoint was killed; gpusnap recover lets it run on, without a checkpoint"
-)
+_FROZEN = "it is frozen: its gpusnap checkpoint was killed; gpusnap recover lets it run on"
 
 
 Kind: TypeAlias = Literal[

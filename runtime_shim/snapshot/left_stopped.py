@@ -21,6 +21,7 @@ cannot be left so; then the dump ends it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from gpusnap.runtime_shim.base.errors import GpusnapError, Interrupted, Refused
 from gpusnap.runtime_shim.gpu.api.driver import Driver
@@ -79,10 +80,10 @@ def forget(container: str) -> None:
                 journal.remove(entry.key)
 
 
-def bring_back(container: str, driver: Driver, settings: Memory) -> None:
+def bring_back(container: str, find_driver: Callable[[], Driver], settings: Memory) -> None:
     """Let a container of that ID run on, if it was left stopped; wait for a runtime that works on it.
 
-    Raises GpusnapError.
+    `find_driver` is called only if that is needed. Raises GpusnapError.
     """
     end = time.monotonic() + _PATIENCE
     while True:
@@ -90,7 +91,7 @@ def bring_back(container: str, driver: Driver, settings: Memory) -> None:
             unreadable: dict[str, GpusnapError] = {}
             for entry in journal.entries(unreadable):
                 if entry.container == container:
-                    recovery.recover(entry, driver, settings)
+                    recovery.recover(entry, find_driver(), settings)
             for key, error in unreadable.items():
                 if container_key.id_of(key) == container:
                     raise error

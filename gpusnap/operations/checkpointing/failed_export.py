@@ -122,7 +122,7 @@ class Export:
     def bring_back_stopped(self, error: GpusnapError) -> None:
         """Let the container that was left stopped run on; add to the error what has become of it."""
         try:
-            left_stopped.bring_back(self.found.id, needed_driver(), settings_file.load().memory)
+            left_stopped.bring_back(self.found.id, needed_driver, settings_file.load().memory)
         except GpusnapError as failed:
             error.add_hint(
                 f"{self.found.name} is stopped, and nothing of it is lost: {failed.sentence()}; gpusnap "

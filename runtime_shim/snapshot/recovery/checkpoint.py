@@ -112,7 +112,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
     if there:
         said = "running: " + " ".join(str(process.pid) for process in there)
         if entry.left_stopped:
-            said += "; no checkpoint of it was made"
+            said += "; gpusnap ls shows whether its checkpoint was stored before"
         if entry.left_stopped and not _is_shared(entry):
             Draft(entry.image).remove_manifest()
             _take_back(entry, settings)

@@ -803,7 +803,6 @@ def test_a_failure_while_it_is_stopped(
 
     brought = list[str]()
     monkeypatch.setattr(left_stopped, "bring_back", bring_back)
-    monkeypatch.setattr(failed_export, "needed_driver", lambda: None)
     pages.has(auto_remove=True)
     pages.fails("Error: cleaning up: no space left\n")
     with pytest.raises(GpusnapError) as raised:
@@ -839,7 +838,6 @@ def test_it_cannot_be_removed(pages: FakePodman, store: Store, monkeypatch: pyte
     monkeypatch.setattr(podman, "remove_running", fails)
     monkeypatch.setattr(podman, "kill", fails)
     monkeypatch.setattr(left_stopped, "bring_back", lambda *_: None)
-    monkeypatch.setattr(failed_export, "needed_driver", lambda: None)
     pages.has(auto_remove=True)
     with pytest.raises(GpusnapError) as raised:
         made()

@@ -34,6 +34,10 @@ def job(*, plugin: bool = False, paused: bool = False) -> Any:
     return SimpleNamespace(container=container, driver=driver, paused="a pause" if paused else None)
 
 
+def no_driver() -> Any:
+    """Nothing here calls it."""
+
+
 def note(folder: Path) -> journal.Entry:
     """A checkpoint that the process with PID 1 works on."""
     journal.write(KEY, str(folder), {os.getpid(): ()})
@@ -103,23 +107,21 @@ def test_its_runtime_still_works(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(recovery, "recover", recover)
     monkeypatch.setattr(left_stopped, "_EVERY", 0.0)
     note(folder)
-    driver: Any = None
-    left_stopped.bring_back(ID, driver, Memory())
+    left_stopped.bring_back(ID, no_driver, Memory())
     assert tried == [KEY] * 3
     errors.append(GpusnapError("no driver"))
     with pytest.raises(GpusnapError, match="no driver"):
-        left_stopped.bring_back(ID, driver, Memory())
+        left_stopped.bring_back(ID, no_driver, Memory())
     monkeypatch.setattr(left_stopped, "_PATIENCE", -1.0)
     errors.append(GpusnapError("another gpusnap is still working", code="GPS-020"))
     with pytest.raises(GpusnapError, match="still working"):
-        left_stopped.bring_back(ID, driver, Memory())
+        left_stopped.bring_back(ID, no_driver, Memory())
 
 
 def test_its_records_cannot_be_read(folder: Path) -> None:
     """Then it stays stopped, which is not silent; those of another container do not matter."""
     note(folder)
     (folder / f"{KEY}.json").write_text("{")
-    driver: Any = None
     with pytest.raises(GpusnapError, match="json"):
-        left_stopped.bring_back(ID, driver, Memory())
-    left_stopped.bring_back("d" * 64, driver, Memory())
+        left_stopped.bring_back(ID, no_driver, Memory())
+    left_stopped.bring_back("d" * 64, no_driver, Memory())
