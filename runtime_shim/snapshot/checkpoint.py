@@ -125,7 +125,7 @@ def checkpoint(
                     transaction.commit()
                 _finish_image(job, draft)
                 if remover is not None:
-                    left_stopped.hand_over(job, remover)
+                    journal.hand_over(container.key, remover)
                     transaction.commit()
             inherited_handles.say(job.cleared)
 

@@ -106,8 +106,3 @@ def check_remover(remover: tuple[int, int]) -> None:
     """Raise Interrupted if the process that removes the container has ended: then it runs on at once."""
     if not proc.is_same(*remover):
         raise Interrupted("gpusnap checkpoint ended before its checkpoint was complete", hint="try again")
-
-
-def hand_over(job: CheckpointJob, remover: tuple[int, int]) -> None:
-    """Make the process at work that removes the container, or brings it back. Raises GpusnapError."""
-    journal.hand_over(job.container.key, remover)

@@ -119,8 +119,8 @@ class Export:
         with suppress(GpusnapError):  # `gpusnap recover` does it
             left_stopped.forget(self.found.id)
 
-    def bring_back_stopped(self, error: GpusnapError) -> None:
-        """Let the container that was left stopped run on; add to the error what has become of it."""
+    def bring_back_stopped(self, error: GpusnapError) -> bool:
+        """Let the container that was left stopped run on; return whether it does. The error says why not."""
         try:
             left_stopped.bring_back(self.found.id, needed_driver, settings_file.load().memory)
         except GpusnapError as failed:
@@ -128,6 +128,8 @@ class Export:
                 f"{self.found.name} is stopped, and nothing of it is lost: {failed.sentence()}; gpusnap "
                 f"recover {self.found.id[:12]} lets it run on"
             )
+            return False
+        return True
 
     @property
     def has_ended(self) -> bool:
@@ -149,11 +151,11 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
         yield
     except (Exception, KeyboardInterrupt) as error:  # of any kind: the user must be told what is left
         with podman_work.ignore_signals():  # a second signal would leave the archive without a message
-            said = _make_told_error(error)
+            said, runs = _make_told_error(error), True
             if export.left_stopped and not export.has_ended:
                 if memory is not None:
                     memory.leave()
-                export.bring_back_stopped(said)
+                runs = export.bring_back_stopped(said)
             elif export.left_stopped:  # somebody has killed it; its memory goes with Podman's export
                 export.forget_stopped()
             # First: the runtime of a Podman that was killed may end the container at any moment.
@@ -172,7 +174,7 @@ def explain_export_errors(export: Export, memory: OrderedMemory | None = None) -
                 podmans = export.whole or export.left_stopped or str(said).startswith("Podman failed: ")
                 # Podman checkpoints no paused container but a suspended one.
                 state = "stays suspended" if export.found.status == "paused" else "continues to run"
-                if podmans and state not in said.sentence() and " is stopped, and " not in said.sentence():
+                if runs and podmans and state not in said.sentence():
                     said.add_hint(f"{export.found.name} {state}")
                 raise said from error
             if left == "removed":  # its volumes, too: the message depends on which are left
