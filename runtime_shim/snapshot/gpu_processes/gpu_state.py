@@ -87,7 +87,7 @@ def find_idle_holders(
     found = {}
     for process in processes:
         files = driver.list_handles(process.pid)
-        if files and _state(driver, process, held) is None and proc.is_running(process.pid):
+        if files and _state(driver, process, held) is None and not proc.is_dying(process.pid):
             found[process] = files
     return found
 
@@ -221,7 +221,7 @@ def resume(
         outcome = run_at_once(bring_back, ready, look=pages.check_signals)
         # There is nothing to restore for a process that has ended meanwhile.
         errors = {
-            pid: error for pid, error in (*lacking.items(), *outcome.errors.items()) if proc.is_running(pid)
+            pid: error for pid, error in (*lacking.items(), *outcome.errors.items()) if not proc.is_dying(pid)
         }
         waiting, failure = list(errors), _catch_error(Outcome(outcome.results, errors).raise_first)
         if not lacking and all(isinstance(error, ImageError) for error in errors.values()):
@@ -256,7 +256,7 @@ def _bring_back(
         stop([pid], timeout=_STOPPING)
     state = _read_state_again(driver, pid)
     if state is None:
-        if not proc.is_running(pid):
+        if proc.is_dying(pid):
             return  # it has ended, and has not continued
         raise NotInitialized(
             f"the GPU driver does not know process {pid} ({proc.comm(pid)}), whose GPU state it had saved",
@@ -292,7 +292,7 @@ def _read_state_again(driver: Driver, pid: int) -> ProcessState | None:
         if attempt:
             time.sleep(_BETWEEN)
         state = driver_calls.state(driver, pid)
-        if state is not None or not proc.is_running(pid):
+        if state is not None or proc.is_dying(pid):
             return state
     return None
 

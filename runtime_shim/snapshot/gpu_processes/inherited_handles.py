@@ -147,7 +147,7 @@ def _clear(driver: Driver, key: str, pid: int) -> NeutraliseResult | None:
     try:
         return neutralise(pid, numbers, ranges, lent=partial(journal.keep_thread, key, pid))
     except OSError as error:
-        if not proc.is_running(pid):
+        if proc.is_dying(pid):
             return None
         raise GpusnapError(
             f"process {pid} ({proc.comm(pid)}) has inherited GPU files open that cannot be replaced: "

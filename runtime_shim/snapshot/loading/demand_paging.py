@@ -346,7 +346,7 @@ class DemandPaging:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOMEM) or attempt == _TRIES - 1:
                     raise
-                if error.errno == errno.ENOMEM and size < region.area.size and proc.is_running(region.pid):
+                if error.errno == errno.ENOMEM and size < region.area.size and not proc.is_dying(region.pid):
                     raise
             # The driver unmaps what it has read, and other memory may have these addresses now. The kernel
             # then releases no part of the range. Release the parts that are still mapped.

@@ -193,7 +193,7 @@ class Chunks(Pages):
         try:
             transfer.copy(pid, _areas(process, mapped=False))
         except OSError as error:
-            if proc.is_running(pid):
+            if not proc.is_dying(pid):
                 raise GpusnapError(
                     f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be returned to it: "
                     f"{reason(error)}",
@@ -446,7 +446,7 @@ class Chunks(Pages):
                 for each in found:
                     _let_go(remote, each)
         except OSError as error:
-            if proc.is_running(pid):
+            if not proc.is_dying(pid):
                 raise GpusnapError(
                     f"the GPU memory of process {pid} ({proc.comm(pid)}) is written, but its RAM cannot "
                     f"be freed: {reason(error)}",

@@ -56,8 +56,12 @@ class ProcessRegion:
         copies.read(self.pid, self.start + offset, into, threads=1)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write, also in the calling thread only."""
-        copies.write(self.pid, self.start + offset, data, threads=1)
+        """Write, also in the calling thread only. Does nothing if the process has ended."""
+        try:
+            copies.write(self.pid, self.start + offset, data, threads=1)
+        except OSError:
+            if not proc.is_dying(self.pid):
+                raise
 
 
 def fill(
@@ -127,7 +131,7 @@ def map_areas(
                     before_copy()
                 copy(pid, wanted[pid])
         except OSError as error:
-            if proc.is_running(pid):
+            if not proc.is_dying(pid):
                 raise GpusnapError(
                     f"the GPU memory of process {pid} ({proc.comm(pid)}) cannot be returned to it: "
                     f"{reason(error)}",
@@ -167,7 +171,7 @@ def release_memory(key: str, pid: int, regions_of: Iterable[tuple[int, int]]) ->
             for start, size in regions_of:
                 remote.mmap(start, size, mmap.PROT_READ | mmap.PROT_WRITE, EMPTY)
     except OSError as error:
-        if proc.is_running(pid):
+        if not proc.is_dying(pid):
             raise GpusnapError(
                 f"the memory of process {pid} ({proc.comm(pid)}) that contained its GPU state cannot be "
                 f"freed: {reason(error)}",
@@ -200,7 +204,7 @@ def replace_staged_memory(key: str, pid: int) -> None:
                         remote.mmap(start, piece.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, OWN)
                         copies.write(pid, start, piece)
     except OSError as error:
-        if proc.is_running(pid):
+        if not proc.is_dying(pid):
             raise GpusnapError(
                 f"memory of process {pid} ({proc.comm(pid)}) is still mapped from a gpusnap file: "
                 f"{reason(error)}",

@@ -104,8 +104,10 @@ def _give_back(
 
     Return the errors, by PID.
     """
-    lost = {p.pid: _make_missing_error(p) for p in processes if not _is_mapped(p)}
-    there = [process for process in processes if process.pid not in lost]
+    # An exiting process has lost its mappings before it is a zombie.
+    unmapped = [p.pid for p in processes if not _is_mapped(p)]
+    lost = {pid: _make_missing_error(pid) for pid in unmapped if not proc.is_dying(pid)}
+    there = [process for process in processes if process.pid not in unmapped]
     layout = {
         p.pid: [(Region(r.start, r.table.size), r.table) for r in p.regions]
         for p in there
@@ -133,10 +135,10 @@ def _give_back(
     return lost
 
 
-def _make_missing_error(process: JournalProcess) -> GpusnapError:
+def _make_missing_error(pid: int) -> GpusnapError:
     """The error if the memory is missing: the driver would read zeros, or something else."""
     return GpusnapError(
-        f"process {process.pid} no longer has a mapping where its GPU memory was",
+        f"process {pid} no longer has a mapping where its GPU memory was",
         hint="kill it, and restore its container from a checkpoint",
         code="GPS-026",
     )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 from fakes import FakeDriver
 
-from gpusnap.runtime_shim.base.errors import Refused
+from gpusnap.runtime_shim.base.errors import GpusnapError, Refused
 from gpusnap.runtime_shim.process import proc
+from gpusnap.runtime_shim.process.memory import maps
+from gpusnap.runtime_shim.process.memory.maps import Mapping
 from gpusnap.runtime_shim.settings import Memory
-from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess
+from gpusnap.runtime_shim.snapshot.records.journal import Entry, JournalProcess, StagedRegion
 from gpusnap.runtime_shim.snapshot.recovery import bring_back, held_threads
 from gpusnap.runtime_shim.stopping.stop import stop
 
@@ -56,3 +61,24 @@ def test_a_check_that_refuses(entry: Entry, done: list[str]) -> None:
     with pytest.raises(Refused, match="no access"):
         bring_back.bring_back(entry, FakeDriver(), Memory(), None, check=refuse, cut_off=False)
     assert done == []
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_process_that_ends_meanwhile(
+    entry: Entry, done: list[str], monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Its mappings are gone with it, which is no fault; those of a process that lives are missing."""
+    [process] = entry.processes
+
+    def look(pid: int) -> tuple[Mapping, ...]:
+        if ends:
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return ()
+
+    monkeypatch.setattr(bring_back, "is_suspended", lambda driver, pid: True)
+    monkeypatch.setattr(maps, "mappings", look)
+    region = StagedRegion("/dev/shm/gone", 1 << 32, 1 << 20)
+    held = replace(entry, processes=(replace(process, staged=(region,)),))
+    with nullcontext() if ends else pytest.raises(GpusnapError, match="no longer has a mapping"):
+        bring_back.bring_back(held, FakeDriver(), Memory(), None, cut_off=False)
