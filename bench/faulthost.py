@@ -30,7 +30,18 @@ for folder in (".", "tests/host", "tests/integration"):
 
 import gpuhost  # noqa: E402
 import shimhost  # noqa: E402
-from support import GPUS_CONF, GPUWORK, STATE, STORAGE, Container, Done, good, podman, run  # noqa: E402
+from support import (  # noqa: E402
+    GPUS_CONF,
+    GPUWORK,
+    STATE,
+    STORAGE,
+    Container,
+    Done,
+    good,
+    podman,
+    remove_left_groups,
+    run,
+)
 
 from gpusnap.runtime_shim.process import proc  # noqa: E402
 from gpusnap.runtime_shim.runtime.child_process import Child  # noqa: E402
@@ -397,3 +408,4 @@ def remove_all() -> None:
     for runtime in ("crun", "runc"):
         for name in run(runtime, "list", "-q").out.split():
             run(runtime, "delete", "--force", name)
+    remove_left_groups()

@@ -53,7 +53,7 @@ from faulthost import (
 )
 from host_state import describe
 from registryhost import running
-from support import Container, faults, good, podman
+from support import Container, faults, good, podman, remove_left_groups
 
 NAME = "killed"
 FOLDER = Path("/var/tmp/kills")
@@ -65,6 +65,7 @@ _SOON = {"gpusnap": 1.0, "gpusnap-runtime": 0.8, "runtime": 0.15, "criu": 0.08, 
 _ENDING = 60.0  # seconds for processes that continue after their command was killed
 _STUCK = 15.0
 """Seconds that a command may wait for a killed gpusnap-runtime before `gpusnap recover` is run."""
+_DELETE = re.compile(r"if its engine does not know it .*?: (\S+ .*delete --force [0-9a-f]{64})")
 _UNKNOWN = re.compile(r"to end it: gpusnap recover ([0-9a-f]{64})")
 Line = list[str]
 
@@ -189,7 +190,7 @@ class Bench:
             self._free(way)
             wait_for(lambda: not self._behind(killer.before), seconds=_ENDING / 2)
         if going_on := self._behind(killer.before):
-            raise Bad(f"{killer.killed} killed, and {going_on} still run after {_ENDING:g} s")
+            raise Bad(f"{killer.killed} killed, and {going_on} still run after {_ENDING:g} s\n{describe()}")
         self.report.counts["killed"] += bool(killer.killed)
         self.report.counts[f"{way}: {'+'.join(sorted(set(killer.killed))) or 'none'} killed"] += 1
         if done.code and not killer.root:
@@ -309,6 +310,10 @@ def checkpoint_with_rm(bench: Bench) -> str:
         if not wait_for(lambda: podman("container", "exists", NAME).code == 1, seconds=5):
             podman("rm", "--force", "--time", "0", NAME)  # Podman was killed while it removed the container
         again = run_limited(restore_from(to))
+        if advice := _DELETE.search(again.err):  # its runtime was killed, too, and Podman knows nothing of it
+            good(run_limited(advice[1].split()))
+            again = run_limited(restore_from(to))
+        said += bench.recover()
         if again.code:
             raise Bad(f"{what}: recover: {said!r}; it has ended, and cannot be restored: {again.err[-1500:]}")
         goes_on(bench.container.id)
@@ -501,6 +506,7 @@ def main() -> int:
 def one_round(bench: Bench, way: str, name: str) -> None:
     """Run one round; after a failure, start again with a clean host and a new container."""
     bench.report.counts[f"{way}s"] += 1
+    remove_left_groups()
     try:
         said = ROUNDS[way](bench)
         bench.report.note(f"{name}: {said}")

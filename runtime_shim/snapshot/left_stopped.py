@@ -13,9 +13,9 @@ leave it paused, and its GPU state where the journal says:
     removes the container; or brings it back after any error
 
 No process runs after the dump, so the checkpoint and its files belong together. The journal names the command
-as the one at work. If that is killed, the runtime brings the container back if it still works, else
-`gpusnap recover` does, as after any killed checkpoint. The order is refused (`CODE`) where the container
-cannot be left so; then the dump ends it.
+as the one at work. If that is killed, the runtime brings the container back if it still works, else the
+command's guardian does (gpusnap.operations.checkpointing.guardian), or `gpusnap recover`. The order is
+refused (`CODE`) where the container cannot be left so; then the dump ends it.
 """
 
 from __future__ import annotations

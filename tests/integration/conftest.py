@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +17,7 @@ sys.path[:0] = [str(SRC), str(SRC / "tests" / "host"), str(Path(__file__).parent
 import gpuhost  # noqa: E402
 import shimhost  # noqa: E402
 from servers import runtimes  # noqa: E402
-from support import GPUS_CONF, GPUWORK, faults, podman, run, until  # noqa: E402
+from support import GPUS_CONF, GPUWORK, faults, podman, remove_left_groups, run, until  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -89,9 +86,7 @@ def _tidy(runtime: str) -> None:
     shimhost.write_settings(f'runtime = "{runtime}"\n')
     until(_no_container_is_left, "all containers are removed")
     shimhost.write_settings("")
-    for hierarchy in Path("/proc/self/cgroup").read_text().splitlines():
-        if not hierarchy.startswith("0::"):
-            _clear(hierarchy.split(":")[1])
+    remove_left_groups()
 
 
 def _no_container_is_left() -> bool:
@@ -100,22 +95,6 @@ def _no_container_is_left() -> bool:
     if removed.code:
         print(removed.err, file=sys.stderr)
     return removed.code == 0
-
-
-def _clear(hierarchy: str) -> None:
-    """Remove the groups that restores under crun leave in a hierarchy of cgroup v1 that is there beside v2.
-
-    docs/settings.md says why; each would double the next one's.
-    """
-    with tempfile.TemporaryDirectory() as place:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.mount(b"none", place.encode(), b"cgroup", 0, hierarchy.encode()):
-            raise OSError(ctypes.get_errno(), f"cannot mount the control groups {hierarchy}")
-        for folder, _, _ in os.walk(place, topdown=False):
-            if folder != place:
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder)
-        libc.umount2(place.encode(), 0)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import re
 import resource
 import select
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -357,3 +358,26 @@ def manifest(archive: Path) -> dict[str, Any]:
 def containers_left() -> Iterator[str]:
     """Names of all containers there are, for a fixture to remove."""
     yield from good(run("podman", "ps", "--all", "--format", "{{.Names}}")).split()
+
+
+def remove_left_groups() -> None:
+    """Remove the groups that restores under crun leave in hierarchies of cgroup v1 that are there beside v2.
+
+    docs/settings.md says why; each would double the next one's. No restore may be in progress.
+    """
+    for hierarchy in Path("/proc/self/cgroup").read_text().splitlines():
+        if not hierarchy.startswith("0::"):
+            _remove_groups(hierarchy.split(":")[1])
+
+
+def _remove_groups(hierarchy: str) -> None:
+    """Remove the empty groups of a hierarchy, which is not mounted here."""
+    with tempfile.TemporaryDirectory() as place:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mount(b"none", place.encode(), b"cgroup", 0, hierarchy.encode()):
+            raise OSError(ctypes.get_errno(), f"cannot mount the control groups {hierarchy}")
+        for directory, _, _ in os.walk(place, topdown=False):
+            if directory != place:
+                with suppress(OSError):
+                    os.rmdir(directory)
+        libc.umount2(place.encode(), 0)

@@ -622,6 +622,28 @@ def interrupted_export(
         signal_all(podmans, signal.SIGCONT)
 
 
+def guardians(command: int) -> list[int]:
+    """The processes that would notice that a command is killed."""
+    return [pid for pid in started(command) if "gpusnap-guardian" in proc.command(pid)]
+
+
+def test_the_command_is_killed_while_podman_exports(store: Store) -> None:
+    """With --rm, the container runs on at once, although Podman exports to the end."""
+    container = Container.start("w", *WORK, options=["--rm", "--shm-size", "300m"])
+    init = container.pid
+    with interrupted_export(container) as (child, podmans):
+        assert len(guardians(child.pid)) == 1
+        child.kill()
+        until(lambda: not list(JOURNAL.glob(f"{container.id}@*.json")), "its guardian lets it run on")
+        assert proc.is_running(init)
+        assert not frozen(init)
+    waiting.communicate(child, DEADLINE)
+    until(lambda: not any(map(proc.is_running, podmans)), "the end of Podman")
+    good(gpusnap("recover"))
+    good(gpusnap("gc"))
+    goes_on_unharmed(container)
+
+
 @pytest.mark.parametrize("ends_at_dump", [True, False])
 def test_ctrl_c_while_podman_exports(store: Store, ends_at_dump: bool) -> None:
     """With --rm, the container runs on; if its dump has ended it, what Podman exports to the end stays."""
@@ -674,20 +696,25 @@ def test_killed_by_others_while_it_is_left_stopped(store: Store, recover: bool) 
     assert os.listdir("/run/gpusnap/stage") == []
 
 
-@pytest.mark.parametrize("command_too", [False, True])
-def test_podman_is_killed_while_it_exports(store: Store, command_too: bool) -> None:
-    """With --rm, it is left stopped until then: gpusnap lets it run on, or `gpusnap recover` does."""
+@pytest.mark.parametrize("whom", ["podman", "both", "all"])
+def test_podman_is_killed_while_it_exports(store: Store, whom: str) -> None:
+    """With --rm, it is left stopped until then: the command lets it run on, its guardian, or `recover`."""
     container = Container.start("w", *WORK, options=["--rm", "--shm-size", "300m"])
     init = container.pid
     with interrupted_export(container) as (child, podmans):
         assert "gpusnap is working on it" in gpusnap("recover", "--list").out
         assert frozen(init), "no process of it runs after the dump"
-        if command_too:
+        if whom == "all":
+            signal_all(guardians(child.pid), signal.SIGKILL)
+        if whom != "podman":
             child.kill()
         signal_all(podmans, signal.SIGKILL)
     said = waiting.communicate(child, DEADLINE)[1]
-    if command_too:
+    if whom == "both":
+        until(lambda: not list(JOURNAL.glob(f"{container.id}@*.json")), "its guardian lets it run on")
+    if whom == "all":
         assert f"w ({container.id[:12]})  running: " in good(gpusnap("recover"))
+    if whom != "podman":
         good(gpusnap("gc"))  # what Podman has exported
     else:
         assert "podman container checkpoint was killed by SIGKILL" in said
@@ -702,7 +729,7 @@ def test_podman_is_killed_while_it_exports(store: Store, command_too: bool) -> N
 
 @pytest.mark.parametrize("whom", ["runtime", "command", "both"])
 def test_killed_after_the_dump_of_one_with_rm(store: Store, tmp_path: Path, whom: str) -> None:
-    """Before its memory is handed over, too: it runs on, or `gpusnap recover` lets it."""
+    """Before its memory is handed over, too: it runs on; the runtime, the command or its guardian lets it."""
     container = Container.start("w", *WORK, options=["--rm"])
     with held(tmp_path, "crun", "checkpoint", SETTINGS_BUT_RUNTIME, after=True) as runtime:
         child = subprocess.Popen([COMMAND, "checkpoint", "w"], stderr=subprocess.PIPE, text=True)
@@ -717,6 +744,7 @@ def test_killed_after_the_dump_of_one_with_rm(store: Store, tmp_path: Path, whom
     if whom == "runtime":
         assert "w continues to run" in said
     else:
+        until(lambda: not list(JOURNAL.glob(f"{container.id}@*.json")), "who lives lets it run on")
         good(gpusnap("recover"))
         good(gpusnap("gc"))
     goes_on_unharmed(container)

@@ -41,6 +41,7 @@ from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.gpu import find_driver
 from gpusnap.runtime_shim.runtime import container_key
 from gpusnap.runtime_shim.runtime.criu import scratch_files
+from gpusnap.runtime_shim.snapshot.left_stopped import bring_back
 from gpusnap.runtime_shim.snapshot.memory import chunk_cache, handover
 from gpusnap.runtime_shim.snapshot.memory.destination import is_of_another_host
 from gpusnap.runtime_shim.snapshot.records import journal, reservations, suspensions
@@ -142,7 +143,8 @@ class _StoppedContainers:
 @click.argument("container", required=False, metavar="[CONTAINER]", callback=check_not_empty)
 @click.option("--list", "only_list", is_flag=True, help="List what needs recovery without changing anything.")
 @click.option("--json", "as_json", is_flag=True, help="With --list: print it as JSON.")
-def recover(container: str | None, only_list: bool, as_json: bool) -> None:
+@click.option("--left-stopped", is_flag=True, hidden=True, help="Only let the one with that ID run on.")
+def recover(container: str | None, only_list: bool, as_json: bool, left_stopped: bool) -> None:
     """Clean up after a killed gpusnap or Podman, for all containers or for CONTAINER.
 
     CONTAINER is its ID, the beginning of it, or Podman's name. After a killed checkpoint, the processes are
@@ -160,14 +162,14 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
 
     If only the command `gpusnap checkpoint` was killed, Podman and its runtime continue and complete the
     checkpoint: then there is nothing to recover, and `podman container restore NAME` restores the container.
-    One with --rm stays frozen instead, and runs on after gpusnap recover, without a checkpoint. gpusnap
-    recover lists those whose memory is in this host's store or in the one of a killed `--to oci:DIR`,
-    with the command that restores each. It shows how much memory of failed checkpoints is left in this host's
-    store (see `gpusnap gc`), and names what other hosts have left in the stores. Memory that a killed command
-    was about to store with its records is stored without them. What Podman exported for a killed command is
-    named, with what can be done with it: of a container with --rm, the export is all that is left beside the
-    memory. This includes other stores, and archives of --to FILE, also after a reboot; one whose file system
-    is not mounted is named.
+    One with --rm runs on instead, without a checkpoint; it stays frozen until gpusnap recover if all
+    processes of the command were killed. gpusnap recover lists those whose memory is in this host's store or
+    in the one of a killed `--to oci:DIR`, with the command that restores each. It shows how much memory of
+    failed checkpoints is left in this host's store (see `gpusnap gc`), and names what other hosts have left
+    in the stores. Memory that a killed command was about to store with its records is stored without them.
+    What Podman exported for a killed command is named, with what can be done with it: of a container with
+    --rm, the export is all that is left beside the memory. This includes other stores, and archives of --to
+    FILE, also after a reboot; one whose file system is not mounted is named.
 
     If Podman was killed during a restore, the container may run without Podman's knowledge. It is reported;
     only `gpusnap recover CONTAINER` kills it, and it must then be restored again. A container that Podman
@@ -186,6 +188,9 @@ def recover(container: str | None, only_list: bool, as_json: bool) -> None:
     if as_json and not only_list:
         raise click.UsageError("--json requires --list")
     require_root("recover")
+    if left_stopped:  # operations/checkpointing/guardian.py
+        bring_back(container or "", needed_driver, settings_file.load().memory)
+        return
     sweep_suspended()
     unreadable: dict[str, GpusnapError] = {}
     suspended = tuple(suspensions.find(unreadable))

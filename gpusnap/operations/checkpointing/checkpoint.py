@@ -42,6 +42,7 @@ from gpusnap.operations import disk_space
 from gpusnap.operations.checkpointing import archive as archives
 from gpusnap.operations.checkpointing import places
 from gpusnap.operations.checkpointing.failed_export import Export, explain_export_errors
+from gpusnap.operations.checkpointing.guardian import guard
 from gpusnap.operations.checkpointing.ordered_memory import OrderedMemory
 from gpusnap.runtime_shim import settings as settings_file
 from gpusnap.runtime_shim.base import stop_signals
@@ -251,6 +252,8 @@ def _to_store(
                     is_needed=memory.is_left,
                 )
             )
+            if export.left_stopped:
+                export.dismiss_guardian = order.enter_context(guard(found.id))
             with explain_export_errors(export, memory):
                 _run(request, export, ["--compress", "none"], tick, progress)
                 view.close()
@@ -381,6 +384,8 @@ def _to_file(
                     target=path,
                 )
             )
+            if export.left_stopped:
+                export.dismiss_guardian = order.enter_context(guard(found.id))
             order.enter_context(explain_export_errors(export))
             _run(request, export, compression, tick, progress)
             memory = _measure_gpu_memory(export)

@@ -61,6 +61,8 @@ class Export:
     """The archive is without the files of volumes."""
     left_stopped: bool = False
     """The dump leaves the container stopped, and this process removes it when its checkpoint is stored."""
+    dismiss_guardian: Callable[[], object] = lambda: None
+    """Prevents that the container runs on if this process is killed."""
     protect: Callable[[], object] = lambda: None
     """Protects the archive, which is all that is left of a container that its dump ends."""
     more: str = ""
@@ -91,6 +93,7 @@ class Export:
         """
         if not self.left_stopped:
             return
+        self.dismiss_guardian()
         with podman_work.ignore_signals():
             try:
                 podman.remove_running(self.found.id)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-import sys
 
+from gpusnap.base.program import find_program
 from gpusnap.engines import podman
 from gpusnap.operations.suspending import targets
 from gpusnap.runtime_shim import settings as settings_file
@@ -28,7 +26,7 @@ def spill_behind(name: str, asked: podman.Inspection) -> None:
 
     Raises NotFound, GpusnapError if it cannot be started.
     """
-    program = os.path.abspath(shutil.which(sys.argv[0]) or sys.argv[0])  # it runs in another folder
+    program = find_program()
     found = targets.find_suspended(name, asked)
     whole = f"{found.namespace}/{found.name}" if found.namespace else found.container
     try:
