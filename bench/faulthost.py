@@ -48,6 +48,7 @@ from gpusnap.runtime_shim.runtime.child_process import Child  # noqa: E402
 
 __all__ = [
     "COMMAND",
+    "GUARDIAN",
     "Bad",
     "Done",
     "Hung",
@@ -103,6 +104,10 @@ def descendants(root: int) -> dict[int, str]:
     return {pid: name for pid, name in found.items() if name}
 
 
+GUARDIAN = "gpusnap-guardian"
+"""What gpusnap/operations/checkpointing/guardian.py calls its shell."""
+
+
 def program(pid: int) -> str:
     """Return a process's program: gpusnap, gpusnap-runtime, or its name; "" if it has ended."""
     try:
@@ -111,7 +116,7 @@ def program(pid: int) -> str:
     except OSError:
         return ""
     for word in words[:4]:
-        if word in (COMMAND, str(shimhost.ENTRY), str(shimhost.LAUNCHER)):
+        if word in (COMMAND, str(shimhost.ENTRY), str(shimhost.LAUNCHER), GUARDIAN):
             return Path(word).name
     return name
 

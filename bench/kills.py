@@ -3,7 +3,7 @@
     make native; tests/host/host enter --env GPUSNAP_TESTHOST=1 [--bind DIR:/keep] --
         /opt/gpusnap/bin/python -B /src/bench/kills.py [--rounds 300] [--seed 1] [--runtimes crun,runc]
         [--ways checkpoint,checkpoint-rm,restore,push,pull,gc]
-        [--victims gpusnap,gpusnap-runtime,runtime,criu,podman]
+        [--victims gpusnap,gpusnap-runtime,runtime,criu,podman,gpusnap-guardian]
 
 A round kills some of the processes that a command has started, at a moment within its usual duration or soon
 after one of them has started. Then `gpusnap recover` must succeed, and the work must not be lost: the
@@ -33,6 +33,7 @@ from pathlib import Path
 
 from faulthost import (
     COMMAND,
+    GUARDIAN,
     STORE,
     Bad,
     Done,
@@ -58,10 +59,10 @@ from support import Container, faults, good, podman, remove_left_groups
 NAME = "killed"
 FOLDER = Path("/var/tmp/kills")
 WAYS = ("checkpoint", "checkpoint-rm", "restore", "push", "pull", "gc")
-VICTIMS = ("gpusnap", "gpusnap-runtime", "runtime", "criu", "podman")
+VICTIMS = ("gpusnap", "gpusnap-runtime", "runtime", "criu", "podman", GUARDIAN)
 _RUNTIMES = ("crun", "runc")
 # Seconds after the start of a victim: most of the time that it works.
-_SOON = {"gpusnap": 1.0, "gpusnap-runtime": 0.8, "runtime": 0.15, "criu": 0.08, "podman": 1.5}
+_SOON = {"gpusnap": 1.0, "gpusnap-runtime": 0.8, "runtime": 0.15, "criu": 0.08, "podman": 1.5, GUARDIAN: 1.0}
 _ENDING = 60.0  # seconds for processes that continue after their command was killed
 _STUCK = 15.0
 """Seconds that a command may wait for a killed gpusnap-runtime before `gpusnap recover` is run."""
