@@ -4,10 +4,10 @@
 
 A job is a file of the integration tests, in a test host of its own, or a few files of the unit tests, on the
 machine itself. Without an option these are the integration tests; `--unit`: the unit tests; `--all`: both.
-Names of files among pytest's options choose these alone. Three jobs for each core and one more run at once: an
-integration test waits for more than half of its time, for ticks, for CRIU, for a container to end. The output of
-a job is printed when it is done. Exit code 1 where a test failed. `--record` writes how long each file took
-to durations.json, by which the next runs sort.
+Names of files among pytest's options choose these alone. Three jobs for each core and one more run at once:
+an integration test waits for more than half of its time, for ticks, for CRIU, for a container to end. The
+output of a job is printed when it is done. Exit code 1 where a test failed. `--record` writes how long each
+file took to durations.json, by which the next runs sort.
 """
 
 from __future__ import annotations

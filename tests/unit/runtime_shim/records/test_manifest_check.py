@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -57,10 +58,11 @@ def test_without_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         question_process.end()
     elif way == "killed":
         pid = manifest_json._COMPANION.ask(os.getpid, within=9)
-        os.kill(pid, 9)
+        os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not proc.is_running(pid), "its end")
     else:
-        monkeypatch.setattr(manifest_json, "_PATIENCE", 1e-6)
+        os.kill(manifest_json._COMPANION.ask(os.getpid, within=9), signal.SIGSTOP)
+        monkeypatch.setattr(manifest_json, "_PATIENCE", 0.05)
     assert "it is not a gpusnap manifest: at " in fault()
     assert here() == (way != "killed")
 
