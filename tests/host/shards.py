@@ -4,10 +4,11 @@
 
 A job is a file of the integration tests, in a test host of its own, or a few files of the unit tests, on the
 machine itself. Without an option these are the integration tests; `--unit`: the unit tests; `--all`: both.
-Names of files among pytest's options choose these alone. Three jobs for each core and one more run at once:
-an integration test waits for more than half of its time, for ticks, for CRIU, for a container to end. The
-output of a job is printed when it is done. Exit code 1 where a test failed. `--record` writes how long each
-file took to durations.json, by which the next runs sort.
+Names of files among pytest's options choose these alone. Two jobs for each core and one more run at once: an
+integration test waits for about half of its time, for ticks, for CRIU, for a container to end. With three,
+the cores are busy, but the whole takes longer: who waits asks more often. The output of a job is printed when
+it is done. Exit code 1 where a test failed. `--record` writes how long each file took to durations.json, by
+which the next runs sort.
 """
 
 from __future__ import annotations
@@ -237,7 +238,7 @@ def main() -> int:
 
 def run(shards: Shards) -> None:
     """Have all jobs done, or those that run ended at a signal."""
-    threads = [threading.Thread(target=shards.work) for _ in range(3 * (os.cpu_count() or 1) + 1)]
+    threads = [threading.Thread(target=shards.work) for _ in range(2 * (os.cpu_count() or 1) + 1)]
 
     def stop(_number: int, _frame: object) -> None:
         shards.end()
