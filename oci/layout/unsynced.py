@@ -137,7 +137,7 @@ class Unsynced:
         """
         with self._lock:
             wanted = [each for each in self._open if names is None or each[0] in names]
-            self._open = [each for each in self._open if each not in wanted]
+            self._open = [] if names is None else [each for each in self._open if each[0] not in names]
             written = {name for name, _ in wanted}
             found = [name for name in self._found if (names is None or name in names) and name not in written]
             for name, error in self._failed.items():

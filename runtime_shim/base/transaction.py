@@ -219,6 +219,20 @@ def hold_signals() -> Iterator[None]:
 
 
 @contextmanager
+def allow_signals() -> Iterator[None]:
+    """Within a block of `hold_signals`: let a signal stop us again while something runs that can be stopped.
+
+    One that came in before stops us here.
+    """
+    held, _Signals.held = _Signals.held, 0
+    try:
+        stop_if_asked()
+        yield
+    finally:
+        _Signals.held = held
+
+
+@contextmanager
 def forward_signals(send: Callable[[int], object]) -> Iterator[None]:
     """Hand those signals on to a child that stands for us, and go on; one that was held back, too.
 

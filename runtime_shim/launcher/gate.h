@@ -1,9 +1,10 @@
 /*
- * CRIU runs this program at the stages of a restore (criu(8), --action-script), without arguments and with the stage in
- * CRTOOLS_SCRIPT_ACTION. At two of them CRIU has to wait for gpusnap, which listens on the socket that GPUSNAP_GATE names
- * (runtime_shim/runtime/criu/gate.py): before it restores the first process, and when it has restored all of them and lets
- * none of them run yet. If this ends with another code than 0 there, CRIU ends what it has restored
- * (criu/cr-restore.c, restore_root_task). So it does where gpusnap ends without an answer.
+ * CRIU runs this program at the stages of a dump and of a restore (criu(8), --action-script), without arguments and with
+ * the stage in CRTOOLS_SCRIPT_ACTION. At some of them CRIU has to wait for gpusnap, which listens on the socket that
+ * GPUSNAP_GATE names (runtime_shim/runtime/criu/gate.py): when it has dumped all processes and has not ended them yet,
+ * before it restores the first process, and when it has restored all of them and lets none of them run yet. If this ends
+ * with another code than 0 there, CRIU lets go on what it has dumped (criu/cr-dump.c, cr_dump_finish), or ends what it
+ * has restored (criu/cr-restore.c, restore_root_task). So it does where gpusnap ends without an answer.
  */
 #ifndef GPUSNAP_GATE_H
 #define GPUSNAP_GATE_H
@@ -18,8 +19,9 @@
 #define INIT_VARIABLE "CRTOOLS_INIT_PID="
 #define GATE_PATIENCE 120 /* seconds without a word of gpusnap, which says one for each piece of memory */
 
-/* The first is none of CRIU's: gpusnap asks by it whether this program knows what is meant. */
-static const char *const gate_stages[] = {"probe", "pre-restore", "post-restore", NULL};
+/* The first two are none of CRIU's: gpusnap asks by them whether this program knows the stages of a restore, or also
+ * those of a dump, which an earlier one would pass. */
+static const char *const gate_stages[] = {"probe", "probe-dump", "post-dump", "pre-restore", "post-restore", NULL};
 
 /* What the environment says, NULL without it; `name` ends with the equals sign. */
 static const char *from_environment(char **envp, const char *name)

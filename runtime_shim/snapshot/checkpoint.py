@@ -1,10 +1,12 @@
 """A checkpoint of a container that uses GPUs.
 
-    inspect → prepare → lock → driver checkpoint → pages → [write →] dump [→ resume → write] → sync → manifest
+    inspect → prepare → lock → driver checkpoint → pages → write, dump [→ resume → write] → sync → manifest
 
 Until CRIU has dumped the container, each step is undone if a later one fails: the GPU processes get their
 memory back and run on, and written data is removed. After the dump without --leave-running there is no way
-back, because the container is gone. So the manifest is on disk by then, and only has to be renamed.
+back, because the container is gone. So the GPU memory and the manifest are on disk by then, and the manifest
+only has to be renamed. CRIU dumps while gpusnap writes the GPU memory, and then waits for it
+(runtime/criu/held_dump.py). If it cannot be made to wait, the memory is written first.
 
 A container that is already paused (containerd does this) is thawed for the driver's work, with its processes
 stopped, and paused again for the dump and afterwards; see snapshot/gpu_processes/paused_container.py. A
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -39,7 +41,13 @@ from gpusnap.runtime_shim.base.errors import (
 )
 from gpusnap.runtime_shim.base.log import note
 from gpusnap.runtime_shim.base.progress import reporter
-from gpusnap.runtime_shim.base.transaction import Transaction, hold_signals, make_interruptible, stop_if_asked
+from gpusnap.runtime_shim.base.transaction import (
+    Transaction,
+    allow_signals,
+    hold_signals,
+    make_interruptible,
+    stop_if_asked,
+)
 from gpusnap.runtime_shim.gpu.api.driver import Driver
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.records import manifest, manifest_file
@@ -47,8 +55,9 @@ from gpusnap.runtime_shim.records.manifest_file import Draft
 from gpusnap.runtime_shim.runtime import container as containers
 from gpusnap.runtime_shim.runtime.command_line import CheckpointCall, render
 from gpusnap.runtime_shim.runtime.criu import config as criu_config
-from gpusnap.runtime_shim.runtime.criu import descendants, scratch_files
+from gpusnap.runtime_shim.runtime.criu import descendants, held_dump, scratch_files
 from gpusnap.runtime_shim.runtime.criu import external_mounts as criu_mounts
+from gpusnap.runtime_shim.runtime.criu.held_dump import HeldDump
 from gpusnap.runtime_shim.runtime.criu.images import control_groups, dev, digests
 from gpusnap.runtime_shim.runtime.criu.images import directory as image
 from gpusnap.runtime_shim.runtime.criu.plugins import inject
@@ -106,7 +115,7 @@ def checkpoint(
             call, real, settings, driver, container, Transaction(), pages, asleep=asleep, remover=remover
         )
         job.podman = parent if proc.comm(parent := os.getppid()) == "podman" else 0
-        with _name_whole_failure(job), job.transaction as transaction:
+        with _name_whole_failure(job), _hold_dump(job) as held, job.transaction as transaction:
             with transaction.step("inspect"):
                 _inspect(job)
             draft = Draft(str(call.images()), sync=settings.memory.sync)
@@ -116,11 +125,9 @@ def checkpoint(
                 suspend_all(job)
             else:
                 adopt(job, asleep)
-            if not job.runs_on:
-                _write(job)  # before the dump: a disk that fills up must not cost the container
             # The dump cannot be undone once it has succeeded, so a signal must not interrupt what follows.
             with hold_signals():
-                _dump(job, draft)
+                _dump(job, draft, held)
                 if remover is None:  # otherwise it can be undone, as long as the container exists
                     transaction.commit()
                 _finish_image(job, draft)
@@ -265,16 +272,35 @@ def _prepare(job: CheckpointJob, draft: Draft) -> None:
     job.pages.prepare()
 
 
-def _write(job: CheckpointJob) -> None:
+@contextlib.contextmanager
+def _hold_dump(job: CheckpointJob) -> Iterator[HeldDump | None]:
+    """Open what makes CRIU wait for the GPU memory; None if nothing is to be written before the dump ends."""
+    wanted = not job.runs_on and job.asleep is None and isinstance(job.pages, Chunks)
+    found = held_dump.hold() if wanted else None
+    try:
+        yield found
+    finally:
+        if found is not None:
+            found.close()
+
+
+def _write(job: CheckpointJob, check: Callable[[], None] = lambda: None) -> None:
     with job.transaction.step("write"):
-        job.pages.write_durably()
+        job.pages.write_durably(check)
 
 
-def _dump(job: CheckpointJob, draft: Draft) -> None:
-    """Make the real runtime dump the container. Repeat this if a process began to use a GPU meanwhile."""
+def _dump(job: CheckpointJob, draft: Draft, held: HeldDump | None) -> None:
+    """Make the real runtime dump the container. Repeat this if a process began to use a GPU meanwhile.
+
+    If the container ends, its GPU memory is written before: a full disk must not cost the container.
+    """
     attempt = 0
     while True:
         stop_if_asked()
+        waits = held is not None and not job.runs_on and job.pages.records() is None and held.works
+        if not job.runs_on and not waits:
+            with allow_signals():
+                _write(job)
         check_all_suspended(job)
         preflight.refuse_neighbours(job.call, job.container)  # one may have started meanwhile
         with job.transaction.step("write manifest"):
@@ -291,7 +317,7 @@ def _dump(job: CheckpointJob, draft: Draft) -> None:
                     volumes.take(job.image_path, volumes.list_open(job.processes(), job.volumes))
             _check_podman(job)
             with job.transaction.step("dump"):
-                failure = _call_runtime(job)
+                failure = _write_and_dump(job, draft, held) if held and waits else _call_runtime(job)
             if failure is None and job.remover is not None:
                 left_stopped.keep_paused(job, pause)
         if failure is None:
@@ -306,8 +332,33 @@ def _dump(job: CheckpointJob, draft: Draft) -> None:
         if final or not newcomers(job) or attempt > job.settings.retries:
             raise failure
         suspend_all(job)
-        if not job.runs_on:
-            _write(job)
+
+
+def _write_and_dump(job: CheckpointJob, draft: Draft, held: HeldDump) -> GpusnapError | None:
+    """Write the GPU memory while the real runtime dumps the container; return the error if there is no dump.
+
+    Raises what prevented the writing: the container has not ended then.
+    """
+
+    def write() -> None:
+        with allow_signals():
+            _write(job, held.check)
+            held.wait_until_written()
+            # Once more, for the chunks of CRIU's images: an error of the disk must not cost the container.
+            job.pages.write_durably(held.check)
+        assert job.record is not None
+        draft.prepare(_with_regions(job, job.record))
+        _check_podman(job)
+        if job.remover is not None:
+            left_stopped.check_remover(job.remover)
+        stop_if_asked()
+
+    failure, error = held.run(
+        lambda: _call_runtime(job, held), write, lambda: job.pages.write_images(held.check)
+    )
+    if failure is not None and error is not None:
+        raise error
+    return failure if failure is None else held.error or failure
 
 
 def _check_podman(job: CheckpointJob) -> None:
@@ -316,8 +367,11 @@ def _check_podman(job: CheckpointJob) -> None:
         raise Interrupted("Podman ended before the container was dumped", hint="try again", code="GPS-902")
 
 
-def _call_runtime(job: CheckpointJob) -> GpusnapError | None:
-    """Call the real runtime once; return the error if there is no dump."""
+def _call_runtime(job: CheckpointJob, held: HeldDump | None = None) -> GpusnapError | None:
+    """Call the real runtime once; return the error if there is no dump.
+
+    `held`: what CRIU is to ask before it ends the processes.
+    """
     plugin = job.driver.plugin if job.records else None
     with inject(plugin, job.settings, processes=len(job.records)) as extra:
         text = criu_config.dump_text(
@@ -326,9 +380,11 @@ def _call_runtime(job: CheckpointJob) -> GpusnapError | None:
             masters=job.masters,
             skip_in_flight=extra.criu.skip_in_flight or job.call.tcp_skip_in_flight,
             drop_connections=_connections(job) is criu_config.Connections.DROPPED,
+            script=held.script if held is not None else "",
         )
+        environment = {**extra.environment, **(held.environment if held is not None else {})}
         with descendants.continue_stopped():
-            done = invoke(job.call, job.real, text, capture=True, environment=extra.environment)
+            done = invoke(job.call, job.real, text, capture=True, environment=environment)
             if done.code != 0:
                 # A runtime that was killed leaves its CRIU, which still holds the processes, and freezes a
                 # paused container again at its end (criu/seize.c, freezer_restore_state).
@@ -430,18 +486,22 @@ def _resume(job: CheckpointJob) -> GpusnapError | None:
 
 def _finish_manifest(job: CheckpointJob, record: manifest.Manifest) -> manifest.Manifest:
     """Complete the manifest with what is known since the dump; the processes may have ended by now."""
+    return replace(
+        _with_regions(job, record),
+        timing=tuple(job.transaction.steps),
+        written=job.pages.written,
+        peak_memory=proc.peak_memory(),
+    )
+
+
+def _with_regions(job: CheckpointJob, record: manifest.Manifest) -> manifest.Manifest:
+    """Return the manifest with the places of the GPU memory, which may have been written since."""
     regions = job.pages.records() or {}
     processes = tuple(
         replace(process, regions=regions.get(pid, ()))
         for process, (pid, _) in zip(record.processes, sorted(job.records.items()), strict=True)
     )
-    return replace(
-        record,
-        processes=processes,
-        timing=tuple(job.transaction.steps),
-        written=job.pages.written,
-        peak_memory=proc.peak_memory(),
-    )
+    return replace(record, processes=processes)
 
 
 def _not_written(job: CheckpointJob, error: GpusnapError, failure: GpusnapError | None) -> None:

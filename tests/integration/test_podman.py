@@ -178,8 +178,8 @@ def test_manifest_and_timeline(real: str, archive: Path) -> None:
         "lock",
         "driver checkpoint",
         "pages",
-        "write",
         "write manifest",
+        "write",  # while CRIU dumps, which then waits for it
         "dump",
         "sync",
     ]

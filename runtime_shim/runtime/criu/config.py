@@ -55,12 +55,13 @@ def dump_text(
     masters: bool,
     skip_in_flight: bool = True,
     drop_connections: bool = False,
+    script: str = "",
 ) -> str:
     """Return the file for a dump; `mounts` are the driver's, which CRIU must not examine.
 
     `masters`: one of them is in a peer group with the host, which CRIU refuses without an option.
     `skip_in_flight`: omit connections that no process has accepted yet.
-    `drop_connections`: dump open TCP connections without their state.
+    `drop_connections`: dump open TCP connections without their state. `script`: as in `restore_text`.
     """
     lines = [*_iterate_common(criu)]
     if skip_in_flight:
@@ -70,7 +71,7 @@ def dump_text(
     lines += [f"external mnt[{_check_path(mount.destination)}]:{mount.key}" for mount in mounts]
     if masters:
         lines.append("enable-external-masters")
-    return _text([*lines, *criu.options])
+    return _text([*lines, *criu.options, *_script(script)])
 
 
 def restore_text(
@@ -85,8 +86,11 @@ def restore_text(
     if drop_connections:
         lines.append(_CLOSE)
     lines += [f"external mnt[{mount.key}]:{_check_path(mount.source)}" for mount in mounts]
-    script_lines = [f"action-script {script}"] if script else []
-    return _text([*lines, *criu.options, *script_lines])
+    return _text([*lines, *criu.options, *_script(script)])
+
+
+def _script(path: str) -> Sequence[str]:
+    return [f"action-script {path}"] if path else []
 
 
 def with_flags(call: Call, real: RealRuntime, criu: Criu) -> Call:

@@ -1,16 +1,19 @@
-"""Two stages of a restore at which CRIU waits for gpusnap: before the first process, and after the last.
+"""The stages of a dump and of a restore at which CRIU waits for gpusnap.
 
-CRIU runs a program at each of its stages (criu(8), --action-script). If that program fails at one of these
-two, CRIU ends the restore and kills what it has restored (criu/cr-restore.c, restore_root_task):
+CRIU runs a program at each of its stages (criu(8), --action-script). If that program fails at one of these,
+CRIU ends the restore and kills what it has restored (criu/cr-restore.c, restore_root_task), or lets what it
+has dumped go on (criu/cr-dump.c, cr_dump_finish):
 
+    post-dump       all images are written, and the processes have neither ended nor gone on
     pre-restore     no process exists yet
     post-restore    all of them exist, with their memory, and each waits in CRIU's own code
 
 The program is the launcher (runtime_shim/launcher/gate.h). It asks gpusnap over a socket and waits for the
 answer, so that CRIU continues only if gpusnap says so. If gpusnap is killed, the connection ends, the program
-fails, and so does the restore. CRIU waits for the program without a deadline: if a signal has stopped it,
-gpusnap kills it, which ends the restore. When crun or runc calls CRIU, it reads the option from its
-configuration file since 3.19.
+fails, and so does the dump or the restore. So it does if the program is killed: for CRIU, that is a failure
+like any other (criu/util.c, cr_system_userns). CRIU waits for the program without a deadline: if a signal has
+stopped it, gpusnap kills it. When crun or runc calls CRIU, it reads the option from its configuration file
+since 3.19.
 """
 
 from __future__ import annotations
@@ -32,11 +35,13 @@ from gpusnap.runtime_shim.process.stopped_processes import StoppedProcesses
 from gpusnap.runtime_shim.runtime.child_process import Child
 from gpusnap.runtime_shim.runtime.criu.version import criu_version
 
-PRE_RESTORE, POST_RESTORE = "pre-restore", "post-restore"
+POST_DUMP, PRE_RESTORE, POST_RESTORE = "post-dump", "pre-restore", "post-restore"
 """The names of the stages in CRIU."""
 VARIABLE = "GPUSNAP_GATE"
 """The variable in the environment of CRIU, and of the launcher: the path of the socket."""
-_STAGE, _PROBE = "CRTOOLS_SCRIPT_ACTION", "probe"
+_STAGE = "CRTOOLS_SCRIPT_ACTION"
+_PROBE, _PROBE_DUMP = "probe", "probe-dump"
+"""Ask the launcher whether it knows the stages of a restore, or also those of a dump."""
 _OLDEST = (3, 19)
 _VERSION = compile_later(r"(\d{1,6})\.(\d{1,6})")
 _LINE = 128
@@ -48,8 +53,10 @@ _STOPPED, _LOOK = 10.0, 2.0
 
 Busy = Callable[[], None]
 """Reports to CRIU's side that the work continues. Raises OSError if nobody waits for it any more."""
-Stage = Callable[[int, Busy], None]
-"""The work at a stage. It gets the PID of the restored init, 0 before that. Raises GpusnapError."""
+Stage = Callable[[int, Busy], bool]
+"""The work at a stage; returns whether CRIU may go on. It gets the PID of the init, 0 before it is restored.
+
+Raises GpusnapError."""
 
 
 class Gate:
@@ -62,6 +69,7 @@ class Gate:
         """
         self._criu = criu
         self._path, self._launcher, self._stages = path, launcher, stages
+        self._probe = _PROBE_DUMP if POST_DUMP in stages else _PROBE
         self._probed = False
         self._watched = StoppedProcesses(_STOPPED)
         """When CRIU's programs were first seen stopped, by PID and start time."""
@@ -85,7 +93,8 @@ class Gate:
     def works(self) -> bool:
         """Whether this CRIU runs such programs, and the launcher works as one.
 
-        An earlier version's launcher does not, and a file system may be mounted without the right to execute.
+        An earlier version's launcher does not: gpusnap may have been updated, and the launcher not yet. And a
+        file system may be mounted without the right to execute.
         """
         version = _VERSION.match(criu_version(self._criu) if self._criu else criu_version())
         if version is None or (int(version[1]), int(version[2])) < _OLDEST or " " in self._launcher:
@@ -93,7 +102,7 @@ class Gate:
         try:
             child = Child(
                 [self._launcher],
-                env={**self.environment, _STAGE: _PROBE},
+                env={**self.environment, _STAGE: self._probe},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -145,7 +154,7 @@ class Gate:
         for pid in found:
             self.error = self.error or RuntimeFailed(
                 f"the program that CRIU runs at its stages, process {pid}, was stopped by a signal",
-                hint="find out what sends SIGSTOP to gpusnap's processes, then restore again",
+                hint="find out what sends SIGSTOP to gpusnap's processes, then try again",
                 code="GPS-524",
             )
             with contextlib.suppress(OSError, GpusnapError):  # the next time, then
@@ -160,20 +169,19 @@ class Gate:
                     yield found
 
     def _pass(self, stage: str, init: str, busy: Busy) -> bool:
-        if stage == _PROBE:
+        if stage == self._probe:
             self._probed = True
             return True
         try:
             if stage not in self._stages or not init.isdigit():
                 raise RuntimeFailed(
                     f"CRIU asks at a stage that is none: {stage!r} of process {init!r}",
-                    hint="set memory.parallel-restore to false",
+                    hint="set memory.parallel-restore to false, and report this",
                 )
-            self._stages[stage](int(init), busy)
+            return self._stages[stage](int(init), busy)
         except Exception as error:
             self.error = error if isinstance(error, GpusnapError) else make_unforeseen(error)
             return False
-        return True
 
 
 def _tell_busy(connection: socket.socket) -> None:

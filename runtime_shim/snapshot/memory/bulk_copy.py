@@ -139,21 +139,22 @@ class BulkCopy:
         self._pool.shutdown(cancel_futures=True)
         self._gate.close()
 
-    def _switch(self, _: int, _busy: Busy) -> None:
+    def _switch(self, _: int, _busy: Busy) -> bool:
         """Replace the pagemaps. CRIU reads no pagemap before this, and the second ones after it."""
         try:
             plan = self._plan.result(_PATIENCE)
         except TimeoutError:
-            return  # the disk hangs; CRIU will wait for it, and reads the first pagemaps
+            return True  # the disk hangs; CRIU will wait for it, and reads the first pagemaps
         for name in plan.names:
             self._switched = True
             path = os.path.join(self._view, name)
             with raise_as(ImageError, f"{path} cannot be replaced", code="GPS-523"):
                 os.replace(path + _NEXT, path)
+        return True
 
-    def _copy(self, init: int, busy: Busy) -> None:
+    def _copy(self, init: int, busy: Busy) -> bool:
         if not self._switched:
-            return
+            return True
         begun = time.monotonic()
         taken = self._plan.result().taken
         try:
@@ -163,6 +164,7 @@ class BulkCopy:
         self._copied = True
         size = sum(piece[2] for each in taken for piece in each.pieces)
         self.totals = CopyTotals(size, len(taken), round(time.monotonic() - begun, 6))
+        return True
 
 
 def begin(

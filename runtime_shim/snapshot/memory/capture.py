@@ -113,6 +113,8 @@ class Chunks(Pages):
         self._moved = moved
         self._early: EarlyWriter | None = None
         """Writes chunks while the driver works."""
+        self._images: tuple[FileRecord, ...] | None = None
+        """CRIU's images in chunks, once they were written."""
 
     @property
     def _layout(self) -> Layout:
@@ -143,10 +145,10 @@ class Chunks(Pages):
         streamed = [
             (pid, each) for pid, process in fresh.items() for each in process.held or () if each.area is None
         ]
-        self._write(
-            [transfer.ProcessRegion(pid, each.region.start, each.region.size) for pid, each in streamed],
-            streamed,
-        )
+        regions_of = [
+            transfer.ProcessRegion(pid, each.region.start, each.region.size) for pid, each in streamed
+        ]
+        self._write(regions_of, streamed)
         if streamed:  # regardless of memory.sync: from now on these are the only copies
             with transfer.as_image_error(self._layout.path):
                 self._layout.sync()
@@ -159,14 +161,17 @@ class Chunks(Pages):
         """Return the bytes of the regions of a process."""
         return sum(each.region.size for each in self._processes[pid].held or ())
 
-    def write(self) -> None:
-        """Write the staged regions to chunks, if this was not done yet. Raises ImageError."""
-        left = [(pid, each) for pid, each in self._all() if each.table is None]
-        self._write([each.area for _, each in left if each.area is not None], left)
+    def write(self, check: Callable[[], None] = lambda: None) -> None:
+        """Write the staged regions to chunks, if this was not done yet. Raises ImageError.
 
-    def write_durably(self) -> None:
+        `check`: as for `write_durably`.
+        """
+        left = [(pid, each) for pid, each in self._all() if each.table is None]
+        self._write([each.area for _, each in left if each.area is not None], left, check)
+
+    def write_durably(self, check: Callable[[], None] = lambda: None) -> None:
         """Write the staged regions to chunks and sync them: a disk error later would cost the container."""
-        self.write()
+        self.write(check)
         if self._settings.sync:
             with transfer.as_image_error(self._layout.path):
                 self._layout.create().sync()
@@ -231,9 +236,16 @@ class Chunks(Pages):
     def commit(self, *, kept: bool) -> tuple[FileRecord, ...]:
         """Make the chunks durable and complete the layout, so that others can read it. Raises ImageError."""
         self.write()
+        images = self._images if self._images is not None else self._destination.write_images()
         tables = [each.table for _, each in self._all() if each.table is not None]
         self._destination.commit(tables, kept=kept)
-        return self._destination.write_images()
+        return images
+
+    def write_images(self, check: Callable[[], None] = lambda: None) -> None:
+        """With memory.ceiling, they are written when the memory of the other writers is free again."""
+        self._images = None
+        if not self._settings.ceiling:
+            self._images = self._destination.write_images(check)
 
     def finish(self, record: Manifest, write: Callable[[], bool]) -> None:
         """Name the chunks, then write the manifest; remove other copies of its chunks. Raises ImageError."""
@@ -372,7 +384,10 @@ class Chunks(Pages):
         return area
 
     def _write(
-        self, sources: Sequence[transfer.ProcessRegion | Area], into: Sequence[tuple[int, _CapturedRegion]]
+        self,
+        sources: Sequence[transfer.ProcessRegion | Area],
+        into: Sequence[tuple[int, _CapturedRegion]],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         if not into:
             return
@@ -383,6 +398,7 @@ class Chunks(Pages):
             last[0] = now
             reporter.move(now.done, now.total)
             self._moved()
+            check()
 
         # A linked chunk was not read. A process must not depend on it if there is no other copy.
         live = any(isinstance(source, transfer.ProcessRegion) for source in sources)

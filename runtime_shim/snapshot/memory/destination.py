@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from gpusnap.oci.base.errors import DiskFull, NotThere, OciError, ReadOnlyStore
@@ -70,8 +70,11 @@ class Destination:
         """Open the chunks of earlier checkpoints, which can be linked during the block."""
         return contextlib.nullcontext()
 
-    def write_images(self) -> tuple[FileRecord, ...]:
-        """After the dump: write CRIU's images of memory, if they go into chunks. The images stay in place."""
+    def write_images(self, check: Callable[[], None] = lambda: None) -> tuple[FileRecord, ...]:
+        """After the dump: write CRIU's images of memory, if they go into chunks. The images stay in place.
+
+        The chunks are not synced yet. `check`: called after each chunk; what it raises ends this.
+        """
         return ()
 
     def commit(self, tables: Sequence[Table], *, kept: bool) -> None:
@@ -223,7 +226,7 @@ class StoreDestination(Destination):
         """Open all chunks of the store."""
         yield self._store.open_known_chunks()
 
-    def write_images(self) -> tuple[FileRecord, ...]:
+    def write_images(self, check: Callable[[], None] = lambda: None) -> tuple[FileRecord, ...]:
         """Write their chunks; an image that cannot be cut into chunks stays an image."""
         found = []
         with contextlib.ExitStack() as opened, contextlib.suppress(OSError, ValueError, OciError):
@@ -244,8 +247,8 @@ class StoreDestination(Destination):
                 level=self._settings.level,
                 speed=self.speed,
                 known=self._store.open_known_chunks(),
+                progress=lambda _: check(),
             )
-            self.layout.sync()
             found = [FileRecord(name, table) for name, table in zip(names, tables, strict=True)]
         return tuple(found)
 

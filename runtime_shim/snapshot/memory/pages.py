@@ -46,8 +46,17 @@ class Pages:
         """Return the bytes that `take_out` took out of a process; None if they stay in it."""
         return None
 
-    def write_durably(self) -> None:
-        """Write what a restore needs, and sync it: the next dump ends the processes."""
+    def write_durably(self, check: Callable[[], None] = lambda: None) -> None:
+        """Write what a restore needs, and sync it: the next dump ends the processes.
+
+        `check`: called by the threads that write after each chunk; what it raises ends them.
+        """
+
+    def write_images(self, check: Callable[[], None] = lambda: None) -> None:
+        """CRIU has written its images: write those that go into chunks, if this can be done beside the rest.
+
+        Those that are not written here are written by `commit`. `check`: as for `write_durably`.
+        """
 
     def give_back(self, pids: Sequence[int]) -> Mapping[int, GpusnapError]:
         """Map it back before the driver restores them, after a dump or a failure; errors by PID."""

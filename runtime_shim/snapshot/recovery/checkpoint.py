@@ -115,9 +115,7 @@ def _put_right(entry: Entry, driver: Driver, settings: Memory, let_go: Callable[
             said += "; gpusnap ls shows whether its checkpoint was stored before"
         if entry.left_stopped and not _is_shared(entry):
             Draft(entry.image).remove_manifest()
-            _take_back(entry, settings)
-        else:
-            _discard(entry, settings)
+        _take_back(entry, settings)
     elif entry.processes:
         said = _finish(entry, settings)
         if entry.left_stopped:

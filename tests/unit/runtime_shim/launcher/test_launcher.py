@@ -732,7 +732,7 @@ def ask(launcher: Launcher, gate: Path, stage: str, init: str = "0") -> int:
     ("answer", "code"),
     [(b"y", 0), (b".....y", 0), (b"n", 1), (b"..n", 1), (b"", 1), (b"..", 1), (b"x", 1)],
 )
-@pytest.mark.parametrize("stage", ["probe", "pre-restore", "post-restore"])
+@pytest.mark.parametrize("stage", ["probe", "probe-dump", "post-dump", "pre-restore", "post-restore"])
 def test_criu_waits_for_gpusnap(launcher: Launcher, gate: Path, stage: str, answer: bytes, code: int) -> None:
     """It goes on only where the answer is yes; without one, where gpusnap is killed, the launcher fails."""
     said = []

@@ -18,7 +18,7 @@ from gpusnap.runtime_shim import state_files
 from gpusnap.runtime_shim.base.errors import GpusnapError
 from gpusnap.runtime_shim.process import proc
 from gpusnap.runtime_shim.runtime.criu import gate as gates
-from gpusnap.runtime_shim.runtime.criu.gate import POST_RESTORE, PRE_RESTORE, Busy, Gate
+from gpusnap.runtime_shim.runtime.criu.gate import POST_DUMP, POST_RESTORE, PRE_RESTORE, Busy, Gate
 
 # As the launcher does: it says the stage, and reads the answer.
 PROGRAM = """#!/usr/bin/env python3
@@ -46,16 +46,18 @@ def called() -> list[tuple[str, int]]:
 
 @pytest.fixture
 def gate(tmp_path: Path, launcher: Path, called: list[tuple[str, int]]) -> Iterator[Gate]:
-    def pre(init: int, _: Busy) -> None:
+    def pre(init: int, _: Busy) -> bool:
         called.append((PRE_RESTORE, init))
+        return True
 
-    def post(init: int, busy: Busy) -> None:
+    def post(init: int, busy: Busy) -> bool:
         called.append((POST_RESTORE, init))
         busy()
         if init == 13:
             raise GpusnapError("thirteen")
         if init == 14:
             raise ZeroDivisionError
+        return init != 15
 
     with closing(
         Gate(str(tmp_path / "gate"), str(launcher), {PRE_RESTORE: pre, POST_RESTORE: post})
@@ -102,6 +104,12 @@ def test_criu_may_not_go_on(gate: Gate, line: bytes, said: str) -> None:
     assert said in str(gate.error)
 
 
+def test_criu_is_told_no_without_an_error(gate: Gate) -> None:
+    """By a stage whose caller knows the reason."""
+    assert ask(gate, b"post-restore 15\n") == b".n"
+    assert gate.error is None
+
+
 def test_who_asks_ends(gate: Gate) -> None:
     """The next one is answered all the same."""
     with socket.socket(socket.AF_UNIX) as asking:
@@ -113,10 +121,11 @@ def test_who_asks_does_not_read(tmp_path: Path, launcher: Path) -> None:
     """Because it is stopped, say: the work is done all the same, however often it is told."""
     done = threading.Event()
 
-    def work(_: int, busy: Busy) -> None:
+    def work(_: int, busy: Busy) -> bool:
         for _ in range(100_000):
             busy()
         done.set()
+        return True
 
     gate = Gate(str(tmp_path / "gate"), str(launcher), {POST_RESTORE: work})
     with closing(gate), socket.socket(socket.AF_UNIX) as asking:
@@ -154,6 +163,20 @@ def test_the_criu_that_will_run(
     found = Gate(str(tmp_path / "other"), str(launcher), {}, criu=str(tmp_path / "named" / "criu"))
     with closing(found):
         assert found.works() == (version == "4.1")
+
+
+def test_an_earlier_launcher_does_not_know_the_stages_of_a_dump(
+    launcher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows those of a restore, and passes every other one."""
+    monkeypatch.setattr(gates, "criu_version", lambda: "4.1.1")
+    script = PROGRAM.replace(
+        "with socket", 'if os.environ["CRTOOLS_SCRIPT_ACTION"] != "probe":\n    sys.exit()\nwith socket'
+    )
+    launcher.write_text(script)
+    for stage, works in ((POST_DUMP, False), (POST_RESTORE, True)):
+        with closing(Gate(str(tmp_path / stage), str(launcher), {stage: lambda *_: True})) as found:
+            assert found.works() == works
 
 
 BROKEN: dict[str, Callable[[Path], object]] = {
