@@ -1,6 +1,6 @@
 """The time to the first answer of a model server, started fresh and restored.
 
-    python3 bench/server.py [--layers 32] [--weights disk] [--rounds 3] [--pauses 2]
+    python3 bench/server.py [--layers 32] [--weights disk] [--rounds 3] [--checkpoints 1] [--pauses 2]
         [--settings 'memory.level = 0'] [--folder /var/tmp] [--json server.json] [--svg server.svg]
 
 On a machine with a GPU, the server is a language model with random weights
@@ -18,6 +18,12 @@ the model of 32 layers takes 0.1 s for it. After that, outside the measured time
 tokens, and each of these answers is compared with the first one. Medians, in seconds. For each of them, the
 peak of the RAM that the whole machine uses beyond what it used before (ram.py), in GiB.
 
+The server that is restored is checkpointed --checkpoints times before, each time into an empty store:
+
+    checkpoint  `gpusnap checkpoint`, which ends it
+    driver      the driver's checkpoint: its step in that
+    blobs       writing the blobs of that checkpoint again, each with fsync, with one thread for each core
+
 With --pauses, the last server is checkpointed so many times with `--leave-running`, while a client asks all
 the time: the longest time between two answers is the pause as a client sees it. The server was checkpointed
 before, so each of these checkpoints writes only what has changed.
@@ -31,6 +37,7 @@ import argparse
 import http.client
 import json
 import os
+import shutil
 import socket
 import statistics
 import struct
@@ -55,7 +62,7 @@ import shimhost  # noqa: E402
 from checkpoint import obstacle  # noqa: E402
 from hosts import NAME, BenchError, Place, command, place  # noqa: E402
 from podman_gpu import circumstances  # noqa: E402
-from restore_floor import COMMAND, drop_caches  # noqa: E402
+from restore_floor import COMMAND, Bench, drop_caches  # noqa: E402
 from rows import check_settings  # noqa: E402
 from servers import PORT, runtimes  # noqa: E402
 from support import podman  # noqa: E402
@@ -264,15 +271,52 @@ def of_kind(
     )
 
 
-def measure(server: Server, rounds: int, pauses: int) -> tuple[list[Found], list[Pause]]:
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that ended the server; in seconds."""
+
+    command: float
+    driver: float
+    blobs: float
+    stored: int
+    """Bytes of the blobs."""
+    ram: int
+
+
+def measure_checkpoints(server: Server, store: Path, count: int) -> list[Checkpoint]:
+    """Checkpoint the running server `count` times, each time into an empty store; it has ended then."""
+    found, bench = [], Bench(server.here, store, ())
+    for number in range(count):
+        if number:
+            server.restore()
+        if store.exists():
+            shutil.rmtree(store)
+        os.sync()
+        with ram.watch() as peak:
+            took, _ = command(COMMAND, "checkpoint", NAME)
+        steps = {each["step"]: each["seconds"] for each in json.loads(inspect(NAME))["timing"]}
+        stored = sum(path.stat().st_size for path in bench.blobs())
+        found.append(Checkpoint(took, steps["driver checkpoint"], bench.write_alone(), stored, peak.size))
+        remove()
+        print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+def inspect(name: str) -> str:
+    """Return what `gpusnap inspect --json` says of a checkpoint."""
+    return command(COMMAND, "inspect", "--json", name)[1]
+
+
+def measure(
+    server: Server, store: Path, rounds: int, checkpoints: int, pauses: int
+) -> tuple[list[Checkpoint], list[Found], list[Pause]]:
     """Start and restore the server in each round; checkpoint the last one `pauses` times while it runs."""
     every = [Found("warm"), Found("cold")]
     if server.writes:
         server.start()  # it keeps memory that only writing the weights took
         remove()
     server.start()
-    command(COMMAND, "checkpoint", NAME)
-    remove()
+    ended = measure_checkpoints(server, store, checkpoints)
     # The warm rounds first: what a cold one drops, the next start would read from the disk.
     for found in every:
         for _ in range(rounds):
@@ -291,7 +335,7 @@ def measure(server: Server, rounds: int, pauses: int) -> tuple[list[Found], list
             print(f"{found.cache}: {found.row()}", file=sys.stderr, flush=True)
     if pauses:
         server.restore()
-    return every, [measure_pause(server) for _ in range(pauses)]
+    return ended, every, [measure_pause(server) for _ in range(pauses)]
 
 
 def remove(*names: str) -> None:
@@ -310,6 +354,15 @@ def table(every: list[Found]) -> str:
         figures = " | ".join(f"{row[name]:.1f} s" for name in ("fresh", "restore", "command"))
         sizes = " | ".join(f"{row[name] / GIB:.2f} GiB" for name in ("ram_fresh", "ram_restore"))
         lines.append(f"| {found.cache} | {figures} | {row['times']:.1f} | {sizes} |")
+    return "\n".join(lines)
+
+
+def table_of_checkpoints(ended: list[Checkpoint]) -> str:
+    """Return the checkpoints that ended the server as a table."""
+    lines = ["| `gpusnap checkpoint` | driver | blobs | GiB stored | RAM |", "|---|---|---|---|---|"]
+    for each in ended:
+        times = f"{each.command:.2f} s | {each.driver:.2f} s | {each.blobs:.2f} s"
+        lines.append(f"| {times} | {each.stored / GIB:.2f} | {each.ram / GIB:.2f} GiB |")
     return "\n".join(lines)
 
 
@@ -348,6 +401,7 @@ def main() -> int:
     parser.add_argument("--weights", choices=("made", "disk"), default="made", help="where from (made)")
     parser.add_argument("--mib", type=int, default=200, help="of device memory, in the test host")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--checkpoints", type=int, default=1, help="that end the server (1)")
     parser.add_argument("--pauses", type=int, default=2, help="checkpoints of the running server (2)")
     parser.add_argument("--settings", action="append", default=[], help="a line of gpusnap.toml")
     parser.add_argument("--folder", default="/var/tmp", help="where the store goes: on the disk in question")
@@ -378,19 +432,27 @@ def main() -> int:
                 os.mkdir(f"{folder}/weights")
                 weights = f"{folder}/weights/model.safetensors"
             server = of_kind(here, options, weights=weights)
-            every, pauses = measure(server, options.rounds, options.pauses)
+            store = Path(folder, "store")
+            ended, every, pauses = measure(
+                server, store, options.rounds, max(1, options.checkpoints), options.pauses
+            )
         except (BenchError, GpusnapError) as error:
             print(f"server: {error}", file=sys.stderr)
             return 1
     title = f"First answer of a model server on {about['gpu']}"
     if options.json:
         runs = [{"cache": found.cache, **found.row()} for found in every]
-        found = {**about, "runs": runs, "pauses": [asdict(each) for each in pauses]}
+        found = {
+            **about,
+            "checkpoints": [asdict(each) for each in ended],
+            "runs": runs,
+            "pauses": [asdict(each) for each in pauses],
+        }
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
     if options.svg:
         Path(options.svg).write_text(picture(every, title))
     print(json.dumps(about, indent=1))
-    print(table(every))
+    print(table_of_checkpoints(ended), "", table(every), sep="\n")
     if pauses:
         print("", table_of_pauses(pauses), sep="\n")
     return 0
