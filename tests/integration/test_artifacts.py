@@ -213,13 +213,17 @@ def test_killed_on_the_way_to_another_store(store: Store, tmp_path: Path) -> Non
     assert not list(Path("/run/gpusnap/orders").glob("*.json"))
 
 
-@pytest.mark.parametrize("stopped", [True, False])
-def test_podman_alone_is_killed(store: Store, tmp_path: Path, stopped: bool) -> None:
-    """The runtime completes the checkpoint, for a command that is stopped until then, or has ended."""
-    container = Container.start("w", *WORK)
-    with held(tmp_path, "crun", "checkpoint", SETTINGS_BUT_RUNTIME) as crun:
+@contextmanager
+def podman_killed(
+    container: Container, folder: Path, *, stopped: bool, dumped: bool
+) -> Iterator[subprocess.Popen[str]]:
+    """Kill Podman before the dump, or when it is done; the command is stopped then, or has ended."""
+    with held(folder, "crun", "checkpoint", SETTINGS_BUT_RUNTIME, after=dumped) as crun:
         child = subprocess.Popen(
-            [COMMAND, "checkpoint", "w"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            [COMMAND, "checkpoint", container.name],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         until(crun.met, "the runtime")
         runtime = crun.caller
@@ -230,6 +234,33 @@ def test_podman_alone_is_killed(store: Store, tmp_path: Path, stopped: bool) -> 
         if not stopped:
             assert "was killed by SIGKILL" in child.communicate(timeout=DEADLINE)[1]
     until(lambda: not proc.is_running(runtime), "the end of the runtime")
+    yield child
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_podman_alone_is_killed_before_the_dump_ends(store: Store, tmp_path: Path, stopped: bool) -> None:
+    """The container runs on: nobody would export its checkpoint."""
+    container = Container.start("w", *WORK)
+    with podman_killed(container, tmp_path, stopped=stopped, dumped=False) as child:
+        container.unharmed()
+        if stopped:
+            child.send_signal(signal.SIGCONT)
+            assert "was killed by SIGKILL" in child.communicate(timeout=DEADLINE)[1]
+    good(gpusnap("recover"))  # the order, which a command that has ended left to its runtime
+    assert store.entries() == ()
+    assert list((STORE / "staging").iterdir()) == []
+    assert not list(Path("/run/gpusnap/orders").glob("*.json"))
+    good(gpusnap("checkpoint", "w"))
+    good(gpusnap("restore", "w"))
+    container.goes_on()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_podman_alone_is_killed(store: Store, tmp_path: Path, stopped: bool) -> None:
+    """The runtime completes the checkpoint, for a command that is stopped until then, or has ended."""
+    container = Container.start("w", *WORK)
+    with podman_killed(container, tmp_path, stopped=stopped, dumped=True) as child:
+        pass
     until(lambda: container.inspect()["State"]["Status"] == "exited", "the end of the container")
     if stopped:
         assert len(store.list_handed_over()) == 1
