@@ -280,6 +280,7 @@ def checkpoint(bench: Bench) -> str:
         outcome = "ran on"
     else:
         outcome = _brought_back(bench, kind, name, archive, done, what)
+        said += bench.recover()  # the order stays while a stopped container may need the store
     archive.unlink(missing_ok=True)
     bench.nothing_left(f"{what}; recover: {said}")
     if random.random() < 0.3:
